@@ -121,7 +121,7 @@ def main() -> None:
         "### Speed, and where a step's time goes",
         "",
         "| training | mode | ranks | samples/s | speed-up | efficiency | ideal | smaller portions | "
-        "computing beside others | data | imbalance | exposed communication |",
+        "contention between ranks | data | imbalance | exposed communication |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
         *speeds,
     ]

@@ -46,7 +46,7 @@ def made_up(folder: Path, ranks: int, phase: str, *, bad: bool = False) -> RunFo
     run_state.write_job(
         run, JobSpec(name=run.id, command=("torchmuster.worker",), typed=words, folder="/")
     )
-    headline = "finished well" if phase == "finished" else ""
+    headline = "finished" if phase == "finished" else ""
     set_state(run, phase, headline, lasted_s=LASTED_S, now=now)
     write_lines(run, lifelike_lines(120, bad_from=110 if bad else None), now=now)
     add_ranks(

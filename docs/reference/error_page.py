@@ -116,7 +116,7 @@ def _filled(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Return prose as Markdown shows it: nothing in it is markup."""
-    filled = _filled(text.replace("{host}", "the machine"))
+    filled = _filled(text.replace("{host}", "the host"))
     for sign in "\\`*_<>[]$":
         filled = filled.replace(sign, "\\" + sign)
     sentence = " ".join(filled.split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""A value that was chosen automatically, together with the reason for it."""
+"""A value that was chosen automatically, and the reason for it."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -8,9 +8,9 @@ T = TypeVar("T", covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(Generic[T]):
-    """What was chosen and why, so that no automatic choice is ever silent.
+    """An automatic choice and its reason, so that every automatic choice can be reported.
 
-    ``reason`` is a sentence for people: it names what decided the choice, and what was passed over.
+    ``reason`` is a sentence for the user: what decided the choice, and what was rejected.
     """
 
     value: T

@@ -1,9 +1,9 @@
-"""The classic functions from Python: seeing, choosing and measuring GPUs, and the ranks' process group.
+"""Legacy Python API: list, select and benchmark GPUs, and set up the process group.
 
-GPU ids are the numbers that ``nvidia-smi`` and ``muster gpus`` show, whatever is hidden or reordered
-by ``CUDA_VISIBLE_DEVICES``; a MIG slice is ``"0:1"``. Only GPUs that this process may see count.
-Torch is imported only by the functions that return a ``torch.device`` or need a process group, and by
-the names for training when they are first used. ``GPUMonitor`` works without it.
+GPU ids are the indices that ``nvidia-smi`` and ``muster gpus`` show, regardless of
+``CUDA_VISIBLE_DEVICES``; a MIG slice is ``"0:1"``. Only GPUs visible to this process are used.
+Torch is imported only by the functions that return a ``torch.device`` or need a process group,
+and by the training classes on first use. ``GPUMonitor`` works without it.
 """
 
 import importlib
@@ -66,7 +66,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# Where the names for training live, imported when they are first used. Most need torch, which this module must not import.
+# Modules of the training API, imported on first use: most need torch, which this module must not
+# import.
 _TRAINING = {
     "DDPTrainer": "torchmuster.train.legacy.trainers",
     "GPUMonitor": "torchmuster.monitor.gpu_monitor",
@@ -84,9 +85,9 @@ def __getattr__(name: str) -> Any:
 
 
 class GpuIds(list[GpuId]):
-    """A list of GPU ids that also says why these were chosen.
+    """A list of GPU ids with the reason for the choice.
 
-    ``strategy`` is single, ddp or fsdp where they were chosen for a model, else None.
+    ``strategy`` is single, ddp or fsdp if they were chosen for a model, else None.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class GpuIds(list[GpuId]):
 
 
 def get_available_gpus() -> list[GpuId]:
-    """Return the ids of the GPUs that this process may see and that answer."""
+    """Return the ids of the GPUs that are visible to this process and respond."""
     return [_id(device) for device in _visible(snapshot.take_snapshot()) if not device.trouble]
 
 
@@ -107,10 +108,10 @@ def select_gpus(
     num_gpus: int | None = None,
     min_memory_mb: int | None = None,
 ) -> GpuIds:
-    """Choose GPUs: these, so many, or all, each with at least so much memory in all.
+    """Choose GPUs by id, by number, or all, each with at least ``min_memory_mb`` total memory.
 
-    With a number, the least loaded are taken, and those on which others compute are passed over.
-    GPUs that are named, or all of them, are taken as they are.
+    ``num_gpus`` takes the least loaded GPUs and skips those in use. GPUs given by id, or all of
+    them, are taken even if they are in use.
     """
     decision = _select(snapshot.take_snapshot(), gpu_ids, num_gpus, min_memory_mb)
     return GpuIds(decision.value, decision.reason)
@@ -119,8 +120,8 @@ def select_gpus(
 def auto_select_gpus_for_model(model_size_gb: float, num_gpus: int | None = None) -> GpuIds:
     """Choose the fewest GPUs that can train a model whose weights take ``model_size_gb``.
 
-    The reason says how to split it: on one GPU, a copy on each (ddp), or sharded (fsdp). It knows the size only:
-    for a model itself, with its batch and its precision, ``muster plan`` answers.
+    The reason states the strategy: one GPU, a copy on each GPU (ddp), or sharded (fsdp). Only the
+    size is considered; ``muster plan`` also considers the model, its batch size and its precision.
     """
     node = snapshot.take_snapshot()
     decision = choose_for_model(
@@ -135,9 +136,9 @@ def auto_select_gpus_for_model(model_size_gb: float, num_gpus: int | None = None
 
 
 def set_visible_gpus(gpu_ids: Sequence[GpuId]) -> None:
-    """Let this process, and those it starts, see only these GPUs. An empty list means the CPU.
+    """Make only these GPUs visible to this process and its children. An empty list means the CPU.
 
-    Must come before anything uses CUDA; refuses if that is too late.
+    Call it before anything uses CUDA; it raises an error if CUDA is already initialised.
     """
     node = snapshot.take_snapshot()
     _hide_all_but([find_device(node, one, os.environ) for one in gpu_ids])
@@ -148,7 +149,7 @@ def setup_gpu_environment(
 ) -> "torch.device":
     """Choose GPUs, hide all others from this process, and return the device to use.
 
-    Without any GPU that is the CPU, and a warning says why.
+    Without a GPU, this is the CPU, and a warning gives the reason.
     """
     import torch
 
@@ -162,7 +163,7 @@ def setup_gpu_environment(
 
 
 def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device":
-    """Return the least loaded of these GPUs (or of all) as torch numbers it; the CPU without any."""
+    """Return the least loaded of these GPUs (or of all) as a torch device; the CPU without any."""
     import torch
 
     node = snapshot.take_snapshot()
@@ -178,12 +179,13 @@ def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device"
 def setup_distributed(
     rank: int, world_size: int, backend: str = "nccl", *, timeout_s: float = 600.0
 ) -> "torch.device":
-    """Form the group of ranks and return this rank's device, which is set before the group is made.
+    """Create the process group and return this rank's device, which is set before the group.
 
-    Honours what torchrun sets (``RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT``) and refuses
-    arguments that contradict it. One process without a launcher is a group of 1; several without one
-    meet at 127.0.0.1, port 29500. Where nccl is impossible on any rank, all use gloo and a warning
-    says why. ``timeout_s`` limits the forming of the group and each wait for other ranks afterwards.
+    Uses the variables of torchrun (``RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT``) and
+    rejects arguments that contradict them. One process without a launcher is a group of 1; several
+    without one use 127.0.0.1, port 29500. If nccl does not work on a rank, all ranks use gloo and a
+    warning gives the reason. ``timeout_s`` limits the creation of the group and each later wait for
+    other ranks.
     """
     from torchmuster.launch.probes import process_group
 
@@ -191,17 +193,17 @@ def setup_distributed(
 
 
 def cleanup_distributed() -> None:
-    """End the process group; does nothing without one, so it may be called twice and in finally."""
+    """Destroy the process group; does nothing without one, so it may be called twice."""
     from torchmuster.launch.probes import process_group
 
     process_group.cleanup_process_group()
 
 
 def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 60.0) -> bool:
-    """Let all ranks add up their numbers on their devices; True if the sum is right here.
+    """Run an all-reduce over all ranks on their devices; True if the sum is right on this rank.
 
-    A wrong sum, an error, or no answer in time is False, and the log says which. After a False the
-    group is of no more use: end it.
+    A wrong sum, an error or a timeout is False, and the log gives the reason. After False the group
+    is unusable: destroy it.
     """
     from torchmuster.diagnose.probes import communication
 
@@ -211,11 +213,11 @@ def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 6
 def benchmark_matmul(
     device: "str | torch.device", size: int, iterations: int = 100
 ) -> dict[str, Any]:
-    """Multiply two square matrices of float32; return ``seconds`` and ``tflops`` of one product.
+    """Multiply two square float32 matrices; return ``seconds`` and ``tflops`` of one product.
 
-    It warms up first and waits for the device. ``iterations`` is how often it is timed: ``seconds`` is the
-    median, and ``noise`` how far that may be off, as a share of it. ``muster bench matmul`` does all sizes
-    and number types, and knows the card's peak.
+    It warms up first and synchronises the device. ``iterations`` is the number of samples:
+    ``seconds`` is their median, and ``noise`` its relative uncertainty. ``muster bench matmul``
+    covers all sizes and dtypes, and shows the share of the GPU's peak.
     """
     from torchmuster.bench.probes import matmul
 
@@ -223,9 +225,9 @@ def benchmark_matmul(
 
 
 def check_connection(address: str, port: int = 29400, *, timeout_s: float = 5.0) -> Finding:
-    """Try to reach a TCP port of another machine; the finding says why not, and what opens it.
+    """Try to connect to a TCP port of another host; the finding has the cause and the fix.
 
-    It tells one direction: from here to there. ``muster check --hosts`` tries both, on all machines.
+    Tests one direction: from here to there. ``muster check --hosts`` tests both, on all hosts.
     """
     from torchmuster.diagnose import connection
 
@@ -233,14 +235,14 @@ def check_connection(address: str, port: int = 29400, *, timeout_s: float = 5.0)
 
 
 def get_local_rank() -> int:
-    """Return this process's number on its machine: ``LOCAL_RANK`` as torchrun sets it, else 0."""
+    """Return the local rank of this process: ``LOCAL_RANK`` as torchrun sets it, else 0."""
     from torchmuster.launch.probes import membership
 
     return membership.local_rank(os.environ)
 
 
 def get_group_info() -> dict[str, Any]:
-    """Return the group as ``setup_distributed`` made it, with ``reasons`` for all it chose; or {}."""
+    """Return the group of ``setup_distributed``, with ``reasons`` for its choices; or {}."""
     from torchmuster.launch.probes import process_group
 
     group = process_group.current_group()
@@ -287,7 +289,7 @@ def _hide_all_but(devices: Sequence[Device]) -> None:
 
 
 def _torch_device(node: Node, device: Device) -> "torch.device":
-    """Return a device as torch names it, or the CPU with the reason if this torch cannot use it."""
+    """Return a device as a torch device; the CPU, with a warning, if this torch cannot use it."""
     import torch
 
     usable = torch.accelerator.current_accelerator(check_available=True)
@@ -300,7 +302,7 @@ def _torch_device(node: Node, device: Device) -> "torch.device":
 
 
 def get_gpu_info() -> list[dict[str, Any]]:
-    """Return what is known about each visible GPU, memory in MB of 1024 x 1024 bytes."""
+    """Return the properties of each visible GPU, memory in MB of 1024 x 1024 bytes."""
     return [
         {
             "id": _id(device),
@@ -320,7 +322,7 @@ def get_gpu_info() -> list[dict[str, Any]]:
 
 
 def print_gpu_info(gpu_ids: Sequence[GpuId] | None = None) -> None:
-    """Print a line about each GPU, or about these."""
+    """Print a line for each of these GPUs (or for all)."""
     node = snapshot.take_snapshot()
     if gpu_ids is None:
         devices = _visible(node)
@@ -332,20 +334,20 @@ def print_gpu_info(gpu_ids: Sequence[GpuId] | None = None) -> None:
 
 
 def get_gpu_memory_usage(gpu_id: GpuId) -> tuple[int, int, float]:
-    """Return (allocated, total, percent) of a GPU's memory, in MB, by all processes on it."""
+    """Return (allocated, total, percent) of a GPU's memory in MB, for all processes on it."""
     device = find_device(snapshot.take_snapshot(), gpu_id, os.environ)
     used, total = _mb(device.used_bytes), _mb(device.total_bytes)
     if used is None or total is None:
         raise MusterError(
-            f"{device.label} does not say how much of its memory is used",
+            f"{device.label} does not report its memory usage",
             why=f"it does not answer: {device.trouble}" if device.trouble else "",
-            fix="muster gpus  # shows what is known about it",
+            fix="muster gpus  # shows what it does report",
         )
     return used, total, _used_percent(device)
 
 
 def get_device_info() -> dict[str, Any]:
-    """Return ``num_gpus``, ``devices`` and ``cuda_available`` as torch can use them here."""
+    """Return ``num_gpus``, ``devices`` and ``cuda_available`` as this torch sees them."""
     import torch
 
     available = torch.cuda.is_available()
@@ -394,9 +396,9 @@ def _refuse_if_cuda_has_started(devices: Sequence[Device]) -> None:
         return
     names = ", ".join(device.number for device in devices) or "none"
     raise CudaAlreadyInitialised(
-        f"asked to use GPUs {names}, but CUDA has already started in this process",
-        why="CUDA reads CUDA_VISIBLE_DEVICES once, when it starts; what is set now changes nothing",
-        fix="choose GPUs before anything touches CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
+        f"cannot select GPUs {names}: CUDA is already initialised in this process",
+        why="CUDA reads CUDA_VISIBLE_DEVICES once, at initialisation; a later change has no effect",
+        fix="select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
         "torch.cuda.is_available()), or start the program with: "
         "muster gpus pick --gpu-ids … -- python …",
     )
@@ -407,12 +409,12 @@ def _why_no_gpu(node: Node) -> str:
     if hidden:
         return f"all GPUs are hidden by {', '.join(sorted(set(hidden.values())))}"
     known = "; ".join(f"{one.what} (fix: {one.fix})" for one in node.findings)
-    return known or "this machine has no GPU that can be seen"
+    return known or "no GPU is visible on this machine"
 
 
 def _why_torch_sees_no_gpu(torch: Any) -> str:
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is a build without GPU support; install one with it"
+        return f"torch {torch.__version__} is built without GPU support; install a build with it"
     return (
         f"torch {torch.__version__} cannot use the GPU; the driver may be too old for its CUDA "
         f"{torch.version.cuda}"
@@ -420,9 +422,9 @@ def _why_torch_sees_no_gpu(torch: Any) -> str:
 
 
 def _torch_number(node: Node, device: Device) -> int:
-    """Return torch's own number of a device.
+    """Return torch's index of a device.
 
-    Among unlike cards CUDA numbers the fastest first, so there only torch can tell, by UUID.
+    CUDA puts the fastest of different GPUs first, so torch's UUIDs are compared in that case.
     """
     shown = _visible(node)
     pinned = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))

@@ -1,21 +1,21 @@
-"""Every error that torchmuster raises on purpose, and the exit code each one ends a command with.
+"""Every error that torchmuster raises on purpose, and the exit code of each.
 
 ::
 
     MusterError                    exit 1   something was tried and failed
-    ├── Impossible                 exit 2   what was asked for cannot be had here
+    ├── Impossible                 exit 2   the request cannot be met here
     │   ├── ConfigError                     settings are wrong (carries every mistake, not the first)
     │   ├── NoSuchDevice                    an id, UUID or prefix names no device, or several
-    │   ├── TooFewDevices                   fewer devices meet the conditions than were asked for
+    │   ├── TooFewDevices                   fewer devices meet the conditions than requested
     │   ├── CudaAlreadyInitialised          too late to choose GPUs in this process
-    │   ├── NotTrusted                      a machine that joined does not do this for its host
+    │   ├── NotTrusted                      a joined machine rejects what the hosting one requests
     │   └── NoSuchRun                       a run id or folder that does not exist
-    ├── MachineLost                         a machine of the run can no longer be heard
-    ├── OutOfMemory                         a rank asked for more memory than it can have
-    └── NotNow                     exit 3   it exists, but something else is using it at the moment
+    ├── MachineLost                         a host of the run no longer sends heartbeats
+    ├── OutOfMemory                         a rank requested more memory than is available
+    └── NotNow                     exit 3   the resource exists, but is in use
         └── DevicesBusy                     GPUs claimed or in use; waiting can help
 
-An error says what was asked, what is true, and what to do: ``what``, ``why`` and ``fix``.
+An error has three parts: what failed, the cause, and how to fix it (``what``, ``why``, ``fix``).
 """
 
 import enum
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 
 class ExitCode(enum.IntEnum):
-    """What a ``muster`` command's exit status means. Frozen: scripts rely on it."""
+    """Exit codes of ``muster`` commands. Frozen: scripts rely on them."""
 
     GOOD = 0
     FAILED = 1
@@ -38,14 +38,14 @@ EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
     ExitCode.GOOD: "done, and nothing is wrong",
     ExitCode.FAILED: "tried and failed, or a check found a failure",
     ExitCode.IMPOSSIBLE: "the request cannot be met here: wrong usage, wrong settings, too few GPUs",
-    ExitCode.NOT_NOW: "what was asked for exists but is in use; --wait or a later try can succeed",
-    ExitCode.SAVED: "saved at a request to end; start it again to go on",
+    ExitCode.NOT_NOW: "the requested resource is in use; add --wait or try again later",
+    ExitCode.SAVED: "checkpointed after a stop request; rerun to resume",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C",
 }
 
 
 class MusterError(Exception):
-    """The root of the tree. ``str()`` gives all three parts, ready to print."""
+    """Base class of all errors. ``str()`` gives all three parts, ready to print."""
 
     exit_code = ExitCode.FAILED
 
@@ -65,14 +65,14 @@ class MusterError(Exception):
 
 
 class Impossible(MusterError):
-    """What was asked for cannot be had on this machine with these settings."""
+    """The request cannot be met on this machine with these settings."""
 
     exit_code = ExitCode.IMPOSSIBLE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """One wrong setting: where it was written (``config.yaml:3:5``), what is wrong, how to mend it."""
+    """One wrong setting: where it is (``config.yaml:3:5``), what is wrong, how to fix it."""
 
     where: str
     what: str
@@ -80,7 +80,7 @@ class Mistake:
 
 
 class ConfigError(Impossible):
-    """Settings that cannot be used. Carries every mistake found, in the order they were written."""
+    """Invalid settings. Carries every mistake found, in the order of the settings file."""
 
     def __init__(self, mistakes: Sequence[Mistake]) -> None:
         self.mistakes = tuple(mistakes)
@@ -92,7 +92,7 @@ class ConfigError(Impossible):
         super().__init__(f"the settings have {count}", why="\n".join(lines))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[Sequence[Mistake]]]:
-        return type(self), (self.mistakes,)  # so that it can cross from one process to another
+        return type(self), (self.mistakes,)  # so that it can be pickled
 
 
 class NoSuchDevice(Impossible):
@@ -100,15 +100,15 @@ class NoSuchDevice(Impossible):
 
 
 class TooFewDevices(Impossible):
-    """Fewer devices meet the conditions than were asked for, and waiting would not change that."""
+    """Fewer devices meet the conditions than requested, and waiting would not change that."""
 
 
 class CudaAlreadyInitialised(Impossible):
-    """CUDA has already read ``CUDA_VISIBLE_DEVICES`` in this process; changing it now does nothing."""
+    """CUDA has already read ``CUDA_VISIBLE_DEVICES`` in this process: a change has no effect."""
 
 
 class NotTrusted(Impossible):
-    """A machine that joined refuses what its host asked for; ``muster join --trust-host`` allows it."""
+    """A joined machine rejects what the host requests; ``muster join --trust-host`` allows it."""
 
 
 class NoSuchRun(Impossible):
@@ -116,15 +116,15 @@ class NoSuchRun(Impossible):
 
 
 class MachineLost(MusterError):
-    """A machine of a run that can no longer be heard."""
+    """A host of a run no longer sends heartbeats."""
 
 
 class OutOfMemory(MusterError):
-    """A rank asked for more memory than it can have."""
+    """A rank requested more memory than is available."""
 
 
 class NotNow(MusterError):
-    """What was asked for exists but is in use at the moment."""
+    """The requested resource exists but is in use."""
 
     exit_code = ExitCode.NOT_NOW
 

@@ -1,7 +1,7 @@
-"""A finding: something that was looked at, what is true of it, and what to do about it.
+"""A finding: the result of a check, its cause, and how to fix it.
 
-Doctor, check, the planner's refusals, alerts and post-mortems all end in findings; one renderer and
-one exit-code rule serve them all.
+Doctor, check, the planner, alerts and failure reports all produce findings, which share one
+renderer and one exit-code rule.
 """
 
 import enum
@@ -14,7 +14,7 @@ from torchmuster.redaction import harmless
 
 
 class Status(enum.Enum):
-    """How bad it is. Only a failure makes a command fail."""
+    """Severity of a finding. Only a failure makes a command fail."""
 
     OK = "ok"
     NOTE = "note"
@@ -28,7 +28,7 @@ _COLOURS = {Status.OK: "32", Status.NOTE: "36", Status.WARNING: "33", Status.FAI
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """``what`` is one line; ``why`` explains it, ``fix`` mends it, ``evidence`` shows it."""
+    """``what`` is one line; ``why`` is the cause, ``fix`` the fix, ``evidence`` the raw output."""
 
     name: str
     status: Status
@@ -50,7 +50,7 @@ class Finding:
 
 
 def from_error(error: MusterError) -> list[Finding]:
-    """Return the findings that say what an error says: one, or one for each wrong setting."""
+    """Convert an error to findings: one, or one for each wrong setting."""
     if isinstance(error, ConfigError):
         return [
             Finding(
@@ -100,7 +100,7 @@ def _finding_lines(finding: Finding, width: int, colour: bool) -> Iterable[str]:
 
 
 def _paragraph(title: str, text: str, width: int) -> Iterable[str]:
-    """Wrap prose to the width; a command, a path or a traceback must survive being copied."""
+    """Wrap prose to the width; commands, paths and tracebacks stay unwrapped for copying."""
     indent = " " * 9 + f"{title:<5}"
     room = max(width - len(indent), 40)
     for line in text.splitlines():

@@ -1,7 +1,7 @@
-"""Secrets are taken out of everything that is stored or shown: by the name they go by, and by shape.
+"""Redact secrets in everything that is stored or shown: by their name and by their format.
 
-Used for command lines, saved settings, logs and reports. It errs on the side of hiding: a hidden
-word costs a question, a shown token costs an account.
+Used for command lines, saved settings, logs and reports. When in doubt, the text is hidden: a
+leaked token costs more than a hidden value.
 """
 
 import re
@@ -14,7 +14,7 @@ _SECRET_ENDINGS += ("apikey", "apikeys", "accesskey", "secretkey", "privatekey",
 _SECRET_WORDS = {"secret", "secrets", "credential", "credentials"}
 _KEY_OWNERS = {"api", "access", "private", "secret", "account", "auth", "encryption"}
 _KEY_OWNERS |= {"signing", "storage", "master"}
-# eos_token and loss_per_token are about a tokeniser's tokens, and so are token_id and token_type
+# eos_token, loss_per_token, token_id and token_type are about a tokeniser's tokens
 _TOKENISER_WORDS = {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "image", "stop"}
 _TOKENISER_WORDS |= {"audio", "video", "start", "end", "first", "next", "last", "per"}
 _AFTER_TOKEN = {"", "value", "key", "file"}
@@ -43,7 +43,7 @@ _SHAPES = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# What stands before a value: name=, name: and "name": as in shells, JSON and headers; --name
+# The text before a value: name=, name: and "name": as in shells, JSON and headers; --name
 _LEAD = re.compile(
     r"""
     (?<![\w.-])(?:
@@ -65,7 +65,7 @@ _VALUE = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Say whether a setting, flag or variable of this name holds a secret.
+    """Return whether a setting, flag or variable of this name holds a secret.
 
     ``WANDB_API_KEY`` and ``--hub-token`` do, ``eos_token`` does not.
     """
@@ -84,7 +84,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """Hide everything in a text that is named or shaped like a secret."""
+    """Hide everything in a text that has the name or the format of a secret."""
     text = _SHAPES.sub(HIDDEN, text)
     shown, place = [], 0
     while lead := _LEAD.search(text, place):
@@ -99,7 +99,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_command(arguments: Iterable[str]) -> list[str]:
-    """Hide secrets in an argument vector, also where the value follows its flag."""
+    """Hide secrets in an argument vector, also if the value follows its flag."""
     shown: list[str] = []
     previous, value_is_secret = "", False
     for argument in arguments:
@@ -120,7 +120,7 @@ def redact_command(arguments: Iterable[str]) -> list[str]:
 
 
 def harmless(text: str) -> str:
-    """Return a text that cannot steer a terminal: of control characters only line ends and tabs stay."""
+    """Return the text with control characters replaced, except line ends and tabs."""
     if text.isprintable():
         return text
     return "".join(
@@ -130,7 +130,7 @@ def harmless(text: str) -> str:
 
 
 def printable(arguments: Iterable[str]) -> str:
-    """Join a command line for display: secrets out, nothing that could steer the terminal."""
+    """Join a command line for display, with secrets and control characters replaced."""
     text = " ".join(redact_command(arguments))
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 

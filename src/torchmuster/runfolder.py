@@ -1,14 +1,14 @@
-"""The run folder: the only contract between launching, training, watching and explaining a run.
+"""The run folder: the only interface between launching, training, monitoring and explaining a run.
 
-``runs/<id>/`` holds everything about one run and works on any local or shared disk::
+``runs/<id>/`` contains everything about one run and works on any local or shared disk::
 
-    run.json       id, name, when it was made, layout version
+    run.json       id, name, creation time, layout version
     config.yaml    the resolved settings, secrets redacted
-    job.json       what was launched, where, by which process
-    state.json     how it is going, or how it ended
-    console.log    what the launcher showed
+    job.json       the launched command, its hosts, the launcher process
+    state.json     current or final state
+    console.log    output of the launcher
     logs/          rank-<n>.log
-    model/         what belongs to the model next to its weights: its config, its tokenizer
+    model/         model files other than weights: config, tokenizer
     metrics/  checkpoints/  hang/
     report.html
 """
@@ -26,13 +26,13 @@ from torchmuster.errors import Impossible, NoSuchRun
 LAYOUT_VERSION = 1
 DEFAULT_ROOT = Path("runs")
 _PARTS = ("logs", "metrics", "checkpoints", "hang")
-# What a disk says that takes nothing more: full, over a quota, a limit of files, or broken.
+# Errors of a disk that cannot be written: full, over quota, file too large, I/O error.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run. Made once by :func:`create`; everyone else gets it from :func:`find`."""
+    """The paths of one run, from :func:`create_run_folder` or :func:`find_run`."""
 
     path: Path
 
@@ -53,17 +53,17 @@ class RunFolder:
 
     @property
     def job(self) -> Path:
-        """What was launched."""
+        """The launched command, its hosts and the launcher process."""
         return self.path / "job.json"
 
     @property
     def state(self) -> Path:
-        """How the run is going, or how it ended."""
+        """The current or final state of the run."""
         return self.path / "state.json"
 
     @property
     def console(self) -> Path:
-        """Everything the launcher showed."""
+        """The output of the launcher."""
         return self.path / "console.log"
 
     @property
@@ -73,12 +73,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """What the ranks measured."""
+        """The metrics of the ranks."""
         return self.path / "metrics"
 
     @property
     def model(self) -> Path:
-        """What belongs to the model next to its weights: its config, its tokenizer."""
+        """Model files other than weights: config, tokenizer."""
         return self.path / "model"
 
     @property
@@ -93,7 +93,7 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """The page made at the end of the run."""
+        """The HTML report written at the end of the run."""
         return self.path / "report.html"
 
     def rank_log(self, rank: int) -> Path:
@@ -102,7 +102,7 @@ class RunFolder:
 
 
 def create_run_folder(root: Path, name: str, *, now: datetime | None = None) -> RunFolder:
-    """Make a new run folder below ``root``; its id starts with the time, so ids sort by age."""
+    """Create a run folder below ``root``; its id starts with the time, so ids sort by age."""
     now = now or datetime.now(UTC)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "run"
     try:
@@ -114,9 +114,9 @@ def create_run_folder(root: Path, name: str, *, now: datetime | None = None) -> 
         write_atomically(run.marker, json.dumps(marker, indent=2) + "\n")
     except OSError as error:
         raise Impossible(
-            f"cannot make a run folder in {root}",
+            f"cannot create a run folder in {root}",
             why=error.strerror or str(error),
-            fix="use a folder that exists, that you may write to, on a disk with room",
+            fix="use a writable folder on a disk with free space",
         ) from error
     return run
 
@@ -127,7 +127,7 @@ def _new_folder(root: Path, stem: str) -> RunFolder:
         try:
             run.path.mkdir()
         except FileExistsError:
-            continue  # the same name in the same second drew the same suffix: draw again
+            continue  # same name, second and random suffix: try again
         return run
 
 
@@ -140,12 +140,12 @@ def list_runs(root: Path) -> list[RunFolder]:
 
 
 def _age(run: RunFolder) -> tuple[str, float]:
-    """Order by the time in the id; within its second, by when the run was ready."""
+    """Return the sort key of a run: the time in its id, then the time its marker was written."""
     return run.id[: len("20260131-235959")], run.marker.stat().st_mtime
 
 
 def run_name(run: RunFolder) -> str:
-    """Return what a run is called: the name that it was made with."""
+    """Return the name that a run was created with."""
     try:
         return str(json.loads(run.marker.read_text(encoding="utf-8"))["name"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -153,7 +153,7 @@ def run_name(run: RunFolder) -> str:
 
 
 def find_run(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
-    """Find a run by folder, id, unique part of an id, or the word ``last``."""
+    """Find a run by folder, id, unique part of an id, or ``last``."""
     given = RunFolder(Path(run).resolve())  # so that "." has a name as well
     if given.marker.is_file():
         return given
@@ -169,20 +169,21 @@ def find_run(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
         raise NoSuchRun(
             f"run {str(run)!r} is not unique",
             why="it could be any of: " + ", ".join(one.id for one in matches[:5]),
-            fix="give more of the id, or the folder's path",
+            fix="give a longer part of the id, or the folder's path",
         )
     newest = ", ".join(one.id for one in known[:5])
     raise NoSuchRun(
         f"there is no run {str(run)!r}",
-        why=f"the newest runs in {root} are: {newest}" if known else f"{root} holds no runs",
-        fix="give a run's id, its folder, or the word: last",
+        why=f"the newest runs in {root} are: {newest}" if known else f"{root} contains no runs",
+        fix="give a run's id, its folder, or: last",
     )
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     """Write a file so that a reader, or a crash, sees either the old content or the new.
 
-    What may be lost with the machine's power (a cache) need not be ``durable``, which takes time.
+    ``durable`` calls fsync, which takes time; files that may be lost in a power failure (a cache)
+    do not need it.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:

@@ -1,7 +1,7 @@
-"""Bytes and seconds, as people write them and as people read them.
+"""Parse and format byte counts and durations.
 
-Inside the product a quantity is a plain number whose name carries its unit (``free_bytes``,
-``idle_s``); text such as ``8GiB`` is parsed here, at the edge, and nowhere else.
+In the code a quantity is a plain number whose name has its unit (``free_bytes``, ``idle_s``);
+text such as ``8GiB`` is parsed only here.
 """
 
 import re
@@ -29,7 +29,7 @@ _BYTE_UNITS = {
     "tb": 10**12,
 }
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-# More digits than this are a slip of the hand, and would not fit into a float.
+# More digits are a typo, and would not fit into a float.
 _QUANTITY = re.compile(r"\s*(\d{1,18}(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -76,5 +76,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Write a number of things: ``1 rank``, ``1,024 ranks``."""
+    """Format a count with its noun: ``1 rank``, ``1,024 ranks``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -142,9 +142,9 @@ def test_set_visible_gpus_to_none_means_cpu(machine: Machine) -> None:
 
 
 TOO_LATE = [
-    "asked to use GPUs 0, 2, but CUDA has already started in this process",
-    "CUDA reads CUDA_VISIBLE_DEVICES once, when it starts; what is set now changes nothing",
-    "choose GPUs before anything touches CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
+    "cannot select GPUs 0, 2: CUDA is already initialised in this process",
+    "CUDA reads CUDA_VISIBLE_DEVICES once, at initialisation; a later change has no effect",
+    "select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
     "torch.cuda.is_available()), or start the program with: "
     "muster gpus pick --gpu-ids … -- python …",
 ]

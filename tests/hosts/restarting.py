@@ -50,7 +50,7 @@ def restart_by_kills(
         killed_s = Kill(victim=f"rank {rank}", host=_HOST_OF_RANK[rank]).strike(run)
         pause_s = 0.0 if restart == 1 else min(2.0 ** (restart - 1), 30.0)
         when = f" in {pause_s:.0f} s" if pause_s else ""
-        said = f"(SIGKILL); starting again{when} (restart {restart} of {restarts})"
+        said = f"(SIGKILL); restarting{when} (restart {restart} of {restarts})"
         line = run.transcript.wait_for(said)
         assert f"rank {rank} on {_HOST_OF_RANK[rank]} failed" in line.text
         run.wait_for_ranks(f"round {restart} came up")
@@ -59,6 +59,6 @@ def restart_by_kills(
             Round(restart=restart, killed=f"rank {rank}", seconds=took_s, pause_s=pause_s)
         )
     assert run.transcript.end() == 0
-    assert run.transcript.text("err").count("starting again") == restarts
+    assert run.transcript.text("err").count("; restarting") == restarts
     run.seconds_until_clean(time.monotonic())
     return rounds

@@ -27,7 +27,7 @@ import asyncio, json, sys, time
 from torchmuster.finding import Finding, Status
 from torchmuster.diagnose.unreachable_hosts import why_all_unreachable
 name, *hosts = sys.argv[1:]
-trouble = Finding(name=name, status=Status.FAILURE, what="cannot take part", evidence="timed out")
+trouble = Finding(name=name, status=Status.FAILURE, what="cannot connect", evidence="timed out")
 began = time.monotonic()
 found = asyncio.run(why_all_unreachable(dict.fromkeys(range(len(hosts)), trouble), hosts))
 print(json.dumps([[one.as_json() for one in found.values()], time.monotonic() - began]))
@@ -57,7 +57,7 @@ def test_a_machine_that_drops_everything_is_known_by_its_network_card(lab2: Lab)
     node2.iptables("-A", "INPUT", "!", "-i", "lo", "-j", "DROP")
     (found,) = ask(lab2, "node2")
     assert found["name"] == "ssh-port-dropped"
-    assert "network card" in found["what"]
+    assert "network adapter" in found["what"]
     do_what_it_says(node2, found["fix"], "iptables")
     again = check(lab2, "--quick")
     assert again.named("ssh-port-dropped") == []
@@ -104,7 +104,7 @@ def test_no_alarm_where_all_is_well(big: int, lab2: Lab) -> None:
     with injected(lab2, Mtu(host="node1", host_bytes=big)):
         (found,) = ask(lab2, "node2")
     assert found["name"] == "host-unreachable"
-    assert "10.77.0.12:2222: it answers" in found["evidence"]
+    assert "10.77.0.12:2222: server responds" in found["evidence"]
 
 
 def _refused_key(lab: Lab) -> list[dict[str, str]]:

@@ -58,7 +58,7 @@ def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
     assert "2 of 2 joined" in told.text("err")
     run = report_of(work)
     *_, last = told.text("out").splitlines()
-    assert last.startswith("all 2 machines ")
+    assert last.startswith("all 2 hosts ")
     assert last.endswith(f" {run.relative_to(work)}/report.html")
     assert told.longest_silence_s() < 10 + BUSY_S, told.text()
     result = json.loads((run / "check.json").read_text())
@@ -153,7 +153,7 @@ def test_ctrl_c_ends_a_check_everywhere(lab2: Lab) -> None:
     await_true("ranks everywhere", lambda: _runs(lab2, _STAGES["ranks"]))
     process.send_signal(signal.SIGINT)
     assert told.end() == 130
-    assert "running any more" in told.text("err")
+    assert "none of its processes is running" in told.text("err")
     await_true("nothing is left", lambda: strays(lab2) == {})
 
 
@@ -191,6 +191,6 @@ def test_a_machine_that_joins_by_a_code_is_checked_like_any_other(
     )
     assert told.end() == 0, told.text()
     assert joining.end() == 0, joining.text()
-    assert "all 2 machines pass muster" in told.text("out")
-    assert "all 2 machines pass muster" in joining.text("err")
+    assert "all 2 hosts pass muster" in told.text("out")
+    assert "all 2 hosts pass muster" in joining.text("err")
     await_true("nothing is left", lambda: strays(lab) == {})

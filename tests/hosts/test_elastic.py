@@ -49,12 +49,12 @@ def test_a_run_goes_on_without_a_machine_that_is_gone_and_with_it_when_it_is_bac
     without_s = time.monotonic() - lost_s
     run.wait_for_ranks("round 1 of 2 ranks came up", ranks=2)
     said = run.transcript.text("err")
-    assert "2 of 3 machines, without node2\n" in said
+    assert "2 of 3 hosts, without node2\n" in said
     boot()
-    run.transcript.wait_for("node2 can take part")
+    run.transcript.wait_for("node2 can rejoin")
     Kill(victim="rank 1", host="node3").strike(run)
     run.wait_for_ranks("round 2 of 3 ranks came up", ranks=3)
-    assert "without" not in run.transcript.wait_for(" 3 of 3 machines").text
+    assert "without" not in run.transcript.wait_for(" 3 of 3 hosts").text
     (tmp_path / "end").touch()
     assert run.transcript.end() == 0
     run.seconds_until_clean(time.monotonic())
@@ -68,8 +68,8 @@ def test_a_machine_that_never_came_is_left_out_and_too_few_are_refused(
     undo = HostKilled(host="node2").apply(lab3)
     run = Run.launch(lab3, tmp_path, COUNTED, options=[*THREE, *PATIENT])
     run.wait_for_ranks("round 0 of 2 ranks came up", ranks=2)
-    going_on = run.transcript.wait_for("going on with")
-    assert going_on.text.endswith("2 of 3 machines, without node2")
+    going_on = run.transcript.wait_for("continuing with")
+    assert going_on.text.endswith("2 of 3 hosts, without node2")
     said = run.transcript.text("err")
     assert re.search(r"2 of 3 joined: .*node2 missing \(.+\)", said)
     (tmp_path / "end").touch()
@@ -125,10 +125,10 @@ def test_a_training_takes_a_machine_in_as_soon_as_it_is_back(lab3: Lab, tmp_path
     run = _training(lab3, tmp_path, *THREE, *PATIENT)
     run.transcript.wait_for("saved step 5")
     boot()
-    run.transcript.wait_for("node3 can take part")
-    assert run.transcript.wait_for(" 3 of 3 machines; ").text.endswith(" 12")  # the global batch
+    run.transcript.wait_for("node3 can rejoin")
+    assert run.transcript.wait_for(" 3 of 3 hosts; ").text.endswith(" 12")  # the global batch
     going_on = run.transcript.wait_for("(of 2 ranks, now 3)").text
-    step = int(re.search(r"going on from step (\d+)", going_on)[1])  # type: ignore[index]
+    step = int(re.search(r"resuming from step (\d+)", going_on)[1])  # type: ignore[index]
     run.transcript.wait_for(f"step {step + 1}/")
     run.transcript.process.terminate()
     assert run.transcript.end() == 75
@@ -175,7 +175,7 @@ def test_who_watches_is_told_that_a_machine_is_gone(lab2: Lab, tmp_path: Path) -
     assert "MusterRanksLost" not in watched.raised()
     HostKilled(host="node2").apply(lab2)
     await_true("the alert", lambda: "MusterRanksLost" in watched.raised())
-    run.transcript.wait_for("1 of 2 machines, without node2")
+    run.transcript.wait_for("1 of 2 hosts, without node2")
     await_true("the rank that is left is seen", lambda: watched.ranks() == 1)
     run.transcript.process.terminate()
     assert run.transcript.end() in (75, 130)  # saved, or stopped while it was starting again

@@ -67,8 +67,8 @@ def test_the_pasted_line_is_all_that_a_machine_needs(lab: Lab, tmp_path: Path) -
     assert joining.end() == 0
     assert smoke_lines(2) <= set(rank_lines(hosting))
     assert "2 of 2 joined" in hosting.text("err")
-    assert f"to be run in {tmp_path}: torchmuster.launch.probes.smoke" in joining.text("err")
-    assert "the run ended well" in joining.text("err")
+    assert f"will run in {tmp_path}: torchmuster.launch.probes.smoke" in joining.text("err")
+    assert "the run finished" in joining.text("err")
     await_true("nothing is left", lambda: (leftovers(lab), strays(lab)) == ({}, {}))
     # What lets a machine in is shown, and written down nowhere.
     code = code_for(hosting, 2)
@@ -109,12 +109,12 @@ def test_codes_that_are_wrong_or_used_open_nothing(lab: Lab, tmp_path: Path) -> 
     other = letters[:30] + ("2" if letters[30] != "2" else "3") + letters[31:]
     mistyped = start(second, ["join", other], tmp_path)
     assert mistyped.end() == 2
-    assert "typing mistake" in mistyped.text("err")
+    assert "typing error" in mistyped.text("err")
     joining = start(second, ["join", code], tmp_path)
     joining.wait_for("joined")
     again = start(second, ["join", code], tmp_path)
     assert again.end() == 2
-    assert "has been used by node2" in again.text("err")
+    assert "was used by node2" in again.text("err")
     (tmp_path / "go").touch()  # not before: whoever hosts has to be there to say so
     assert hosting.end() == 0
     assert joining.end() == 0
@@ -170,7 +170,7 @@ def test_a_guest_ends_what_it_runs_when_the_host_is_killed(lab: Lab, tmp_path: P
     hosting.process.kill()
     hosting.process.wait(GIVE_UP_S)
     assert joining.end() == 1
-    assert "the launcher has gone" in joining.text("err")
+    assert "the launcher is gone" in joining.text("err")
     await_true("nothing left on the host either", lambda: leftovers(lab) == {})
 
 

@@ -12,10 +12,10 @@ from hosts.lab import Lab
 from hosts.namespaces import await_true
 
 _RANK = r"rank 1 on node2 failed: killed \(SIGKILL\)"
-_AGENT = r"{host} failed: torchrun's agent was ended by SIGKILL"
-_NODE_AGENT = r"{host} was lost: its node agent was killed, or ended without a word"
+_AGENT = r"{host} failed: torchrun's agent was killed by SIGKILL"
+_NODE_AGENT = r"{host} was lost: its node agent was killed or exited without an error message"
 _SESSION = r"{host} was lost: Connection to 10\.77\.0\.12 closed by remote host"
-_SILENCE = r"{host} was lost: not heard for \d\d s: the link is cut, or the machine is gone"
+_SILENCE = r"{host} was lost: no heartbeat for \d\d s: the link is down or the host is gone"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,7 +244,7 @@ def test_two_hosts_with_the_same_address(make_lab: MakeLab) -> None:
     found = the_only(found_in(lab))
     assert found.name == "wrong-machine-answers"
     assert "10.77.0.11" in found.what
-    assert "another machine answers" in found.what
+    assert "another host answers" in found.what
 
 
 def test_big_frames_vanish(make_lab: MakeLab) -> None:

@@ -102,64 +102,64 @@ SSH = [
     Refusal(
         name="a name that nobody knows",
         hosts="node1,nowhere",
-        what="host nowhere cannot take part",
-        why="its name cannot be resolved on this machine ssh: Could not resolve hostname nowhere:",
-        fix="give its address, or add it to ~/.ssh/config (HostName) or /etc/hosts",
+        what="cannot connect to host nowhere",
+        why="its name cannot be resolved on this host ssh: Could not resolve hostname nowhere:",
+        fix="use its IP address, or add it to ~/.ssh/config (HostName) or /etc/hosts",
     ),
     Refusal(
         name="no ssh server",
         faults=[NoSshd(host="node2")],
         code=1,
-        what="host node2 cannot take part",
-        why="it is there, but no ssh server listens on that port "
+        what="cannot connect to host node2",
+        why="it is up, but no ssh server listens on that port "
         "ssh: connect to host 10.77.0.12 port 2222: Connection refused",
         fix="on node2: sudo systemctl enable --now ssh || sudo systemctl enable --now sshd "
-        "# or Port in ~/.ssh/config",
+        "# or set Port in ~/.ssh/config",
     ),
     Refusal(
         name="our key is refused",
         faults=[KeyRefused(host="node2")],
-        what="host node2 cannot take part",
+        what="cannot connect to host node2",
         why="it does not accept your key root@10.77.0.12: Permission denied (publickey).",
-        fix="ssh-copy-id node2 # and for a key with a passphrase: ssh-add",
+        fix="ssh-copy-id node2 # for a key with a passphrase also: ssh-add",
     ),
     Refusal(
         name="its host key has changed",
         faults=[HostKeyChanged(host="node2")],
-        what="host node2 cannot take part",
-        why="it shows another host key than the one that is known here: it was installed anew, or "
-        "somebody else answers in its place",
-        fix='ssh-keygen -f "{lab}/ssh/known_hosts" -R "node2" # once you know which',
+        what="cannot connect to host node2",
+        why="its host key differs from the known one: it was reinstalled, or another machine answers "
+        "at its address",
+        fix='ssh-keygen -f "{lab}/ssh/known_hosts" -R "node2" # if it was reinstalled',
     ),
     Refusal(
         name="the host is off",
         faults=[HostKilled(host="node2")],
         code=1,
-        what="host node2 cannot take part",
-        why="it does not answer: it is off, on another network, or a firewall keeps ssh out",
-        fix="ping node2 # and check the firewall there for the port of ssh",
+        what="cannot connect to host node2",
+        why="it does not answer: it is off, on another network, or a firewall blocks ssh",
+        fix="ping node2 # and check whether its firewall allows the ssh port",
     ),
     Refusal(
         name="a firewall drops ssh",
         faults=[ClosedPorts(host="node2", ports=(2222,))],
         code=1,
-        what="host node2 cannot take part",
-        why="it does not answer: it is off, on another network, or a firewall keeps ssh out "
+        what="cannot connect to host node2",
+        why="it does not answer: it is off, on another network, or a firewall blocks ssh "
         "ssh: connect to host 10.77.0.12 port 2222: Connection timed out",
-        fix="ping node2 # and check the firewall there for the port of ssh",
+        fix="ping node2 # and check whether its firewall allows the ssh port",
         within_s=30.0,
     ),
     Refusal(
         name="no python there",
         flags=["--remote-python", "/nowhere/python"],
-        what="cannot take part",
-        why="there is no /nowhere/python there",
-        fix="install it there, or give the path on the other machines: --remote-python PATH",
+        what="cannot connect to host",
+        why="/nowhere/python does not exist there",
+        fix="install it there, or set the path on the remote hosts: --remote-python PATH",
     ),
     Refusal(
         name="no torchmuster there",
         flags=["--remote-python", "/usr/bin/python3"],
-        what="cannot take part",
+        what="cannot connect to host",
         why="torchmuster is not installed for /usr/bin/python3 there",
         fix="/usr/bin/python3 -m pip install torchmuster",
     ),
@@ -168,39 +168,39 @@ CODE = [
     Refusal(
         name="another script",
         faults=[OtherFiles(host="node2", files={"train.py": "print('other')\n"})],
-        what="train.py is not the same on node2 as on node1",
-        why="ranks that run different code wait for each other in different places",
+        what="train.py on node2 differs from node1",
+        why="ranks that run different code can hang in different collectives",
         fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
     ),
     Refusal(
         name="other code beside the script",
         faults=[OtherFiles(host="node2", files={"train.py": TRAIN, "model.py": "SIZE = 2\n"})],
-        what="the code beside train.py is not the same on node2 as on node1",
+        what="the code next to train.py on node2 differs from node1",
         why="Python files in {lab}/work differ: 1 files on node1, 2 files on node2",
         fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
     ),
     Refusal(
         name="the script is missing",
         faults=[OtherFiles(host="node2", files={})],
-        what="train.py is not on node2",
-        why="every machine runs its own copy, in {lab}/work",
+        what="train.py does not exist on node2",
+        why="every host runs its own copy in {lab}/work",
         fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
     ),
     Refusal(
         name="another torch",
         faults=[OtherTorch(host="node2", version="2.12.0+cpu")],
         what="torch differs: {torch} on node1; 2.12.0 on node2",
-        why="different versions may connect and then hang, or calculate different things",
+        why="different versions may connect and then hang, or compute different results",
         fix="python -m pip install torch=={torch} # on node2",
     ),
 ]
-FIREWALL_FIX = "let them in at node1: sudo ufw allow 29400/tcp # Ubuntu"
+FIREWALL_FIX = "allow connections on node1: sudo ufw allow 29400/tcp # Ubuntu"
 NETWORK = [
     Refusal(
         name="a firewall drops",
         faults=[OnlyOpenPorts(host="node1", ports=(2222,))],
         what="node2 does not reach node1 at port 29400",
-        why="10.77.0.11 (eth0): node2: no answer in 5 s: a firewall drops it or the link is down",
+        why="10.77.0.11 (eth0): node2: no answer in 5 s: a firewall drops the packets or the link is down",
         fix=FIREWALL_FIX,
         within_s=30.0,
     ),
@@ -215,7 +215,7 @@ NETWORK = [
         name="a firewall prohibits",
         faults=[OnlyOpenPorts(host="node1", ports=(2222,), verdict="prohibit")],
         what="node2 does not reach node1 at port 29400",
-        why="10.77.0.11 (eth0): node2: unreachable: a firewall or a router on the way says no",
+        why="10.77.0.11 (eth0): node2: unreachable: a firewall or router rejects it",
         fix=FIREWALL_FIX,
     ),
     Refusal(
@@ -224,10 +224,10 @@ NETWORK = [
             OnlyOpenPorts(host="node1", ports=(2222, 29400)),
             OnlyOpenPorts(host="node2", ports=(2222,)),
         ],
-        what="node2 does not reach node1 at the ports at which ranks talk",
-        why="no answer in 5 s: a firewall drops it or the link is down "
-        "ranks connect at ports that the system gives out; port 29400 is not enough",
-        fix="let node2 in at node1: "
+        what="node2 does not reach node1 at the ports that ranks use",
+        why="no answer in 5 s: a firewall drops the packets or the link is down "
+        "ranks use ephemeral ports; port 29400 alone is not enough",
+        fix="allow connections from node2 on node1: "
         "sudo ufw allow from 10.77.0.12/32 to any port 32768:60999 proto tcp # Ubuntu",
         within_s=30.0,
     ),
@@ -235,47 +235,47 @@ NETWORK = [
         name="the head does not have the address",
         flags=["--address", "10.77.0.12"],
         what="cannot listen at 10.77.0.12",
-        why="it is no address of node1; it has 10.77.0.11 (eth0)",
-        fix="give one of these, or none: then the one is taken that all other machines reach",
+        why="it is not an address of node1; this host has 10.77.0.11 (eth0)",
+        fix="give one of these, or none: then the address that all other hosts reach is used",
     ),
     Refusal(
         name="an address that leads every host to itself",
         flags=["--address", "127.0.0.1"],
-        what="the other machines cannot reach node1 at 127.0.0.1",
-        why="this leads every machine to itself; node1 has 10.77.0.11 (eth0)",
-        fix="leave out --address, which takes the address that all other machines reach",
+        what="the other hosts cannot reach node1 at 127.0.0.1",
+        why="this is the host itself on every host; node1 has 10.77.0.11 (eth0)",
+        fix="omit --address: then the address that all other hosts reach is used",
     ),
     Refusal(
         name="a name that leads its host to itself",
         faults=[own_name_is_loopback("node1")],
         flags=["--address", "node1"],
-        what="the other machines cannot reach node1 at node1",
-        why="on node1 this stands for 127.0.1.1, which leads every machine to itself",
-        fix="leave out --address, which takes the address that all other machines reach",
+        what="the other hosts cannot reach node1 at node1",
+        why="on node1 this resolves to 127.0.1.1, which is the host itself on every host",
+        fix="omit --address: then the address that all other hosts reach is used",
     ),
     Refusal(
         name="the given port is taken",
         faults=[PortTaken(host="node1", port=29500)],
         flags=["--port", "29500"],
-        what="port 29500 is asked for, but it is taken",
+        what="port 29500 was requested, but it is in use",
         why="0.0.0.0 29500 (pid",
-        fix="give no port, which takes the next that is free, or end that program",
+        fix="give no port: then the next free one is used; or stop that program",
     ),
     Refusal(
         name="an interface that one host lacks",
         faults=[Variables(host="node2", variables={"GLOO_SOCKET_IFNAME": "ens5"})],
-        what="node2: GLOO_SOCKET_IFNAME=ens5 cannot work on this machine",
-        why="ens5 is not there; gloo would end with “Unable to find address for: ens5” "
+        what="node2: GLOO_SOCKET_IFNAME=ens5 cannot work on this host",
+        why="ens5 does not exist; gloo would fail with “Unable to find address for: ens5” "
         "interfaces here: lo (127.0.0.1, ::1), eth0 (10.77.0.12",
-        fix="unset GLOO_SOCKET_IFNAME # then the interface that reaches the other machines is taken",
+        fix="unset GLOO_SOCKET_IFNAME # then the interface that reaches the other hosts is used",
     ),
     Refusal(
         name="an etcd that is not there",
         flags=["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "10.77.0.12:2379"],
         what="node1 does not reach etcd at 10.77.0.12:2379",
         why="node1: refused",
-        fix="start etcd there, or let these machines in at port 2379; the address is what "
-        "--rdzv-endpoint says",
+        fix="start etcd there, or allow these hosts to connect to port 2379; the address "
+        "comes from --rdzv-endpoint",
     ),
 ]
 ALL = [*SSH, *CODE, *NETWORK]

@@ -25,14 +25,14 @@ def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path
     run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=["--max-restarts", "3", *PATIENT])
     run.wait_for_ranks("round 0 came up")
     Kill(victim="rank 1").strike(run)
-    said = run.transcript.wait_for("starting again").text
+    said = run.transcript.wait_for("; restarting").text
     assert "rank 1 on node2 " in said
     assert "(restart 1 of 3)" in said
     (failed,) = evidence.read_failures(run_in(tmp_path))
     assert failed.finding.name == "rank-killed"
     run.wait_for_ranks("round 1 came up")
     assert run.transcript.end() == 0
-    assert "finished well" in run.transcript.text("err")
+    assert "finished in" in run.transcript.text("err")
     (log,) = tmp_path.glob("runs/*/logs/rank-1.log")
     assert re.findall(r"round \d", log.read_text()) == ["round 0", "round 1"]
     run.seconds_until_clean(time.monotonic())
@@ -47,7 +47,7 @@ def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Pat
     run = Run.launch(lab2, tmp_path, script, options=["--max-restarts", "2", *PATIENT])
     assert run.transcript.end() == 1
     said = run.transcript.text("err")
-    pauses = re.findall(r"no data in attempt (\d); starting again(?: in (\d) s)?", said)
+    pauses = re.findall(r"no data in attempt (\d); restarting(?: in (\d) s)?", said)
     assert pauses == [("0", ""), ("1", "2")]
     assert "failure  rank 1 on node2 " in said
     failures = [one.finding for one in evidence.read_failures(run_in(tmp_path))]

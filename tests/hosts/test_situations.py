@@ -79,7 +79,7 @@ SITUATIONS = [
     Situation(
         name="own names lead to 127.0.1.1",
         faults=[own_name_is_loopback("node1"), own_name_is_loopback("node2")],
-        says="meeting at 10.77.0.11 (eth0 of node1): node2 reaches it",
+        says="rendezvous at 10.77.0.11 (eth0 of node1): node2 reaches it",
     ),
     Situation(
         name="own names are unknown, and no ssh server here",
@@ -88,35 +88,35 @@ SITUATIONS = [
             own_name_is_unknown("node2"),
             NoSshd(host="node1"),
         ],
-        says="meeting at 10.77.0.11 (eth0 of node1): node2 reaches it",
+        says="rendezvous at 10.77.0.11 (eth0 of node1): node2 reaches it",
     ),
     Situation(
         name="docker0 has one address on all hosts",
         faults=[DockerBridge()],
-        says="meeting at 10.77.0.11 (eth0 of node1): node2 reaches it",
+        says="rendezvous at 10.77.0.11 (eth0 of node1): node2 reaches it",
     ),
     Situation(
         name="an interface that leads nowhere",
         faults=[DeadInterface()],
-        says="meeting at 10.77.0.11 (eth0 of node1): node2 reaches it",
+        says="rendezvous at 10.77.0.11 (eth0 of node1): node2 reaches it",
     ),
     Situation(
         name="the second network, by address",
         faults=[SecondNetwork()],
         flags=["--address", "10.88.0.11"],
-        says="meeting at 10.88.0.11 (eth1 of node1): node2 reaches it",
+        says="rendezvous at 10.88.0.11 (eth1 of node1): node2 reaches it",
     ),
     Situation(
         name="the second network, by interface",
         faults=[SecondNetwork()],
         flags=["--address", "eth1"],
-        says="meeting at 10.88.0.11 (eth1 of node1): node2 reaches it",
+        says="rendezvous at 10.88.0.11 (eth1 of node1): node2 reaches it",
     ),
     Situation(
         name="a network that has IPv6 only",
         faults=[Ipv6Network()],
         flags=["--address", "eth1"],
-        says="meeting at fd00:77::11 (eth1 of node1): node2 reaches it",
+        says="rendezvous at fd00:77::11 (eth1 of node1): node2 reaches it",
     ),
     Situation(
         name="clocks a minute apart",
@@ -133,13 +133,13 @@ SITUATIONS = [
     Situation(
         name="the usual port is taken",
         faults=[PortTaken(host="node1", port=29400)],
-        says="port 29401: the next free one, for 29400 is held by",
+        says="port 29401: the next free one, because 29400 is used by",
     ),
     # With gloo the host with the greater address makes the connection.
     Situation(
         name="a firewall that lets nobody in at one host",
         faults=[OnlyOpenPorts(host="node2", ports=(2222,))],
-        says="node1 does not reach node2 at the ports at which ranks talk; gloo does not need that",
+        says="node1 does not reach node2 at the ports that ranks use; gloo does not need that",
     ),
     Situation(name="packets are lost", faults=[Loss(percent=5)]),
     Situation(name="a long way", faults=[Delay(host="node2", round_trip_ms=100)]),
@@ -161,7 +161,7 @@ SITUATIONS = [
             Loss(percent=2),
         ],
         hosts="node3,node1,node2,node4",
-        says="meeting at 10.77.0.13 (eth0 of node3): all 3 other machines reach it",
+        says="rendezvous at 10.77.0.13 (eth0 of node3): all 3 other hosts reach it",
     ),
     Situation(
         name="c10d, own names lead to 127.0.1.1",

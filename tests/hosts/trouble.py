@@ -99,7 +99,7 @@ TROUBLES = [
         cause="rendezvous-timeout",
         next_line=_CHECK,
         finding="meeting-port-blocked",
-        says=["does not reach 10.77.0.11 at the meeting port 29400", "dropped"],
+        says=["does not reach 10.77.0.11 at the rendezvous port 29400", "dropped"],
         mended_by="iptables",
     ),
     Trouble(
@@ -111,7 +111,7 @@ TROUBLES = [
         cause="gloo-connect-failed",
         next_line=_CHECK,
         finding="data-ports-blocked",
-        says=["node2 does not reach node1 except at the meeting port 29400", "dropped"],
+        says=["node2 does not reach node1 except at the rendezvous port 29400", "dropped"],
         mended_by="iptables",
     ),
     Trouble(
@@ -132,7 +132,7 @@ TROUBLES = [
         next_line="muster doctor --only names",
         typed_on="node2",
         finding="name-unresolvable",
-        says=["this machine does not know its own name, node2"],
+        says=["this host cannot resolve its own hostname, node2"],
         mended_by="tee -a /etc/hosts",
     ),
     Trouble(
@@ -149,7 +149,7 @@ TROUBLES = [
         cause="gloo-no-interface",
         next_line=_CHECK,
         finding="socket-interface",
-        says=["node2: GLOO_SOCKET_IFNAME=ens5 cannot work", "ens5 is not there"],
+        says=["node2: GLOO_SOCKET_IFNAME=ens5 cannot work", "ens5 does not exist"],
         mended_by="unset GLOO_SOCKET_IFNAME",
     ),
     Trouble(
@@ -161,7 +161,7 @@ TROUBLES = [
         cause="collective-timeout",
         next_line=_CHECK,
         finding="mtu-black-hole",
-        says=["the link between node2 and node3 swallows big frames"],
+        says=["the link between node2 and node3 drops large frames"],
         mended_by="mtu 1500",
     ),
     Trouble(
@@ -178,7 +178,7 @@ TROUBLES = [
         cause="no-error-text",
         next_line=_CHECK,
         finding="meeting-port-taken",
-        says=["node1: port 29400 is taken; muster meets at 29401 instead", "without a word"],
+        says=["node1: port 29400 is in use; muster uses 29401 instead", "without a message"],
     ),
     Trouble(
         name="a clock is behind, and torchrun trains alone",
@@ -217,6 +217,6 @@ TROUBLES = [
         cause="ssh-permission-denied",
         next_line=_CHECK,
         finding="ssh-key-refused",
-        says=["10.77.0.12 cannot take part", "does not accept your key"],
+        says=["cannot connect to host 10.77.0.12", "does not accept your key"],
     ),
 ]

@@ -75,8 +75,8 @@ def test_data_that_is_waited_for_gets_the_workers_it_needs(muster: Muster, folde
     assert told["record"]["facts"]["best_workers"] == 4
     found = {one["name"]: one for one in told["findings"]}
     assert found["data-same"]["status"] == "ok"
-    assert "4 workers feed " in found["data-rate"]["what"]
-    assert "is not known" in found["data-pinning"]["what"]
+    assert "4 workers read " in found["data-rate"]["what"]
+    assert "unknown" in found["data-pinning"]["what"]
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_starts(

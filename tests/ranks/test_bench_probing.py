@@ -59,5 +59,5 @@ def test_a_rank_that_says_nothing_is_no_answer(
 ) -> None:
     with pytest.raises(MusterError) as trouble:
         ask(own_machine, 0)
-    assert trouble.value.why.startswith("1 of 2 ranks ")
+    assert trouble.value.why.startswith("only 1 of 2 ranks ")
     assert trouble.value == snapshot

@@ -67,7 +67,7 @@ def test_collectives_from_the_command_to_the_record(muster: Muster, own_machine:
         *("16KiB", "--operations", "all-reduce,send-receive", "--out", "kept"),
     )
     assert done.code == 0, done.err
-    assert "every value was right" in done.out
+    assert "all values correct" in done.out
     assert "send-receive: " in done.out
     kept = record.read_record(own_machine / "kept" / "record.json")
     assert kept.settings["ranks"] == 2

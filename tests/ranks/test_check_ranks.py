@@ -43,7 +43,7 @@ def test_what_is_shown_ends_with_the_verdict_and_where_the_report_is(
     assert done.code == 0, done.out + done.err
     (run,) = (tmp_path / "runs").iterdir()
     *_, last = done.out.splitlines()
-    assert last.startswith("this machine passes muster, in ")
+    assert last.startswith("this host passes muster, in ")
     assert last.endswith(f"; report: runs/{run.name}/report.html")
     assert line_with(done.out, "not tried: ", "--quick") == snapshot
     runs = muster("runs", "--json")

@@ -94,9 +94,9 @@ def test_a_hang_ends_in_time_and_names_the_rank(
 def test_a_device_that_computes_wrongly_is_found(torchrun: Torchrun) -> None:
     finding = only(collectives.judge_collectives(probe(torchrun, "wrong-matmul")))
     assert finding.name == "wrong-device"
-    assert "(rank 1) computes wrongly: " in finding.what
+    assert "(rank 1) computes wrong results: " in finding.what
     # The third row of 256 columns, and five more.
-    assert "the first at place 773: " in finding.evidence
+    assert "the first at index 773: " in finding.evidence
 
 
 @pytest.mark.alone

@@ -83,18 +83,18 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
             assert re.fullmatch(
                 rf"warning  rank 1 on {HOST} keeps the others waiting: {words}{waiting}", told
             ), told
-            command.wait_for_more("what the ranks were doing is in")
+            command.wait_for_more("stacks and collectives of the ranks are in")
             hang = evidence.read_hangs(command.run)[place]
             assert hang.at_unix_s - began(command, kind) < NAMED_WITHIN_S
             assert "in hold" in (hang.folder / "rank-1.stacks.txt").read_text()
             assert (hang.folder / "rank-0.flight.json").exists()
             (command.folder / f"{kind}.over").touch()
-            command.wait_for_more("rank 1 goes on after")
-        command.wait_for_more("rank 1 on", "is stopped for")
+            command.wait_for_more("rank 1 continues after")
+        command.wait_for_more("rank 1 on", "has been stopped for")
         command.wait_for_more("fix  on ")
         found = re.search(r"kill -CONT (\d+)", command.lines[-1])
         assert found, command
-        command.wait_for_more("what the ranks were doing is in")
+        command.wait_for_more("stacks and collectives of the ranks are in")
         hang = evidence.read_hangs(command.run)[3]
         assert hang.at_unix_s - began(command, "stopped") < NAMED_WITHIN_S
         assert cause(command.run).name == "rank-stopped"
@@ -118,7 +118,7 @@ def test_ranks_that_called_different_collectives_are_named_with_both_places(
 ) -> None:
     for kind, place in HANGS.items():  # one by one: after a minute such a hang is ended by itself
         with hanging(own_machine / kind, kind) as command:
-            command.wait_for("what the ranks were doing is in")
+            command.wait_for("stacks and collectives of the ranks are in")
             (told,) = [line for line in command.lines if line.startswith("warning  ")]
             assert place in told
             told = told.removeprefix("warning  ").partition(": ")[0]
@@ -137,7 +137,7 @@ def test_ranks_that_called_different_collectives_are_named_with_both_places(
 
 
 DEATHS = {
-    "shapes": (None, "SIGABRT|RuntimeError", "let all ranks call the same"),
+    "shapes": (None, "SIGABRT|RuntimeError", "make all ranks call the same"),
     "unused": (None, "Expected to have finished reduction", "find_unused_parameters=True"),
     "segfault": (1, r"segmentation fault \(SIGSEGV\)", "reinstall"),
     "raises": (1, "ValueError: sample 7 cannot be read", ""),
@@ -196,4 +196,4 @@ def test_slow_ranks_that_are_well_raise_no_alarm(own_machine: Path, number: int)
         assert result.code == 0, command
         assert not re.search("^(?:warning|failure|note) ", result.err, re.MULTILINE), command
         assert evidence.read_hangs(command.run) == []
-        assert cause(command.run).what.startswith("finished well in ")
+        assert cause(command.run).what.startswith("finished in ")

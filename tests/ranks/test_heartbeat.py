@@ -114,8 +114,8 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
         assert {one["pid"] for one in found.values()} <= alive
 
         os.kill(forked["pid"], signal.SIGSTOP)
-        run.wait_for(f"rank 3 on {HOST} is stopped")
-        run.wait_for_more("what the ranks were doing is in")
+        run.wait_for(f"rank 3 on {HOST} has been stopped")
+        run.wait_for_more("stacks and collectives of the ranks are in")
         # Where this took long, it was told before that the others wait.
         *_, hang = [
             one for one in evidence.read_hangs(run.run) if one.finding.name == "rank-stopped"
@@ -125,7 +125,7 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
         assert "if place: time.sleep(600)" in stacks[1]
         assert "Python cannot run in it" in stacks[2]
         assert 'train.py", line 33 in <module>' in stacks[2]
-        assert "the state of its process: T" in stacks[3]
+        assert "process state: T" in stacks[3]
         flight = json.loads((hang.folder / "rank-0.flight.json").read_text())
         assert flight["entries"][-1]["profiling_name"] == "gloo:all_reduce"
 

@@ -23,9 +23,9 @@ def test_from_a_gap_to_all_points_and_a_report(muster: Muster, own_machine: Path
     first = muster("lab", "check")
     assert first.code == 1
     assert first.out.startswith(
-        "failure  verify_gpu_communication (0 of 4 points): it says True although nothing arrived\n"
+        "failure  verify_gpu_communication (0 of 4 points): it returns True although nothing was received\n"
     )
-    assert "         seen nothing was sent, and it gave True\n" in first.out
+    assert "         seen nothing was sent, but it returned True\n" in first.out
     assert "rank 0 printed: sum tensor([3.])" in first.out
     assert "ok       cleanup_distributed (3 of 3 points)\n" in first.out
     assert first.out.endswith("communication: 16 of 20 points\n")
@@ -46,7 +46,7 @@ def test_from_a_gap_to_all_points_and_a_report(muster: Muster, own_machine: Path
     assert page.code == 0
     assert page.out == (
         "report: labs/communication/report.html\n"
-        "3 questions to answer in labs/communication/answers.md, then once more\n"
+        "3 questions left: answer them in labs/communication/answers.md, then rerun\n"
     )
     assert "20 of 20 points." in at.report.read_text()
 
@@ -55,6 +55,6 @@ def test_a_report_of_a_starter_says_what_is_missing(muster: Muster, own_machine:
     workspace.start_workspace(course.lesson("lost-node"), own_machine / "labs")
     done = muster("lab", "report")
     assert done.code == 1
-    assert "the report of lost-node needs code that runs: not done yet" in done.err
+    assert "the report of lost-node needs working code: not done yet" in done.err
     assert "at lost_node.py:" in done.err
     assert "muster lab check lost-node" in done.err

@@ -100,7 +100,7 @@ def test_a_model_from_its_config_trains_alike_under_ddp_and_fsdp(
         done = train(muster, "--set", f"distributed.strategy={strategy}")
         assert done.code == 0, done
         run = list_runs(folder / "runs")[0]
-        assert f"strategy  {strategy}: asked for" in done.out
+        assert f"strategy  {strategy}: requested" in done.out
         assert "batch     2 per rank x 2 ranks x 1 accumulation = 4 per step" in done.out
         final = run.path / "checkpoints" / "final"
         assert f"trained 6 steps, loss {losses(run.path)[-1]:.4g}; the weights are in {final}" in (

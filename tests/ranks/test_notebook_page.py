@@ -150,7 +150,7 @@ def test_cells_on_ranks_are_seen_interrupted_and_leave_nothing(
         see(page, 2, "rank 1 on", 40 + BUSY_S)
         page.picture(pictures / "notebook-hang.png")
         page.click(INTERRUPT)
-        see(page, 2, "their variables are gone")
+        see(page, 2, "their variables are lost")
         run_cell(page, 3)
         see(page, 3, "[all 2 ranks] 'here again'")
         page.picture(pictures / "notebook-again.png")

@@ -19,16 +19,16 @@ def test_real_steps_take_what_was_planned(muster: Muster, own_machine: Path) -> 
     environment = {"XDG_CACHE_HOME": str(own_machine / "cache")}
     done = muster("plan", *flags, *where, env=environment)
     assert done.code == 0, done
-    assert "taking real steps on this machine" in done.err
+    assert "running real steps on this machine" in done.err
     told = json.loads(done.out)
     assert told["chosen"]["candidate"]["strategy"] == "ddp"
     of_memory, of_time = sorted(told["proof"], key=lambda one: one["name"])
     # Activations of 4 samples; how long a step takes depends on who else computes here.
     assert (of_memory["name"], of_memory["status"]) == ("plan-memory", "ok")
     assert re.fullmatch(
-        r"memory of tensors \(rank [01] of 2\): predicted 2\.5 MiB, measured 2\.5 MiB \([+-]0\.\d %\), "
+        r"tensor memory \(rank [01] of 2\): predicted 2\.5 MiB, measured 2\.5 MiB \([+-]0\.\d %\), "
         r"as predicted",
         of_memory["what"],
     )
     assert of_time["name"] == "plan-time"
-    assert of_time["what"].startswith("time of a step: predicted ")
+    assert of_time["what"].startswith("step time: predicted ")

@@ -106,5 +106,5 @@ def _is_written_down(run: Launched, step: int) -> None:
     state = run_state.read_state(run.run)
     assert state is not None
     assert (state.phase, state.exit_code) == ("saved", 75)
-    assert state.headline.startswith(f"saved at step {step} at a request to end")
+    assert state.headline.startswith(f"saved at step {step} after a stop request")
     assert json.loads(run.run.state.read_text())["phase"] == "saved"

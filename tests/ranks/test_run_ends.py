@@ -64,7 +64,7 @@ def folder(own_machine: Path) -> Path:
     [
         (signal.SIGINT, "Ctrl-C"),
         (signal.SIGTERM, "(SIGTERM)"),
-        (signal.SIGHUP, "terminal has gone"),
+        (signal.SIGHUP, "terminal closed"),
     ],
     ids=["interrupt", "terminate", "hangup"],
 )
@@ -153,8 +153,8 @@ def test_stop_ends_a_run_and_says_so(
         stopped = muster("stop", "last")
         assert stopped.code == 0, stopped
         *slow, last = stopped.err.splitlines()
-        assert last == f"muster: {run.run.id} has ended"
-        assert all(line.startswith(f"muster: waiting for {run.run.id} to end (") for line in slow)
+        assert last == f"muster: {run.run.id} has stopped"
+        assert all(line.startswith(f"muster: waiting for {run.run.id} to stop (") for line in slow)
         assert run.end().code == 130
         run.wait_until_nothing_lives(0)
     again = muster("stop", "last")
@@ -165,7 +165,7 @@ def test_stop_ends_a_run_and_says_so(
 
 def test_stop_of_a_run_that_is_starting(folder: Path, muster: Muster) -> None:
     with launched(folder, *cpu("waiting.py", *LONG_GRACE)) as run:
-        run.wait_for("muster: the CPU, as asked")  # by now it hears signals; the ranks come next
+        run.wait_for("muster: device: cpu")  # by now it hears signals; the ranks come next
         stopped = muster("stop", "last")
         assert stopped.code == 0, stopped
         assert run.end().code == 130
@@ -203,7 +203,7 @@ def test_a_run_that_outlives_its_shell(
         result = run.end()
         assert result.code == 0, run
         assert result.out == f"{run.run.id}\n"
-        assert "without this terminal" in result.err  # or: not running yet, but goes on
+        assert "in the background" in result.err  # running or starting
         assert f"muster attach {run.run.id}" in result.err
         job = run_state.read_job(run.run)
         assert job is not None
@@ -260,7 +260,7 @@ def test_a_detached_run_that_is_left_early_goes_on(folder: Path, muster: Muster)
         run.send(signal.SIGINT)
         left = run.end()
         assert left.code == 0, left
-        assert "to end it:" in left.err
+        assert "to stop it:" in left.err
         assert muster("stop", "last").code == 0
 
 
@@ -273,4 +273,4 @@ def test_a_full_disk_does_not_make_a_good_run_a_bad_one(folder: Path) -> None:
     with launched(folder, *cpu("removes.py", ranks=1)) as run:
         done = run.end()
         assert done.code == 0, done
-        assert "finished well" in done.err
+        assert "finished in" in done.err

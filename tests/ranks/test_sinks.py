@@ -68,8 +68,8 @@ def _killed_and_gone_on(folder: Path, sinks: tuple[str, ...], *words: str) -> La
         result = run.end()
         run.wait_until_nothing_lives(0)
     assert result.code == 0, run
-    assert "starting again" in result.err
-    assert "has not got everything" not in result.out
+    assert "; restarting" in result.err
+    assert "is missing metrics" not in result.out
     return run
 
 
@@ -145,11 +145,11 @@ def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
     assert steps_of(run) == list(range(1, STEPS + 1))
     assert _curve(run.run, "train/loss") == list(range(1, STEPS + 1)), "the other one has it all"
     line = f"muster runs export {run.run.path} --to mlflow"
-    assert "mlflow has not got everything" in result.out
+    assert "mlflow is missing metrics" in result.out
     assert line in result.out
     (noted,) = [one for one in run_state.read_events(run.run) if one.name == "sink"]
-    assert "mlflow does not get the run's numbers: " in noted.facts["what"]
-    assert "mlflow does not get the run's numbers" in muster("explain", "last").out
+    assert "mlflow: cannot send metrics: " in noted.facts["what"]
+    assert "mlflow: cannot send metrics" in muster("explain", "last").out
     exported = muster("exporter", "--once").out
     (failing,) = [
         one

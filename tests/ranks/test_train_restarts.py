@@ -99,12 +99,12 @@ def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
         run.wait_until_nothing_lives(0)
     assert (result.code, resumed.code) == (-signal.SIGKILL, 0), again
     ((died, step),) = re.findall(
-        r"muster: (.+); starting again from step (\d+) \(restart 1 of 3\)", result.err
+        r"muster: (.+); restarting from step (\d+) \(restart 1 of 3\)", result.err
     )
     assert died == f"rank 1 on {HOST} failed: killed (SIGKILL)"
     assert int(step) >= 4
     assert "to save and exit" in resumed.err
-    (went_on,) = set(re.findall(r"going on from step (\d+)", resumed.out + resumed.err))
+    (went_on,) = set(re.findall(r"resuming from step (\d+)", resumed.out + resumed.err))
     assert int(went_on) > saved
     assert steps_of(run) == list(range(1, STEPS + 1))
     listed = muster("runs")
@@ -118,7 +118,7 @@ def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
         run.wait_until_nothing_lives(0)
     assert result.code == 1, run
     # An attempt that saved a later step than the one before has got on, and does not count.
-    assert 2 <= result.err.count("; starting again") < 10
+    assert 2 <= result.err.count("; restarting") < 10
     saved = max(committed_steps(open_store(run.run.checkpoints)))
     (reason,) = re.findall(r"why (crash loop: .*)", " ".join(result.err.split()))
     assert reason.startswith("crash loop: failed 3 times after step "), reason
@@ -136,4 +136,4 @@ def test_an_end_that_is_asked_for_is_not_survived(folder: Path) -> None:
         result = run.end()
         run.wait_until_nothing_lives(0)
     assert result.code == 75, run
-    assert "starting again" not in result.err
+    assert "; restarting" not in result.err

@@ -173,6 +173,6 @@ def test_a_damaged_adapter_is_not_exported(
     finally:
         config.write_text(before)
     assert done.code == 1
-    assert "its weights are not those of the model" in done.err
+    assert "its weights do not match the config" in done.err
     assert "k_proj.lora_A.weight" in done.err
     assert not (tmp_path / "out").exists()

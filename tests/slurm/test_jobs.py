@@ -111,7 +111,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(
     last = last_state(events)
     assert last.final
     assert (last.exit_code, last.nodes) == (0, "node[1-3]")
-    assert last.words == f"job {job} ended well on node[1-3]"
+    assert last.words == f"job {job} finished on node[1-3]"
     assert last.log == tmp_path / "runs" / f"slurm-{job}.log"
 
 
@@ -156,7 +156,7 @@ def test_cancelling_ends_the_program_politely(cluster: SlurmLab, start: Submit) 
 
 
 def test_cancelling_what_does_not_exist_is_an_error(cluster: SlurmLab) -> None:
-    with pytest.raises(MusterError, match="job 999999 could not be cancelled") as caught:
+    with pytest.raises(MusterError, match="cannot cancel job 999999") as caught:
         cancel_job("999999")
     assert "Invalid job id" in caught.value.why
     assert jobs.poll_job("999999").kind == "gone"

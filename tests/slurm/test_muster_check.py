@@ -21,6 +21,6 @@ def test_a_job_checks_all_its_nodes(cluster: SlurmLab, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "2 of 2 joined" in done.stdout
-    assert "all 2 machines pass" in done.stdout
+    assert "all 2 hosts pass" in done.stdout
     (result,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/check.json"))
     assert len(result["machines"]) == len(result["ranks"]) == 2

@@ -161,7 +161,7 @@ def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_pa
             "both ranks' first line",
         )
         cluster.run("scancel", "--batch", "--signal=USR1", job)
-        await_until(lambda: any("ended well" in line for line in lines), "the job's end")
+        await_until(lambda: any(f"job {job} finished" in line for line in lines), "the job's end")
     warned = [line for line in lines if line.endswith("warned")]
     assert warned in (
         ["[all 2 ranks] warned"],

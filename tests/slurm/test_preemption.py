@@ -89,10 +89,10 @@ def test_what_slurm_interrupts_goes_on_bitwise_as_if_it_had_not(
     log = (job_folder / "runs" / f"slurm-{job}.log").read_text()
     assert re.search(rf"saved at step {first} .*\(SIGTERM to rank ", log)
     assert re.search(rf"saved at step {second} .*\(SIGUSR1 to rank ", log)
-    assert log.count(f"job {job} goes back into the queue") == 1
-    assert log.count("started the job again") == 2
-    assert f"going on from step {first}" in log
-    assert f"going on from step {second}" in log
+    assert log.count(f"requeueing job {job};") == 1
+    assert log.count("requeued the job") == 2
+    assert f"resuming from step {first}" in log
+    assert f"resuming from step {second}" in log
     assert "failure" not in log
 
     assert [one["step"] for one in _steps(job_folder)] == list(range(1, STEPS + 1))

@@ -207,7 +207,7 @@ def test_the_agents_end_with_their_srun(cluster: SlurmLab) -> None:
             srun.send_signal(signal.SIGKILL)
             for channel in agents.channels.values():
                 assert await hear(channel) is None
-                assert channel.why_closed() == "srun ended with exit code -9"
+                assert channel.why_closed() == "srun exited with code -9"
             pids = [hello.record.pid for hello in agents.hellos.values()]
             await_until(lambda: not any(map(psutil.pid_exists, pids)), "the node agents are gone")
 
@@ -228,7 +228,7 @@ def test_the_real_agent_is_reached_on_every_node(cluster: SlurmLab) -> None:
             for channel in agents.channels.values():
                 while await hear(channel) is not None:
                     pass
-                assert channel.why_closed() == "srun ended with exit code 0"
+                assert channel.why_closed() == "srun exited with code 0"
 
     asyncio.run(scene())
 

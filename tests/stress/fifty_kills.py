@@ -19,11 +19,11 @@ _ONLY_ON = {"launcher": "node1", "ssh session": "node2"}
 _RESTARTABLE = ("rank", "agent", "node agent", "ssh session")
 _CAUSES = {
     "rank": r"rank {rank} on {host} failed: killed \(SIGKILL\)",
-    "agent": r"{host} failed: torchrun's agent was ended by SIGKILL",
-    "node agent": r"{host} was lost: its node agent was killed, or ended without a word",
+    "agent": r"{host} failed: torchrun's agent was killed by SIGKILL",
+    "node agent": r"{host} was lost: its node agent was killed or exited without an error message",
     "ssh session": r"{host} was lost: Connection to \S+ closed by remote host",
-    "host": r"{host} was lost: not heard for \d\d s: the link is cut, or the machine is gone",
-    "link": r"{host} was lost: not heard for \d\d s: the link is cut, or the machine is gone",
+    "host": r"{host} was lost: no heartbeat for \d\d s: the link is down or the host is gone",
+    "link": r"{host} was lost: no heartbeat for \d\d s: the link is down or the host is gone",
 }
 
 
@@ -125,7 +125,7 @@ def _replaced_reaper(event: Event, run: Run) -> float:
 
 
 def _seconds_until_restarted(run: Run, since_s: float) -> float:
-    run.transcript.wait_for("starting again")
+    run.transcript.wait_for("; restarting")
     while run.transcript.text("err").count("ranks started") < 2:
         if time.monotonic() - since_s > BOUND_S:
             raise AssertionError(f"not started again in time\n{run.transcript.text()}")

@@ -1,1 +1,1 @@
-"""Measuring what a machine and a training reach: benches, records of them, and what to make of both."""
+"""Benchmarks of hosts and trainings, their records and reports."""

@@ -1,4 +1,4 @@
-"""Runs two commands of ``muster bench`` at a time, again and again; their samples are taken in turns."""
+"""Runs pairs of ``muster bench`` commands side by side with interleaved samples."""
 
 import os
 import shlex
@@ -20,19 +20,19 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True)
 class AbCommand:
-    """What one side runs: a program with its words, and what is added to its environment."""
+    """The command of one side: program, arguments and added environment variables."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_commands(text: str) -> AbCommand:
-    """Read a command as it would be typed, with ``NAME=VALUE`` in front or not; no shell ever sees it."""
+    """Parse a command line with optional ``NAME=VALUE`` prefixes, without a shell."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise Impossible(
-            f"cannot read the command {text}", why=str(error), fix="close what was opened: ' or \""
+            f"cannot parse the command {text}", why=str(error), fix="close the quote: ' or \""
         ) from error
     environment = {}
     while words and words[0].partition("=")[0].isidentifier() and "=" in words[0]:
@@ -41,10 +41,8 @@ def parse_commands(text: str) -> AbCommand:
     if not words or any(one.partition("=")[0] == "--out" for one in words):
         raise Impossible(
             f"cannot measure with the command {text or repr(text)}",
-            why="--out is given to it: each pair has a folder of its own"
-            if words
-            else "it is empty",
-            fix='leave --out away, as in "muster bench matmul --sizes 512"',
+            why="it contains --out, which is set for each pair" if words else "it is empty",
+            fix='omit --out, as in "muster bench matmul --sizes 512"',
         )
     return AbCommand(words=tuple(words), environment=environment)
 
@@ -52,9 +50,10 @@ def parse_commands(text: str) -> AbCommand:
 def measure_pairs(
     commands: Mapping[str, AbCommand], folder: Path, *, pairs: int, say: Callable[[str], None]
 ) -> None:
-    """Measure both sides so many times, into ``before`` and ``after`` of a folder.
+    """Measure both sides ``pairs`` times, into ``before`` and ``after`` of a folder.
 
-    Each is given ``--out`` with a folder of its own, where it must leave a record. Pairs that are there already are not measured again.
+    Each command gets ``--out`` with its own folder, where it must write a record. Existing pairs
+    are not repeated.
     """
     for side in SIDES:
         (folder / side).mkdir(parents=True, exist_ok=True)
@@ -93,23 +92,23 @@ def _measure_pair(
             if any(thread.is_alive() for thread in waiting):
                 taken = min(referee.taken.values())
                 say(
-                    f"{taken} samples of each taken in turns"
+                    f"{taken} interleaved samples of each side"
                     if taken
-                    else "both sides start and warm up"
+                    else "both sides are starting and warming up"
                 )
     for side, place in places.items():
         if not (place / FILE).exists():
             raise MusterError(
-                f"{shlex.join(commands[side].words)} left no record",
+                f"{shlex.join(commands[side].words)} wrote no record",
                 why=_last_lines(_log(place))
-                or f"it ended with {processes[side].returncode}, in silence",
-                fix="try it alone; give two commands of muster bench",
+                or f"it exited with {processes[side].returncode} without output",
+                fix="run it alone; both commands must be muster bench commands",
             )
     if len({*referee.taken.values()}) > 1 or not min(referee.taken.values()):
         raise Impossible(
-            "the two commands cannot be measured in turns",
+            "the samples of the two commands cannot be interleaved",
             why=f"they took {referee.taken['before']} and {referee.taken['after']} samples",
-            fix="give two commands that measure the same things",
+            fix="pass two commands that measure the same things",
         )
 
 
@@ -146,7 +145,7 @@ def _start(command: AbCommand, place: Path, turns: Path, log: int) -> "subproces
         raise Impossible(
             f"cannot start {command.words[0]}",
             why=error.strerror or str(error),
-            fix="give a command as you would type it: muster bench …",
+            fix="pass a command as you would type it: muster bench …",
         ) from error
 
 

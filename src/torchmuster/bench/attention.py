@@ -1,4 +1,4 @@
-"""Kinds of attention by the length of a sequence: the question to a process with torch, and its answer."""
+"""Attention implementations by sequence length: request, answer and report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from torchmuster.units import format_bytes
 PROGRAM = "torchmuster.bench.probes.attention"
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 LENGTHS_QUICK = (128, 256)
-# A call that takes longer is left out, unless its length was asked for.
+# A call that takes longer is skipped, unless its length was requested.
 LONGEST_S = 0.5
-# In this order they are tried and shown.
+# Measured and shown in this order.
 KINDS: Mapping[str, str] = {
     "plain": "softmax(QK')V, written out",
-    "sdpa": "scaled_dot_product_attention with what torch chooses by itself",
+    "sdpa": "scaled_dot_product_attention with the backend that torch chooses",
     "math": "its backend MATH",
     "flash": "its backend FLASH_ATTENTION",
     "efficient": "its backend EFFICIENT_ATTENTION",
@@ -33,7 +33,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
-    """Which attention is computed."""
+    """The attention to measure."""
 
     device: Literal["auto", "cpu"]
     number_type: Literal["auto", "float32", "bfloat16", "float16"]
@@ -50,18 +50,18 @@ class AttentionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredAttention:
-    """One kind at one length; what was left out has the reason instead of times."""
+    """One implementation at one length; if skipped, the reason instead of times."""
 
     kind: str
     length: int
     forward_s: tuple[float, ...] = ()  # without gradients
     training_s: tuple[float, ...] = ()  # forward and backward
-    forward_bytes: int | None = None  # at most, beside queries, keys and values
+    forward_bytes: int | None = None  # peak, without queries, keys and values
     training_bytes: int | None = None
     error: float | None = None  # against float64: norm of the difference over the norm
     right: bool = True
     left_out: str = ""
-    forward_only: str = ""  # why there is no backward, where there is none
+    forward_only: str = ""  # why there is no backward, if there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class AttentionAnswer:
     device_name: str
     number_type: str
     threads: int
-    missing: Mapping[str, str]  # kinds that do not exist here, and why
+    missing: Mapping[str, str]  # unavailable implementations, and why
     measured: tuple[MeasuredAttention, ...]
     compile_s: float | None = None  # of flex_attention, all lengths together
 
@@ -80,7 +80,7 @@ class AttentionAnswer:
 def measure_attention(
     request: AttentionRequest, *, device: Literal["cpu", "gpu"], say: Callable[[str], None]
 ) -> AttentionAnswer:
-    """Compute in a process of its own."""
+    """Measure in a separate process."""
     (answer,) = run_probe(
         PROGRAM,
         request,
@@ -92,14 +92,14 @@ def measure_attention(
     return answer
 
 
-# Of kinds that are nearly as fast, or may be, the one that needs nothing set is taken.
+# Among implementations of nearly the same speed, the one without configuration is chosen.
 _EQUAL = 1.05
 _NEEDS_NOTHING = "sdpa"
 _NOISY = 0.1
 
 
 def best_at(measured: Sequence[MeasuredAttention], length: int) -> MeasuredAttention | None:
-    """Return what is fastest in training at a length; None if nothing was measured there."""
+    """Return the fastest implementation in training at a length; None if nothing was measured."""
     there = [
         (estimate(one.training_s), one)
         for one in measured
@@ -116,11 +116,14 @@ def best_at(measured: Sequence[MeasuredAttention], length: int) -> MeasuredAtten
 
 
 def choose_attention(answer: AttentionAnswer) -> Decision[str]:
-    """Choose by length: the best of the longest sequence, and where others are better."""
+    """Choose the best implementation of the longest sequence.
+
+    The reason lists the others by length.
+    """
     lengths = sorted({one.length for one in answer.measured})
     best = [(length, one) for length in lengths if (one := best_at(answer.measured, length))]
     if not best:
-        return Decision(value="none", reason="no kind of attention was measured with a backward")
+        return Decision(value="none", reason="no attention was measured with a backward pass")
     last = best[-1][1]
     ranges: list[tuple[int, int, str]] = []
     for length, one in best:
@@ -136,7 +139,7 @@ def choose_attention(answer: AttentionAnswer) -> Decision[str]:
 
 
 def _beside_plain(answer: AttentionAnswer, best: MeasuredAttention) -> str:
-    """Say what the best gives over attention that is written out, at its length or the longest with both."""
+    """Return the gain of the best over plain attention, at its length or the longest with both."""
     plain = {one.length: one for one in answer.measured if one.kind == "plain" and one.training_s}
     mine = {one.length: one for one in answer.measured if one.kind == best.kind and one.training_s}
     both = sorted(set(plain) & set(mine))
@@ -147,7 +150,7 @@ def _beside_plain(answer: AttentionAnswer, best: MeasuredAttention) -> str:
     text = f"; at {length} {gain:.2g} times as fast as plain attention"
     most, least = plain[length].training_bytes, mine[length].training_bytes
     if most and least is not None:
-        text += f", with {format_bytes(least)} beside the inputs instead of {format_bytes(most)}"
+        text += f", with {format_bytes(least)} beyond the inputs instead of {format_bytes(most)}"
     return text
 
 
@@ -161,21 +164,21 @@ def attention_report(
     date: str,
     took_s: float,
 ) -> Report:
-    """Return what was measured, as people and programs read it."""
+    """Return the report of the measurement."""
     name = environment.cpu if answer.device == "cpu" else answer.device_name
     chosen = choose_attention(answer)
     shape = f"{request.batch} x {request.heads} heads of {request.head_size}"
-    mask = "causal" if request.causal else "not masked"
+    mask = "causal" if request.causal else "no mask"
     return Report(
         bench="attention",
-        question=f"which attention is best on {name}: {shape}, {mask}, {answer.number_type}?",
+        question=f"which attention is fastest on {name}: {shape}, {mask}, {answer.number_type}?",
         findings=tuple(_attention_findings(answer)),
         choices=(Decision(value=f"measured on {name}", reason=where.reason), chosen),
         tables=(
             _attention_table(answer, "forward and backward", _training_cell),
-            _attention_table(answer, "forward alone", _forward_cell),
+            _attention_table(answer, "forward only", _forward_cell),
             _attention_table(
-                answer, "memory of forward and backward, beside the inputs", _memory_cell
+                answer, "memory of forward and backward, without the inputs", _memory_cell
             ),
         ),
         pictures=tuple(_attention_pictures(answer, name)),
@@ -233,10 +236,11 @@ def _attention_findings(answer: AttentionAnswer) -> Iterator[Finding]:
         yield Finding(
             name="attention-wrong-output",
             status=Status.FAILURE,
-            what=f"these kinds of attention give something else than attention here: {kinds}",
-            why=f"they are further from float64 than rounding to {answer.number_type} can explain",
+            what=f"these attention implementations give wrong results here: {kinds}",
+            why=f"the difference from float64 is larger than rounding to {answer.number_type} "
+            "explains",
             fix="do not use them: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): …; "
-            "another torch or driver may be right",
+            "or try another torch or driver version",
             evidence="\n".join(
                 f"{one.kind} at {one.length}: off by {one.error:.2g}" for one in wrong
             ),
@@ -246,9 +250,9 @@ def _attention_findings(answer: AttentionAnswer) -> Iterator[Finding]:
         yield Finding(
             name="attention-noisy",
             status=Status.WARNING,
-            what=f"these times are known to {noise[len(noise) // 2]:.0%} only",
-            why="others use the machine, or its clock changes",
-            fix="measure again when it is quiet",
+            what=f"the median noise of these times is ±{noise[len(noise) // 2]:.0%}",
+            why="other processes use the host, or its clock frequency changes",
+            fix="measure again on an idle host",
         )
     right = [kind for kind in _errors(answer) if kind not in {one.kind for one in wrong}]
     if right:
@@ -256,14 +260,14 @@ def _attention_findings(answer: AttentionAnswer) -> Iterator[Finding]:
         yield Finding(
             name="attention-same-output",
             status=Status.OK,
-            what=f"the same output, off by {worst:.1e} at most: {', '.join(right)}",
-            why="beside float64, as a share of the norm; gradients too at short lengths",
+            what=f"outputs agree within {worst:.1e}: {', '.join(right)}",
+            why="compared with float64, relative to the norm; at short lengths gradients too",
         )
     if answer.missing:
         yield Finding(
             name="attention-missing",
             status=Status.NOTE,
-            what=f"not here: {', '.join(answer.missing)}",
+            what=f"not available here: {', '.join(answer.missing)}",
             why="\n".join(
                 f"{', '.join(kinds)}: {why}" for why, kinds in _by_value(answer.missing).items()
             ),
@@ -273,7 +277,7 @@ def _attention_findings(answer: AttentionAnswer) -> Iterator[Finding]:
         yield Finding(
             name="attention-forward-only",
             status=Status.NOTE,
-            what=f"{kind}: for inference only",
+            what=f"{kind}: inference only",
             why=reason,
         )
     left_out = [one for one in answer.measured if one.left_out]
@@ -282,7 +286,7 @@ def _attention_findings(answer: AttentionAnswer) -> Iterator[Finding]:
         yield Finding(
             name="attention-left-out",
             status=Status.NOTE,
-            what=f"left out: {_left_out(left_out)}",
+            what=f"skipped: {_left_out(left_out)}",
             why=left_out[0].left_out,
             fix=f"muster bench attention --lengths {' '.join(map(str, lengths))}",
         )
@@ -297,7 +301,7 @@ def _by_value(mapping: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _left_out(left_out: Sequence[MeasuredAttention]) -> str:
-    """Say which kinds were left out at which lengths."""
+    """Return which implementations were skipped at which lengths."""
     lengths: dict[str, list[str]] = {}
     for one in left_out:
         lengths.setdefault(one.kind, []).append(str(one.length))
@@ -350,7 +354,8 @@ def _attention_pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]
             Axis(title="time", unit="s", log=True),
             [one for one in times if one.points],
         ),
-        caption="In the end every kind grows with the square of the length; they differ in how late, and from how low.",
+        caption="For long sequences the time of every implementation grows with the square of the "
+        "length.",
     )
     memory = [
         Curve(
@@ -366,13 +371,14 @@ def _attention_pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]
     yield Picture(
         title="memory by length",
         svg=line_chart(
-            "Memory of forward and backward, beside queries, keys and values",
+            "Memory of forward and backward, without queries, keys and values",
             Axis(title="length of the sequence", log=True),
             Axis(title="memory", unit="B", log=True),
             [one for one in memory if one.points],
         ),
-        caption="Kinds that keep the whole matrix of scores grow with the square of the length, the others with "
-        "the length.",
+        caption="Implementations that store the whole score matrix grow with the square of the "
+        "length, the "
+        "others linearly.",
     )
 
 

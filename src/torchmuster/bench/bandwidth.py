@@ -1,8 +1,8 @@
-"""The bandwidths of messages between ranks, in the words and factors of nccl-tests.
+"""The bandwidths of messages between ranks, in the terms of nccl-tests.
 
-Algorithm bandwidth is the size of a message over its time. Bus bandwidth is that times a factor by which it becomes what the
-narrowest link carries, whatever the number of ranks: it can be held against the hardware. Sizes and factors are those of
-nccl-tests' PERFORMANCE.md.
+Algorithm bandwidth is the size of a message divided by its time. Bus bandwidth is that times a
+factor that makes it the traffic of the narrowest link for any number of ranks: it can be compared
+with the hardware. Sizes and factors are those of nccl-tests' PERFORMANCE.md.
 """
 
 import itertools
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 
 from torchmuster.bench.statistics import Estimate, estimate
 
-_DRAWN = 200  # other samples that could have been measured, for the errors
+_DRAWN = 200  # bootstrap samples for the error estimate
 _INSIDE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBeta:
-    """The line, how sure it is (95 %), and how far the measured medians are from it."""
+    """The fitted line, its 95 % intervals, and the residuals of the measured medians."""
 
     latency_s: float
     latency_low_s: float
     latency_high_s: float
-    bytes_s: float | None  # None: larger messages took no longer, so nothing is known of it
+    bytes_s: float | None  # None: unknown, as larger messages took no longer
     bytes_low_s: float | None
-    bytes_high_s: float | None  # None: it may be any larger one
-    misfit: float  # root of the mean of the squared relative differences
+    bytes_high_s: float | None  # None: no upper bound
+    misfit: float  # root mean square of the relative residuals
 
     def takes_s(self, size_bytes: float) -> float:
-        """Return what a message of that size takes by the line."""
+        """Return the predicted time of a message of this size."""
         return self.latency_s + (size_bytes / self.bytes_s if self.bytes_s else 0.0)
 
 
@@ -58,7 +58,7 @@ def fit_alpha_beta(times: Mapping[int, Sequence[float]]) -> AlphaBeta | None:
 
 
 def _drawn_again(times: Mapping[int, Sequence[float]]) -> list[tuple[float, float]]:
-    """Return the lines of samples drawn from the samples, with repetition: how much chance there is in them."""
+    """Return the fits of bootstrap samples."""
     draw = random.Random(0)
     return [
         _bandwidth_line(
@@ -72,8 +72,8 @@ def _drawn_again(times: Mapping[int, Sequence[float]]) -> list[tuple[float, floa
 
 
 def _bandwidth_line(medians: Mapping[int, float]) -> tuple[float, float]:
-    """Return latency and seconds per byte, neither below 0, that are relatively nearest to the times."""
-    # Weighed by 1/t^2, the sums of the normal equations.
+    """Return latency and seconds per byte, both >= 0, with the least relative squared error."""
+    # The sums of the normal equations, weighted by 1/t^2.
     weights = {size: 1 / took**2 for size, took in medians.items()}
     one = sum(weights.values())
     x = sum(weight * size for size, weight in weights.items())
@@ -117,16 +117,16 @@ class Dip:
 
 @dataclass(frozen=True, kw_only=True)
 class CurveShape:
-    """The curve in words."""
+    """Characteristics of a bandwidth curve."""
 
     peak: CurvePoint
-    half_at_bytes: int | None  # None: the smallest size has more than half already
+    half_at_bytes: int | None  # None: already the smallest size has more than half
     dips: tuple[Dip, ...]
     falls_to: CurvePoint | None  # the last point, if it is much lower than the peak
 
 
 def points_of(times: Mapping[int, Sequence[float]], factor: float) -> list[CurvePoint]:
-    """Return the bandwidths of times by size; the factor makes them bus bandwidths."""
+    """Return the bandwidths for times by size; the factor converts them to bus bandwidths."""
     return [
         CurvePoint(size_bytes=size, bytes_s=estimate([factor * size / one for one in samples]))
         for size, samples in sorted(times.items())
@@ -134,7 +134,7 @@ def points_of(times: Mapping[int, Sequence[float]], factor: float) -> list[Curve
 
 
 def shape_of(points: Sequence[CurvePoint]) -> CurveShape:
-    """Look at a curve, whose points are ordered by size."""
+    """Describe a curve whose points are ordered by size."""
     peak = max(points, key=lambda one: one.bytes_s.median)
     last = points[-1]
     return CurveShape(
@@ -146,7 +146,7 @@ def shape_of(points: Sequence[CurvePoint]) -> CurveShape:
 
 
 def _half_at(points: Sequence[CurvePoint], half: float) -> int | None:
-    """Return the size at which so much is reached first, between two points by a straight line of logarithms."""
+    """Return the smallest size that reaches this bandwidth, by log-linear interpolation."""
     for before, after in itertools.pairwise(points):
         low, high = before.bytes_s.median, after.bytes_s.median
         if low < half <= high:
@@ -173,14 +173,14 @@ def _dips(points: Sequence[CurvePoint]) -> list[Dip]:
 
 
 def _much_lower(one: CurvePoint, other: CurvePoint) -> bool:
-    """Say whether a bandwidth is much lower than another, and surely so."""
+    """Return whether a bandwidth is much lower than another, beyond the noise."""
     a, b = one.bytes_s, other.bytes_s
     return a.median < _MUCH_LOWER * b.median and a.high < b.low
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One kind of message: what its size means, and the factor of its bus bandwidth."""
+    """One collective: the meaning of its size, and its bus bandwidth factor."""
 
     size: str
     bus_factor: Callable[[int], float]
@@ -201,17 +201,17 @@ OPERATIONS: dict[str, Operation] = {
         bus_factor=lambda ranks: (ranks - 1) / ranks,
     ),
     "send-receive": Operation(
-        size="what each rank sends to the next",
+        size="the buffer that each rank sends to the next",
         bus_factor=lambda _: 1.0,
     ),
 }
 
 
 def algorithm_bytes_s(size_bytes: int, seconds: float) -> float:
-    """Return the algorithm bandwidth: what one who waits for the message sees."""
+    """Return the algorithm bandwidth: message size per time."""
     return size_bytes / seconds
 
 
 def bus_bytes_s(operation: str, size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth: what the narrowest link carries."""
+    """Return the bus bandwidth: the traffic of the narrowest link."""
     return algorithm_bytes_s(size_bytes, seconds) * OPERATIONS[operation].bus_factor(ranks)

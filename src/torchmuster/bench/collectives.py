@@ -1,6 +1,7 @@
-"""What messages between ranks take, by kind and size: on ranks of this machine, or of several.
+"""Times of messages between ranks, by operation and size, on one or several hosts.
 
-A time is the slowest rank's, for which all others wait. (nccl-tests gives the mean over the ranks unless asked otherwise.)
+A time is that of the slowest rank, for which all others wait. (nccl-tests reports the mean over the
+ranks by default.)
 """
 
 import contextlib
@@ -26,12 +27,12 @@ from torchmuster.launch.transports.ssh import SshTransport
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 MARK = "torchmuster-answer "
-TO_OUTPUT = "-"  # in place of a folder for answers
+TO_OUTPUT = "-"  # instead of a folder for answers
 T = TypeVar("T")
 
 
 class _Listening(TerminalConsole):
-    """A voice that keeps what the ranks write and what is found, and says the launcher's own words."""
+    """A console that collects output and findings, and prints the launcher's messages."""
 
     def __init__(self, run: RunFolder, say: Callable[[str], None]) -> None:
         super().__init__(run)
@@ -41,26 +42,26 @@ class _Listening(TerminalConsole):
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
-        """Show nothing of what the ranks write."""
+        """Do not show the ranks' output."""
         yield
 
     def world(self, size: int) -> None:
-        """Need nothing."""
+        """Do nothing."""
 
     def say(self, text: str) -> None:
-        """Say who has joined, and what is waited for."""
+        """Print which hosts have joined and which are missing."""
         self._say(text)
 
     def output(self, rank: int, text: str) -> None:
-        """Keep it: an answer may come in pieces."""
+        """Collect the output: an answer may arrive in pieces."""
         self.texts[rank] += text
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Keep what was found."""
+        """Collect the findings."""
         self.findings += tuple(findings)
 
     def finish(self) -> None:
-        """Have nothing left to show."""
+        """Do nothing."""
 
 
 def run_probe_on_machines(
@@ -72,10 +73,10 @@ def run_probe_on_machines(
     doing: str,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[T]:
-    """Run a module of ours on the machines of a job, and return what its ranks answer, by rank.
+    """Run a probe module on the hosts of a job, and return the answers by rank.
 
-    The job's command is the module alone. Its ``main`` is given the request as JSON, and ``-`` in place of a folder:
-    then it answers with :func:`print_answer`.
+    The job's command is the module alone. Its ``main`` gets the request as JSON, and ``-`` instead
+    of a folder: then it answers with :func:`print_answer`.
     """
     (program,) = spec.command
     words = (program, msgspec.json.encode(request).decode(), TO_OUTPUT)
@@ -95,20 +96,20 @@ def run_probe_on_machines(
     if not found or len(found) != len(console.texts):
         raise MusterError(
             f"{doing} failed",
-            why=f"{len(found)} of {len(console.texts)} ranks told what they saw",
-            fix="try again; nothing was kept of it",
+            why=f"only {len(found)} of {len(console.texts)} ranks returned a result",
+            fix="try again; no result was saved",
         )
     return found
 
 
 def print_answer(text: str) -> None:
-    """Answer as a rank whose files nobody here can read."""
+    """Print this rank's answer, for a rank on another host."""
     sys.stdout.write(f"{MARK}{text}\n")
     sys.stdout.flush()
 
 
 def answers_in(texts: dict[int, str], answer: type[T]) -> list[T]:
-    """Return what ranks answered, by rank, among all that they wrote; without those that did not."""
+    """Return the answers in the ranks' output, by rank; ranks without an answer are left out."""
     found = []
     for rank in sorted(texts):
         lines = [line for line in texts[rank].splitlines() if line.startswith(MARK)]
@@ -119,7 +120,9 @@ def answers_in(texts: dict[int, str], answer: type[T]) -> list[T]:
 
 def _failed(doing: str, findings: Sequence[Finding]) -> MusterError:
     if not findings:
-        return MusterError(f"{doing} failed", why="nothing says why", fix="muster check --hosts …")
+        return MusterError(
+            f"{doing} failed", why="the cause is unknown", fix="muster check --hosts …"
+        )
     last = findings[-1]
     parts = (last.what, last.why, *last.evidence.splitlines())
     seen = "\n".join(part for part in parts if part and not part.startswith("log: "))
@@ -132,13 +135,13 @@ SERIES = "collective"
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesRequest:
-    """What each rank is told."""
+    """The request to each rank."""
 
     operations: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
     rounds: int
     device: Literal["cpu", "gpu"]
-    least_sample_s: float = 0.06  # shorter ones read 10 % lower where ranks share cores
+    least_sample_s: float = 0.06  # shorter samples measure 10 % less if ranks share cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +149,16 @@ class Timed:
     """One rank's seconds for messages of one kind and size: a sample for each round."""
 
     operation: str
-    size_bytes: int  # as sent: the asked size, rounded down to what the ranks can share
+    size_bytes: int  # as sent: the requested size, rounded down so that the ranks can share it
     seconds: tuple[float, ...]
-    compared: int  # values of this rank that were looked at
+    compared: int  # number of values checked on this rank
     wrong: int  # of them
-    first_wrong: str = ""  # which, in words
+    first_wrong: str = ""  # description of the first one
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTimes:
-    """What one rank saw."""
+    """The result of one rank."""
 
     rank: int
     host: str
@@ -166,7 +169,7 @@ class CollectiveTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong:
-    """Values that were not what they must be."""
+    """Wrong values."""
 
     rank: int
     host: str
@@ -179,7 +182,7 @@ class Wrong:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollective:
-    """What all ranks together took: of each sample the slowest rank's seconds."""
+    """The times of all ranks: for each sample the slowest rank's seconds."""
 
     hosts: tuple[str, ...]  # by rank
     backend: str
@@ -190,23 +193,23 @@ class MeasuredCollective:
 
     @property
     def ranks(self) -> int:
-        """How many there were."""
+        """The number of ranks."""
         return len(self.hosts)
 
 
 def check_collectives_request(asked: CollectivesRequest, *, ranks: int) -> None:
-    """Refuse what cannot be measured, before anything is started."""
+    """Reject a request that cannot be measured, before starting anything."""
     if ranks < 2:
         raise Impossible(
-            "asked for messages between ranks, with one rank",
-            why="it has nobody to talk to",
+            "cannot measure messages between ranks with one rank",
+            why="messages need at least 2 ranks",
             fix="--ranks 2 or more",
         )
     smallest = 4 * ranks
     if min(asked.sizes_bytes) < smallest:
         raise Impossible(
-            f"messages of {min(asked.sizes_bytes)} bytes cannot be shared by {ranks} ranks",
-            why="each rank has at least one number of 4 bytes",
+            f"messages of {min(asked.sizes_bytes)} bytes cannot be split over {ranks} ranks",
+            why="each rank needs at least one value of 4 bytes",
             fix=f"--smallest {smallest} or more",
         )
 
@@ -218,7 +221,7 @@ def measure_collectives(
     environment: dict[str, str] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> MeasuredCollective:
-    """Measure with so many ranks of this machine."""
+    """Measure with this number of ranks on this host."""
     return join_rank_times(
         run_probe(
             PROGRAM,
@@ -240,7 +243,7 @@ def measure_collectives_on(
     python: str | None,
     say: Callable[[str], None] = lambda _: None,
 ) -> MeasuredCollective:
-    """Measure with the ranks of a job, on the machines that it names."""
+    """Measure with the ranks of a job, on its hosts."""
     return join_rank_times(
         run_probe_on_machines(
             dataclasses.replace(spec, command=(PROGRAM,)),
@@ -254,7 +257,7 @@ def measure_collectives_on(
 
 
 def join_rank_times(answers: Sequence[CollectiveTimes]) -> MeasuredCollective:
-    """Put together what the ranks saw: who waits for a message waits for the slowest."""
+    """Merge the results of the ranks: the slowest rank determines each time."""
     first = answers[0]
     times: dict[str, dict[int, tuple[float, ...]]] = {}
     for place, timed in enumerate(first.timed):
@@ -284,7 +287,7 @@ def join_rank_times(answers: Sequence[CollectiveTimes]) -> MeasuredCollective:
 
 
 def series_of(measured: MeasuredCollective) -> tuple[Series, ...]:
-    """Return the times as a record keeps them; bandwidths follow from them."""
+    """Return the times as series of a record; bandwidths are computed from them."""
     return tuple(
         Series(
             name=SERIES,
@@ -299,10 +302,10 @@ def series_of(measured: MeasuredCollective) -> tuple[Series, ...]:
 
 
 def sizes_between(smallest_bytes: int, largest_bytes: int, factor: int = 4) -> tuple[int, ...]:
-    """Return sizes from the smallest on, each so many times the one before, and the largest."""
+    """Return sizes from the smallest to the largest, each ``factor`` times the previous one."""
     if not 0 < smallest_bytes <= largest_bytes:
         raise Impossible(
-            f"there are no sizes from {smallest_bytes} to {largest_bytes} bytes",
+            f"no sizes between {smallest_bytes} and {largest_bytes} bytes",
             fix="--smallest 1KiB --largest 16MiB",
         )
     sizes = []

@@ -1,4 +1,4 @@
-"""Messages between ranks as a report: how long a small one takes, how fast a large one is, and what is odd."""
+"""The report on messages between ranks: latency, bandwidth and anomalies."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ _SHOWN_WRONG = 6
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """One kind of message, looked at."""
+    """The evaluation of one operation."""
 
     operation: str
     points: list[CurvePoint]
@@ -43,7 +43,8 @@ def collectives_report(
     seen = [_look_collectives_report(measured, operation) for operation in measured.times]
     return Report(
         bench=BENCH,
-        question=f"How fast do {measured.ranks} ranks on {_places(measured)} talk to each other?",
+        question=f"How fast is communication between {measured.ranks} ranks on "
+        f"{_places(measured)}?",
         findings=(
             *_collectives_report_values(measured),
             *(_collectives_report_verdict(one, measured) for one in seen),
@@ -95,7 +96,7 @@ def _look_collectives_report(measured: MeasuredCollective, operation: str) -> _S
 
 def _places(measured: MeasuredCollective) -> str:
     hosts = list(dict.fromkeys(measured.hosts))
-    return hosts[0] if len(hosts) == 1 else f"{len(hosts)} machines"
+    return hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
 
 
 def _collectives_report_values(measured: MeasuredCollective) -> Iterator[Finding]:
@@ -103,7 +104,7 @@ def _collectives_report_values(measured: MeasuredCollective) -> Iterator[Finding
         yield Finding(
             name="values",
             status=Status.OK,
-            what=f"every value was right: {measured.compared:,} compared on {measured.ranks} ranks",
+            what=f"all values correct: {measured.compared:,} compared on {measured.ranks} ranks",
         )
         return
     ranks = sorted({one.rank for one in measured.wrong})
@@ -112,9 +113,9 @@ def _collectives_report_values(measured: MeasuredCollective) -> Iterator[Finding
         status=Status.FAILURE,
         what=f"{sum(one.wrong for one in measured.wrong):,} of {measured.compared:,} values are wrong, "
         f"on rank {', '.join(map(str, ranks))}",
-        why="what a rank receives is not what was sent: a training would learn from wrong gradients, "
-        "and nothing would say so",
-        fix="muster check  # finds the rank, device or link that spoils values",
+        why="ranks receive other values than were sent: a training would silently use wrong "
+        "gradients",
+        fix="muster check  # finds the rank, device or link that corrupts values",
         evidence="\n".join(
             f"rank {one.rank} ({one.host}): {one.operation} of {format_bytes(one.size_bytes)}: "
             f"{one.wrong} of {one.compared} wrong; {one.first}"
@@ -127,7 +128,7 @@ def _collectives_report_verdict(one: _Seen, measured: MeasuredCollective) -> Fin
     smallest, samples = min(measured.times[one.operation].items())
     half = one.shape.half_at_bytes
     reached = (
-        f"at {format_bytes(smallest)} it has half of that already"
+        f"already over half of that at {format_bytes(smallest)}"
         if half is None
         else f"half of that from {format_bytes(half)} on"
     )
@@ -148,10 +149,11 @@ def _oddities(one: _Seen) -> Iterator[Finding]:
             status=Status.WARNING,
             what=f"{one.operation} of {format_bytes(dip.size_bytes)} has {dip.share:.0%} of the "
             "bandwidth that smaller and larger ones have",
-            why="the library takes another way for this size, or something disturbed this size in most "
+            why="the library uses another algorithm for this size, or something disturbed this "
+            "size in most "
             "rounds",
             fix="measure again; if it stays, avoid messages of this size (DDP: bucket_cap_mb), or try "
-            "the library's other ways (NCCL_ALGO, NCCL_PROTO)",
+            "other algorithms (NCCL_ALGO, NCCL_PROTO)",
         )
     last = one.shape.falls_to
     if last is not None:
@@ -162,15 +164,15 @@ def _oddities(one: _Seen) -> Iterator[Finding]:
             status=Status.NOTE,
             what=f"{one.operation}: {format_bytes(last.size_bytes)} has {share:.0%} of the bandwidth "
             f"of {format_bytes(peak.size_bytes)}",
-            why="as where messages no longer fit into a cache: on the CPU this is usual",
+            why="messages no longer fit into a cache; normal on the CPU",
         )
     if one.fit is not None and one.fit.misfit > _BADLY_FITTED:
         yield Finding(
             name="no-line",
             status=Status.NOTE,
             what=f"{one.operation}: latency and bandwidth alone do not describe it "
-            f"(off by {one.fit.misfit:.0%})",
-            why="libraries change their way with the size of messages; read the curve instead",
+            f"(fit error {one.fit.misfit:.0%})",
+            why="libraries switch algorithms with the message size; use the curve instead",
         )
 
 
@@ -181,8 +183,9 @@ def _circumstances(measured: MeasuredCollective, environment: Environment) -> It
             name="crowded",
             status=Status.NOTE,
             what=f"{on_one} ranks share {environment.cores} cores",
-            why="they take turns, so a message also waits for its receiver to have a core: times are "
-            "those of this crowd, not of the links",
+            why="a message also waits until its receiver gets a core: the times measure this "
+            "contention, "
+            "not the links",
             fix=f"--ranks {environment.cores} or fewer measures the links",
         )
     noises = sorted(
@@ -195,9 +198,9 @@ def _circumstances(measured: MeasuredCollective, environment: Environment) -> It
         yield Finding(
             name="noisy",
             status=Status.NOTE,
-            what=f"the times vary: half of them are known to ± {middle:.0%} at best",
-            why="something else uses the machine or the network",
-            fix="measure when nothing else runs, or with more --rounds",
+            what=f"the times vary: the median noise is ± {middle:.0%}",
+            why="other processes use the host or the network",
+            fix="measure on an idle host, or with more --rounds",
         )
 
 
@@ -229,8 +232,8 @@ def _lines_table(seen: list[_Seen]) -> Table:
             )
         )
     return Table(
-        title="latency and bandwidth: one line through all sizes",
-        head=("", "latency", "95 %", "bus bandwidth", "95 %", "half of it from", "line is off by"),
+        title="latency and bandwidth, fitted over all sizes",
+        head=("", "latency", "95 %", "bus bandwidth", "95 %", "half of it from", "fit error"),
         rows=tuple(rows),
     )
 
@@ -255,7 +258,7 @@ def _by_size_tables(measured: MeasuredCollective, seen: list[_Seen]) -> tuple[Ta
             title="bus bandwidth",
             head=head,
             rows=tuple(bandwidths),
-            note=f"size, as in nccl-tests, is that of ({sizes})",
+            note=f"size as in nccl-tests ({sizes})",
         ),
     )
 
@@ -276,8 +279,9 @@ def _collectives_report_pictures(seen: list[_Seen]) -> Iterator[Picture]:
         svg=line_chart(
             "Bus bandwidth by size", size, Axis(title="bus bandwidth", unit="B/s"), curves
         ),
-        caption="What the narrowest link carries. It should grow with the size and then stay: a dip is a "
-        "size to avoid. Bars are 95 % intervals.",
+        caption="Traffic of the narrowest link. It should grow with the size and then stay "
+        "constant: a dip is "
+        "a size to avoid. Bars are 95 % intervals.",
     )
     taken = [
         Curve(
@@ -292,6 +296,6 @@ def _collectives_report_pictures(seen: list[_Seen]) -> Iterator[Picture]:
     yield Picture(
         title="Time by size",
         svg=line_chart("Time by size", size, Axis(title="time", unit="s", log=True), taken),
-        caption="Flat on the left: there a message costs its latency, however small it is, and messages "
-        "are better sent together.",
+        caption="Flat on the left: there the latency dominates, and it is faster to combine "
+        "messages.",
     )

@@ -1,12 +1,12 @@
-"""Two sides of records of one bench: what got better, what got worse, and what is within the noise.
+"""Compare two sets of records of one bench: better, worse, or within noise.
 
-One process is one sample. Where its memory lies and which core it is on make all of its figures a little larger or
-smaller together, so many samples of one process say little about the next one. With several records on each
-side, each counts once, by its median, and the spread between records is the noise. With too few of them that spread
-is unknown: then all their samples are compared, and only a change beyond ``FLOOR`` counts.
+One process is one sample. Its memory layout and core shift all its figures together, so many
+samples of one process say little about the next one. With several records on each side, each counts
+once, by its median, and the spread between records is the noise. With too few records the spread is
+unknown: then all samples are compared, and only a change beyond ``FLOOR`` counts.
 
-Best are pairs whose samples were taken in turns (``turn_taking.py``): each pair counts once, by how much its two samples of a round
-differ, and what the machine did at that time is in both.
+Pairs with interleaved samples (``interleaved.py``) are best: each pair counts once, by the
+difference of its two samples of a round, and disturbances of the host affect both.
 """
 
 import math
@@ -19,13 +19,13 @@ from torchmuster.bench.record import BenchRecord, Series
 from torchmuster.bench.statistics import Shift, fewest, fewest_pairs, middle, shift
 from torchmuster.errors import Impossible
 
-# That nothing at all is called changed where nothing did, over all series together.
+# Confidence, over all series together, that no unchanged series is reported as changed.
 CONFIDENCE = 0.99
-# Where code and data lie in memory alone moves figures by this much: less is no news, however certain.
+# Memory layout alone changes figures by this much: smaller changes are not reported.
 LEAST = 0.01
-# Of one process nobody knows how far it is from the next; only what is beyond this counts.
+# With single processes their spread is unknown; only larger changes count.
 FLOOR = 0.10
-_EXACT = ("B", "1")  # what is counted or computed can be the same every time; a time cannot
+_EXACT = ("B", "1")  # counted or computed values can be identical; times cannot
 
 Verdict = Literal["better", "worse", "within noise", "unknown"]
 Counted = Literal["pairs", "records", "samples"]
@@ -35,7 +35,7 @@ Counted = Literal["pairs", "records", "samples"]
 class MetricChange:
     """One series on both sides. ``change`` 0.03 is 3 % more, whether that is good or bad; the interval is around it."""
 
-    series: Series  # as the first record has it
+    series: Series  # from the first record
     before: float
     after: float
     change: float
@@ -46,32 +46,32 @@ class MetricChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What came of comparing two sides."""
+    """The result of a comparison."""
 
     changes: tuple[MetricChange, ...]
-    left_out: tuple[str, ...]  # titles of series that not every record has
+    left_out: tuple[str, ...]  # titles of series that are not in every record
     by_records: bool  # each record counted once; else their samples, with FLOOR
-    in_pairs: bool  # records whose samples were taken in turns counted as one
-    records_needed: int  # on each side, so that a change can be certain
+    in_pairs: bool  # records with interleaved samples counted as one pair
+    records_needed: int  # on each side, to be certain of a change
 
     @property
     def floor(self) -> float:
-        """The least change that counts."""
+        """The smallest change that counts."""
         return LEAST if self.by_records else FLOOR
 
     def would_be_seen(self, change: MetricChange) -> float:
-        """Return how large a change of a series must be to count here, beside all that are compared."""
+        """Return how large a change of a series must be to be significant."""
         return max(self.floor, change.high - change.change, change.change - change.low)
 
 
 def compare_records(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Comparison:
-    """Compare the records ``b`` with the records ``a``, which were there before."""
+    """Compare the records ``b`` (after) with the records ``a`` (before)."""
     benches = sorted({one.bench for one in (*a, *b)})
     if len(benches) > 1:
         raise Impossible(
             "cannot compare these records",
             why=f"they are of different benches: {', '.join(benches)}",
-            fix="give records of one bench on both sides",
+            fix="pass records of one bench on both sides",
         )
     in_pairs = _are_pairs(a, b)
     if in_pairs:
@@ -85,7 +85,7 @@ def compare_records(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Compa
     if not shared:
         raise Impossible(
             "cannot compare these records",
-            why="not one series is in all of them: their names and labels differ",
+            why="no series is in all of them: names and labels differ",
             fix="measure both sides with the same flags",
         )
     needed = (fewest_pairs if in_pairs else fewest)(len(shared), confidence=CONFIDENCE)
@@ -106,7 +106,7 @@ def compare_records(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Compa
 
 
 def _are_pairs(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> bool:
-    """Say whether the samples of each record were taken in turns with those of one of the other side."""
+    """Return whether each record has interleaved samples with one of the other side."""
     before, after = (sorted(one.environment.in_turns for one in side) for side in (a, b))
     return before == after and all(before) and len({*before}) == len(before)
 
@@ -156,20 +156,20 @@ def _comparison_values(side: Sequence[Series], *, by_records: bool) -> list[floa
 
 
 def _unmistakable(a: Sequence[float], b: Sequence[float], *, exact: bool) -> Shift | None:
-    """Return by which share ``b`` is more than ``a`` where no test is needed, or none is possible."""
+    """Return the relative change from ``a`` to ``b`` if no test is needed or possible."""
     first, last = statistics.median(a), statistics.median(b)
     if exact and len({*a}) == len({*b}) == 1:
-        # What is the same every time needs no test: it changed, or it did not.
+        # Exactly reproducible values need no test.
         share = 0.0 if first == last else (last / first - 1 if first else math.inf)
         return Shift(middle=share, low=share, high=share)
-    if min(*a, *b) <= 0:  # no shares of what may be nothing
+    if min(*a, *b) <= 0:  # no relative change of values that may be 0
         share = last / first - 1 if first else math.nan
         return Shift(middle=share, low=-math.inf, high=math.inf)
     return None
 
 
 def _apart(before: Series, after: Series) -> float:
-    """Return how far two series of a pair are apart, as a logarithm: round by round, if both have as many rounds."""
+    """Return the log ratio of two series of a pair, round by round if both have equally many."""
     if len(before.samples) != len(after.samples):
         return math.log(statistics.median(after.samples) / statistics.median(before.samples))
     pairs = zip(before.samples, after.samples, strict=True)

@@ -1,4 +1,4 @@
-"""What something was measured on: the machine, its devices, the software, and how busy it was with other things."""
+"""The environment of a measurement: host, devices, software and other load."""
 
 import dataclasses
 import importlib.metadata
@@ -19,37 +19,37 @@ from torchmuster.finding import Finding, Status
 from torchmuster.units import format_bytes
 
 _LOOK_S = 0.3
-# Less than so many cores is what any machine does beside.
+# Less background load than this many cores is normal.
 _BUSY_CORES = 0.5
-_BUSY_SHARE = 0.2  # of the cores: so much disturbs whatever is measured
+_BUSY_SHARE = 0.2  # of the cores: more disturbs measurements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A machine at the time of a measurement. What could not be read is None."""
+    """A host at the time of a measurement. Unreadable values are None."""
 
     host: str
     system: str
     cpu: str
     cores: int
-    threads: str | None  # OMP_NUM_THREADS, where somebody has set it
+    threads: str | None  # OMP_NUM_THREADS, if set
     memory_bytes: int | None
-    devices: tuple[str, ...]  # the accelerators that were to be used; none: the processor
+    devices: tuple[str, ...]  # the accelerators used; empty: the CPU
     driver: str | None
     torch: str | None
     python: str
     torchmuster: str
-    busy_before_cores: float | None = None  # kept busy by others, just before
+    busy_before_cores: float | None = None  # used by other processes, just before
     busy_after_cores: float | None = None
-    in_turns: str = ""  # the same in two records whose samples were taken in turns
+    in_turns: str = ""  # the same in two records with interleaved samples
 
     def ended(self) -> "Environment":
-        """Return it with how busy the machine is now that the measurement is over."""
+        """Return it with the load after the measurement."""
         return dataclasses.replace(self, busy_after_cores=_busy_cores())
 
 
 def environment_here(device: Literal["cpu", "gpu"] = "cpu") -> Environment:
-    """Look at this machine before something is measured on it. Takes a moment, to see how busy it is."""
+    """Read the environment before a measurement; takes a moment to sample the load."""
     node = snapshot.take_snapshot()
     devices = visible(node.accelerators, os.environ).devices if device == "gpu" else ()
     return Environment(
@@ -84,7 +84,7 @@ def _busy_cores() -> float | None:
 
 
 def environment_differences(a: Environment, b: Environment) -> list[str]:
-    """Say what differs between two environments, what matters most first; empty if nothing does."""
+    """Return the differences between two environments, most important first."""
     return list(_differences(a, b))
 
 
@@ -105,23 +105,23 @@ def _differences(a: Environment, b: Environment) -> Iterator[str]:
     for key, name in names.items():
         one, other = getattr(a, key), getattr(b, key)
         if one != other:
-            yield f"not the same {name}: {_environment_text(key, one)} and {_environment_text(key, other)}"
+            yield f"different {name}: {_environment_text(key, one)} and {_environment_text(key, other)}"
     one, other = _most_busy(a), _most_busy(b)
     if one is not None and other is not None and abs(one - other) >= _BUSY_CORES:
-        yield f"not the same load: {one:.1f} and {other:.1f} cores were busy with other things"
+        yield f"different load: other processes used {one:.1f} and {other:.1f} cores"
 
 
 def disturbance(environment: Environment) -> Finding | None:
-    """Return a warning if the machine was busy with other things; None if it was not, or nobody knows."""
+    """Return a warning if other processes loaded the host; None if not, or unknown."""
     busy = _most_busy(environment)
     if busy is None or busy < max(_BUSY_CORES, _BUSY_SHARE * environment.cores):
         return None
     return Finding(
         name="busy-machine",
         status=Status.WARNING,
-        what=f"{busy:.1f} of {environment.cores} cores were busy with other things",
-        why="they take time away from what is measured, more from one sample and less from the next",
-        fix="measure again when the machine has nothing else to do",
+        what=f"other processes used {busy:.1f} of {environment.cores} cores",
+        why="they slow down the measurement by varying amounts",
+        fix="measure again on an idle host",
     )
 
 

@@ -1,8 +1,9 @@
-"""Two processes that measure take turns, sample by sample, so that what happens to the machine happens to both.
+"""Interleave the samples of two measuring processes, so that disturbances of the host affect both.
 
-A machine that is shared is 10 to 30 % slower for seconds or minutes at a time. Processes that run one after the other show that as a
-difference between them; samples that lie milliseconds apart do not. Each side has a socket in the referee's folder, which
-:data:`VARIABLE` names to its processes. Who measures asks there for its turn, and gives it back after each sample.
+A shared host is 10 to 30 % slower for seconds or minutes at a time. Consecutive processes show that
+as a difference between them; samples that are milliseconds apart do not. Each side has a socket in
+the referee's folder, passed to its processes in :data:`VARIABLE`. A process requests its turn
+there, and returns it after each sample.
 """
 
 import os
@@ -18,25 +19,34 @@ from torchmuster.errors import Impossible
 
 VARIABLE = "MUSTER_TURNS"
 SIDES = ("before", "after")
-PAIRS = 16  # of fresh processes: they tell changes in up to 19 series, though one pair was struck
+PAIRS = 16  # of fresh processes: enough for up to 19 series, even if one pair was disturbed
 _WANT, _GO, _DONE = b"want\n", b"go\n", b"done\n"
 _ANY_CORE = -1
 
 
 def id_of_turns() -> str:
-    """Return what the two records of a pair have in common; empty where this process takes no turns."""
+    """Return the common id of the two records of a pair.
+
+    Empty if this process is not interleaved.
+    """
     path = os.environ.get(VARIABLE, "")
     return Path(path).parent.name if path else ""
 
 
 class Turns:
-    """This process's turns: as a context around each sample. Where nobody else measures, it is always its turn."""
+    """This process's turns, as a context around each sample.
+
+    Without another side, it never waits.
+    """
 
     def __init__(self, *, asks: bool = True) -> None:
-        """Ask whoever is named in the environment, if anybody is; of several ranks one ``asks`` for all."""
+        """Connect to the referee named in the environment, if any.
+
+        One of the ranks ``asks`` for all.
+        """
         path = os.environ.get(VARIABLE) if asks else None
         self._stream = None
-        self._cores: set[int] | None = None  # where this thread may run, when it has been confined
+        self._cores: set[int] | None = None  # the cores of this thread if it was pinned
         if path:
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.connect(path)
@@ -44,7 +54,7 @@ class Turns:
             self._core = int(self._stream.readline())
 
     def stay_on_one_core(self) -> None:
-        """Have this thread run where the other side's does: what takes one thread would see only one core's neighbours."""
+        """Pin this thread to the core of the other side, so that both see the same neighbours."""
         if self._stream is not None and self._core != _ANY_CORE:
             self._cores = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {self._core})
@@ -52,7 +62,7 @@ class Turns:
     def __enter__(self) -> Self:
         self._tell(_WANT)
         if self._stream is not None and self._stream.readline() != _GO:
-            raise ConnectionError("who gives the turns has gone")
+            raise ConnectionError("the referee of the interleaved run has exited")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,17 +82,18 @@ class Turns:
 
 
 class Referee:
-    """Gives turns to two sides: one sample of each, then again, and who is first is drawn each time.
+    """Gives turns to two sides: one sample of each per round, in random order.
 
-    Nobody gets a turn before both want one, so both have warmed up. A side that has ended is not waited for.
+    No side gets a turn before both request one, so both have warmed up. A side that has exited is
+    not waited for.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        """Begin with no turn given; ``seed`` is for who is first, and on which core."""
+        """Start without a turn; ``seed`` decides the order and the core."""
         if not hasattr(socket, "AF_UNIX"):
             raise Impossible(
-                "asked to measure in turns",
-                why="this system has no local sockets",
+                "cannot interleave measurements",
+                why="this system has no Unix sockets",
                 fix="measure on Linux or macOS",
             )
         self._draw = random.Random(seed)
@@ -121,7 +132,7 @@ class Referee:
         self._stack.close()
 
     def has_ended(self, side: str) -> None:
-        """Know that a side's process has ended: the other one need not wait for it."""
+        """Note that a side's process has exited: the other side does not wait for it."""
         with self._changed:
             self._ended.add(side)
             self._end_round()
@@ -139,7 +150,7 @@ class Referee:
                     self._await_turn(side)
                     try:
                         stream.write(_GO)
-                        stream.readline()  # that it is done, or nothing from one that died
+                        stream.readline()  # done, or nothing if it died
                     finally:
                         self._end_turn(side)
 
@@ -174,6 +185,6 @@ class Referee:
 
 
 def _wake(path: Path) -> None:
-    """Have whoever waits for a side to come look at whether it is over."""
+    """Wake up the waiting thread, so that it checks whether the run is over."""
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(path))

@@ -1,4 +1,4 @@
-"""How fast data can be read: the question to the ranks, and their answer."""
+"""Data loading speed: request to the ranks, their answer and the choice of workers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
 
-# It is in worker/, the only room that makes data of settings; nothing of it is imported here.
+# In the package with torch that builds data from settings; not imported here.
 PROGRAM = "torchmuster.worker.reading"
-# What libraries read that compute with threads of their own beside torch.
+# Variables of libraries that use their own threads in addition to torch.
 THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"),
     *("NUMEXPR_NUM_THREADS", "POLARS_MAX_THREADS"),
@@ -21,14 +21,14 @@ THREAD_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One way to read: how many processes, and how far ahead."""
+    """One loader configuration: number of workers and prefetch factor."""
 
     workers: int
     prefetch: int = 2
 
     @property
     def name(self) -> str:
-        """The way in words."""
+        """The configuration as text."""
         if not self.workers:
             return "0 workers"
         many = "s" if self.workers > 1 else ""
@@ -38,41 +38,41 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderRequest:
-    """What the ranks are told to do."""
+    """The request to the ranks."""
 
-    settings: Settings  # of which data and batches are used
+    settings: Settings  # data and batch settings are used
     device: Literal["auto", "cpu"]
     readings: tuple[Reading, ...]
-    rounds: int  # how often each is visited, in a drawn order
-    window_s: float  # how long it is measured in each visit
+    rounds: int  # samples of each configuration, in random order
+    window_s: float  # duration of each sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """What one rank saw of one way to read, in one round."""
+    """The result of one rank for one configuration, in one round."""
 
     reading: Reading
-    first_batch_s: float  # from the beginning of an epoch, with the start of workers
-    next_epoch_s: float  # the same with workers that are there already
+    first_batch_s: float  # from the start of an epoch, including worker startup
+    next_epoch_s: float  # the same with running workers
     samples_s: tuple[float, ...]  # samples a second, turn by turn
-    busy_cores: float | None  # that reading kept busy on average
+    busy_cores: float | None  # used by reading, on average
     busy_threads: (
         int | None
-    )  # that compute in a worker, or in the rank where there is none; at most
-    indices: str  # a digest of which samples came first; empty where they have no numbers
-    values: str  # a digest of what was in them
+    )  # maximum number of computing threads in a worker, or in the rank without workers
+    indices: str  # a digest of the first sample indices; empty if samples have no indices
+    values: str  # a digest of their content
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderAnswer:
-    """What one rank saw."""
+    """The result of one rank."""
 
     rank: int
     device: str
     samples_per_step: int  # of this rank
     samples_per_batch: int  # that are read at once
     batch_bytes: int
-    samples: int | None  # of an epoch, all ranks together; None: unknown before its end
+    samples: int | None  # per epoch, over all ranks; None: unknown before its end
     visits: tuple[Visit, ...]
     to_device_s: tuple[
         float, ...
@@ -82,7 +82,7 @@ class LoaderAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """All visits of all ranks to one way to read, together."""
+    """The merged results of all ranks and rounds for one configuration."""
 
     reading: Reading
     samples_s: tuple[float, ...]  # of the slowest rank, for which all others wait
@@ -95,12 +95,12 @@ class Read:
 
     @property
     def rate(self) -> Estimate:
-        """Samples a second that a rank gets."""
+        """Samples/s per rank."""
         return estimate(self.samples_s)
 
 
 def join_loader_answers(answers: Sequence[LoaderAnswer]) -> list[Read]:
-    """Put the visits of all ranks together, by the way to read in the order of asking."""
+    """Merge the results of all ranks by configuration, in the order of the request."""
     readings = sorted(
         {visit.reading for one in answers for visit in one.visits},
         key=lambda one: (one.workers, one.prefetch),
@@ -122,7 +122,7 @@ def _together(reading: Reading, answers: Sequence[LoaderAnswer]) -> Read:
         next_epoch_s=tuple(one.next_epoch_s for one in all_visits),
         busy_cores=sum(known_cores) / len(known_cores) * len(answers) if known_cores else None,
         busy_threads=max(threads, default=None),
-        # A rank's samples are its own; the same rank must get the same ones each time.
+        # Ranks read different samples; the same rank must get the same ones each time.
         indices=_each_once([[one.indices for one in visits] for visits in by_rank]),
         values=_each_once([[one.values for one in visits] for visits in by_rank]),
     )
@@ -133,14 +133,14 @@ def _rates(visits: Sequence[Visit]) -> tuple[float, ...]:
 
 
 def _each_once(by_rank: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return what the ranks had in each round, as one text a round, each text once."""
+    """Return the ranks' digests of each round as one text, without duplicates."""
     return tuple(dict.fromkeys(" ".join(digests) for digests in zip(*by_rank, strict=True)))
 
 
 def readings_for(cores: int, ranks: int) -> tuple[Reading, ...]:
-    """Return the numbers of workers to try: none, and doubling from 1 to twice a rank's cores.
+    """Return the numbers of workers to try: 0, and doubling from 1 to twice a rank's cores.
 
-    More than there are cores can help where reading is waiting.
+    More workers than cores can help if reading is I/O-bound.
     """
     each = max(1, cores // ranks)
     numbers, workers = {0, each, 2 * each}, 1
@@ -159,7 +159,7 @@ def measure_loader(
     say: Callable[[str], None],
     one_thread: bool = False,
 ) -> list[LoaderAnswer]:
-    """Read with so many ranks at the same time; with ``one_thread`` libraries are told to compute with one."""
+    """Measure with this number of ranks at once; ``one_thread`` limits libraries to one thread."""
     return run_probe(
         PROGRAM,
         request,
@@ -173,18 +173,18 @@ def measure_loader(
     )
 
 
-# What is less than this slower than the fastest is as good.
+# Configurations within this margin of the fastest count as equal.
 EQUALLY_FAST = 0.05
-# A training that takes so much of what the loader gives leaves room for a bad moment.
+# The training may use this share of the loader's rate; the rest is headroom.
 _ROOM = 0.9
 _STILL_GROWING = 0.25
-_WAITING = 0.5  # of its time a worker that waits keeps a core busy for less
+_WAITING = 0.5  # an I/O-bound worker uses a core for a smaller share of the time
 
 
 def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None) -> Decision[Read]:
-    """Choose the fastest; of those that are as fast, or within its noise, the one with the fewest processes.
+    """Choose the fastest configuration; among equals the one with the fewest processes.
 
-    With ``needed_samples_s`` the fewest that feed so many samples a second are enough.
+    With ``needed_samples_s``, choose the fewest processes that reach this rate.
     """
     fastest = max(reads, key=lambda one: one.rate.median)
     if needed_samples_s is not None:
@@ -193,12 +193,12 @@ def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None
             chosen = min(enough, key=_cost)
             return Decision(
                 value=chosen,
-                reason=f"{_loader_rate(chosen)}, and {needed_samples_s:,.0f} are needed",
+                reason=f"{_loader_rate(chosen)}; {needed_samples_s:,.0f} are needed",
             )
         return Decision(
             value=fastest,
-            reason=f"{_loader_rate(fastest)}, the most of all tried, and less than the "
-            f"{needed_samples_s:,.0f} that are needed with a little room",
+            reason=f"{_loader_rate(fastest)}, the highest rate measured, but less than the "
+            f"{needed_samples_s:,.0f} needed plus headroom",
         )
     as_good = min(fastest.rate.low, fastest.rate.median * (1 - EQUALLY_FAST))
     equal = [one for one in reads if one.rate.median >= as_good]
@@ -208,9 +208,9 @@ def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None
         f"{one.reading.name} {_loader_rate(one, short=True)} ({_loader_percent(one, chosen)})"
         for one in beside
     )
-    why = "the fastest" if chosen is fastest else "as fast as any, with fewer processes"
+    why = "the fastest" if chosen is fastest else "as fast as the fastest, with fewer processes"
     if chosen is not fastest and chosen.reading.workers == fastest.reading.workers:
-        why = "as fast as any, with fewer batches in memory"
+        why = "as fast as the fastest, with fewer batches in memory"
     return Decision(
         value=chosen,
         reason=f"{_loader_rate(chosen)}, {why}" + (f"; {words}" if words else ""),
@@ -230,11 +230,11 @@ def _loader_percent(one: Read, other: Read) -> str:
 
 
 def feeding(read: Read, *, samples_per_step: int, needed_samples_s: float | None) -> Finding:
-    """Say how short a step may be before it waits for data, or whether what is needed is fed."""
+    """Report the shortest step that does not wait for data, or whether the needed rate is reached."""
     rate = read.rate.median
     step = f"a step of {samples_per_step} samples"
     what = (
-        f"{read.reading.name} feed {rate:,.0f} samples/s to a rank: enough where {step} takes "
+        f"{read.reading.name} read {rate:,.0f} samples/s per rank: enough if {step} takes "
         f"{_milliseconds(samples_per_step / rate)} or more"
     )
     if needed_samples_s is None or rate * _ROOM >= needed_samples_s:
@@ -242,16 +242,15 @@ def feeding(read: Read, *, samples_per_step: int, needed_samples_s: float | None
             name="data-rate",
             status=Status.OK,
             what=what,
-            why="shorter steps would wait for data, however fast the device is",
+            why="shorter steps would wait for data",
         )
     return Finding(
         name="data-rate",
         status=Status.FAILURE,
         what=f"{rate:,.0f} samples/s can be read, and {needed_samples_s:,.0f} are needed: the device would "
         f"wait {max(0.0, 1 - rate / needed_samples_s) * 100:.0f} % of the time",
-        why="no number of workers that was tried is enough",
-        fix="make a sample cheaper to read (decode, resize and tokenise once, beforehand), or read from a "
-        "faster disk",
+        why="none of the measured numbers of workers is enough",
+        fix="preprocess the data (decode, resize and tokenize once), or read from a faster disk",
     )
 
 
@@ -261,7 +260,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def more_might_help(reads: Sequence[Read], chosen: Read) -> Finding | None:
-    """Say so where the largest number of workers that was tried was still much faster than the one before."""
+    """Report if the largest number of workers was still much faster than the next smaller one."""
     by_workers = sorted(reads, key=_cost)
     if len(by_workers) < 2 or chosen is not by_workers[-1] or not chosen.reading.workers:
         return None
@@ -272,55 +271,57 @@ def more_might_help(reads: Sequence[Read], chosen: Read) -> Finding | None:
     return Finding(
         name="data-more-workers",
         status=Status.NOTE,
-        what=f"more workers might read still more: {chosen.reading.name} gave {gained * 100:.0f} % more "
+        what=f"more workers may be faster: {chosen.reading.name} read {gained * 100:.0f} % more "
         f"than {by_workers[-2].reading.name}",
-        why="reading is mostly waiting here (a disk, a network), so it needs no cores of its own"
+        why="reading is I/O-bound here (disk, network), so more workers than cores can help"
         if chosen.busy_cores is not None and chosen.busy_cores < _WAITING * chosen.reading.workers
-        else "the most that was tried was not the most that helps",
+        else "the rate still grew at the largest number of workers measured",
         fix=f"muster bench data --workers {chosen.reading.workers} {more} {2 * more}  # with the same data",
     )
 
 
 def same_data(reads: Sequence[Read]) -> Finding:
-    """Say whether every way to read gave the same samples with the same content."""
+    """Report whether every configuration read the same samples with the same content."""
     indices = {digest for one in reads for digest in one.indices}
     values = {digest for one in reads for digest in one.values}
     if len(indices) > 1:
         return Finding(
             name="data-same",
             status=Status.FAILURE,
-            what="other samples come first with another number of workers",
-            why="a training would depend on how many workers read for it",
-            fix="let the dataset give the same sample for the same number, in each process",
+            what="the sample order depends on the number of workers",
+            why="training results would depend on the number of workers",
+            fix="return the same sample for the same index in every process",
         )
     if len(values) <= 1:
         return Finding(
             name="data-same",
             status=Status.OK,
-            what="every way to read gave the same samples, bit by bit, in the same order",
+            what="every configuration read the same samples, bit for bit, in the same order",
         )
     by_workers = {digest for one in reads if one.reading.workers for digest in one.values}
     if len(by_workers) <= 1:
         return Finding(
             name="data-same",
             status=Status.NOTE,
-            what="the same samples came in the same order; what the dataset draws at random differs "
-            "between no workers and some",
-            why="workers draw by what they read, and give the same in any number; without workers the "
-            "dataset draws from the rank's own random numbers",
+            what="same samples in the same order; the dataset's random values differ between 0 "
+            "workers "
+            "and 1 or more",
+            why="workers are seeded per batch, so their number does not matter; without workers "
+            "the "
+            "dataset uses the rank's own random generators",
         )
     return Finding(
         name="data-same",
         status=Status.WARNING,
-        what="the same samples came in the same order, but with another content each time they were read",
-        why="the dataset draws from something that no seed reaches: the time, the system, or a generator "
-        "of its own that it seeds anew",
-        fix="draw with Python's random, torch or numpy.random, which are seeded for each batch",
+        what="same samples in the same order, but with different content each time",
+        why="the dataset uses randomness that is not seeded: the time, the system, or its own "
+        "generator that it reseeds",
+        fix="use Python's random, torch or numpy.random, which are seeded for each batch",
     )
 
 
 def oversubscription(reads: Sequence[Read], *, cores: int, ranks: int) -> Finding | None:
-    """Say so where workers compute with several threads each, and there are not enough cores for them."""
+    """Report workers that use several threads each, if there are not enough cores."""
     crowded = [
         one
         for one in reads
@@ -337,30 +338,30 @@ def oversubscription(reads: Sequence[Read], *, cores: int, ranks: int) -> Findin
     return Finding(
         name="data-threads",
         status=Status.WARNING,
-        what=f"each worker computes with {threads} threads: {first.reading.name} make {total} on "
+        what=f"each worker uses {threads} threads: {first.reading.name} use {total} on "
         f"{cores} core{'s' if cores > 1 else ''}"
         + (f", for each of {ranks} ranks" if ranks > 1 else ""),
-        why="threads that wait for a core slow down those that have one; workers are already as many as "
-        "compute at once. torch is told to use one thread in a worker; this dataset, or a library it "
-        "calls, uses more",
+        why="more threads than cores slow each other down. torch uses one thread per worker; this "
+        "dataset, or a library it calls, uses more",
         fix=f"{variables} muster train …\n"
-        "in the dataset: torch.set_num_threads(1), cv2.setNumThreads(0), or the same of the library",
+        "in the dataset: torch.set_num_threads(1), cv2.setNumThreads(0), or the library's "
+        "equivalent",
     )
 
 
 def one_thread_gain(usual: Read, alone: Read) -> Finding:
-    """Say what one thread for each worker gave, measured."""
+    """Report the measured effect of one thread per worker."""
     ratio = alone.rate.median / usual.rate.median
     helped = ratio > 1 + EQUALLY_FAST
     what = (
-        f"with one thread for each worker, {alone.reading.name} read {alone.rate.median:,.0f} samples/s "
+        f"with one thread per worker, {alone.reading.name} read {alone.rate.median:,.0f} samples/s "
         f"instead of {usual.rate.median:,.0f} ({(ratio - 1) * 100:+.0f} %)"
     )
     return Finding(
         name="data-one-thread",
         status=Status.NOTE,
         what=what,
-        why="the variables do it: set them for the training"
+        why="set these variables for the training"
         if helped
-        else "the variables change nothing here: if threads are the trouble, the dataset sets them itself",
+        else "the variables have no effect here: the dataset may set its threads itself",
     )

@@ -1,4 +1,4 @@
-"""What measured reading means: which way is best, what it feeds, what starting workers costs."""
+"""The report on data loading: best configuration, its rate, and worker startup time."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +19,18 @@ _UNKNOWN = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLoader:
-    """All that was read."""
+    """The measurements of a loader bench."""
 
-    data: str  # as people know it
+    data: str  # display name
     answer: LoaderAnswer  # of the first rank
     ranks: int
     cores: int
-    needed_samples_s: float | None  # for each rank; None: nobody has said
+    needed_samples_s: float | None  # per rank; None: not specified
     by_workers: Sequence[Read]
     chosen: Decision[Read]
     by_prefetch: Sequence[Read] = ()  # with the chosen number of workers
     prefetch: Decision[Read] | None = None
-    one_thread: tuple[Read, Read] | None = None  # as it is, and with one thread for each worker
+    one_thread: tuple[Read, Read] | None = None  # unchanged, and with one thread per worker
 
 
 def loader_report(
@@ -42,11 +42,11 @@ def loader_report(
     date: str,
     took_s: float,
 ) -> Report:
-    """Return what was measured, as people and programs read it."""
+    """Return the report of the measurement."""
     answer, chosen = measured.answer, measured.chosen.value
     return Report(
         bench="data",
-        question=f"how fast can {measured.data} be read, and by how many workers?",
+        question=f"how fast can {measured.data} be read, and with how many workers?",
         findings=tuple(_loader_report_findings(measured)),
         choices=tuple(_choices(measured, where)),
         tables=tuple(_tables(measured)),
@@ -75,7 +75,7 @@ def loader_report(
 
 
 def _choices(measured: MeasuredLoader, where: Decision[str]) -> Iterator[Decision[str]]:
-    ranks = f" by {measured.ranks} ranks at once" if measured.ranks > 1 else ""
+    ranks = f" by {measured.ranks} ranks in parallel" if measured.ranks > 1 else ""
     yield Decision(value=f"read for {measured.answer.device}{ranks}", reason=where.reason)
     workers = measured.chosen.value.reading.workers
     yield Decision(
@@ -119,9 +119,9 @@ def _starting(chosen: Read) -> Finding:
     return Finding(
         name="data-start",
         status=Status.OK,
-        what=f"the first batch comes after {amount_text(first, 's')}, with the start of "
-        f"{chosen.reading.name}; that of a later epoch after {amount_text(later, 's')}",
-        why="workers that read samples with numbers stay from epoch to epoch; those of a stream start anew",
+        what=f"the first batch takes {amount_text(first, 's')}, including the start of "
+        f"{chosen.reading.name}; the first batch of later epochs takes {amount_text(later, 's')}",
+        why="workers of indexed datasets persist across epochs; workers of streams are restarted",
     )
 
 
@@ -130,32 +130,34 @@ def _pinning(answer: LoaderAnswer) -> Finding:
         return Finding(
             name="data-pinning",
             status=Status.NOTE,
-            what="what pinned memory gains is not known: there is no accelerator here to copy to",
+            what="the gain of pinned memory is unknown: no accelerator on this host",
         )
     plain = statistics.median(answer.to_device_s)
     pinned = statistics.median(answer.pinned_to_device_s)
     return Finding(
         name="data-pinning",
         status=Status.OK,
-        what=f"a batch of {format_bytes(answer.batch_bytes)} takes {amount_text(pinned, 's')} to the device "
-        f"from pinned memory, {amount_text(plain, 's')} from ordinary memory",
-        why="on CUDA devices workers of muster train pin what they read",
+        what=f"copying a batch of {format_bytes(answer.batch_bytes)} to the device takes "
+        f"{amount_text(pinned, 's')} "
+        f"from pinned memory, {amount_text(plain, 's')} from pageable memory",
+        why="on CUDA devices, muster train pins the batches it reads",
     )
 
 
 def _tables(measured: MeasuredLoader) -> Iterator[Table]:
     answer = measured.answer
-    each = " a rank" if measured.ranks > 1 else ""
+    each = " per rank" if measured.ranks > 1 else ""
     yield Table(
-        title=f"samples a second{each}, batches of {answer.samples_per_batch} "
+        title=f"samples/s{each}, batches of {answer.samples_per_batch} "
         f"({format_bytes(answer.batch_bytes)})",
         head=(
-            *("workers", "samples/s", "±", "against 0", "first batch", "next epoch"),
+            *("workers", "samples/s", "±", "vs. 0", "first batch", "next epoch"),
             *("busy cores", "threads"),
         ),
         rows=tuple(_loader_report_row(one, measured.by_workers[0]) for one in measured.by_workers),
-        note=f"Nothing is computed beside reading, on {measured.cores} cores. Threads are those that "
-        "compute in one worker, or without workers in the rank.",
+        note=f"Reading only, without training, on {measured.cores} cores. Threads: computing "
+        "threads in "
+        "one worker, or in the rank without workers.",
     )
     if measured.by_prefetch:
         yield Table(
@@ -191,9 +193,9 @@ def _loader_report_pictures(measured: MeasuredLoader) -> Iterator[Picture]:
     reads = [*measured.by_workers, *measured.by_prefetch]
     shown = {one.reading: one for one in reads}.values()
     yield Picture(
-        title="samples a second",
+        title="samples/s",
         svg=bar_chart(
-            "Samples a second by the number of workers",
+            "Samples/s by number of workers",
             "samples/s",
             [
                 Bar(
@@ -206,7 +208,7 @@ def _loader_report_pictures(measured: MeasuredLoader) -> Iterator[Picture]:
                 for one in shown
             ],
         ),
-        caption="The lines show where the true median lies with 95 %.",
+        caption="The lines are 95 % intervals of the median.",
     )
 
 

@@ -1,4 +1,4 @@
-"""How fast matrices are multiplied here: the question to a process with torch, and its answer."""
+"""Matrix multiplication speed: request to a process with torch, its answer and the report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torchmuster.plan.job import Work
 
 PROGRAM = "torchmuster.bench.probes.matmul"
 SIZES = (128, 256, 512, 1024, 2048, 4096)
-# Without --sizes a product that takes longer is left out: a bench is to take a minute, not an hour.
+# Without --sizes, a product that takes longer is skipped, so that the bench takes about a minute.
 LONGEST_S, LONGEST_QUICK_S = 0.5, 0.02
 ROUNDS, ROUNDS_QUICK = 15, 7
 
@@ -30,10 +30,8 @@ class MatmulShape:
     rows: int
     inner: int
     columns: int
-    layer: str = (
-        ""  # the layer of a model that computes it, where it is one's; * stands for a number
-    )
-    times: int = 1  # so often in one forward
+    layer: str = ""  # the model's layer that computes it, if any; * stands for a number
+    times: int = 1  # number of times in one forward
 
     @property
     def flops(self) -> int:
@@ -42,7 +40,7 @@ class MatmulShape:
 
     @property
     def name(self) -> str:
-        """The shape as people write it."""
+        """The shape as text."""
         if self.rows == self.inner == self.columns:
             return str(self.rows)
         return f"{self.rows} x {self.inner} x {self.columns}"
@@ -50,42 +48,42 @@ class MatmulShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulRequest:
-    """What is to be multiplied: these shapes, or those of a model's linear layers."""
+    """The products to measure: these shapes, or those of a model's linear layers."""
 
     device: Literal["auto", "cpu"]
     shapes: tuple[MatmulShape, ...] = ()
     work: Work | None = None
     micro_batch_size: int = 1
     rounds: int = ROUNDS
-    longest_s: float | None = LONGEST_S  # of one product; None: however long it takes
+    longest_s: float | None = LONGEST_S  # of one product; None: no limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """One shape in one number type on one device. What was left out has no times, but the reason."""
+    """One shape in one dtype on one device; if skipped, the reason instead of times."""
 
     shape: MatmulShape
     number_type: str  # float32, tf32, bfloat16, float16
     on_cpu: bool
     call_s: tuple[float, ...] = ()
     error: float | None = None  # of some rows against float64: norm of the difference over the norm
-    right: bool = True  # whether that is as good as the number type can be
+    right: bool = True  # whether that is within the rounding error of the dtype
     left_out: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulAnswer:
-    """What the process found."""
+    """The answer of the process."""
 
     device: str  # as torch names it
     device_name: str  # as its driver names it
-    threads: int  # that torch computes with on the CPU
+    threads: int  # CPU threads of torch
     products: tuple[Product, ...]
-    missing_types: Mapping[str, str]  # number types that were not measured, and why
+    missing_types: Mapping[str, str]  # dtypes that were not measured, and why
 
     @property
     def measured(self) -> tuple[Product, ...]:
-        """Those that were not left out."""
+        """The products that were not skipped."""
         return tuple(one for one in self.products if one.call_s)
 
 
@@ -97,7 +95,7 @@ def squares(sizes: tuple[int, ...]) -> tuple[MatmulShape, ...]:
 def measure_matmul(
     request: MatmulRequest, *, device: Literal["cpu", "gpu"], say: Callable[[str], None]
 ) -> MatmulAnswer:
-    """Multiply in a process of its own."""
+    """Measure in a separate process."""
     (answer,) = run_probe(
         PROGRAM,
         request,
@@ -110,48 +108,48 @@ def measure_matmul(
     return answer
 
 
-# A number type is worth taking from here on: less is not worth the digits that it loses.
+# Minimum gain for a dtype: less does not justify the lost precision.
 _WORTH = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What one product reached."""
+    """The rate of one product."""
 
     product: Product
     flops_s: Estimate
-    peak_flops_s: float | None  # of the card in this number type; None: nobody says
+    peak_flops_s: float | None  # peak of the GPU in this dtype; None: unknown
 
     @property
     def share(self) -> float | None:
-        """What was reached of the peak."""
+        """The share of the peak."""
         return None if self.peak_flops_s is None else self.flops_s.median / self.peak_flops_s
 
 
 def best_type(rates: Sequence[Rate]) -> Decision[str]:
-    """Return the number type in which products are fastest, where it gains enough over float32."""
+    """Return the fastest dtype if it gains enough over float32."""
     mine = [one for one in rates if one.product.on_cpu == all(r.product.on_cpu for r in rates)]
     taken_s = {one: total_s(mine, one) for one in types_of(mine)}
     plain_s = taken_s.get("float32")
     if plain_s is None or len(taken_s) < 2:
-        return Decision(value="float32", reason="no other number type was measured")
+        return Decision(value="float32", reason="no other dtype was measured")
     best = min(taken_s, key=lambda one: taken_s[one])
     gains = {one: plain_s / one_s for one, one_s in taken_s.items() if one != "float32"}
     others = ", ".join(f"{one} {gain:.3g} times" for one, gain in gains.items())
     if best == "float32" or gains[best] < _WORTH:
         return Decision(
-            value="float32", reason=f"nothing else multiplies these much faster ({others})"
+            value="float32", reason=f"no other dtype is much faster for these shapes ({others})"
         )
     return Decision(
         value=best,
         reason=f"multiplies these shapes {gains[best]:.3g} times as fast as float32"
         + (f" ({others})" if len(gains) > 1 else "")
-        + "; what a whole training gains is measured by muster bench precision",
+        + "; muster bench precision measures the gain of a whole training",
     )
 
 
 def total_s(rates: Sequence[Rate], number_type: str) -> float:
-    """Return what all shapes take that were measured in every type."""
+    """Return the total time of the shapes that were measured in every dtype."""
     common = set.intersection(
         *(
             {one.product.shape for one in rates if one.product.number_type == each}
@@ -166,18 +164,18 @@ def total_s(rates: Sequence[Rate], number_type: str) -> float:
 
 
 def types_of(rates: Sequence[Rate]) -> list[str]:
-    """Return the number types, each once."""
+    """Return the dtypes without duplicates."""
     return list(dict.fromkeys(one.product.number_type for one in rates))
 
 
 def card_of(answer: MatmulAnswer) -> Gpu | None:
-    """Return what the catalogue knows of the device; None for a CPU, and for cards that are not in it."""
+    """Return the catalogue entry of the device; None for CPUs and unknown GPUs."""
     known = None if answer.device == "cpu" else catalogue.find_gpu(answer.device_name)
     return None if known is None else known.card
 
 
 def rate_of(product: Product, card: Gpu | None) -> Rate:
-    """Return what a product reached, beside the peak where a source gives one."""
+    """Return the rate of a product, with the peak if known."""
     peak = None
     if card is not None and not product.on_cpu:
         peak = card.flops.get(product.number_type)
@@ -189,7 +187,7 @@ def rate_of(product: Product, card: Gpu | None) -> Rate:
 
 
 def speed_ups(rates: Sequence[Rate]) -> dict[str, list[tuple[float, float]]]:
-    """Return by number type how many times as fast the accelerator is as the CPU, at each size."""
+    """Return the speed-up of the accelerator over the CPU, by dtype and size."""
     cpu: dict[tuple[str, MatmulShape], float] = {
         (one.product.number_type, one.product.shape): one.flops_s.median
         for one in rates
@@ -216,7 +214,7 @@ def matmul_report(
     date: str,
     took_s: float,
 ) -> Report:
-    """Return what was measured, as people and programs read it."""
+    """Return the report of the measurement."""
     card = card_of(answer)
     rates = [rate_of(one, card) for one in answer.measured]
     name = environment.cpu if answer.device == "cpu" else answer.device_name
@@ -284,9 +282,9 @@ def _matmul_findings(
         yield Finding(
             name="matmul-wrong-values",
             status=Status.FAILURE,
-            what=f"{name} multiplies wrongly: {len(wrong)} of {len(answer.products)} products",
-            why="they are further from float64 than rounding can explain",
-            fix="muster doctor; a device that computes wrongly is to be taken out of use",
+            what=f"{name} gives wrong results: {len(wrong)} of {len(answer.products)} products",
+            why="the difference from float64 is larger than rounding explains",
+            fix="run muster doctor; stop using a device that gives wrong results",
             evidence="\n".join(
                 f"{one.shape.name} {one.number_type}: off by {one.error:.2g}" for one in wrong
             ),
@@ -297,9 +295,9 @@ def _matmul_findings(
         yield Finding(
             name="matmul-noisy",
             status=Status.WARNING,
-            what=f"these rates are known to {noise[len(noise) // 2]:.0%} only",
-            why="others use the machine, or its clock changes",
-            fix="measure again when it is quiet",
+            what=f"the median noise of these rates is ±{noise[len(noise) // 2]:.0%}",
+            why="other processes use the host, or its clock frequency changes",
+            fix="measure again on an idle host",
         )
     left_out = [one for one in answer.products if one.left_out]
     if left_out:
@@ -307,7 +305,7 @@ def _matmul_findings(
         yield Finding(
             name="matmul-left-out",
             status=Status.NOTE,
-            what=f"left out: {_shapes(left_out)}",
+            what=f"skipped: {_shapes(left_out)}",
             why=left_out[0].left_out,
             fix=""
             if left_out[0].shape.layer
@@ -332,9 +330,11 @@ def _of_peak(rates: Sequence[Rate], card: Gpu | None, name: str) -> Iterator[Fin
             status=Status.FAILURE,
             what=f"{most.product.number_type} at {most.product.shape.name} reached {most.share:.0%} of "
             f"{name}'s peak",
-            why="nothing is faster than its peak: the figure of the catalogue is not this card's, or the "
+            why="no device exceeds its peak: the catalogue's figure is not that of this GPU, or "
+            "the "
             "measurement is wrong",
-            fix="compare the peak with the maker's data sheet; until then trust no share and no MFU of it",
+            fix="compare the peak with the vendor's data sheet; until then do not trust shares "
+            "and MFU",
             evidence=f"peak {amount_text(most.peak_flops_s or 0.0, 'FLOP/s')} ({card.source if card else ''}), "
             f"measured {amount_text(most.flops_s.median, 'FLOP/s')}",
         )
@@ -343,7 +343,7 @@ def _of_peak(rates: Sequence[Rate], card: Gpu | None, name: str) -> Iterator[Fin
         yield Finding(
             name="matmul-peak-unknown",
             status=Status.NOTE,
-            what=f"what share of its peak this is, is unknown: no source gives one for {name}",
+            what=f"share of the peak unknown: no source gives the peak of {name}",
         )
         return
     best: dict[str, Rate] = {}
@@ -354,7 +354,7 @@ def _of_peak(rates: Sequence[Rate], card: Gpu | None, name: str) -> Iterator[Fin
     yield Finding(
         name="matmul-share-of-peak",
         status=Status.OK,
-        what="of the peak: "
+        what="share of the peak: "
         + ", ".join(
             f"{number_type} {one.share:.0%} at {one.product.shape.name}"
             for number_type, one in best.items()
@@ -382,31 +382,31 @@ def _tables(answer: MatmulAnswer, rates: Sequence[Rate]) -> Iterator[Table]:
         rows.append((*first, *cells))
     first_heads = ("layer", "rows x inner x columns", "times") if has_layers else ("size",)
     yield Table(
-        title="one product of each layer in a forward"
+        title="one product per layer of a forward pass"
         if has_layers
         else "products of square matrices",
         head=(*first_heads, *heads),
         rows=tuple(rows),
-        note="Median of the rounds, and how far it may be off (95 %). In brackets: of the card's peak."
+        note="Median of the rounds with its 95 % interval. In brackets: share of the GPU's peak."
         if any(one.share is not None for one in rates)
-        else "Median of the rounds, and how far it may be off (95 %).",
+        else "Median of the rounds with its 95 % interval.",
     )
     if has_layers:
         yield Table(
-            title="all linear layers of one forward",
-            head=("number type", "time"),
+            title="all linear layers of one forward pass",
+            head=("dtype", "time"),
             rows=tuple(
                 (kind, amount_text(total_s(rates, kind), "s"))
                 for kind in types_of(rates)
                 if not both
             ),
-            note="Shapes that were measured in all number types.",
+            note="Shapes that were measured in all dtypes.",
         )
 
 
 def _cell(rate: Rate | None) -> str:
     if rate is None:
-        return "left out"
+        return "skipped"
     share = "" if rate.share is None else f" ({rate.share:.0%})"
     return f"{amount_text(rate.flops_s.median, 'FLOP/s')} ±{rate.flops_s.noise:.0%}{share}"
 
@@ -428,7 +428,7 @@ def _matmul_pictures(rates: Sequence[Rate], name: str) -> Iterator[Picture]:
                     for one in rates
                 ],
             ),
-            caption="The bar is the median, the line how far it may be off.",
+            caption="The bar is the median, the line its 95 % interval.",
         )
         return
     yield Picture(
@@ -439,18 +439,19 @@ def _matmul_pictures(rates: Sequence[Rate], name: str) -> Iterator[Picture]:
             Axis(title="rate", unit="FLOP/s", log=True),
             [_matmul_curve(rates, kind, on_cpu) for kind, on_cpu in _curves(rates)],
         ),
-        caption="Small products do not fill the machine; from where a curve is flat, larger ones gain nothing.",
+        caption="Small products do not use the whole device; where a curve is flat, larger ones "
+        "gain nothing.",
     )
     if gains := speed_ups(rates):
         yield Picture(
             title="speed-up over the CPU",
             svg=line_chart(
-                f"{name} over the CPU of this machine, same number type",
+                f"{name} vs. the CPU of this host, same dtype",
                 Axis(title="rows and columns", log=True),
-                Axis(title="times as fast", log=True),
+                Axis(title="speed-up", log=True),
                 [Curve(name=kind, points=points) for kind, points in gains.items()],
             ),
-            caption="Below 1 the CPU is faster: the product is over before the accelerator has begun.",
+            caption="Below 1 the CPU is faster: the launch overhead of the accelerator dominates.",
         )
 
 

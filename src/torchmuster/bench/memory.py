@@ -1,4 +1,4 @@
-"""Measured memory in tables, pictures and series."""
+"""Memory of training steps: request, answer, choice of recomputation, tables and charts."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Found, TraceRefused
 from torchmuster.units import format_bytes
 
-# A deeper model is imagined only where it says most: with nothing and with everything computed again.
+# Deeper models are traced only without and with full recomputation.
 _MOST_BLOCKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryForecast:
-    """Peaks of some ways; why there are none, where there are none."""
+    """Forecast peaks of recompute modes, or the reason why there are none."""
 
     planned_bytes: dict[Recompute, int]
     not_planned: str = ""
@@ -38,7 +38,7 @@ def forecast_stages(
     kernels: Literal["cpu", "cuda"],
     look: Callable[[Sequence[TraceRequest]], Sequence[Found]],
 ) -> MemoryForecast:
-    """Forecast the peaks of ways to compute again; ``look`` traces."""
+    """Forecast the peaks of recompute modes; ``look`` traces the model."""
     asked = [one for one in ways if blocks <= _MOST_BLOCKS or one in ("none", "full")]
     requests = [
         TraceRequest(work=work, candidate=replace(candidate, recompute=way), kernels=kernels)
@@ -57,43 +57,43 @@ def forecast_stages(
     )
 
 
-# A step that is less than so much slower is as fast: nobody would notice.
+# Steps within this margin count as equally fast.
 EQUALLY_FAST = 0.02
-# Less than this of the peak is not worth computing anything twice.
+# Smaller savings do not justify recomputation.
 _WORTH_IT = 0.1
-# A knee lies so far off the straight line from nothing to everything computed again, as a share of its length.
+# Minimum distance of a knee from the straight line between no and full recomputation, relative.
 _KNEE = 0.15
 _MOST_WAYS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeMode:
-    """What steps take with some of the blocks computed again."""
+    """Memory and time of steps with some blocks recomputed."""
 
     recompute: Recompute  # as in train.activation_checkpointing
-    blocks: int  # that are computed again
-    peak_bytes: int | None  # at most alive in a step; None: it did not fit
+    blocks: int  # that are recomputed
+    peak_bytes: int | None  # peak of live memory in a step; None: out of memory
     reserved_bytes: int | None = None  # by an accelerator's allocator; None on the CPU
-    step_s: tuple[float, ...] = ()  # of whole steps; empty where it did not fit
+    step_s: tuple[float, ...] = ()  # of whole steps; empty if out of memory
 
     @property
     def needed_bytes(self) -> int | None:
-        """What a device must have for it: what its allocator keeps, where there is one."""
+        """The memory that a device needs: reserved by its allocator, if there is one."""
         return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
 
     @property
     def usual_s(self) -> float:
-        """The time of a step."""
+        """The step time."""
         return statistics.median(self.step_s)
 
     @property
     def name(self) -> str:
-        """What is computed again, in words."""
+        """The recomputed blocks, as text."""
         return recompute_name(self.recompute)
 
 
 def recompute_name(recompute: Recompute) -> str:
-    """Return what is computed again, in words."""
+    """Return the recomputed blocks as text."""
     if recompute == "none":
         return "nothing"
     if recompute == "selective":
@@ -105,13 +105,13 @@ def recompute_name(recompute: Recompute) -> str:
 
 
 def recompute_modes_for(blocks: int) -> list[Recompute]:
-    """Return what can be tried on a model of so many repeated blocks, what saves most first.
+    """Return the recompute modes to try for this number of blocks, largest saving first.
 
-    Numbers that leave the same number of blocks to be computed again are the same way. Of a deep model not all are tried.
+    Modes with the same number of recomputed blocks count once. For deep models only some are tried.
     """
     if not blocks:
         return ["none"]
-    numbers: dict[int, int] = {}  # by how many blocks are computed again
+    numbers: dict[int, int] = {}  # by number of recomputed blocks
     for every in range(1, blocks + 1):
         numbers.setdefault(blocks // every, every)
     chosen = list(numbers.values())
@@ -123,7 +123,7 @@ def recompute_modes_for(blocks: int) -> list[Recompute]:
 def best_recompute(
     ways: Sequence[RecomputeMode], *, limit_bytes: int | None
 ) -> Decision[RecomputeMode] | None:
-    """Choose: the fastest that stays within the limit, or where none is given the knee; None: nothing fits."""
+    """Choose the fastest mode within the limit, or the knee without one; None: nothing fits."""
     ran = [one for one in ways if one.peak_bytes is not None]
     if limit_bytes is not None:
         return _within(limit_bytes, [one for one in ran if (one.needed_bytes or 0) <= limit_bytes])
@@ -134,14 +134,15 @@ def best_recompute(
         chosen = fastest_recompute(ran)
         return Decision(
             value=chosen,
-            reason="the fastest of what fits on this device; with nothing computed again it runs out of "
+            reason="the fastest mode that fits on this device; without recomputation it runs out "
+            "of "
             "memory",
         )
     return _knee(ran, simplest)
 
 
 def fastest_recompute(ways: Sequence[RecomputeMode]) -> RecomputeMode:
-    """Return the fastest; of those that are as fast, or within its noise, the one that computes least again."""
+    """Return the fastest mode; among equals the one that recomputes least."""
     quickest = estimate(min(ways, key=lambda one: one.usual_s).step_s)
     enough_s = max(quickest.high, quickest.median * (1 + EQUALLY_FAST))
     equal = [one for one in ways if one.usual_s <= enough_s]
@@ -154,27 +155,27 @@ def _within(limit_bytes: int, fitting: Sequence[RecomputeMode]) -> Decision[Reco
     chosen = fastest_recompute(fitting)
     return Decision(
         value=chosen,
-        reason=f"the fastest of {len(fitting)} that stay within {format_bytes(limit_bytes)}: "
+        reason=f"the fastest of {len(fitting)} modes within {format_bytes(limit_bytes)}: "
         f"{_figures(chosen)}",
     )
 
 
 def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[RecomputeMode]:
-    """Choose the way that saves much more than its share of the time, if there is one."""
+    """Choose the mode with a favourable trade-off of memory and time, if there is one."""
     assert nothing.peak_bytes is not None
     least = min(ways, key=lambda one: one.peak_bytes or 0)
     saved = nothing.peak_bytes - (least.peak_bytes or 0)
     if saved < _WORTH_IT * nothing.peak_bytes:
         return Decision(
             value=nothing,
-            reason=f"computing again saves at most {saved / nothing.peak_bytes * 100:.0f} % "
+            reason=f"recomputation saves at most {saved / nothing.peak_bytes * 100:.0f} % "
             f"of {format_bytes(nothing.peak_bytes)} ({least.name})",
         )
     slowest_s = max(one.usual_s for one in ways) - nothing.usual_s
     if slowest_s <= EQUALLY_FAST * nothing.usual_s:
         return Decision(
             value=least,
-            reason=f"it saves most, and no way is slower by more than "
+            reason=f"it saves most, and no mode is slower by more than "
             f"{EQUALLY_FAST * 100:.0f} %; {_against(least, nothing)}",
         )
 
@@ -187,13 +188,14 @@ def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[Rec
     if advantage(knee) > max(_KNEE, noise):
         return Decision(
             value=knee,
-            reason=f"the knee of the curve: {_against(knee, nothing)}; more would cost "
-            "more time for what it saves",
+            reason=f"the knee of the curve: {_against(knee, nothing)}; further savings cost "
+            "more time",
         )
     return Decision(
         value=nothing,
-        reason="where memory suffices: no way saves more than its share of the time "
-        f"({least.name}: {_against(least, nothing)}); with --limit SIZE the fastest that fits is found",
+        reason="if memory suffices: no mode saves much memory for little time "
+        f"({least.name}: {_against(least, nothing)}); --limit SIZE finds the fastest mode that "
+        "fits",
     )
 
 
@@ -208,40 +210,40 @@ def _against(one: RecomputeMode, other: RecomputeMode) -> str:
 
 
 def _figures(one: RecomputeMode) -> str:
-    return f"{format_bytes(one.needed_bytes or 0)}, {one.usual_s * 1000:.0f} ms a step"
+    return f"{format_bytes(one.needed_bytes or 0)}, {one.usual_s * 1000:.0f} ms per step"
 
 
 PROGRAM = "torchmuster.bench.probes.memory"
-# What memory is for, in the order in which it comes to be; the last is what is left beside the others.
+# Uses of memory, in order of allocation; the last one is the remainder.
 PARTS = ("parameters", "gradients", "optimiser states", "activations and others")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRequest:
-    """What a rank is told to do."""
+    """The request to a rank."""
 
     work: Work
-    candidate: Candidate  # in one process; its precision is replaced by what is asked for
+    candidate: Candidate  # in one process; its precision is replaced by the requested one
     precision: Literal["auto", "fp32", "bf16", "fp16"]
     device: Literal["auto", "cpu"]
-    rounds: int  # of timed steps; each has one step of each way
+    rounds: int  # of timed steps; each has one step of each mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTaken:
-    """What tensors took in one stage of a step."""
+    """Memory of tensors in one stage of a step."""
 
     name: str  # model built, forward, loss, backward, optimiser step
     step: int  # 1, 2; 0 before the first
     micro_batch: int  # 1, 2; 0 outside of them
     before_bytes: int
-    peak_bytes: int  # at most, within it
+    peak_bytes: int  # peak within the stage
     after_bytes: int
-    parts: Mapping[str, int]  # what is there after it, by PARTS
+    parts: Mapping[str, int]  # after the stage, by PARTS
 
     @property
     def title(self) -> str:
-        """The stage as people see it."""
+        """The stage as text."""
         micro = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
         return f"step {self.step}: {self.name}{micro}" if self.step else self.name
 
@@ -255,30 +257,30 @@ class OfPrecision:
 
     @property
     def highest(self) -> StageTaken | None:
-        """The stage with the most memory in the second step, which is what all later ones are like."""
+        """The stage with the most memory in the second step, which is like all later steps."""
         second = [one for one in self.stages if one.step == 2]
         return max(second, key=lambda one: one.peak_bytes, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAnswer:
-    """What a rank saw."""
+    """The result of a rank."""
 
     rank: int
     device: str
-    limit_bytes: int | None  # what the device has, or this process may take
-    precision: Literal["fp32", "bf16", "fp16"]  # that the ways were tried in
+    limit_bytes: int | None  # memory of the device, or limit of this process
+    precision: Literal["fp32", "bf16", "fp16"]  # of the recompute modes
     precision_reason: str
     parameter_count: int
     blocks: int  # repeated layers of the model
-    stages: tuple[OfPrecision, ...]  # the precision of the ways first
-    ways: tuple[RecomputeMode, ...]  # what saves most first
+    stages: tuple[OfPrecision, ...]  # that of the recompute modes first
+    ways: tuple[RecomputeMode, ...]  # largest saving first
 
 
 def measure_memory(
     request: MemoryRequest, *, device: Literal["cpu", "gpu"], say: Callable[[str], None]
 ) -> MemoryAnswer:
-    """Follow and time a few real steps in a process of its own."""
+    """Measure memory and time of a few real steps in a separate process."""
     (answer,) = run_probe(
         PROGRAM,
         request,
@@ -291,31 +293,31 @@ def measure_memory(
     return answer
 
 
-_GIVEN_BACK = "given back by its end"
+_GIVEN_BACK = "freed by the end of the stage"
 _UNKNOWN = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMemory:
-    """What was measured, and what was known before."""
+    """The measurement and the forecast."""
 
     answer: MemoryAnswer
-    model: str  # as people know it
+    model: str  # display name
     micro_batch_size: int
-    limit_bytes: int | None  # that a step is to stay within; None: nobody has set one
-    planned_bytes: Mapping[Recompute, int]  # of the ways that a plan was made for
-    not_planned: str = ""  # why there is none
+    limit_bytes: int | None  # memory limit of a step; None: no limit
+    planned_bytes: Mapping[Recompute, int]  # of the modes with a forecast
+    not_planned: str = ""  # why there is no forecast
 
     @property
     def nothing(self) -> RecomputeMode | None:
-        """The steps with nothing computed again; None if they did not fit."""
+        """The steps without recomputation; None if out of memory."""
         return next(
             (one for one in self.answer.ways if one.recompute == "none" and one.step_s), None
         )
 
 
 def memory_tables(measured: MeasuredMemory) -> Iterator[Table]:
-    """Return the stages, and the ways to compute again."""
+    """Return the tables of the stages and of the recompute modes."""
     answer = measured.answer
     main, *others = answer.stages
     beside = {(one.step, one.micro_batch, one.name): one for of in others for one in of.stages}
@@ -332,14 +334,15 @@ def memory_tables(measured: MeasuredMemory) -> Iterator[Table]:
             )
             for one in main.stages
         ),
-        note="Bytes of tensors. Parameters, gradients, states and the rest are what is there after a stage.",
+        note="Bytes of tensors. Parameters, gradients, states and the rest are measured after a "
+        "stage.",
     )
     if not answer.blocks:
         return
     plain = measured.nothing
     yield Table(
-        title=f"what computing again saves, of {answer.blocks} blocks, {answer.precision}",
-        head=("computed again", "blocks", "peak", "forecast", "a step", "±", "memory", "time"),
+        title=f"savings of recomputation, {answer.blocks} blocks, {answer.precision}",
+        head=("recomputed", "blocks", "peak", "forecast", "step time", "±", "memory", "time"),
         rows=tuple(_memory_row(one, plain, measured.planned_bytes) for one in answer.ways),
         note="Selective keeps the results of matrix products, convolutions and attention.",
     )
@@ -386,24 +389,22 @@ def memory_pictures(measured: MeasuredMemory) -> Iterator[Picture]:
     if bars:
         yield Picture(
             title="memory by stage",
-            svg=stacked_chart(
-                "The peak of each stage, and what of it is there afterwards", "B", bars
-            ),
+            svg=stacked_chart("Peak memory of each stage, and what remains after it", "B", bars),
             caption=f"In {main.precision}"
             + "".join(f", and below the second step in {of.precision}" for of in others)
-            + ". The second step is what all later ones are like.",
+            + ". All later steps are like the second one.",
         )
     curve = [one for one in answer.ways if one.peak_bytes is not None and one.step_s]
     if len(curve) > 1:
         yield Picture(
             title="peak and time",
             svg=line_chart(
-                "Peak memory of a step over its time",
-                Axis(title="time of a step", unit="s"),
+                "Peak memory of a step by step time",
+                Axis(title="step time", unit="s"),
                 Axis(title="peak", unit="B"),
                 _curves(measured, curve),
             ),
-            caption="From left to right more is computed again. Lower and further left is better.",
+            caption="From left to right more is recomputed. Lower and further left is better.",
         )
 
 
@@ -436,7 +437,7 @@ def _curves(measured: MeasuredMemory, ways: list[RecomputeMode]) -> list[Curve]:
 
 
 def memory_series(measured: MeasuredMemory) -> Iterator[Series]:
-    """Return what a record keeps."""
+    """Return the series of the record."""
     for of in measured.answer.stages:
         for one in of.stages:
             yield Series(

@@ -1,4 +1,4 @@
-"""What measured memory means: the stages of a step, two precisions, what computing again saves and costs."""
+"""The memory report: stages of a step, two precisions, savings and cost of recomputation."""
 
 from collections.abc import Iterator, Mapping
 
@@ -28,7 +28,7 @@ def memory_report(
     date: str,
     took_s: float,
 ) -> Report:
-    """Return what was measured, as people and programs read it."""
+    """Return the report of the measurement."""
     answer = measured.answer
     chosen = best_recompute(answer.ways, limit_bytes=measured.limit_bytes)
     choices: list[Decision[str]] = [
@@ -38,8 +38,8 @@ def memory_report(
         choices.append(Decision(value=_setting(chosen.value), reason=chosen.reason))
     return Report(
         bench="memory",
-        question=f"what fills memory in a training step of {measured.model}, and what does computing "
-        "again save?",
+        question=f"what uses the memory in a training step of {measured.model}, and how much does "
+        "recomputation save?",
         findings=tuple(_memory_report_findings(measured, chosen)),
         choices=tuple(choices),
         tables=tuple(memory.memory_tables(measured)),
@@ -64,7 +64,7 @@ def memory_report(
 
 
 def _setting(way: RecomputeMode) -> str:
-    return f"compute again: {way.name} (train.activation_checkpointing: {way.recompute})"
+    return f"recompute: {way.name} (train.activation_checkpointing: {way.recompute})"
 
 
 def _memory_report_findings(
@@ -79,9 +79,9 @@ def _memory_report_findings(
         yield Finding(
             name="memory-no-blocks",
             status=Status.NOTE,
-            what="computing again was not tried: the model has no repeated layers",
-            why="nothing in it is a ModuleList or Sequential with two or more layers of one class",
-            fix="call torch.utils.checkpoint.checkpoint in the model where it fits",
+            what="recomputation was not tried: the model has no repeated layers",
+            why="it has no ModuleList or Sequential with two or more layers of one class",
+            fix="call torch.utils.checkpoint.checkpoint in the model",
         )
     yield from _plans(measured)
 
@@ -92,8 +92,8 @@ def _highest(of: OfPrecision) -> Finding:
         return Finding(
             name="memory-peak",
             status=Status.WARNING,
-            what=f"a step in {of.precision}, as the settings have it, runs out of memory here",
-            fix="compute more again or make the micro-batch smaller: the table shows what fits",
+            what=f"a step in {of.precision} with the current settings runs out of memory here",
+            fix="recompute more blocks or reduce the micro-batch: the table shows what fits",
         )
     states = sum(size for name, size in highest.parts.items() if name != "activations and others")
     named = ", ".join(
@@ -107,8 +107,9 @@ def _highest(of: OfPrecision) -> Finding:
         status=Status.OK,
         what=f"a step takes {format_bytes(highest.peak_bytes)} at most ({of.precision}), in its "
         f"{highest.name}",
-        why=f"there after it: {named}. So {format_bytes(rest)} or more of the peak are activations and "
-        "what operations have for a moment: less with a smaller micro-batch, or computed again",
+        why=f"after it remain: {named}. So at least {format_bytes(rest)} of the peak are "
+        "activations and "
+        "temporary buffers: reduce them with a smaller micro-batch or recomputation",
     )
 
 
@@ -124,8 +125,8 @@ def _precisions(answer: MemoryAnswer) -> Iterator[Finding]:
             status=Status.NOTE,
             what=f"{name} takes {format_bytes(reduced.peak_bytes)} instead of "
             f"{format_bytes(full.peak_bytes)} in fp32 ({signed_percent(ratio)})",
-            why="weights, their gradients and the optimiser's states stay fp32; activations have half "
-            f"the bytes, and {name} copies of weights come in addition",
+            why="weights, gradients and optimizer states stay fp32; activations have half "
+            f"the bytes, plus {name} copies of the weights",
         )
 
 
@@ -134,13 +135,13 @@ def _nothing_fits(measured: MeasuredMemory) -> Finding:
     limit = measured.limit_bytes
     fix = (
         f"a smaller micro-batch (--set train.micro_batch_size={max(1, measured.micro_batch_size // 2)}), "
-        "bf16, or a model that is sharded: muster plan says what fits"
+        "bf16, or a sharded model: muster plan shows what fits"
     )
     if not ran or limit is None:
         return Finding(
             name="memory-limit",
             status=Status.FAILURE,
-            what="no way of computing again fits on this device",
+            what="no recompute mode fits on this device",
             fix=fix,
         )
     least = min(ran, key=lambda one: one.needed_bytes or 0)
@@ -148,8 +149,8 @@ def _nothing_fits(measured: MeasuredMemory) -> Finding:
     return Finding(
         name="memory-limit",
         status=Status.FAILURE,
-        what=f"nothing stays within {format_bytes(limit)}: {format_bytes(missing)} are missing with "
-        f"{least.name} computed again",
+        what=f"nothing fits within {format_bytes(limit)}: {format_bytes(missing)} are missing with "
+        f"{least.name} recomputed",
         fix=fix,
     )
 
@@ -171,14 +172,15 @@ def _plans(measured: MeasuredMemory) -> Iterator[Finding]:
     worst, planned = max(pairs, key=lambda pair: abs((pair[0].peak_bytes or 0) / pair[1] - 1))
     ratio = (worst.peak_bytes or 0) / planned
     good = abs(ratio - 1) <= MEMORY_BAND
-    many = f"{len(pairs)} ways were" if len(pairs) > 1 else "1 way was"
+    many = f"{len(pairs)} modes were" if len(pairs) > 1 else "1 mode was"
     yield Finding(
         name="memory-plan",
         status=Status.OK if good else Status.WARNING,
-        what=f"{many} forecast as muster plan does; furthest off is {worst.name}: forecast "
+        what=f"{many} forecast as by muster plan; largest error: {worst.name}: forecast "
         f"{format_bytes(planned)}, measured {format_bytes(worst.peak_bytes or 0)} ({signed_percent(ratio)})",
         why=""
         if good
-        else f"plans may be off by {MEMORY_BAND * 100:.0f} %: what they say fits may not fit here",
-        fix="" if good else "find the micro-batch by trials: muster plan --find-batch-size",
+        else f"plans may be off by {MEMORY_BAND * 100:.0f} %: a plan that fits may run out of "
+        "memory",
+        fix="" if good else "find the micro-batch by trial runs: muster plan --find-batch-size",
     )

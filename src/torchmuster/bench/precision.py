@@ -1,4 +1,4 @@
-"""What a number type gives a training: the question to a process with torch, and its answer."""
+"""Training precision: request to a process with torch, its answer and the report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ SMALL_GPT = Work(
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionRequest:
-    """What is trained, for how long, and how often a step is timed."""
+    """The training, its number of steps and of timed rounds."""
 
     device: Literal["auto", "cpu"]
     work: Work
     micro_batch_size: int
-    steps: int  # that are trained in each precision from the same weights, with the same data
+    steps: int  # trained in each precision from the same weights, with the same data
     rounds: int  # of timed steps
-    study: bool  # whether models that are made to be unstable are trained as well
+    study: bool  # whether to train the deliberately unstable models as well
     warm_up_s: float = 0.2
 
 
@@ -46,34 +46,34 @@ class PrecisionRun:
 
     precision: str
     step_s: tuple[float, ...]
-    peak_bytes: int  # of tensors on the device, in a step
+    peak_bytes: int  # peak of tensors on the device, in a step
     losses: tuple[float | None, ...]  # of each step; None: not finite
-    held_loss: float | None  # after the last step, on samples that were not trained on
+    held_loss: float | None  # after the last step, on held-out samples
     output_error: (
         float | None
     )  # of the first outputs against float64: norm of the difference over the norm
-    skipped: int  # tries of a step that were not applied, since a gradient was not finite
-    scale: float | None = None  # of the loss at the end, where it is scaled
-    trouble: str = ""  # the first step that failed for another reason than the scale of the loss
+    skipped: int  # attempts of a step that were skipped because of non-finite gradients
+    scale: float | None = None  # loss scale at the end, if used
+    trouble: str = ""  # the first step that failed for another reason than the loss scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionAnswer:
-    """What the process found; fp32 is the first of the ways."""
+    """The answer of the process; fp32 comes first."""
 
     device: str
     device_name: str
     parameter_count: int
     ways: tuple[PrecisionRun, ...]
-    missing: Mapping[str, str]  # precisions that this device has not, and why
-    other_order_loss: float | None  # of fp32 when the same data comes in another order
-    courses: tuple[Course, ...] = ()  # of the models that are made to be unstable
+    missing: Mapping[str, str]  # precisions that this device does not support, and why
+    other_order_loss: float | None  # of fp32 with the same data in another order
+    courses: tuple[Course, ...] = ()  # of the deliberately unstable models
 
 
 def measure_precision(
     request: PrecisionRequest, *, device: Literal["cpu", "gpu"], say: Callable[[str], None]
 ) -> PrecisionAnswer:
-    """Train and time in a process of its own."""
+    """Train and time in a separate process."""
     (answer,) = run_probe(
         PROGRAM,
         request,
@@ -86,7 +86,7 @@ def measure_precision(
     return answer
 
 
-# Instructions that multiply 16-bit numbers faster than 32-bit ones, by /proc/cpuinfo's names for them.
+# Instructions that speed up 16-bit products, by their names in /proc/cpuinfo.
 _UNITS = {
     "bf16": {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "BF16 of Arm"},
     "fp16": {"amx_fp16": "AMX", "avx512_fp16": "AVX-512 FP16", "asimdhp": "FP16 of Arm"},
@@ -94,7 +94,7 @@ _UNITS = {
 
 
 def units_of_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, tuple[str, ...]] | None:
-    """Return what this CPU has for bf16 and fp16, possibly nothing; None where nobody says."""
+    """Return this CPU's units for bf16 and fp16, possibly none; None if unknown."""
     try:
         with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
             flags = next(
@@ -110,27 +110,27 @@ def units_of_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, tuple[str, 
     }
 
 
-_WORTH = 1.1  # times as fast as fp32: less is not worth the digits
-_AS_GOOD = 0.95  # bf16 with so much of fp16's speed is better: it needs no loss scale
-_ALLOWED_DIFFERENCE = 0.01  # of the loss, where another order of the data changes less than that
+_WORTH = 1.1  # minimum speed-up over fp32
+_AS_GOOD = 0.95  # bf16 is preferred from this share of fp16's speed on: it needs no loss scale
+_ALLOWED_DIFFERENCE = 0.01  # of the loss, if another order of the data changes it less
 
 Units = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPrecision:
-    """A precision beside fp32."""
+    """A precision compared with fp32."""
 
     way: PrecisionRun
     step_s: Estimate
     gain: float  # times as fast
-    gain_low: float  # at least, as far as the noise tells
+    gain_low: float  # lower bound given the noise
     memory_share: float
     loss_difference: float | None  # as a share of fp32's loss; None: one of them is not finite
 
 
 def compare_precisions(answer: PrecisionAnswer) -> list[ComparedPrecision]:
-    """Hold every precision against fp32, which is the first."""
+    """Compare every precision with fp32, which is the first."""
     plain = answer.ways[0]
     plain_s = estimate(plain.step_s)
     found = []
@@ -150,20 +150,20 @@ def compare_precisions(answer: PrecisionAnswer) -> list[ComparedPrecision]:
 
 
 def difference(one: float | None, other: float | None) -> float | None:
-    """Return by which share a loss is larger than another; None where one is not finite."""
+    """Return the relative difference of two losses; None if one is not finite."""
     return None if one is None or not other else one / other - 1
 
 
 def allowed_difference(answer: PrecisionAnswer) -> float:
-    """Return by how much a loss may differ from fp32's: as another order of the data would change it."""
+    """Return the allowed difference from fp32's loss: the effect of another data order."""
     changed = difference(answer.other_order_loss, answer.ways[0].held_loss)
     return max(_ALLOWED_DIFFERENCE, abs(changed or 0.0))
 
 
 def choose_fastest_precision(answer: PrecisionAnswer, units: Units | None) -> Decision[str]:
-    """Choose the fastest precision that trains as well as fp32; fp32 where none gains enough.
+    """Choose the fastest precision that trains as well as fp32; fp32 if none gains enough.
 
-    ``units`` are what the CPU has for 16-bit numbers; None on accelerators, or where nobody says.
+    ``units`` are the CPU's 16-bit units; None on accelerators, or if unknown.
     """
     allowed = allowed_difference(answer)
     compared = compare_precisions(answer)
@@ -172,7 +172,7 @@ def choose_fastest_precision(answer: PrecisionAnswer, units: Units | None) -> De
     for one in compared[1:]:
         name = one.way.precision
         if one.way.trouble or one.loss_difference is None:
-            refused.append(f"{name} gave numbers that are not finite")
+            refused.append(f"{name} gave non-finite values")
         elif abs(one.loss_difference) > allowed:
             refused.append(f"{name}'s loss differs by {one.loss_difference:+.1%}")
         elif one.gain < _WORTH:
@@ -184,7 +184,7 @@ def choose_fastest_precision(answer: PrecisionAnswer, units: Units | None) -> De
     refused += [f"{name}: {why}" for name, why in answer.missing.items()]
     beside = f"; {'; '.join(refused)}" if refused else ""
     if not good:
-        return Decision(value="fp32", reason=f"nothing else is worth it here{beside}")
+        return Decision(value="fp32", reason=f"no other precision gains enough here{beside}")
     best = max(good.values(), key=lambda one: one.gain)
     if "bf16" in good and good["bf16"].gain >= _AS_GOOD * best.gain:
         best = good["bf16"]
@@ -217,7 +217,7 @@ def precision_report(
     date: str,
     took_s: float,
 ) -> Report:
-    """Return what was measured, as people and programs read it."""
+    """Return the report of the measurement."""
     compared = compare_precisions(answer)
     chosen = choose_fastest_precision(answer, units)
     name = environment.cpu if answer.device == "cpu" else answer.device_name
@@ -303,10 +303,10 @@ def _precision_findings(
                 name=f"precision-{name}-not-finite",
                 status=Status.WARNING,
                 what=f"{name}: {one.way.trouble}",
-                why="fp16 ends at 65504" if name == "fp16" else "",
-                fix="take bf16, which has the range of fp32"
+                why="fp16 overflows above 65504" if name == "fp16" else "",
+                fix="use bf16, which has the range of fp32"
                 if name == "fp16"
-                else "look for the cause with muster train, which names layer and samples",
+                else "find the cause with muster train, which names layer and samples",
             )
         elif one.loss_difference is not None and abs(one.loss_difference) > allowed:
             yield Finding(
@@ -315,16 +315,16 @@ def _precision_findings(
                 what=f"{name}: after {len(one.way.losses)} steps the loss differs by "
                 f"{one.loss_difference:+.1%} from that of fp32",
                 why=f"another order of the same data changes it by {_of_order(answer)}",
-                fix="train longer in both before you decide",
+                fix="train longer in both precisions before deciding",
             )
     noise = max(one.step_s.noise for one in compared)
     if noise > _NOISY:
         yield Finding(
             name="precision-noisy",
             status=Status.WARNING,
-            what=f"a step's time is known to {noise:.0%} only",
-            why="others use the machine, or its clock changes",
-            fix="measure again when it is quiet",
+            what=f"the noise of the step time is ±{noise:.0%}",
+            why="other processes use the host, or its clock frequency changes",
+            fix="measure again on an idle host",
         )
     yield Finding(
         name="precision",
@@ -359,25 +359,29 @@ def _precision_table(
                 str(way.skipped),
             )
         )
-    random = " of drawn tokens" if request.work.dataset is None else ""
+    random = " of random tokens" if request.work.dataset is None else ""
     return Table(
         title=f"the same {request.steps} steps from the same weights, {request.micro_batch_size} samples each",
         head=(
-            *("precision", "step", "as fast", "tensors", "of fp32", "loss"),
+            *("precision", "step", "speed-up", "tensors", "of fp32", "loss"),
             *("difference", "outputs", "lost"),
         ),
         rows=tuple(rows),
-        note=f"loss: after the last step, on samples{random} that were not trained on; with another order of "
-        f"the data that of fp32 differs by {_of_order(answer)}. outputs: how far the first ones are "
-        "from float64. lost: tries of a step whose gradients overflowed; it is taken again with a smaller loss scale.",
+        note=f"loss: after the last step, on held-out samples{random}; with another order of the "
+        "data the "
+        f"loss of fp32 differs by {_of_order(answer)}. outputs: relative difference of the first "
+        "outputs "
+        "from float64. lost: attempts of a step whose gradients overflowed; the step is repeated "
+        "with a "
+        "smaller loss scale.",
     )
 
 
 def _precision_pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Picture]:
     yield Picture(
-        title="time of a step",
+        title="step time",
         svg=bar_chart(
-            "Time of a training step",
+            "Training step time",
             "s",
             [
                 Bar(
@@ -390,7 +394,7 @@ def _precision_pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Pictu
                 for one in compared
             ],
         ),
-        caption="Measured in turns; the line is how far the median may be off.",
+        caption="Interleaved measurement; the line is the 95 % interval of the median.",
     )
     yield Picture(
         title="losses",
@@ -406,5 +410,5 @@ def _precision_pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Pictu
                 )
             ],
         ),
-        caption="Where curves lie on each other, the number type does not matter to what is learnt.",
+        caption="Where curves coincide, the precision does not affect the training.",
     )

@@ -1,4 +1,4 @@
-"""A program that measures, run on fresh ranks of this machine: asked in our types, answered in our types."""
+"""Run a probe program on fresh local ranks, with typed request and answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +24,11 @@ def run_probe(
     doing: str,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[T]:
-    """Run a module of ours as so many ranks, tell each the request, and return what they answer, by rank.
+    """Run a probe module on this number of ranks with a request, and return the answers by rank.
 
-    The program's ``main`` is given two words: the file that holds the request, and the folder for
-    ``fresh_ranks.leave_answer``. ``say`` hears every ten seconds that it goes on. A rank that fails ends all;
-    what became of it is in the error.
+    The program's ``main`` gets two arguments: the request file, and the folder for
+    ``fresh_ranks.leave_answer``. ``say`` is called every ten seconds with a progress text. A
+    failing rank stops all ranks; the error contains its failure.
     """
     ran = fresh_ranks.run_fresh_ranks(
         program,
@@ -49,7 +49,7 @@ def run_probe(
     if len(ran.texts) != ranks:
         raise MusterError(
             f"{doing} failed",
-            why=f"{len(ran.texts)} of {ranks} ranks told what they saw",
-            fix="try again; nothing was kept of it",
+            why=f"only {len(ran.texts)} of {ranks} ranks returned a result",
+            fix="try again; no result was saved",
         )
     return [msgspec.json.decode(ran.texts[rank], type=answer) for rank in range(ranks)]

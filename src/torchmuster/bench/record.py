@@ -1,4 +1,4 @@
-"""What a bench leaves behind: what was measured, how, and on what, as JSON that can be compared years later."""
+"""Bench records: measured series, settings and environment as comparable JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ Unit = Literal["s", "B", "B/s", "FLOP/s", "samples/s", "tokens/s", "1"]
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One thing that was measured repeatedly; name and labels tell it from all others of a record."""
+    """Repeated samples of one quantity; name and labels are unique within a record."""
 
     name: str
     unit: Unit
@@ -32,17 +32,17 @@ class Series:
 
     def __post_init__(self) -> None:
         if not self.samples or not all(math.isfinite(one) for one in self.samples):
-            raise ValueError(f"the samples of {self.title} are missing, or not all numbers")
+            raise ValueError(f"the samples of {self.title} are missing or not finite")
 
     @property
     def title(self) -> str:
-        """The name with its labels, as people see it."""
+        """The name with its labels, for display."""
         labels = ", ".join(f"{key} {value}" for key, value in self.labels.items())
         return f"{self.name} ({labels})" if labels else self.name
 
     @property
     def key(self) -> tuple[str, frozenset[tuple[str, str]]]:
-        """What makes two series of two records the same thing."""
+        """The key by which series of two records are matched."""
         return self.name, frozenset((key, str(value)) for key, value in self.labels.items())
 
 
@@ -50,8 +50,8 @@ class Series:
 class BenchRecord:
     """One run of a bench.
 
-    ``settings`` are what it was told to do. ``facts`` are whatever else is worth keeping: values that were
-    checked, fits, the best that was found.
+    ``settings`` are its options. ``facts`` are other results: checked values, fits, the chosen
+    value.
     """
 
     bench: str
@@ -84,32 +84,33 @@ def write_record(path: Path, record: BenchRecord) -> None:
 
 
 def read_record(path: Path) -> BenchRecord:
-    """Read a record from its file; one that is of another kind or damaged is refused with the reason."""
+    """Read a record from its file; reject other or damaged files with the reason."""
     try:
         document = msgspec.json.decode(path.read_bytes(), type=_Document)
         if document.version != VERSION:
             raise Impossible(
-                f"{path} cannot be read",
-                why=f"its layout is version {document.version}, this torchmuster knows {VERSION}",
+                f"cannot read {path}",
+                why=f"its format version is {document.version}; this torchmuster supports "
+                f"{VERSION}",
                 fix="use the torchmuster that wrote it, or measure again",
             )
         return msgspec.json.decode(document.record, type=BenchRecord)
     except OSError as error:
         raise Impossible(
-            f"there is no record at {path}",
+            f"no record at {path}",
             why=error.strerror or str(error),
             fix="give a record.json of muster bench, or the folder that it is in",
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Impossible(
-            f"{path} is no record of muster bench",
+            f"{path} is not a muster bench record",
             why=harmless(str(error)),
             fix="give a record.json of muster bench, or the folder that it is in",
         ) from error
 
 
 def records_at(path: Path) -> list[BenchRecord]:
-    """Return the record of a file or of a bench's folder, or those of all benches' folders inside a folder."""
+    """Return the record of a file or bench folder, or those of all bench folders in a folder."""
     if path.is_file() or not path.exists():
         return [read_record(path)]
     if (path / FILE).is_file():
@@ -117,15 +118,15 @@ def records_at(path: Path) -> list[BenchRecord]:
     found = sorted(path.glob(f"*/{FILE}"))
     if not found:
         raise Impossible(
-            f"there is no record in {path}",
-            why=f"neither it nor a folder in it has a {FILE}",
+            f"no record in {path}",
+            why=f"neither the folder nor its subfolders contain {FILE}",
             fix=f"measure into it: muster bench NAME --out {path}/1",
         )
     return sorted(map(read_record, found), key=lambda one: one.date)
 
 
 def take_turns(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> bool:
-    """Say whether two sides were measured in turns, so that a machine's drift is not taken for a change."""
+    """Return whether two sides were measured alternately, which cancels drift."""
     return not (
         max(one.date for one in a) <= min(one.date for one in b)
         or max(one.date for one in b) <= min(one.date for one in a)

@@ -1,8 +1,9 @@
-"""What more ranks bring: real steps on 1, 2, 4, … ranks of this machine, with and without each other's gradients.
+"""Scaling study: real steps on 1, 2, 4, … local ranks, with and without exchanging gradients.
 
-Portions tell it all. One rank takes ``whole`` samples a step. With n ranks, *weak* scaling leaves each rank the whole, *strong*
-scaling gives it whole / n. Each number of ranks is also timed with the portions of all larger numbers: what only
-smaller portions cost is then known from fewer ranks, and a forecast can be made from them.
+One rank processes ``whole`` samples per step. With n ranks, each rank gets a portion: the whole in
+*weak* scaling, whole / n in *strong* scaling. Each number of ranks is also timed with the portions
+of all larger numbers, so that the cost of smaller portions is known from fewer ranks and can be
+used for a forecast.
 """
 
 import math
@@ -24,23 +25,23 @@ MODES: tuple[Mode, ...] = ("strong", "weak")
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingStudy:
-    """What is asked: which training, on how many ranks, and how it is timed."""
+    """The request: training, numbers of ranks, and timing."""
 
     work: Work
     strategy: Literal["ddp", "fsdp"]
     precision: Literal["fp32", "bf16", "fp16"]
     ranks: tuple[int, ...]  # numbers of ranks, ascending, the first is 1
     whole: int  # samples of a step of one rank
-    micro_batch_size: int | None  # at most so many samples at once; None: all of a portion
-    workers: int  # that read for each rank
+    micro_batch_size: int | None  # maximum samples at once; None: the whole portion
+    workers: int  # loader workers per rank
     device: Literal["cpu", "gpu"]
     threads: int | None  # of each rank, on the CPU
-    slots: int | None  # ranks that have cores or a device to themselves; None: not known
+    slots: int | None  # ranks with exclusive cores or a device; None: unknown
     rounds: int
     passes: int  # over all numbers of ranks
 
     def portions(self, ranks: int) -> tuple[int, ...]:
-        """Return the portions that so many ranks are timed with, largest first."""
+        """Return the portions to time with this number of ranks, largest first."""
         of_strong = (self.whole // number for number in self.ranks if number >= ranks)
         return tuple(sorted({self.whole, *of_strong}, reverse=True))
 
@@ -49,13 +50,13 @@ class ScalingStudy:
         return self.whole if mode == "weak" else self.whole // ranks
 
     def crowding(self, ranks: int) -> float:
-        """Return how many ranks share what one rank has to itself when it is alone; 1 where there is room."""
+        """Return how many ranks share the cores or device of one rank; 1 if there are enough."""
         return 1.0 if self.slots is None else max(1.0, ranks / self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRequest:
-    """What each rank is told."""
+    """The request to each rank."""
 
     study: ScalingStudy
     portions: tuple[int, ...]
@@ -68,19 +69,19 @@ class StepTimes:
     step_s: tuple[float, ...]  # whole steps
     alone_s: tuple[
         float, ...
-    ]  # the same without anything sent; all ranks at once; of one rank, its steps
-    read_s: float  # of the latter, what reading the data took: the median
+    ]  # the same without communication, all ranks at once; for one rank, its steps
+    read_s: float  # median data loading time of the latter
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingTimes:
-    """What one rank saw."""
+    """The result of one rank."""
 
     rank: int
     device: str
     backend: str
     sent_bytes: int  # gradients of a step
-    shards: int  # parts of the model that fsdp gathers one by one; 0 under ddp
+    shards: int  # FSDP units that are gathered one by one; 0 with DDP
     by_portion: Mapping[int, StepTimes]
     messages_s: Mapping[int, tuple[float, ...]] = field(
         default_factory=dict
@@ -89,7 +90,7 @@ class ScalingTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What all ranks together took for steps of one portion, round by round."""
+    """The times of all ranks for steps of one portion, by round."""
 
     step_s: tuple[float, ...]  # of the slowest rank, for which the others wait
     alone_s: tuple[float, ...]  # the mean of the ranks
@@ -99,7 +100,7 @@ class Taken:
 
 @dataclass(frozen=True, kw_only=True)
 class OnRanks:
-    """All that was measured with one number of ranks."""
+    """All measurements with one number of ranks."""
 
     ranks: int
     sent_bytes: int
@@ -112,7 +113,7 @@ class OnRanks:
 def measure_scaling(
     study: ScalingStudy, *, say: Callable[[str], None] = lambda _: None
 ) -> dict[int, OnRanks]:
-    """Time the study's steps with each number of ranks, in several passes; return all of it by number of ranks."""
+    """Time the steps with each number of ranks in several passes; return the results by ranks."""
     seen: dict[int, list[list[ScalingTimes]]] = {number: [] for number in study.ranks}
     for turn in range(study.passes):
         for number in study.ranks:
@@ -139,7 +140,7 @@ def _threads(number: int) -> dict[str, str]:
 
 
 def join_scaling_times(passes: Sequence[Sequence[ScalingTimes]]) -> OnRanks:
-    """Put together what the ranks of one or several passes saw."""
+    """Merge the results of the ranks over one or several passes."""
     first = passes[0][0]
     return OnRanks(
         ranks=len(passes[0]),
@@ -182,40 +183,41 @@ def _scaling_taken(passes: Sequence[Sequence[StepTimes]]) -> Taken:
 
 
 def check_scaling_request(study: ScalingStudy) -> None:
-    """Refuse a study that cannot be made."""
+    """Reject an invalid study."""
     most = max(study.ranks)
     if study.ranks[0] != 1 or list(study.ranks) != sorted(set(study.ranks)) or most < 2:
         raise Impossible(
-            f"asked for {', '.join(map(str, study.ranks))} ranks",
-            why="speed-up is over one rank, and numbers go up from there",
+            f"invalid numbers of ranks: {', '.join(map(str, study.ranks))}",
+            why="the first number must be 1, as speed-up is over one rank, and numbers must "
+            "increase",
             fix="--ranks 1,2,4",
         )
     uneven = [number for number in study.ranks if study.whole % number]
     if uneven:
         raise Impossible(
-            f"{study.whole} samples cannot be shared evenly by {uneven[0]} ranks",
-            why="with strong scaling every rank gets as many",
+            f"{study.whole} samples cannot be split evenly over {uneven[0]} ranks",
+            why="with strong scaling every rank gets the same number",
             fix=f"--batch-size {most * max(1, study.whole // most)}",
         )
 
 
 IDEAL = "ideal"
-SMALLER, BESIDE, DATA = "smaller portions", "computing beside others", "data"
+SMALLER, BESIDE, DATA = "smaller portions", "contention between ranks", "data"
 IMBALANCE, COMMUNICATION = "imbalance", "exposed communication"
 LOSSES = (SMALLER, BESIDE, DATA, IMBALANCE, COMMUNICATION)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """One number of ranks in one mode, held against one rank."""
+    """One number of ranks in one mode, compared with one rank."""
 
     ranks: int
     mode: Mode
     portion: int  # samples of each rank
     step_s: Estimate
-    throughput: Estimate  # samples a second of all ranks
+    throughput: Estimate  # samples/s of all ranks
     speed_up: Estimate  # in throughput, over one rank
-    parts_s: Mapping[str, float]  # of the step: the ideal and the losses; they add up to it
+    parts_s: Mapping[str, float]  # ideal time and losses; their sum is the step time
 
     @property
     def efficiency(self) -> Estimate:
@@ -224,14 +226,14 @@ class Scaled:
 
     @property
     def worst_loss(self) -> str | None:
-        """The loss that takes most; None where nothing is lost."""
+        """The largest loss; None if nothing is lost."""
         losses = {name: self.parts_s[name] for name in LOSSES}
         worst = max(losses, key=lambda name: losses[name])
         return worst if losses[worst] > 0 else None
 
 
 def scaled(study: ScalingStudy, measured: Mapping[int, OnRanks], ranks: int, mode: Mode) -> Scaled:
-    """Hold what was measured with so many ranks against one rank."""
+    """Compare the measurement with this number of ranks with one rank."""
     portion = study.portion(ranks, mode)
     one = measured[1].by_portion
     step = estimate(measured[ranks].by_portion[portion].step_s)
@@ -272,7 +274,7 @@ def _scaling_parts(
 
 
 def settled(parts: Mapping[str, float], whole_s: float) -> dict[str, float]:
-    """Return parts of which none is negative and which add up to the whole, the ideal as it is if it can be."""
+    """Return non-negative parts that add up to the whole; keep the ideal unchanged if possible."""
     ideal_s = min(parts[IDEAL], whole_s)
     losses = {name: max(0.0, parts[name]) for name in LOSSES}
     total_s = sum(losses.values())
@@ -303,7 +305,7 @@ def _scaling_times(one: Estimate, factor: float) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingForecast:
-    """A step that was not taken, or not looked at."""
+    """A forecast step."""
 
     ranks: int
     mode: Mode
@@ -316,27 +318,27 @@ class ScalingForecast:
 
     @property
     def throughput(self) -> float:
-        """Samples a second of all ranks."""
+        """Samples/s of all ranks."""
         return self.portion * self.ranks / self.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedForecast:
-    """A forecast beside what was then measured."""
+    """A forecast and the corresponding measurement."""
 
     forecast: ScalingForecast
     measured: Scaled
 
     @property
     def error(self) -> float:
-        """How far the forecast throughput is off."""
+        """The relative error of the forecast throughput."""
         return self.forecast.throughput / self.measured.throughput.median - 1
 
 
 def forecast_scaling(
     study: ScalingStudy, measured: Mapping[int, OnRanks], ranks: int, mode: Mode, *, few: int
 ) -> ScalingForecast | None:
-    """Forecast a step of so many ranks from those of one rank and of ``few``; None without such a portion there."""
+    """Forecast a step from those of one rank and of ``few``; None if that portion was not timed."""
     portion = study.whole if mode == "weak" else study.whole // ranks
     if portion not in measured[1].by_portion or portion not in measured[few].by_portion:
         return None
@@ -364,7 +366,7 @@ def forecast_scaling(
 def checked_forecasts(
     study: ScalingStudy, measured: Mapping[int, OnRanks]
 ) -> list[CheckedForecast]:
-    """Forecast the largest number of ranks from the two smallest, and put what was measured beside it."""
+    """Forecast the largest number of ranks from the two smallest, and compare."""
     few, most = study.ranks[1], study.ranks[-1]
     if most == few:
         return []
@@ -381,14 +383,16 @@ def checked_forecasts(
 def _sending_s(
     study: ScalingStudy, few: OnRanks, ranks: int, portion: int, exposed_s: float, turns: float
 ) -> float:
-    """Return what ``exposed_s`` among a few becomes among so many ranks, which take so many turns."""
+    """Scale ``exposed_s`` of few ranks to more ranks that share cores in turns."""
     carried = ((ranks - 1) / ranks) / ((few.ranks - 1) / few.ranks)
     line = bandwidth.fit_alpha_beta(few.messages_s)
     if line is None or not line.bytes_s:
         return exposed_s * carried * turns
     latency_s, bytes_s = line.latency_s, few.sent_bytes / line.bytes_s
     if few.shards:
-        # Weights are gathered before each micro-batch's forward and backward, gradients scattered once: half an all-reduce each.
+        # Weights are gathered before each forward and backward of a micro-batch, gradients
+        # scattered
+        # once: half an all-reduce each.
         messages = 1 + 2 * math.ceil(portion / (study.micro_batch_size or portion))
         latency_s, bytes_s = few.shards * messages * latency_s, messages / 2 * bytes_s
     passes = (ranks - 1) / (few.ranks - 1)

@@ -1,4 +1,4 @@
-"""A scaling study as a report: how much faster more ranks are, where the rest goes, and what still more would bring."""
+"""The report of a scaling study: speed-up, losses, and a forecast for more ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -33,10 +33,11 @@ _GOOD_FORECAST = 0.15
 _GOOD_EFFICIENCY = 0.8
 _ADVICE = {
     SMALLER: "give each rank more samples: a larger global batch (weak scaling) loses less",
-    BESIDE: "ranks here share cores or memory: fewer ranks on this machine, or more machines",
-    DATA: "more workers that read (data.workers): muster bench data finds how many",
-    IMBALANCE: "one rank is slower than the others: muster profile names it, and where",
-    COMMUNICATION: "send less often (more samples or micro-batches a step), or over faster links: "
+    BESIDE: "ranks share cores or memory bandwidth: use fewer ranks per host, or more hosts",
+    DATA: "use more loader workers (data.workers): muster bench data finds how many",
+    IMBALANCE: "one rank is slower than the others: muster profile names the rank and phase",
+    COMMUNICATION: "communicate less often (more samples or micro-batches per step), or use "
+    "faster links: "
     "muster bench collectives measures these",
 }
 
@@ -58,7 +59,7 @@ def scaling_report(
     next_ones = _next(study, measured)
     return Report(
         bench=BENCH,
-        question=f"What do more ranks bring to {what}?",
+        question=f"How does {what} scale with more ranks?",
         findings=(
             *(_scaling_report_verdict(mode, seen) for mode in MODES),
             *_crowd(study),
@@ -89,9 +90,9 @@ def scaling_report(
 
 
 def _next(study: ScalingStudy, measured: Mapping[int, OnRanks]) -> list[ScalingForecast]:
-    """Forecast twice as many ranks as were measured, where a portion of that size was timed."""
+    """Forecast twice the measured number of ranks, if a portion of that size was timed."""
     most = study.ranks[-1]
-    if study.device == "gpu":  # ranks do not share devices: more ranks would have more of them
+    if study.device == "gpu":  # ranks do not share devices: more ranks would use more devices
         study = replace(study, slots=None)
     made = (forecast_scaling(study, measured, 2 * most, mode, few=most) for mode in MODES)
     return [one for one in made if one is not None]
@@ -138,13 +139,15 @@ def _scaling_report_verdict(mode: Mode, seen: Sequence[Scaled]) -> Finding:
     best = max(of_mode, key=lambda one: one.throughput.median)
     words = (
         f"{mode} scaling: {last.ranks} ranks are {last.speed_up.median:.2f} times as fast as one "
-        f"({_scaling_report_rate(last.throughput.median)}): {last.efficiency.median:.0%} of {last.ranks} times"
+        "rank "
+        f"({_scaling_report_rate(last.throughput.median)}): {last.efficiency.median:.0%} of the "
+        f"ideal {last.ranks} times"
     )
     worst = last.worst_loss
     share = 0.0 if worst is None else last.parts_s[worst] / last.step_s.median
     why = fix = ""
     if worst is not None and last.efficiency.median < _GOOD_EFFICIENCY:
-        why = f"{worst} takes {share:.0%} of a step, more than any other loss"
+        why = f"the largest loss is {worst}, {share:.0%} of a step"
         fix = _ADVICE[worst]
     status = Status.OK if last.efficiency.median >= _GOOD_EFFICIENCY else Status.NOTE
     if best is not last and last.throughput.high < best.throughput.low:
@@ -162,10 +165,11 @@ def _crowd(study: ScalingStudy) -> Iterator[Finding]:
         yield Finding(
             name="crowded",
             status=Status.NOTE,
-            what=f"{many} ranks had to share {study.slots * (study.threads or 1)} cores",
-            why=f"each computes with {study.threads} "
-            f"{'thread' if study.threads == 1 else 'threads'}, so {study.slots} have cores to "
-            "themselves; more take turns and cannot be faster. This says nothing about as many machines "
+            what=f"{many} ranks shared {study.slots * (study.threads or 1)} cores",
+            why=f"each uses {study.threads} "
+            f"{'thread' if study.threads == 1 else 'threads'}, so {study.slots} ranks have "
+            "exclusive cores; more ranks cannot be faster. This does not apply to the same number "
+            "of hosts "
             "or devices",
         )
 
@@ -176,10 +180,11 @@ def _on_forecast(one: CheckedForecast) -> Finding:
     return Finding(
         name="forecast",
         status=Status.OK if good else Status.NOTE,
-        what=f"{one.forecast.mode}: from {few} ranks alone, {_scaling_report_rate(one.forecast.throughput)} would have "
-        f"been forecast for {one.forecast.ranks}; measured: {_scaling_report_rate(one.measured.throughput.median)} "
+        what=f"{one.forecast.mode}: forecast for {one.forecast.ranks} ranks from {few} ranks: "
+        f"{_scaling_report_rate(one.forecast.throughput)}; measured: "
+        f"{_scaling_report_rate(one.measured.throughput.median)} "
         f"({one.error:+.0%})",
-        why="" if good else "so do not trust forecasts for still more ranks here",
+        why="" if good else "do not trust forecasts for more ranks here",
     )
 
 
@@ -188,8 +193,9 @@ def _outlook(one: ScalingForecast, seen: Sequence[Scaled]) -> Finding:
     return Finding(
         name="outlook",
         status=Status.NOTE,
-        what=f"{one.mode}: {one.ranks} ranks with links and devices as here would have "
-        f"{_scaling_report_rate(one.throughput)}, {one.throughput / alone:.2f} times one (forecast, not measured)",
+        what=f"{one.mode}: {one.ranks} ranks with the same links and devices would reach "
+        f"{_scaling_report_rate(one.throughput)}, {one.throughput / alone:.2f} times one rank "
+        "(forecast, not measured)",
     )
 
 
@@ -203,7 +209,7 @@ def _speed_table(seen: Sequence[Scaled]) -> Table:
         head=(
             "",
             "ranks",
-            "samples of each",
+            "samples per rank",
             "step",
             "throughput",
             "speed-up",
@@ -223,13 +229,14 @@ def _speed_table(seen: Sequence[Scaled]) -> Table:
             )
             for one in seen
         ),
-        note="strong: the ranks share one rank's samples; weak: each has as many as one rank had",
+        note="strong: the ranks share the samples of one rank; weak: each rank has as many as one "
+        "rank",
     )
 
 
 def _loss_table(seen: Sequence[Scaled]) -> Table:
     return Table(
-        title="where a step's time goes",
+        title="time breakdown of a step",
         head=("", "ranks", *next(iter(seen)).parts_s),
         rows=tuple(
             (
@@ -240,8 +247,9 @@ def _loss_table(seen: Sequence[Scaled]) -> Table:
             for one in seen
             if one.ranks > 1
         ),
-        note="ideal: what n times as fast would take. All others are losses, each a difference between two "
-        "things that were timed",
+        note="ideal: the time with perfect scaling. All others are losses, each a difference "
+        "between two "
+        "measured times",
     )
 
 
@@ -270,15 +278,14 @@ def _scaling_report_pictures(
     yield Picture(
         title="Speed-up",
         svg=line_chart(
-            "Speed-up over one rank", Axis(title="ranks"), Axis(title="times as fast"), curves
+            "Speed-up over one rank", Axis(title="ranks"), Axis(title="speed-up"), curves
         ),
-        caption="The nearer to the dashed line, the more of each further rank arrives. Bars are 95 % "
-        "intervals.",
+        caption="The dashed line is perfect scaling. Bars are 95 % intervals.",
     )
     yield Picture(
-        title="Where the time goes",
+        title="Time breakdown",
         svg=stacked_chart(
-            "Where a step's time goes",
+            "Time breakdown of a step",
             "%",
             [
                 Stack(
@@ -291,5 +298,5 @@ def _scaling_report_pictures(
                 if one.ranks > 1
             ],
         ),
-        caption=f"Ideal is what n times as fast would take; the rest is lost: {', '.join(LOSSES)}.",
+        caption=f"Ideal is the time with perfect scaling; the losses are {', '.join(LOSSES)}.",
     )

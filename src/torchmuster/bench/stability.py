@@ -1,4 +1,4 @@
-"""What becomes of trainings that are made to be unstable, in each number type: how they went, and what that means."""
+"""Deliberately unstable trainings in each precision: results and findings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,28 +14,26 @@ CASES: tuple[Case, ...] = ("large losses", "large activations")
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How the training of one such model went in one precision."""
+    """The training of one unstable model in one precision."""
 
     case: Case
     precision: str
     losses: tuple[float | None, ...]  # of each step; None: not finite
     scales: tuple[float, ...] = ()  # of the loss after each step; fp16 only
-    skipped: tuple[int, ...] = ()  # steps that were not applied, by number
-    culprit: str = ""  # what was not finite first, in the first of them
+    skipped: tuple[int, ...] = ()  # numbers of the skipped steps
+    culprit: str = ""  # the first non-finite tensor, in the first of them
     kind: str = ""  # NaN, Inf or -Inf
-    in_forward: bool = (
-        False  # already the forward was not finite: no scale of the loss can mend that
-    )
+    in_forward: bool = False  # the forward was not finite: no loss scale can fix that
 
     @property
     def learnt(self) -> bool:
-        """Whether it ended with a lower loss than it began with."""
+        """Whether the loss decreased."""
         first, last = self.losses[0], self.losses[-1]
         return first is not None and last is not None and last < first
 
 
 def stability_findings(courses: Sequence[Course]) -> Iterator[Finding]:
-    """Say what each case shows."""
+    """Yield the findings of each case."""
     for case in CASES:
         of_case = {one.precision: one for one in courses if one.case == case}
         if "fp16" in of_case:
@@ -54,22 +52,22 @@ def _of_fp16(course: Course) -> Finding:
             what=f"{course.case}: fp16 overflowed in none of {steps} steps on this device",
         )
     where = f"{course.kind} in {course.culprit}" if course.culprit else "a gradient was not finite"
-    scale = f"the loss scale, first 65536, was {course.scales[-1]:g} in the end"
+    scale = f"the loss scale started at 65536 and ended at {course.scales[-1]:g}"
     if course.in_forward:
         return Finding(
             name=name,
             status=Status.NOTE,
             what=f"{course.case}: fp16 lost {lost} of {steps} steps: {where}, already in the forward",
-            why=f"fp16 ends at 65504; {scale}, and no scale can mend a forward",
-            fix="use bf16; or compute that layer in fp32, or put a normalisation before it",
+            why=f"fp16 overflows above 65504; {scale}; no loss scale can fix the forward",
+            fix="use bf16; or compute that layer in fp32, or add a normalization before it",
         )
     return Finding(
         name=name,
         status=Status.NOTE,
-        what=f"{course.case}: fp16 lost {lost} of {steps} steps, and its loss scale mended it",
+        what=f"{course.case}: fp16 lost {lost} of {steps} steps until the loss scale fitted",
         why=f"{where}; {scale}"
-        + ("" if course.learnt else "; even so it did not learn, since too few steps were left"),
-        fix="lost steps at the beginning are normal; bf16 needs no scale",
+        + ("" if course.learnt else "; it did not learn, since too few steps were left"),
+        fix="lost steps at the beginning are normal; bf16 needs no loss scale",
     )
 
 
@@ -80,22 +78,23 @@ def _of_bf16(course: Course) -> Finding:
         return Finding(
             name=name,
             status=Status.WARNING,
-            what=f"{course.case}: bf16 did not survive on this device: {lost}",
+            what=f"{course.case}: bf16 failed on this device: {lost}",
             why=f"{course.kind} in {course.culprit}" if course.culprit else "the loss did not fall",
-            fix="use fp32 for models like this one; muster doctor looks at the device",
+            fix="use fp32 for models like this one; check the device with muster doctor",
         )
     return Finding(
         name=name,
         status=Status.OK,
-        what=f"{course.case}: bf16 lost none of {len(course.losses)} steps and learnt, without a loss scale",
-        why="it has the range of fp32, with fewer digits",
+        what=f"{course.case}: bf16 lost none of {len(course.losses)} steps and learned without a "
+        "loss scale",
+        why="it has the range of fp32 with fewer digits",
     )
 
 
 def stability_table(courses: Sequence[Course]) -> Table:
-    """Return how all courses went."""
+    """Return the table of all trainings."""
     return Table(
-        title="two models that are made to be unstable",
+        title="two deliberately unstable models",
         head=("model", "precision", "first loss", "last loss", "lost steps", "first not finite"),
         rows=tuple(
             (
@@ -133,7 +132,7 @@ def stability_pictures(courses: Sequence[Course]) -> Iterator[Picture]:
                     if (points := _points(one.losses))
                 ],
             ),
-            caption="A curve that is missing, or ends, was not finite from there on.",
+            caption="Where a curve is missing or ends, the loss is not finite.",
         )
     scaled = [one for one in courses if one.scales]
     if scaled:
@@ -145,8 +144,9 @@ def stability_pictures(courses: Sequence[Course]) -> Iterator[Picture]:
                 Axis(title="scale", log=True),
                 [Curve(name=one.case, points=list(enumerate(one.scales))) for one in scaled],
             ),
-            caption="One that comes to rest has found gradients that fit; one that falls to the end has "
-            "nothing to find, since the forward itself overflows.",
+            caption="A scale that becomes constant fits the gradients; a scale that keeps falling "
+            "means that "
+            "the forward itself overflows.",
         )
 
 

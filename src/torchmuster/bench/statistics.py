@@ -1,4 +1,4 @@
-"""From samples to a figure and how far it can be trusted, without assuming what noise looks like."""
+"""Medians and shifts with distribution-free intervals."""
 
 import math
 import statistics
@@ -10,9 +10,9 @@ _CONFIDENCE = 0.95  # of the interval of one median
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The median of samples, and an interval that holds the true one with 95 %.
+    """The median of samples, and its 95 % interval.
 
-    With fewer than six samples no interval can promise so much: then it is their whole range.
+    With fewer than six samples no such interval exists: then it is their whole range.
     """
 
     median: float
@@ -22,16 +22,16 @@ class Estimate:
 
     @property
     def noise(self) -> float:
-        """Half the width of the interval as a share of the median; 0 for what does not vary."""
+        """Half the width of the interval relative to the median; 0 without variation."""
         width = self.high - self.low
         return width / 2 / abs(self.median) if self.median else (math.inf if width else 0.0)
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
-    """Return the median of samples with its interval, which two of the samples bound.
+    """Return the median of samples with its interval, bounded by two of the samples.
 
-    How many of n independent samples lie below the median is a matter of n coins. So the chance that the
-    k-th from below and the k-th from above enclose it follows from n and k alone, whatever the distribution.
+    The number of n independent samples below the median is binomial. So the probability that the
+    k-th smallest and the k-th largest enclose it depends on n and k alone, for any distribution.
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -58,24 +58,24 @@ def _outermost(count: int, confidence: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Shift:
-    """By how much one group lies above another, and an interval for it; unbounded where the groups are too small."""
+    """The shift between two groups, and its interval; unbounded if the groups are too small."""
 
     middle: float
     low: float
     high: float
 
     def as_shares(self) -> "Shift":
-        """Return a shift of logarithms as shares of what it was: 0.03 is 3 % more."""
+        """Return a shift of logarithms as relative change: 0.03 is 3 % more."""
         return Shift(
             middle=math.expm1(self.middle), low=math.expm1(self.low), high=math.expm1(self.high)
         )
 
 
 def shift(a: Sequence[float], b: Sequence[float], *, confidence: float) -> Shift:
-    """Return by how much ``b`` lies above ``a`` (Hodges and Lehmann), with an interval that needs no assumption but exchange.
+    """Return the shift of ``b`` over ``a`` (Hodges-Lehmann) with its interval.
 
-    The interval inverts the rank sum test of Mann and Whitney, exactly: it leaves out 0 if and only if the test finds
-    a difference at that confidence. Few values give no interval, rather than one that promises too much.
+    The interval inverts the exact Mann-Whitney test: it excludes 0 if and only if the test finds a
+    difference at that confidence. Too few values give no interval.
     """
     differences = sorted(after - before for before in a for after in b)
     outside = 0
@@ -102,10 +102,10 @@ def fewest(count: int, *, confidence: float) -> int:
 
 
 def middle(values: Sequence[float], *, confidence: float) -> Shift:
-    """Return the median of values, with an interval that needs no assumption at all.
+    """Return the median of values, with a distribution-free interval.
 
-    The interval inverts the sign test: it leaves out 0 if and only if too many values are on one side of it. How far out a few of them
-    are makes no difference. Few values give no interval.
+    The interval inverts the sign test: it excludes 0 if and only if too many values are on one side
+    of it. Outliers have no effect. Too few values give no interval.
     """
     ordered = sorted(values)
     place = _outermost(len(ordered), confidence)
@@ -118,7 +118,7 @@ def middle(values: Sequence[float], *, confidence: float) -> Shift:
 
 
 def fewest_pairs(count: int, *, confidence: float) -> int:
-    """Return how many pairs it takes so that one of ``count`` medians can be certain not to be 0."""
+    """Return the number of pairs needed to be certain that one of ``count`` medians is not 0."""
     return math.ceil(math.log2(2 * count / (1 - confidence)))
 
 

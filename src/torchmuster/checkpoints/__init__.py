@@ -1,4 +1,4 @@
-"""Checkpoints as they lie in a folder or in object storage: written, verified, kept, exported.
+"""Write, verify, prune and export checkpoints in a folder or in object storage.
 
-Import from the modules; the README of this folder says which one has what.
+Import from the modules; the README of this folder lists their contents.
 """

@@ -1,7 +1,7 @@
-"""A checkpoint's weights as a folder that others read: safetensors in the way of transformers, or of peft.
+"""Export a checkpoint's weights as a folder of safetensors that transformers or peft can load.
 
-Pieces of tensors go from the ranks' files to their places in the new ones, a few MiB at a time: neither a tensor
-nor a file is ever in memory as a whole. The files of the ranks are read one after another, each once.
+Pieces of tensors are copied from the ranks' files to the new ones, a few MiB at a time: neither a
+tensor nor a file is ever fully in memory. The ranks' files are read one after another, each once.
 """
 
 import itertools
@@ -30,12 +30,12 @@ from torchmuster.units import format_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# peft's name for the only adapter of a model, which is not in its files.
+# peft's name for a single adapter, which does not appear in its files.
 _DEFAULT = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
 
 
 def name_in_adapter(name: str) -> str | None:
-    """Return the name that a weight of a model with LoRA has in peft's file; None for one of the base model."""
+    """Return the name of a LoRA weight in peft's file; None for a weight of the base model."""
     if ".lora_" not in name:
         return None
     return _DEFAULT.sub(r"\1", name)
@@ -75,13 +75,14 @@ def export_weights(
     most_in_a_file_bytes: int = _MOST_IN_A_FILE_BYTES,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Exported:
-    """Write the weights of a checkpoint that was verified into a new folder, under the model's own names.
+    """Write the weights of a verified checkpoint to a new folder, under the model's own names.
 
-    ``beside`` is a folder whose files are put next to them: config.json and the tokenizer. Where it has an
-    adapter_config.json, LoRA's matrices alone are written, as peft reads them. A checkpoint with LoRA but without
-    that file is refused unless ``as_it_is``: next to a config.json, its names would load random weights.
-    The folder appears when it is complete and ``finish``, which may check or change it, has returned. ``on_bytes``
-    is called for each piece. Of tied parameters the first is written.
+    ``beside`` is a folder whose files are copied next to them: config.json and the tokenizer. If it
+    has an adapter_config.json, only the LoRA matrices are written, in peft's format. A checkpoint
+    with LoRA but without that file is rejected unless ``as_it_is``: next to a config.json, its
+    names would load random weights. The folder appears when it is complete and ``finish``, which
+    may check or change it, has returned. ``on_bytes`` is called for each piece. Of tied parameters
+    only the first is written.
     """
     index = _export_weights(store, name)
     adapter = not as_it_is and beside is not None and (beside / ADAPTER_CONFIG).is_file()
@@ -109,9 +110,9 @@ def export_weights(
         unfinished.rename(folder)
     except OSError as error:
         raise MusterError(
-            f"the weights could not be written to {folder}",
+            f"cannot write the weights to {folder}",
             why=error.strerror or str(error),
-            fix="make room there, or give another folder: --to",
+            fix="free disk space there, or use another folder: --to",
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -121,13 +122,13 @@ def export_weights(
 def contiguous_runs(
     whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
 ) -> tuple[int, Iterator[int]]:
-    """Say how a piece of a tensor lies in the whole: as runs of so many elements, and where each begins.
+    """Return the layout of a piece within its tensor: the length of its runs, and their offsets.
 
-    The runs come in the order in which the piece itself has its elements.
+    The runs are in the order of the piece's own elements.
     """
     if math.prod(shape) == 0:
         return 0, iter(())
-    # From this dimension on the piece is as wide as the whole, so that its rows follow each other.
+    # From this dimension on the piece is as wide as the tensor, so its rows are contiguous.
     full = len(whole)
     while full > 0 and shape[full - 1] == whole[full - 1]:
         full -= 1
@@ -140,7 +141,7 @@ def contiguous_runs(
 
 
 def _export_weights(store: Store, name: str) -> Index:
-    """Return the index of the model's tensors alone, under the names that the model has for them."""
+    """Return the index of the model's tensors only, under the model's own names."""
     try:
         index = Index.from_json(read_small(store, name, INDEX, most_bytes=MOST_BYTES))
     except (ValueError, FileNotFoundError) as error:
@@ -154,13 +155,13 @@ def _export_weights(store: Store, name: str) -> Index:
         raise Impossible(
             f"{name} has no weights to export",
             why=f"none of its {len(index.tensors)} tensors has a name that begins with {_MODEL}",
-            fix="give the checkpoint of a training",
+            fix="use a checkpoint of a training run",
         )
     return Index(tensors=tensors)
 
 
 def _adapter(store: Store, name: str, index: Index) -> Index:
-    """Return LoRA's matrices alone, under the names that peft has for them."""
+    """Return the LoRA matrices only, under peft's names."""
     tensors = {
         other: tensor
         for one, tensor in index.tensors.items()
@@ -171,7 +172,7 @@ def _adapter(store: Store, name: str, index: Index) -> Index:
             store,
             name,
             INDEX,
-            f"the run trained LoRA, but none of {len(index.tensors)} tensors is LoRA's",
+            f"the run trained LoRA, but none of {len(index.tensors)} tensors belongs to LoRA",
         )
     return Index(tensors=tensors)
 
@@ -180,10 +181,12 @@ def _without_adapter(store: Store, name: str, index: Index) -> Index:
     lora = [one for one in index.tensors if name_in_adapter(one) is not None]
     if lora:
         raise Impossible(
-            f"{name} is a checkpoint of LoRA, and its {ADAPTER_CONFIG} is not known",
-            why=f"{len(lora)} of its {len(index.tensors)} tensors are LoRA's, such as {lora[0]}; without that file "
+            f"{name} is a LoRA checkpoint, but its {ADAPTER_CONFIG} is missing",
+            why=f"{len(lora)} of its {len(index.tensors)} tensors belong to LoRA, such as "
+            f"{lora[0]}; without that file "
             "no program can load them",
-            fix="give the run instead of its checkpoints: muster checkpoint export RUN; a run of an older version "
+            fix="export the run instead of its checkpoints: muster checkpoint export RUN; a run of "
+            "an older version "
             "writes the file once it is resumed: muster train --resume RUN",
         )
     return index
@@ -196,9 +199,9 @@ def _size_bytes(index: Index) -> int:
 def _refuse_what_cannot_be(folder: Path, index: Index) -> None:
     if folder.exists():
         raise Impossible(
-            f"{folder} is there already",
-            why="an export does not write over what somebody else may be reading",
-            fix="give a folder that does not exist yet: --to",
+            f"{folder} already exists",
+            why="an export does not overwrite files that another program may be reading",
+            fix="use a folder that does not exist yet: --to",
         )
     home = folder.parent
     while not home.exists():
@@ -206,14 +209,14 @@ def _refuse_what_cannot_be(folder: Path, index: Index) -> None:
     free_bytes, needed_bytes = shutil.disk_usage(home).free, _size_bytes(index)
     if needed_bytes > free_bytes:
         raise Impossible(
-            f"{folder} has no room for the weights",
+            f"not enough space for the weights in {folder}",
             why=f"they take {format_bytes(needed_bytes)}, {format_bytes(free_bytes)} are free",
-            fix="make room there, or give another folder: --to",
+            fix="free disk space there, or use another folder: --to",
         )
 
 
 def _export_files(index: Index, most_bytes: int) -> dict[str, list[str]]:
-    """Divide the tensors among files, in their order."""
+    """Split the tensors into files, in their order."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, tensor in index.tensors.items():
@@ -231,10 +234,10 @@ def _export_files(index: Index, most_bytes: int) -> dict[str, list[str]]:
 
 
 def _write_heads(folder: Path, files: Mapping[str, list[str]], index: Index) -> dict[str, _Place]:
-    """Make the files as long as they will be, with all but the tensors' bytes; say where those belong."""
+    """Create the files at full size, without the tensors' bytes; return where those belong."""
     places = {}
     for file, unsorted in files.items():
-        # By size of elements, so that each tensor lies at a multiple of its own, as readers want it.
+        # Sorted by element size, so that each tensor is aligned to it, as readers expect.
         names = sorted(unsorted, key=lambda one: -ELEMENT_BYTES[index.tensors[one].dtype])
         described = [(one, index.tensors[one].dtype, index.tensors[one].shape) for one in names]
         beginning = file_head(described, metadata={"format": "pt"})
@@ -269,7 +272,7 @@ def _copy_chunks(
                     stored = index.tensors[tensor]
                     entry = entries[chunk.key]
                     if (entry.dtype, entry.shape) != (stored.dtype, chunk.shape):
-                        raise ValueError(f"{chunk.key} is not what {INDEX} says")
+                        raise ValueError(f"{chunk.key} does not match {INDEX}")
                     with (folder / places[tensor].file).open("r+b") as target:
                         stream.seek(entry.begin)
                         runs = _byte_runs(stored.dtype, stored.shape, chunk)
@@ -292,14 +295,14 @@ def _copy_runs(
     starts: Iterator[int],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Copy what follows in the source to where it belongs, run by run."""
+    """Copy the next bytes of the source to their positions, run by run."""
     for start in starts:
         target.seek(begin + start)
         left = run_bytes
         while left:
             piece = source.read(min(left, _PIECE_BYTES))
             if not piece:
-                raise ValueError("it ends too early")
+                raise ValueError("unexpected end of file")
             target.write(piece)
             on_bytes(len(piece))
             left -= len(piece)
@@ -315,7 +318,7 @@ def _write_map(folder: Path, index: Index, places: Mapping[str, _Place]) -> None
 
 
 def _exported(folder: Path) -> Exported:
-    """Read from the files themselves what was written."""
+    """Read back from the files what was written."""
     tensors, size_bytes = 0, 0
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -341,7 +344,8 @@ def _make_durable(folder: Path) -> None:
 
 def _strange(store: Store, name: str, file: str, why: str) -> MusterError:
     return MusterError(
-        f"{name} cannot be exported: {file} is not as it should be",
+        f"cannot export {name}: {file} is damaged",
         why=why,
-        fix=f"muster checkpoint verify {store.where} {name} says what is damaged; use another one",
+        fix=f"muster checkpoint verify {store.where} {name} shows the damage; use another "
+        "checkpoint",
     )

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, names_in_order
 
-# How file systems say that a folder cannot be synchronised (some shared ones cannot).
+# Errors of file systems that cannot sync a folder (some shared ones cannot).
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
 
 _TRIES = 10
@@ -30,7 +30,7 @@ class FolderStore:
         return str(self._folder)
 
     def names(self) -> list[str]:
-        """Return every checkpoint that is there, unfinished ones too, in the order of their steps."""
+        """Return every checkpoint, including unfinished ones, in the order of their steps."""
         try:
             with os.scandir(self._folder) as entries:
                 return names_in_order([one.name for one in entries if one.is_dir()])
@@ -39,7 +39,7 @@ class FolderStore:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
-        """Write a file beside its place, put it on the disk, then rename it into its place."""
+        """Write a temporary file, sync it to disk, then rename it."""
         path = self._path(name, file)
         self._make_folder(path.parent)
         temporary = path.with_name(f".{file}.{os.urandom(4).hex()}")
@@ -52,14 +52,14 @@ class FolderStore:
             temporary.replace(path)
             _sync_folder(path.parent)
         except BaseException:
-            with contextlib.suppress(OSError):  # what went wrong first is what is to be told
+            with contextlib.suppress(OSError):  # report the first error
                 temporary.unlink(missing_ok=True)
             raise
 
     def open(self, name: str, file: str) -> BinaryIO:
-        """Open a file to read and seek in; FileNotFoundError if it is not there."""
+        """Open a file to read and seek in; FileNotFoundError if it does not exist."""
         path = self._path(name, file)
-        # Somebody may have put a pipe there, which would be waited for.
+        # Opening a pipe would block.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
@@ -67,7 +67,7 @@ class FolderStore:
         return os.fdopen(handle, "rb")
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file; nothing of a checkpoint that is not there."""
+        """Return the size in bytes of each file; empty if the checkpoint does not exist."""
         sizes = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path(name)) as entries:
             for one in entries:
@@ -79,7 +79,7 @@ class FolderStore:
         return sizes
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint, its marker first; of a link only the link."""
+        """Delete a checkpoint, its marker first; for a link, only the link."""
         folder = self._path(name)
         if folder.is_symlink():
             folder.unlink()
@@ -87,21 +87,21 @@ class FolderStore:
         for _ in range(_TRIES):
             if not folder.exists():
                 return
-            # Another machine may be deleting it too, and be faster with a file.
+            # Another host may be deleting it too.
             with contextlib.suppress(FileNotFoundError):
                 (folder / MARKER).unlink(missing_ok=True)
                 _sync_folder(folder)
                 shutil.rmtree(folder)
 
     def free_bytes(self) -> int | None:
-        """Return the room that is left on the disk, for this user."""
+        """Return the free space on the disk, for this user."""
         folder = self._folder
         while not folder.exists():
             folder = folder.parent
         return shutil.disk_usage(folder).free
 
     def checked_on_arrival(self) -> bool:
-        """A disk does not say what arrived on it: it has to be read."""
+        """False: a disk does not verify what was written; it must be read back."""
         return False
 
     def _path(self, name: str, file: str = "") -> Path:
@@ -116,13 +116,13 @@ class FolderStore:
 
 
 def _forget_cached(stream: BinaryIO) -> None:
-    """Let reading it back come from the disk, not from the memory that it was written from."""
-    with contextlib.suppress(OSError, AttributeError):  # a system or a file system without it
+    """Drop the file from the page cache, so that reading it back comes from the disk."""
+    with contextlib.suppress(OSError, AttributeError):  # not supported by the system or file system
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make names durable: a rename or a deletion is the folder's content, not the file's."""
+    """Sync the folder: a rename or a deletion is the folder's content, not the file's."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

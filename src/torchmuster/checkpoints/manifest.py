@@ -1,7 +1,7 @@
-"""The manifest: what belongs to a checkpoint, with size and hash; written last, it is the marker.
+"""The manifest: the files of a checkpoint with size and hash; written last, as commit marker.
 
-A checkpoint without a manifest is not one. A manifest carries the hash of itself and has one spelling
-only, so that a single changed bit shows here too.
+A folder without a manifest is not a checkpoint. A manifest contains its own hash and has one
+canonical form, so that a single changed bit is detected here too.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from torchmuster.checkpoints.store import MARKER as MARKER  # who reads manifests looks for it here
+from torchmuster.checkpoints.store import MARKER as MARKER  # re-exported for readers of manifests
 from torchmuster.checkpoints.store import Store, decode_strictly, is_file_name, read_small, step_of
 from torchmuster.errors import MusterError
 from torchmuster.redaction import harmless
 
 FORMAT = 1
-# Two files for each of 100,000 ranks are 30 MB; what is larger was not written by us.
+# Two files for each of 100,000 ranks are 30 MB; a larger one was not written by torchmuster.
 MOST_BYTES = 64 * 2**20
 _PIECE_BYTES = 4 * 2**20
 
@@ -28,33 +28,35 @@ _Ranks = Annotated[int, Meta(ge=1, le=10**6)]
 _Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _UnixTime = Annotated[
     float, Meta(ge=0, le=250_000_000_000)
-]  # before the year 10000, which dates end with
+]  # before the year 10000, the limit of datetime
 _Word = Annotated[str, Meta(max_length=100)]
 
 
 class UnreadableManifest(Exception):
-    """A manifest that says nothing that can be relied on."""
+    """A manifest that is invalid."""
 
 
 class ForeignVersion(Exception):
     """A manifest of a format that this version does not know."""
 
     def __init__(self, version: object) -> None:
-        super().__init__(f"its format is {harmless(repr(version))[:40]}, this one reads {FORMAT}")
+        super().__init__(
+            f"its format is {harmless(repr(version))[:40]}, this version reads {FORMAT}"
+        )
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file of a checkpoint must be."""
+    """The expected size and hash of a checkpoint file."""
 
     size_bytes: _Count
     sha256: _Sha256
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint is.
+    """The description of a checkpoint.
 
-    ``serial`` is given by :func:`commit`: one more than the largest of the store. By it the newest is known,
-    also where somebody went back to an earlier step, and where clocks differ.
+    ``serial`` is set by :func:`commit`: one more than the largest of the store. It identifies the
+    newest checkpoint, also after a restart from an earlier step, and if clocks differ.
     """
 
     name: _Word
@@ -68,11 +70,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def size_bytes(self) -> int:
-        """The size of all its files together."""
+        """The total size of its files."""
         return sum(one.size_bytes for one in self.files.values())
 
     def to_json(self) -> bytes:
-        """Return the only spelling of this manifest, with the hash of itself."""
+        """Return the canonical form of this manifest, with its own hash."""
         content = {"format": FORMAT, "sha256": "", **msgspec.to_builtins(self)}
         content["files"] = dict(sorted(content["files"].items()))
         content["sha256"] = hashlib.sha256(_spelled(content)).hexdigest()
@@ -84,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         try:
             content = decode_strictly(text, dict[str, Any])
         except ValueError as error:
-            raise UnreadableManifest(f"it is not JSON as expected: {error}") from None
+            raise UnreadableManifest(f"invalid JSON: {error}") from None
         version = content.pop("format", None)
         if version != FORMAT:
             raise ForeignVersion(version)
@@ -95,16 +97,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise UnreadableManifest(harmless(str(error))) from None
         for file in manifest.files:
             if not is_file_name(file) or file == MARKER:
-                raise UnreadableManifest(f"it names a file {harmless(file)[:100]!r}")
+                raise UnreadableManifest(f"it has an invalid file name, {harmless(file)[:100]!r}")
         if step_of(manifest.name) != manifest.step:
-            raise UnreadableManifest("its name and its step do not agree")
+            raise UnreadableManifest("its name and its step do not match")
         if manifest.to_json() != text:
-            raise UnreadableManifest("it is not as it was written: its hash is another one")
+            raise UnreadableManifest("it was changed after it was written: its hash does not match")
         return manifest
 
 
 def new_name(step: int) -> str:
-    """Draw the name of a new checkpoint, so that nothing is ever written over another."""
+    """Return a random name for a new checkpoint, so that none is ever overwritten."""
     return f"step-{step:08d}-{os.urandom(2).hex()}"
 
 
@@ -116,9 +118,9 @@ def write_file(
     *,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> FileRecord:
-    """Write a file, hash it on the way, and make sure of what has become of it.
+    """Write a file, hash it on the way, and verify the stored file.
 
-    ``on_bytes`` hears of each piece that was written or read.
+    ``on_bytes`` is called for each piece that was written or read.
     """
     digest = hashlib.sha256()
     size_bytes = 0
@@ -132,9 +134,9 @@ def write_file(
         _read_back(store, name, file, record, on_bytes)
     except OSError as error:
         raise MusterError(
-            f"{file} could not be written to {store.where}/{name}",
+            f"cannot write {file} to {store.where}/{name}",
             why=error.strerror or str(error),
-            fix="make room there, or save elsewhere",
+            fix="free disk space there, or save to another location",
         ) from error
     return record
 
@@ -148,18 +150,20 @@ def _read_back(
         good = sha256_of(store, name, file, on_bytes=on_bytes) == record.sha256
     if not good:
         raise MusterError(
-            f"{file} was written to {store.where}/{name}, and what can be read there is something else",
-            why=f"{record.size_bytes} bytes were written, {size_bytes} are there"
+            f"{file} was written to {store.where}/{name}, but reading it back gives different "
+            "content",
+            why=f"{record.size_bytes} bytes were written, {size_bytes} were read"
             if size_bytes != record.size_bytes
-            else "the size is right, the hash is not: the disk, its controller or memory is at fault",
-            fix="save elsewhere, and have the disk examined",
+            else "the size matches, the hash does not: the disk, its controller or memory is "
+            "faulty",
+            fix="save to another location, and check the disk",
         )
 
 
 def sha256_of(
     store: Store, name: str, file: str, *, on_bytes: Callable[[int], None] = lambda count: None
 ) -> str:
-    """Return the hash of a file as it lies there; ``on_bytes`` hears of each piece that was read."""
+    """Return the hash of a stored file; ``on_bytes`` is called for each piece that was read."""
     digest = hashlib.sha256()
     with store.open(name, file) as stream:
         while piece := stream.read(_PIECE_BYTES):
@@ -169,9 +173,10 @@ def sha256_of(
 
 
 def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
-    """Make a checkpoint of the files: write its marker. Return the manifest as it was written.
+    """Commit the files as a checkpoint: write its marker. Return the written manifest.
 
-    All files have to be seen from here: ranks that write to disks of their own have not saved anything.
+    All files must be visible from here: ranks that write to their own disks have not saved
+    anything.
     """
     sizes = store.sizes(manifest.name)
     absent = sorted(
@@ -179,9 +184,10 @@ def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
     )
     if absent:
         raise MusterError(
-            f"{manifest.name} cannot be committed: {absent[0]} is not there as it was written",
+            f"cannot commit {manifest.name}: {absent[0]} is missing or differs from what was "
+            "written",
             why=f"{len(absent)} of {len(manifest.files)} files are not in {store.where} as seen from here",
-            fix="save to a folder that all machines share, or to object storage",
+            fix="save to a folder that all hosts share, or to object storage",
         )
     newest = max((one.serial for one in committed_manifests(store)), default=0)
     manifest = msgspec.structs.replace(manifest, serial=newest + 1)
@@ -190,9 +196,10 @@ def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
 
 
 def read_manifest(store: Store, name: str) -> Manifest | None:
-    """Read a checkpoint's manifest; None if it has none, which means that it was not committed.
+    """Read a checkpoint's manifest; None if it has none: then it was not committed.
 
-    Raises :class:`UnreadableManifest` or :class:`ForeignVersion`, and OSError or MusterError where the store fails.
+    Raises :class:`UnreadableManifest` or :class:`ForeignVersion`, and OSError or MusterError if the
+    store fails.
     """
     try:
         text = read_small(store, name, MARKER, most_bytes=MOST_BYTES)
@@ -207,7 +214,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
 
 
 def committed_manifests(store: Store) -> list[Manifest]:
-    """Return the manifests that can be read, the newest first. Their files are not looked at."""
+    """Return the readable manifests, the newest first. Their files are not checked."""
     manifests = []
     for name in store.names():
         try:
@@ -220,7 +227,7 @@ def committed_manifests(store: Store) -> list[Manifest]:
 
 
 def now_unix_s() -> float:
-    """Return the time to write into a manifest."""
+    """Return the current time for a manifest."""
     return round(time.time(), 3)
 
 

@@ -1,7 +1,8 @@
-"""Checkpoints in object storage (S3 and what speaks like it), through fsspec.
+"""Checkpoints in object storage (S3 and compatible services), through fsspec.
 
-A file is uploaded in parts and appears when the upload is completed, or never. Credentials and the address of the
-service come from where each client looks for them: for S3 the ``AWS_*`` variables and ``~/.aws``.
+A file is uploaded in parts and appears when the upload is completed, or never. Each client finds
+its credentials and the address of the service in its usual places: for S3 the ``AWS_*`` variables
+and ``~/.aws``.
 """
 
 import contextlib
@@ -17,13 +18,13 @@ from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, na
 from torchmuster.errors import MusterError
 from torchmuster.redaction import redact_text
 
-# Parts of this size: S3 allows 10,000 of them, and while one is sent it is held in memory.
+# Part size: S3 allows 10,000 parts, and a part is in memory while it is sent.
 _PART_BYTES = 32 * 2**20
 _READ_AHEAD_BYTES = 4 * 2**20
 
 
 class ObjectStore:
-    """Implements :class:`~torchmuster.checkpoints.store.Store` over a file system of fsspec."""
+    """Implements :class:`~torchmuster.checkpoints.store.Store` over an fsspec file system."""
 
     def __init__(self, storage: fsspec.AbstractFileSystem, root: str) -> None:
         self._storage = storage
@@ -31,8 +32,8 @@ class ObjectStore:
 
     @classmethod
     def at(cls, url: str) -> "ObjectStore":
-        """Open a URL; ImportError or ValueError if nothing here can."""
-        # What another process has written is to be seen: nothing may be remembered.
+        """Open a URL; ImportError or ValueError if its protocol is not supported here."""
+        # No caching: files of other processes must be visible.
         return cls(*url_to_fs(url, use_listings_cache=False))
 
     @property
@@ -41,15 +42,16 @@ class ObjectStore:
         return redact_text(self._storage.unstrip_protocol(self._root))
 
     def names(self) -> list[str]:
-        """Return every checkpoint that is there, unfinished ones too, in the order of their steps."""
+        """Return every checkpoint, including unfinished ones, in the order of their steps."""
         return names_in_order([one.rsplit("/", 1)[-1] for one in self._listed(self._root)])
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
-        """Upload a file, which appears when all of it is there."""
+        """Upload a file, which appears when the upload is complete."""
         path = self._path(name, file)
         with self._in_words(writing=True):
-            # Without autocommit it is for us to complete the upload; else closing does it, also after an error.
+            # Without autocommit this code completes the upload; else closing does, also after an
+            # error.
             upload = self._storage.open(path, "wb", block_size=_PART_BYTES, autocommit=False)
         stream = _Stream(upload, self)
         try:
@@ -58,14 +60,14 @@ class ObjectStore:
                 upload.close()
                 upload.commit()
         except BaseException:
-            with contextlib.suppress(Exception):  # what went wrong first is what is to be told
+            with contextlib.suppress(Exception):  # report the first error
                 upload.discard()
             with contextlib.suppress(AttributeError):
-                upload.closed = True  # or it would be sent after all when it is collected
+                upload.closed = True  # or garbage collection would upload it
             raise
 
     def open(self, name: str, file: str) -> BinaryIO:
-        """Open a file to read and seek in; FileNotFoundError if it is not there."""
+        """Open a file to read and seek in; FileNotFoundError if it does not exist."""
         path = self._path(name, file)
         with self._in_words():
             return cast(
@@ -79,7 +81,7 @@ class ObjectStore:
             )
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file; nothing of a checkpoint that is not there."""
+        """Return the size in bytes of each file; empty if the checkpoint does not exist."""
         listed = self._listed(self._path(name))
         return {path.rsplit("/", 1)[-1]: int(info["size"] or 0) for path, info in listed.items()}
 
@@ -91,13 +93,13 @@ class ObjectStore:
                 self._storage.rm_file(path)
 
     def free_bytes(self) -> int | None:
-        """Object storage has no end."""
+        """None: object storage has no size limit."""
         return None
 
     def checked_on_arrival(self) -> bool:
-        """S3's client sends a checksum with each part, and the service refuses a part that does not match.
+        """Whether the service verifies uploads: S3 rejects a part that does not match its checksum.
 
-        Not where it was told to leave that out, nor where it is of a version that cannot.
+        False if checksums are disabled, or the client's version does not support them.
         """
         protocol = self._storage.protocol
         if "s3" not in ((protocol,) if isinstance(protocol, str) else protocol):
@@ -120,7 +122,7 @@ class ObjectStore:
 
     @contextmanager
     def _in_words(self, *, writing: bool = False) -> Iterator[None]:
-        """Make one error of the many that clients have; a file that is absent stays FileNotFoundError."""
+        """Convert the clients' various errors to one; a missing file stays FileNotFoundError."""
         try:
             yield
         except MusterError:
@@ -129,14 +131,14 @@ class ObjectStore:
             if isinstance(error, FileNotFoundError) and not writing:  # else it is the bucket
                 raise
             raise MusterError(
-                f"{self.where} cannot be used",
+                f"cannot access {self.where}",
                 why=redact_text(f"{type(error).__name__}: {error}"),
                 fix="check the address, the credentials, and that the service is up (S3: AWS_ENDPOINT_URL)",
             ) from error
 
 
 class _Stream(io.RawIOBase):
-    """A file of fsspec whose errors are told as the store's."""
+    """An fsspec file whose errors are converted to the store's."""
 
     def __init__(self, inner: Any, store: ObjectStore) -> None:
         self._inner = inner
@@ -173,5 +175,5 @@ class _Stream(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed and self.readable():
-            self._inner.close()  # an upload is closed by who completes it
+            self._inner.close()  # an upload is closed when it is completed
         super().close()

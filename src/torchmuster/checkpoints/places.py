@@ -1,4 +1,4 @@
-"""From what a person writes, a folder or a URL, to a store."""
+"""Open a store from a folder or a URL."""
 
 from pathlib import Path
 
@@ -10,20 +10,20 @@ from torchmuster.runfolder import RunFolder
 
 
 def open_store(place: str | Path) -> Store:
-    """Open a folder, or a URL that fsspec knows (``s3://bucket/prefix``). Nothing is made there yet."""
+    """Open a folder, or a URL that fsspec supports (``s3://bucket/prefix``); create nothing yet."""
     text = str(place)
     if text.startswith("file://"):
         return FolderStore(Path(text.removeprefix("file://")))
     if "://" not in text:
         return FolderStore(Path(text).expanduser())
-    from torchmuster.checkpoints.object_storage import ObjectStore  # fsspec takes a while
+    from torchmuster.checkpoints.object_storage import ObjectStore  # importing fsspec is slow
 
     try:
         return ObjectStore.at(text)
     except (ImportError, ValueError) as error:
         protocol = text.split("://", 1)[0]
         raise Impossible(
-            f"checkpoints at {protocol}:// cannot be used here",
+            f"cannot access checkpoints at {protocol}://",
             why=redact_text(str(error)),
             fix="pip install 'torchmuster[s3]'"
             if protocol in ("s3", "s3a")
@@ -32,5 +32,5 @@ def open_store(place: str | Path) -> Store:
 
 
 def place_of(run: RunFolder, folder: str | None) -> str:
-    """Return where a run's checkpoints lie: its own folder, or one of its name in the given place."""
+    """Return where a run's checkpoints are: its folder, or a subfolder of the given location."""
     return f"{folder.rstrip('/')}/{run.id}" if folder else str(run.checkpoints)

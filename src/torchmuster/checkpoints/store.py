@@ -1,7 +1,7 @@
-"""Where checkpoints lie: the whole of what a folder and object storage both can do, and no more.
+"""The ``Store`` protocol: the operations that a folder and object storage have in common.
 
-A checkpoint's name and its files' names come from disk as well, so every store has them checked here:
-what somebody wrote into a manifest cannot name a file elsewhere.
+Names of checkpoints and files also come from disk, so every store validates them here:
+a manifest cannot name a file elsewhere.
 """
 
 import re
@@ -13,77 +13,77 @@ import msgspec
 from torchmuster.errors import Impossible
 from torchmuster.redaction import harmless
 
-# Written last: a folder without it is not a checkpoint, whatever else is in it.
+# Written last: a folder without it is not a checkpoint.
 MARKER = "manifest.json"
-# A file that is being written has a name that begins with a dot, which no file of a checkpoint can have.
+# A file that is being written has a name that begins with a dot, which no checkpoint file can have.
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _CHECKPOINT = re.compile(r"step-(\d{8,15})-[0-9a-f]{4,16}")
 _PIECE_BYTES = 2**20
 
 
 class Store(Protocol):
-    """A place with checkpoints. It raises OSError or MusterError where it fails."""
+    """A location of checkpoints. Its methods raise OSError or MusterError on failure."""
 
     @property
     def where(self) -> str:
-        """The folder or URL, for people."""
+        """The folder or URL, for display."""
 
     def names(self) -> list[str]:
-        """Return every checkpoint that is there, unfinished ones too, in the order of their steps."""
+        """Return every checkpoint, including unfinished ones, in the order of their steps."""
 
     def create(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
-        """Write a file: it is there, whole and durable, when the block ends well; else nothing is."""
+        """Write a file: complete and durable after the block, or absent if the block raises."""
 
     def open(self, name: str, file: str) -> BinaryIO:
-        """Open a file to read and seek in; FileNotFoundError if it is not there."""
+        """Open a file to read and seek in; FileNotFoundError if it does not exist."""
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file; nothing of a checkpoint that is not there."""
+        """Return the size in bytes of each file; empty if the checkpoint does not exist."""
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint, its marker first, so that no half of it is ever taken for a whole."""
+        """Delete a checkpoint, its marker first, so that a partial one never counts as complete."""
 
     def free_bytes(self) -> int | None:
-        """Return the room that is left; None where there is no end of it, as in object storage."""
+        """Return the free space; None if unlimited, as in object storage."""
 
     def checked_on_arrival(self) -> bool:
-        """Whether the service itself compares what arrived with a checksum of what was sent."""
+        """Whether the service itself verifies uploads against a checksum."""
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a checkpoint's name; None if it is not the name of one."""
+    """Return the step in a checkpoint's name; None if the name is invalid."""
     match = _CHECKPOINT.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def checked_name(name: str) -> str:
-    """Return a checkpoint's name if it is one, so that it can be put into a path."""
+    """Return a checkpoint's name if it is valid, so that it is safe in a path."""
     if step_of(name) is None:
         raise Impossible(
-            f"{harmless(name)!r} is not the name of a checkpoint",
-            why="such a name is step-<number>-<4 hexadecimal digits>",
+            f"{harmless(name)!r} is not a checkpoint name",
+            why="checkpoint names have the form step-<number>-<4 hexadecimal digits>",
             fix="muster checkpoint ls shows the names",
         )
     return name
 
 
 def is_file_name(file: str) -> bool:
-    """Say whether this can be a checkpoint's file: a plain name, without a folder."""
+    """Return whether this is a valid checkpoint file: a plain name, without a folder."""
     return _FILE.fullmatch(file) is not None
 
 
 def checked_file(file: str) -> str:
-    """Return the name of a checkpoint's file if it is a plain one, so that it can be put into a path."""
+    """Return the name of a checkpoint file if it is valid, so that it is safe in a path."""
     if not is_file_name(file):
         raise Impossible(
-            f"{harmless(file)!r} is not the name of a file of a checkpoint",
-            why="such a name has letters, digits, dots, dashes and underscores, and no folder",
+            f"{harmless(file)!r} is not a valid checkpoint file name",
+            why="file names have letters, digits, dots, dashes and underscores, and no folder",
         )
     return file
 
 
 def names_in_order(names: list[str]) -> list[str]:
-    """Return those that are names of checkpoints, in the order of their steps."""
+    """Return the valid checkpoint names, in the order of their steps."""
     steps = {one: step_of(one) for one in names}
     return sorted(
         (one for one in names if steps[one] is not None), key=lambda one: (steps[one], one)
@@ -91,10 +91,10 @@ def names_in_order(names: list[str]) -> list[str]:
 
 
 def read_small(store: Store, name: str, file: str, *, most_bytes: int) -> bytes:
-    """Read a whole file that is known to be small; ValueError if it is larger."""
+    """Read a whole small file; ValueError if it is larger than the limit."""
     content = bytearray()
     with store.open(name, file) as stream:
-        while piece := stream.read(_PIECE_BYTES):  # not at once: memory would be taken for the most
+        while piece := stream.read(_PIECE_BYTES):  # in pieces: one read would allocate the maximum
             content += piece
             if len(content) > most_bytes:
                 raise ValueError(f"{file} is larger than {most_bytes} bytes")
@@ -105,7 +105,7 @@ T = TypeVar("T")
 
 
 def decode_strictly(text: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Read JSON of exactly this type; ValueError says what is wrong with it."""
+    """Parse JSON of exactly this type; ValueError describes the error."""
     try:
         return msgspec.json.decode(text, type=kind, strict=True)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,8 @@
-"""The head of a safetensors file: read with suspicion, and written; the tensors' bytes stay where they are.
+"""Read (with validation) and write safetensors headers; the tensors' bytes are not read.
 
-The format is 8 bytes for the length of the head, the head as JSON, then the tensors one after another.
-(The safetensors package maps whole files and needs numpy or torch; here files lie in object storage too.)
+The format is 8 bytes for the length of the header, the header as JSON, then the tensors one after
+another. (The safetensors package maps whole files and needs numpy or torch; here files may be in
+object storage.)
 """
 
 import json
@@ -16,10 +17,10 @@ from torchmuster.checkpoints.store import decode_strictly, is_file_name
 from torchmuster.redaction import harmless
 
 INDEX = "index.json"
-# What a thousand ranks with a thousand sharded tensors each write is a third of it.
+# A thousand ranks with a thousand sharded tensors each need a third of it.
 MOST_BYTES = 2**30
 
-# The types of safetensors that torch has too, with the size of an element in bytes.
+# The safetensors dtypes that torch supports, with the element size in bytes.
 ELEMENT_BYTES: Mapping[str, int] = {
     "BOOL": 1,
     "U8": 1,
@@ -45,7 +46,7 @@ _Name = Annotated[str, Meta(max_length=2000)]
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A piece of a tensor: where it begins within the tensor, its shape, and where it is stored."""
+    """A piece of a tensor: its offset within the tensor, its shape, and where it is stored."""
 
     offset: Extents
     shape: Extents
@@ -54,7 +55,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor; ``dtype`` is the word that safetensors has for it, such as F32, BF16 or I64."""
+    """A tensor; ``dtype`` is its safetensors name, such as F32, BF16 or I64."""
 
     dtype: str
     shape: Extents
@@ -67,57 +68,57 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All tensors by name. ``tied`` tells other names of the same tensor: name -> name in ``tensors``."""
+    """All tensors by name. ``tied`` maps other names of a tensor to its name in ``tensors``."""
 
     tensors: Mapping[_Name, StoredTensor]
     tied: Mapping[_Name, _Name] = {}
 
     def to_json(self) -> bytes:
-        """Return the index as a file's content."""
+        """Return the index as file content."""
         return msgspec.json.encode(self) + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes) -> "Index":
-        """Read an index strictly; ValueError says what is wrong with it."""
+        """Parse an index strictly; ValueError describes the error."""
         try:
             index = decode_strictly(text, cls)
         except ValueError as error:
-            raise ValueError(f"{INDEX} cannot be read: {error}") from None
+            raise ValueError(f"cannot read {INDEX}: {error}") from None
         for name, tensor in index.tensors.items():
             problem = _problem(tensor)
             if problem:
                 raise ValueError(f"{INDEX}: {harmless(name)[:200]} {problem}")
         for name, other in index.tied.items():
             if other not in index.tensors:
-                raise ValueError(f"{INDEX}: {harmless(name)[:200]} is tied to what is not there")
+                raise ValueError(f"{INDEX}: {harmless(name)[:200]} is tied to a missing tensor")
         return index
 
 
 def _problem(tensor: StoredTensor) -> str:
-    """Say what is wrong with a tensor's description, if anything is."""
+    """Return the error in a tensor's description, if any."""
     if tensor.dtype not in ELEMENT_BYTES:
-        return f"is of an unknown type, {harmless(tensor.dtype)[:40]!r}"
+        return f"has the unknown dtype {harmless(tensor.dtype)[:40]!r}"
     covered = 0
     for chunk in tensor.chunks:
         if not is_file_name(chunk.file):
-            return f"is said to be in {harmless(chunk.file)[:100]!r}, which is not a file's name"
+            return f"refers to {harmless(chunk.file)[:100]!r}, which is not a valid file name"
         places = zip(chunk.offset, chunk.shape, tensor.shape, strict=False)
         if not len(chunk.offset) == len(chunk.shape) == len(tensor.shape) or any(
             begin + extent > end for begin, extent, end in places
         ):
-            return "has a piece that lies outside of it"
+            return "has a piece outside of its shape"
         covered += math.prod(chunk.shape)
     if covered != math.prod(tensor.shape):
         return f"has {math.prod(tensor.shape)} elements, its pieces have {covered}"
     return ""
 
 
-# The same as in the safetensors package.
+# The same limit as in the safetensors package.
 _MOST_HEAD_BYTES = 100_000_000
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of a file; ``begin`` and ``end`` are counted from the file's beginning."""
+    """A tensor of a file; ``begin`` and ``end`` are offsets from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -136,7 +137,7 @@ def file_head(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return what stands before the tensors' bytes, for tensors (key, dtype, shape) in this order."""
+    """Return the header for tensors (key, dtype, shape) in this order."""
     content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     place = 0
     for key, dtype, shape in tensors:
@@ -149,17 +150,17 @@ def file_head(
 
 
 def read_file_head(stream: BinaryIO, size_bytes: int) -> dict[str, FileEntry]:
-    """Read which tensors a file has, and where; ValueError if it is not such a file, or has bytes too few."""
+    """Return the tensors of a file and their offsets; ValueError if it is invalid or too short."""
     stream.seek(0)
     length = int.from_bytes(stream.read(8), "little")
     if not 2 <= length <= min(_MOST_HEAD_BYTES, size_bytes - 8):
-        raise ValueError("it does not begin as a safetensors file")
+        raise ValueError("it is not a safetensors file")
     try:
         content = decode_strictly(stream.read(length), dict[str, msgspec.Raw])
         content.pop("__metadata__", None)
         written = {key: decode_strictly(one, _Written) for key, one in content.items()}
     except ValueError as error:
-        raise ValueError(f"its head cannot be read: {error}") from None
+        raise ValueError(f"cannot read its header: {error}") from None
     return {key: _placed(key, one, 8 + length, size_bytes) for key, one in written.items()}
 
 
@@ -167,9 +168,9 @@ def _placed(key: str, written: _Written, start: int, size_bytes: int) -> FileEnt
     begin, end = (start + one for one in written.data_offsets)
     element_bytes = ELEMENT_BYTES.get(written.dtype)
     if element_bytes is None:
-        raise ValueError(f"{harmless(key)[:200]} is of a type that is not known here")
+        raise ValueError(f"{harmless(key)[:200]} has an unknown dtype")
     if not start <= begin <= end <= size_bytes:
-        raise ValueError(f"{harmless(key)[:200]} is said to lie outside of the file")
+        raise ValueError(f"{harmless(key)[:200]} is outside of the file")
     if math.prod(written.shape) * element_bytes != end - begin:
-        raise ValueError(f"{harmless(key)[:200]} has a shape that does not fit its size")
+        raise ValueError(f"{harmless(key)[:200]} has a shape that does not match its size")
     return FileEntry(dtype=written.dtype, shape=written.shape, begin=begin, end=end)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, and which is the newest that is."""
+"""Verify checkpoints, find the newest good one, and delete old ones."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,16 +17,19 @@ from torchmuster.checkpoints.store import MARKER, Store, step_of
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 
-_FIX = "delete it and use an older one, as a run does by itself; if nobody changed it, examine the disk"
+_FIX = (
+    "delete it and use an older one (runs do so automatically); if it was not changed, "
+    "check the disk"
+)
 
 
 def _not_said(count: int) -> None:
-    """Nobody wants to hear how many bytes were read."""
+    """Ignore the progress of reading."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewestCheckpoint:
-    """The newest good checkpoint, and what was wrong with those that were passed over."""
+    """The newest good checkpoint, and the findings about newer ones that were skipped."""
 
     name: str
     manifest: Manifest
@@ -36,7 +39,7 @@ class NewestCheckpoint:
 def verify_checkpoint(
     store: Store, name: str, *, on_bytes: Callable[[int], None] = _not_said
 ) -> list[Finding]:
-    """Read every file of a checkpoint; [] if each is what was written. ``on_bytes`` hears of each piece."""
+    """Read every file of a checkpoint; [] if all are intact. Call ``on_bytes`` for each piece."""
     return _verified(store, name, on_bytes)[1]
 
 
@@ -51,7 +54,7 @@ def _verified(
 
 
 def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
-    """Read the manifest and compare the files' sizes, which is quick; no findings: it looks good."""
+    """Read the manifest and compare the file sizes, which is fast; [] if all match."""
     try:
         manifest = read_manifest(store, name)
     except ForeignVersion as error:
@@ -81,7 +84,7 @@ def verify_file(
     *,
     on_bytes: Callable[[int], None] = _not_said,
 ) -> list[Finding]:
-    """Read one file and compare its hash; [] if it is what was written."""
+    """Read one file and compare its hash; [] if it is intact."""
     try:
         sha256 = sha256_of(store, name, file, on_bytes=on_bytes)
     except FileNotFoundError:
@@ -89,15 +92,15 @@ def verify_file(
     except OSError as error:
         return [_unreadable(store, name, file, error.strerror or str(error))]
     if sha256 != record.sha256:
-        why = f"its SHA-256 is {sha256[:16]}…, that of what was written is {record.sha256[:16]}…"
+        why = f"its SHA-256 is {sha256[:16]}…, expected {record.sha256[:16]}…"
         return [_changed(store, name, file, why)]
     return []
 
 
 def newest_good(store: Store, *, at_most_step: int | None = None) -> NewestCheckpoint | None:
-    """Return the newest checkpoint of which every file is what was written; None if there is none.
+    """Return the newest checkpoint whose files are all intact; None if there is none.
 
-    What is newer and is not good comes with it as findings; nothing is passed over in silence.
+    It comes with findings about newer ones that are not good; none is skipped silently.
     """
     rejected: list[Finding] = []
     for name in newest_first(store, at_most_step=at_most_step):
@@ -109,7 +112,7 @@ def newest_good(store: Store, *, at_most_step: int | None = None) -> NewestCheck
 
 
 def newest_first(store: Store, *, at_most_step: int | None = None) -> list[str]:
-    """Return all names, the one saved last first; one whose marker tells nothing, before all of smaller steps."""
+    """Return all names, newest first; those without a readable manifest are sorted by step."""
     serials = {one.name: one.serial for one in committed_manifests(store)}
     order, latest = [], 0
     for name in store.names():
@@ -122,7 +125,7 @@ def newest_first(store: Store, *, at_most_step: int | None = None) -> list[str]:
 
 
 def committed_steps(store: Store) -> list[int]:
-    """Return the steps of all committed checkpoints, the smallest first; their files are not read."""
+    """Return the steps of all committed checkpoints, ascending; their files are not read."""
     return sorted(one.step for one in committed_manifests(store))
 
 
@@ -131,8 +134,9 @@ def _unfinished(store: Store, name: str) -> Finding:
         name="checkpoint-unfinished",
         status=Status.NOTE,
         what=f"{name} was not finished",
-        why=f"it has no {MARKER}, which is written last: the save was cut off, or is still going on",
-        fix="nothing is to be done: it is never loaded, and is swept away when the run goes on",
+        why=f"it has no {MARKER}, which is written last: the save was interrupted, or is still "
+        "running",
+        fix="no action needed: it is never loaded, and is deleted when the run resumes",
         evidence=f"{store.where}/{name}",
     )
 
@@ -142,7 +146,7 @@ def _missing(store: Store, name: str, file: str) -> Finding:
         name="checkpoint-file-missing",
         status=Status.FAILURE,
         what=f"{name} is damaged: {file} is missing",
-        why="it was there when the checkpoint was committed",
+        why="it existed when the checkpoint was committed",
         fix=_FIX,
         evidence=f"{store.where}/{name}/{file}",
     )
@@ -152,7 +156,7 @@ def _truncated(store: Store, name: str, file: str, size_bytes: int, record: File
     return Finding(
         name="checkpoint-file-truncated",
         status=Status.FAILURE,
-        what=f"{name} is damaged: {file} is cut off",
+        what=f"{name} is damaged: {file} is truncated",
         why=f"it has {size_bytes} bytes, {record.size_bytes} were written",
         fix=_FIX,
         evidence=f"{store.where}/{name}/{file}",
@@ -163,7 +167,7 @@ def _changed(store: Store, name: str, file: str, why: str) -> Finding:
     return Finding(
         name="checkpoint-file-changed",
         status=Status.FAILURE,
-        what=f"{name} is damaged: {file} is not what was written",
+        what=f"{name} is damaged: {file} differs from what was written",
         why=why,
         fix=_FIX,
         evidence=f"{store.where}/{name}/{file}",
@@ -193,15 +197,15 @@ def _foreign(store: Store, name: str, why: str) -> Finding:
 
 
 def keep_newest(store: Store, keep: int, *, just_committed: str = "") -> list[str]:
-    """Delete all but the newest ``keep`` checkpoints, and what older saves left unfinished.
+    """Delete all but the newest ``keep`` checkpoints, and unfinished older saves.
 
-    Nothing is deleted before a good one is found, from the newest on; what is newer than that is left for people
-    to look at. A good one is one whose files were all read; of ``just_committed``, whose files this process
-    read back as it wrote them, only the sizes are compared again. Returns what was deleted; what cannot be
-    deleted stays, and the next time it is tried again.
+    Nothing is deleted before a good one is found, from the newest on; newer ones are kept for
+    inspection. A checkpoint is good if all its files were read and match; for ``just_committed``,
+    whose files this process has already read back, only the sizes are compared. Returns the deleted
+    names; failed deletions are retried the next time.
     """
     if keep < 1:
-        raise ValueError("at least one checkpoint is kept")
+        raise ValueError("keep must be at least 1")
     manifests = committed_manifests(store)
     good = next((one for one in manifests if _is_good(store, one, just_committed)), None)
     if good is None:
@@ -212,7 +216,7 @@ def keep_newest(store: Store, keep: int, *, just_committed: str = "") -> list[st
 
 
 def sweep_unfinished(store: Store) -> list[str]:
-    """Delete all that has no marker: only for who alone saves there, and does not save now."""
+    """Delete everything without a marker. Call it only while nothing else saves to the store."""
     return [name for name in _without_marker(store) if _deleted(store, name)]
 
 
@@ -223,7 +227,7 @@ def _is_good(store: Store, manifest: Manifest, just_committed: str) -> bool:
 
 
 def _unfinished_names(store: Store, good: Manifest) -> list[str]:
-    """Return those without a marker that a later save has made useless."""
+    """Return the unfinished checkpoints that are older than a committed one."""
     return [name for name in _without_marker(store) if (step_of(name) or 0) <= good.step]
 
 

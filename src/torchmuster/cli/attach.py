@@ -1,4 +1,4 @@
-"""``muster attach``: follow a run that was started elsewhere, or read how it went."""
+"""``muster attach``: follow a run that was started elsewhere, or show its output."""
 
 import argparse
 import sys
@@ -15,14 +15,15 @@ _LOOK_EVERY_S = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster attach``."""
     parser.description = (
-        f"{parser.description}\nEverything it has shown so far comes first. Ctrl-C ends the following, "
-        "not the run;\nthe exit code is the run's."
+        f"{parser.description}\nPrints its earlier output first. Ctrl-C detaches and does not "
+        "stop the "
+        "run;\nthe exit code is that of the run."
     )
     parsers.show_examples(
         parser,
         [
             "muster attach last                 the newest run in ./runs",
-            "muster attach 20260131-1200        part of its id is enough",
+            "muster attach 20260131-1200        a unique part of its id",
         ],
     )
     parsers.add_run_argument(parser)
@@ -34,33 +35,35 @@ def _run_attach(options: argparse.Namespace) -> int:
     try:
         return follow(run)
     except KeyboardInterrupt:
-        output.say(f"\nmuster: {run.id} goes on; to end it: muster stop {run.id}")
+        output.say(f"\nmuster: detached from {run.id}; to stop it: muster stop {run.id}")
         return ExitCode.GOOD
 
 
 def follow(run: RunFolder) -> int:
-    """Show what a run showed and shows; return its exit code once it is over."""
+    """Print the output of a run until it is over; return its exit code."""
     from torchmuster.launch.history import run_state
 
     place = 0
     job = run_state.await_job(run)
     if job is not None and not job.launcher.is_of_this_machine:
         output.say(
-            f"muster: launched on {job.launcher.host}; should it end without a word there, "
-            "that is seen from here some minutes later"
+            f"muster: launched on {job.launcher.host}; if its launcher is killed there, "
+            "this is detected here some minutes later"
         )
     while True:
-        state = run_state.read_state(run)  # before the last look, so that nothing is missed
+        state = run_state.read_state(
+            run
+        )  # before the last read of the log, so that nothing is missed
         place = _show_more(run.console, place)
         starting = state is None and job is not None and job.launcher.process() is not None
         if not starting and (state is None or not state.active):
             break
         time.sleep(_LOOK_EVERY_S)
     if state is None:
-        output.say(f"muster: {run.id} never began, and its launcher is gone")
+        output.say(f"muster: {run.id} never started, and its launcher is gone")
         return ExitCode.FAILED
     if state.phase == "died":
-        output.say(f"muster: {state.headline}; muster stop {run.id} ends what may be left of it")
+        output.say(f"muster: {state.headline}; muster stop {run.id} kills processes that are left")
         return ExitCode.FAILED
     return ExitCode.FAILED if state.exit_code is None else state.exit_code
 

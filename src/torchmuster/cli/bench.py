@@ -1,4 +1,4 @@
-"""``muster bench``: what this machine reaches, in figures that can be compared."""
+"""``muster bench``: benchmark this machine, with results that can be compared."""
 
 import argparse
 import importlib
@@ -19,32 +19,32 @@ from torchmuster.finding import exit_code
 if TYPE_CHECKING:
     from torchmuster.bench.report.report import Report
 
-# Where each bench lives, and its line in the help. Its module has add_arguments(parser) and
-# run(options), and imports in run what takes time to import.
+# The module of each benchmark, and its line in the help. The module has add_arguments(parser) and
+# run(options), and imports slow modules in run.
 BENCHES = {
-    "matmul": ("torchmuster.cli.benches.matmul", "products of matrices: FLOP/s by size and type"),
+    "matmul": ("torchmuster.cli.benches.matmul", "matrix products: FLOP/s by size and dtype"),
     "precision": ("torchmuster.cli.benches.precision", "fp32, tf32, bf16, fp16: speed and accuracy"),
-    "attention": ("torchmuster.cli.benches.attention", "kinds of attention by sequence length"),
-    "memory": ("torchmuster.cli.benches.memory", "memory by training stage; what checkpointing gives"),
-    "data": ("torchmuster.cli.benches.data", "the loader: workers, prefetching, pinning"),
-    "collectives": ("torchmuster.cli.benches.collectives", "messages between ranks by size"),
-    "scaling": ("torchmuster.cli.benches.scaling", "1, 2, 4, … ranks: what more of them give"),
+    "attention": ("torchmuster.cli.benches.attention", "attention backends by sequence length"),
+    "memory": ("torchmuster.cli.benches.memory", "memory by stage; activation checkpointing"),
+    "data": ("torchmuster.cli.benches.data", "data loading: workers, prefetching, pinning"),
+    "collectives": ("torchmuster.cli.benches.collectives", "collectives by operation and size"),
+    "scaling": ("torchmuster.cli.benches.scaling", "speed-up and efficiency on 1, 2, 4, … ranks"),
     "compare": ("torchmuster.cli.benches.compare", "two measurements: better, worse or within noise"),
-    "turns": ("torchmuster.cli.benches.turns", "two commands in turns: small changes, on busy machines"),
+    "turns": ("torchmuster.cli.benches.turns", "interleaved A/B run of two commands"),
 }  # fmt: skip
 _EXAMPLES = (
-    "muster bench matmul                    how fast are matrix products here",
-    "muster bench collectives --ranks 4     how fast do ranks talk to each other",
-    "muster bench compare before after      is it better, worse, or within the noise",
-    'muster bench turns "muster bench data" "new/bin/muster bench data"    the same, side by side',
+    "muster bench matmul                    speed of matrix products",
+    "muster bench collectives --ranks 4     latency and bandwidth between ranks",
+    "muster bench compare before after      better, worse, or within the noise",
+    'muster bench turns "muster bench data" "new/bin/muster bench data"    interleaved A/B run',
 )
 _WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one subcommand for each bench."""
+    """Add one subcommand for each benchmark."""
     parsers.show_examples(parser, _EXAMPLES)
-    parts = parser.add_subparsers(title="what to measure", metavar="BENCH")
+    parts = parser.add_subparsers(title="benchmarks", metavar="BENCH")
     for name, (module, summary) in BENCHES.items():
         sub = parsers.add_action(parts, name, summary)
         bench: Any = importlib.import_module(module)
@@ -53,19 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what every bench has: where to measure, how long, and where to leave it."""
+    """Add the flags of every benchmark: device, duration and output."""
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), help="where to measure (a GPU if there is one)"
     )
-    parser.add_argument("--quick", action="store_true", help="less of everything, in seconds")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, in seconds")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to keep it (bench/NAME-DATE-TIME)"
+        "--out", type=Path, metavar="DIR", help="where to save it (bench/NAME-DATE-TIME)"
     )
     parsers.add_json_flag(parser)
 
 
 def device_of(options: argparse.Namespace) -> Decision[Literal["cpu", "gpu"]]:
-    """Return where to measure, and why there."""
+    """Return the device to measure on, and the reason."""
     from torchmuster.devices import snapshot  # not for --help
     from torchmuster.devices.model import label_all
     from torchmuster.devices.visibility import visible
@@ -73,21 +73,21 @@ def device_of(options: argparse.Namespace) -> Decision[Literal["cpu", "gpu"]]:
     seen = visible(snapshot.take_snapshot().accelerators, os.environ).devices
     if options.device == "gpu" and not seen:
         raise Impossible(
-            "asked to measure on a GPU",
+            "cannot measure on a GPU",
             why="no GPU is visible here",
-            fix="leave --device out to measure on the processor, or see what muster doctor says",
+            fix="leave out --device to measure on the CPU, or run muster doctor",
         )
     if options.device is not None:
-        return Decision(value=options.device, reason="as --device says")
+        return Decision(value=options.device, reason="set by --device")
     if seen:
-        return Decision(value="gpu", reason=f"{label_all(seen)} can be seen")
+        return Decision(value="gpu", reason=f"visible: {label_all(seen)}")
     return Decision(value="cpu", reason="no GPU is visible here")
 
 
 def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
-    """Keep a report, show it, and return the exit code that its findings call for.
+    """Save a report, print it, and return the exit code of its findings.
 
-    That the machine was busy with other things is added to what was found.
+    Adds a finding if the machine was busy with other processes.
     """
     from torchmuster.bench import record  # not for --help
     from torchmuster.bench.environment import disturbance
@@ -106,17 +106,17 @@ def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
     else:
         width = min(shutil.get_terminal_size().columns, _WIDTH)
         print(bench_screen(report, width=width, colour=output.wants_colour(sys.stdout)))
-        print(f"\nkept in {folder}: {page.name}, {record.FILE}", flush=True)
+        print(f"\nsaved in {folder}: {page.name}, {record.FILE}", flush=True)
     return exit_code(report.findings)
 
 
 def now() -> str:
-    """Return the time as records have it."""
+    """Return the current time in the format of records."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def new_folder(bench: str) -> Path:
-    """Return where a bench is kept if nobody says where; nothing is there yet."""
+    """Return the default folder for a benchmark's output, which does not exist yet."""
     stem = f"bench/{bench}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, number = Path(stem), 1
     while folder.exists():
@@ -125,11 +125,11 @@ def new_folder(bench: str) -> Path:
     return folder
 
 
-_MOST = 10**7  # more is a slip of the hand
+_MOST = 10**7  # more is a typo
 
 
 def size(text: str) -> int:
-    """Return a size; what is none is refused with an example."""
+    """Parse a size; raise an error with an example if it is invalid."""
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 1024")
     return int(text)

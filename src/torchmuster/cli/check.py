@@ -1,4 +1,4 @@
-"""``muster check``: see whether a group of machines can train together, before it does."""
+"""``muster check``: check whether hosts can train together."""
 
 import argparse
 import dataclasses
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchmuster.diagnose.result import GroupResult
 
 _PROBE = "torchmuster.diagnose.probes.collectives"
-# Over ssh machines come by themselves; to those that join, people walk.
+# Hosts join by themselves over ssh; with a code, the user starts muster join on each.
 _CALLED_S, _JOINING_S = 120.0, 1800.0
 _RANKS_ON_A_CPU = 2
 _REACH_S = 3.0
@@ -33,28 +33,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster check``."""
     parser.usage = "muster check [options] [script.py]"
     parser.description = (
-        f"{parser.description}\nCalls the machines, examines each, tries the links between them in both "
-        "directions, and runs\nreal ranks whose results are compared. Ends in what is wrong, why, and "
-        "what mends it.\nWith a script, its code is compared between the machines too; it is not run."
+        f"{parser.description}\nConnects to the hosts, checks each, tests the connections "
+        "between them in "
+        "both directions, and\nruns real ranks whose results are compared. Reports what is "
+        "wrong, why, "
+        "and how to fix it.\nWith a script, also compares its code between the hosts; it is not "
+        "run."
     )
     parsers.show_examples(
         parser,
         [
             "muster check                      this machine: a rank on each GPU, or two on the CPU",
-            "muster check --hosts a,b:2,c      three machines over ssh",
-            "muster check --join 2             this machine, and one that joins by a code",
-            "muster check --slurm --nodes 4    as a Slurm job; inside of one, --slurm is left out",
+            "muster check --hosts a,b:2,c      three hosts over ssh",
+            "muster check --join 2             this machine, and one that joins with a code",
+            "muster check --slurm --nodes 4    as a Slurm job; inside a job, leave out --slurm",
         ],
     )
-    parser.add_argument("--quick", action="store_true", help="machines and links only, no ranks")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report here too")
+    parser.add_argument(
+        "--quick", action="store_true", help="check hosts and connections, start no ranks"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report here")
     parsers.add_json_flag(parser)
     parsers.add_runs_flag(parser)
     job_flags.add_machine_flags(parser)
     many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
     many.add_argument(
-        "--join", type=host.machines, metavar="N", help="N machines, this one too, join by a code"
+        "--join",
+        type=host.machines,
+        metavar="N",
+        help="wait for N - 1 machines to join with a code",
     )
     slurm_run.add_flags(parser)
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
@@ -75,8 +83,8 @@ def _run_check(options: argparse.Namespace) -> int:
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise Impossible(
             f"cannot write {options.html}",
-            why="its folder is not there",
-            fix="make the folder first",
+            why="its folder does not exist",
+            fix="create the folder first",
         )
     script = Script(command=(_PROBE,), module=True)
     if options.command or options.stray:
@@ -103,16 +111,18 @@ def _machines(
     if options.join:
         if spec.hosts:
             raise Impossible(
-                "--join lets machines come; --hosts calls them over ssh", fix="give one of the two"
+                "--join and --hosts (over ssh) are mutually exclusive", fix="give one of the two"
             )
         if options.join < 2:
-            raise Impossible("nobody is to join", fix="--join 2 and more, or leave out --join")
+            raise Impossible(
+                "--join 1 leaves no machine to join", fix="--join 2 or more, or leave out --join"
+            )
         stream = sys.stderr if options.json else sys.stdout
         return spec, host.transport_for_guests(options.join, stream=stream)
     if inside := slurm_run.transport_inside(spec):
         return spec, inside
     if not spec.hosts and spec.ranks is None and not _sees_gpus(spec):
-        # One rank alone has nobody to talk to.
+        # One rank has no other rank to communicate with.
         spec = dataclasses.replace(spec, ranks=_RANKS_ON_A_CPU)
     return spec, transport_for(spec, resolved.settings.launch.remote_python or sys.executable)
 
@@ -135,15 +145,15 @@ def examine(
     html: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Check the machines of a job, show what was found, and return the exit code that says it."""
+    """Check the hosts of a job, print the result, and return its exit code."""
     from torchmuster.launch.launcher.launch_job import launch_job
 
-    # What looks blocked is tried once more, so that each try can be shorter than a run allows.
+    # Blocked connections are tried again, so each try can be shorter than in a run.
     spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=_REACH_S))
     made: list[GroupCheck] = []
 
     def make(*words: Any, **named: Any) -> "GroupCheck":
-        # Imported once the machines have been called: their node agents start meanwhile.
+        # Imported while the node agents start.
         from torchmuster.diagnose.group import GroupCheck
 
         made.append(GroupCheck(*words, **named, quick=quick))
@@ -160,7 +170,7 @@ def examine(
 def _tell_check(
     result: "GroupResult", run: RunFolder, *, html: Path | None, as_json: bool, shown: bool
 ) -> None:
-    """Write the report and show the result, unless the launcher has said already what is wrong."""
+    """Write the report and print the result, unless the launcher has already printed the error."""
     from torchmuster.diagnose import report
     from torchmuster.diagnose.result import headline
 

@@ -1,4 +1,4 @@
-"""``muster checkpoint``: what was saved, whether it is whole, and its weights as a folder for others."""
+"""``muster checkpoint``: list and verify checkpoints, and export their weights."""
 
 import argparse
 import json
@@ -28,14 +28,14 @@ from torchmuster.units import format_bytes, plural
 
 @dataclass(frozen=True, kw_only=True)
 class Meant:
-    """A store, one of its checkpoints if one was named, and the run if they are a run's."""
+    """A checkpoint store, the requested checkpoint if any, and the run they belong to if any."""
 
     store: Store
     wanted: str = ""
     run: RunFolder | None = None
 
     def names(self) -> list[str]:
-        """Return the names of the checkpoints that are meant, the newest first."""
+        """Return the names of the requested checkpoints, newest first."""
         names = newest_first(self.store)
         if not self.wanted:
             return names
@@ -49,30 +49,30 @@ class Meant:
             known = ", ".join(names[:5])
             raise Impossible(
                 f"there is no checkpoint {harmless(self.wanted)!r} in {self.store.where}",
-                why=f"the newest are: {known}" if known else "there is none at all",
-                fix="give a name, or the number of a step: muster checkpoint ls shows them",
+                why=f"the newest are: {known}" if known else "it contains no checkpoints",
+                fix="give a name or a step number: muster checkpoint ls shows them",
             )
         return chosen
 
     def model_files(self) -> Path | None:
-        """Return the folder with what belongs to the run's model next to its weights, if the run has one."""
+        """Return the folder with the model's config and tokenizer, if the run has one."""
         return self.run.model if self.run is not None and self.run.model.is_dir() else None
 
     def is_own_model(self) -> bool:
-        """Say whether the weights are of a model that the user's code builds, which alone knows their names."""
+        """Return whether the user's code builds the model, so that the weight names stay as is."""
         settings = _settings_of(self.run) if self.run is not None else None
         if settings is None:
             return False
         return settings.model.build is not None and settings.model.lora_rank is None
 
     def dtype(self) -> str:
-        """Return the dtype that the run holds the weights of its base model in."""
+        """Return the dtype of the base model's weights in the run."""
         settings = _settings_of(self.run) if self.run is not None else None
         return (settings.model.torch_dtype if settings else None) or "float32"
 
 
 def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
-    """Find what is meant by a run's id or folder, a folder, a URL, or one checkpoint's own folder or name."""
+    """Find checkpoints by a run's id or folder, a folder, a URL, or a checkpoint's name."""
     if step_of(place) is not None and not wanted:
         place, wanted = "last", place
     parent, _, last = place.rstrip("/").rpartition("/")
@@ -95,17 +95,17 @@ def _run_above(folder: Path) -> RunFolder | None:
 
 
 def _settings_of(run: RunFolder) -> Settings | None:
-    """Return the settings that a run was started with; a script of one's own has none."""
+    """Return the settings that a run was started with; None for a run of a script."""
     if not run.config.is_file():
         return None
     try:
         return resolve_settings(file=run.config).settings
-    except ConfigError:  # of another version; its checkpoints may be readable all the same
+    except ConfigError:  # of another version; its checkpoints may still be readable
         return None
 
 
 _PROGRAM = "torchmuster.worker.exported"
-# Nothing is fetched, and progress bars belong to whoever loads the model for use.
+# Download nothing, and show no progress bars or warnings.
 _SURROUNDINGS = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -115,18 +115,19 @@ _SURROUNDINGS = {
 
 
 def check_export(folder: Path) -> str:
-    """Raise an error if the folder would load wrong weights; return why that is not known here, or nothing."""
+    """Raise an error if the export loads wrong weights; return why it was not checked, or ""."""
     return _ask(folder, [])
 
 
 def merge(folder: Path, *, dtype: str) -> None:
-    """Put the whole model in the place of a LoRA adapter; raise an error if that cannot be done here."""
+    """Replace a LoRA adapter by the merged model; raise an error if that is not possible here."""
     unchecked = _ask(folder, ["--merge", "--dtype", dtype])
     if unchecked:
         raise MusterError(
-            "the adapter cannot be merged here",
+            "cannot merge the adapter here",
             why=unchecked,
-            fix="export it without --merge, or run this where the base model, transformers and peft are",
+            fix="export it without --merge, or run this on a machine that has the base model, "
+            "transformers and peft",
         )
 
 
@@ -141,8 +142,8 @@ def _ask(folder: Path, flags: list[str]) -> str:
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return f"the check ended with exit code {done.returncode}: {last}"
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return f"the check exited with code {done.returncode}: {last}"
     if "what" in answer:
         raise MusterError(answer["what"], why=answer["why"], fix=answer["fix"])
     return str(answer.get("unchecked", ""))
@@ -156,18 +157,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster checkpoint ls                           those of the last run",
+            "muster checkpoint ls                           list those of the last run",
             "muster checkpoint verify s3://bucket/run       read and compare every byte",
-            "muster checkpoint export last --to my-model    the newest good one's weights",
+            "muster checkpoint export last --to my-model    export the newest good checkpoint",
         ],
     )
-    parts = parser.add_subparsers(title="what to do", metavar="ACTION")
+    parts = parser.add_subparsers(title="actions", metavar="ACTION")
 
     ls = parsers.add_action(
         parts,
         "ls",
-        "list checkpoints, the newest first",
-        more="Sizes are compared; that the content is right only verify can say.",
+        "list checkpoints, newest first",
+        more="Checks file sizes only; verify also checks the content.",
         examples=["muster checkpoint ls", "muster checkpoint ls s3://bucket/run --json"],
     )
     _add_place(ls, name=False)
@@ -178,7 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parts,
         "verify",
         "read checkpoints and compare every file with what was written",
-        more="The exit code is 1 if one is damaged, or the one that was named is not finished.",
+        more="The exit code is 1 if one is damaged, or if the given one is unfinished.",
         examples=["muster checkpoint verify", "muster checkpoint verify last 120"],
     )
     _add_place(check)
@@ -189,8 +190,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parts,
         "export",
         "write a checkpoint's weights as safetensors that transformers loads",
-        more="The newest good checkpoint, if none is named. It is verified first, and the result is checked with "
-        "transformers. Of a LoRA run it writes an adapter that peft loads. Memory stays small.",
+        more="Without NAME, exports the newest good checkpoint. "
+        "Verifies it first, and checks the result "
+        "with\ntransformers. For a LoRA run, writes an adapter that peft loads. Needs little "
+        "memory.",
         examples=[
             "muster checkpoint export --to my-model",
             "muster checkpoint export --merge --to my-model",
@@ -374,7 +377,7 @@ def _how_to_load(folder: Path, beside: Sequence[str]) -> str:
 
 
 def _good_one(meant: Meant) -> str:
-    """Return the checkpoint to export, all of it read and found good; say which ones were not."""
+    """Return the checkpoint to export after verifying it; print findings on damaged ones."""
     names = meant.names()
     for name in names:
         manifest, _ = look_at_checkpoint(meant.store, name)
@@ -387,14 +390,14 @@ def _good_one(meant: Meant) -> str:
     if not names:
         raise Impossible(
             f"there are no checkpoints in {meant.store.where}",
-            fix="give a run, or a folder or URL that has some: muster checkpoint ls PLACE",
+            fix="give a run, or a folder or URL with checkpoints: muster checkpoint ls PLACE",
         )
     raise MusterError(
         f"nothing was exported: none of {len(names)} checkpoints is good"
         if len(names) > 1
         else f"nothing was exported: {names[0]} is not good",
-        why="weights of a damaged checkpoint would be wrong without showing it",
-        fix="name another one: muster checkpoint ls shows them",
+        why="the weights of a damaged checkpoint may be wrong without an error",
+        fix="give another checkpoint: muster checkpoint ls shows them",
     )
 
 
@@ -403,7 +406,7 @@ def _checkpoint_place(options: argparse.Namespace) -> Meant:
 
 
 class _Progress:
-    """Says on stderr how far it is, so that nothing is silent for long."""
+    """Prints progress on stderr at regular intervals."""
 
     def __init__(self, words: str, manifest: Manifest | None) -> None:
         self._words = words

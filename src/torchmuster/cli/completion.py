@@ -1,4 +1,4 @@
-"""``muster completion``: a completion script for the shell, made from the commands themselves."""
+"""``muster completion``: print a shell completion script, generated from the commands."""
 
 import argparse
 

@@ -16,13 +16,13 @@ from torchmuster.redaction import printable, redact_mapping
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``show``, ``check`` and ``schema``."""
     parsers.show_examples(parser, ["muster config show", "muster config check config.yaml"])
-    parts = parser.add_subparsers(title="what to do", metavar="ACTION")
+    parts = parser.add_subparsers(title="actions", metavar="ACTION")
 
     show = parsers.add_action(
         parts,
         "show",
         "print every setting, its value and where the value comes from",
-        more="A flag wins over the environment, that over the file, that over the default.",
+        more="Precedence: flags, then the environment, then the file, then defaults.",
         examples=[
             "muster config show --config config.yaml --num-gpus 2",
             "TORCHMUSTER_MODEL_TORCH_DTYPE=bfloat16 muster config show",
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parts,
         "schema",
         "print the JSON Schema of settings files, for editors",
-        more="With it, editors that know the YAML language server complete and check as you type.",
+        more="Editors with the YAML language server use it to complete and check as you type.",
         examples=[
             "muster config schema > torchmuster.schema.json",
             "# then, as the first line of config.yaml:",
@@ -57,24 +57,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags by which any command that takes settings lets them be given."""
+    """Add the flags of every command that takes settings."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of settings")
     parser.add_argument("--num-gpus", metavar="N", help="use N GPUs")
     parser.add_argument(
-        "--gpu-ids", nargs="+", metavar="ID", help="use these GPUs: numbers or UUIDs"
+        "--gpu-ids", nargs="+", metavar="ID", help="use these GPUs: indices or UUIDs"
     )
     add_set_flag(parser)
 
 
 def add_set_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set``, by which any setting can be given."""
+    """Add ``--set``, which sets any setting."""
     parser.add_argument(
         "--set",
         action="append",
         type=_setting,
         default=[],
         metavar="KEY=VALUE",
-        help="give any setting, for example --set model.torch_dtype=bfloat16",
+        help="set any setting, for example --set model.torch_dtype=bfloat16",
     )
 
 
@@ -89,7 +89,7 @@ def _setting(text: str) -> Flag:
 
 
 def settings_from(options: argparse.Namespace) -> Resolved:
-    """Resolve the settings that a command line, the environment and a file make together."""
+    """Resolve the settings from the command line, the environment and the file."""
     flags = list(options.set)
     if options.num_gpus is not None:
         flags.append(Flag(flag="--num-gpus", path="distributed.num_gpus", text=options.num_gpus))
@@ -120,7 +120,7 @@ def _show_config(options: argparse.Namespace) -> ExitCode:
 
 
 def _config_text(value: object) -> str:
-    """Write a value as it would stand in the file."""
+    """Format a value as in a settings file."""
     if value is None:
         return "-"
     if isinstance(value, bool):

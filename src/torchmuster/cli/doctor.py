@@ -1,4 +1,4 @@
-"""``muster doctor``: examines this machine, and says what would hurt a run and how to mend it."""
+"""``muster doctor``: check this machine for problems that would affect a run."""
 
 import argparse
 import shutil
@@ -19,27 +19,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster doctor                      a look at everything, in a second or two",
-            "muster doctor --deep               also tries torch out, on each device",
-            "muster doctor --only torch numpy   only these subjects",
-            "muster doctor --json > today.json  for programs; the exit code is 1 if something fails",
-            "muster doctor --explain - < error.log   what an error text means, and what mends it",
+            "muster doctor                      check everything, in a second or two",
+            "muster doctor --deep               also run torch on each device",
+            "muster doctor --only torch numpy   check only these subjects",
+            "muster doctor --json > today.json  as JSON; the exit code is 1 if a check fails",
+            "muster doctor --explain - < error.log   explain an error and how to fix it",
         ],
     )
-    parser.add_argument("--deep", action="store_true", help="also try out what takes seconds")
+    parser.add_argument("--deep", action="store_true", help="also run checks that take seconds")
     parser.add_argument(
         "--only",
         nargs="+",
         choices=list(SUBJECTS),
         default=(),
         metavar="SUBJECT",
-        help="look at these subjects only (--list names them)",
+        help="check only these subjects (--list shows them)",
     )
     parser.add_argument(
-        "--explain", metavar="TEXT", help="say what an error text means instead (-: read it)"
+        "--explain", metavar="TEXT", help="explain an error text instead (-: read from stdin)"
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--list", action="store_true", help="say what is looked at, and do not look")
+    how.add_argument("--list", action="store_true", help="list the checks, and run none")
     parsers.add_json_flag(how)
     parser.set_defaults(run=_run_doctor)
 
@@ -106,7 +106,7 @@ def _examine(options: argparse.Namespace) -> ExitCode:
     return exit_code(finding for some in findings.values() for finding in some)
 
 
-# ---- for programs
+# ---- as JSON
 
 
 def _print_json(findings: dict[str, list[Finding]], seconds: float) -> None:
@@ -128,12 +128,12 @@ def _worst(findings: Sequence[Finding]) -> Status:
     return worst_first(findings)[0].status if findings else Status.OK
 
 
-# ---- for people
+# ---- as text
 
 
 def _show_doctor(findings: dict[str, list[Finding]], seconds: float) -> None:
     colour = output.wants_colour(sys.stdout)
-    # One line each on a screen; whole where a program or a file takes it.
+    # Shortened to one line on a terminal; complete in a pipe or a file.
     room = max(shutil.get_terminal_size().columns - 9, 40) if sys.stdout.isatty() else None
     for subject, some in findings.items():
         line = _shortened(f"{subject:<22}{_doctor_text(some)}", room)
@@ -147,9 +147,9 @@ def _show_doctor(findings: dict[str, list[Finding]], seconds: float) -> None:
 
 
 def _doctor_text(findings: Sequence[Finding]) -> str:
-    """Say what was seen of a subject; how many findings it has is said where there are any."""
+    """Return a summary of a subject: the number of findings, if any, and what was found."""
     seen = [one.what for one in findings if one.status is Status.OK and one.what]
-    return "; ".join([*_counts(findings), *seen]) or "nothing to look at"
+    return "; ".join([*_counts(findings), *seen]) or "nothing to check"
 
 
 def _counts(findings: Sequence[Finding]) -> list[str]:
@@ -169,10 +169,10 @@ def _doctor_verdict(told: Sequence[Finding]) -> str:
     counts = ", ".join(_counts(told))
     match worst_first(told)[0].status if told else Status.OK:
         case Status.FAILURE:
-            return f"not fit for a run: {counts}"
+            return f"not ready for a run: {counts}"
         case Status.WARNING:
-            return f"fit for a run, with {counts}"
+            return f"ready for a run, with {counts}"
         case Status.NOTE:
-            return f"fit for a run ({counts})"
+            return f"ready for a run ({counts})"
         case _:
-            return "fit for a run: nothing is wrong"
+            return "ready for a run: no problems found"

@@ -1,4 +1,4 @@
-"""``muster run --dry-run``: what would be started, word for word, without starting or claiming it."""
+"""``muster run --dry-run``: print the commands that would be started, without starting them."""
 
 import os
 import shlex
@@ -20,36 +20,36 @@ from torchmuster.launch.transports.ssh import is_this_host, node_agent_command
 from torchmuster.redaction import redact_command, redact_mapping
 from torchmuster.units import plural
 
-# What is only settled when the machines have answered stands in capitals. Where the code that makes
-# the commands wants a number, one that nobody would give stands for the word until then.
+# Values that are known only after the hosts have answered are shown as names in capitals. Where the
+# code that builds the commands needs a number, an unlikely number is the placeholder.
 _RANKS, _WORLD, _SOCKET = 999_999_001, 999_999_002, 999_999_003
 _NUMBERS = {_RANKS: "RANKS", _WORLD: "WORLD_SIZE", _SOCKET: "SOCKET"}
 _MEANINGS = {
-    "ADDRESS": "of the first machine, as all others reach it",
-    "LOCAL_ADDRESS": "of the machine itself",
-    "INTERFACE": "that leads to the others",
-    "PORT": "that is free when it starts",
-    "RANKS": "one for each GPU that the machine gives",
-    "WORLD_SIZE": "the ranks of all machines",
-    "SOCKET": "of the store: opened beforehand, and handed over",
+    "ADDRESS": "of the first host, as all others reach it",
+    "LOCAL_ADDRESS": "of the host itself",
+    "INTERFACE": "the network interface to the other hosts",
+    "PORT": "a port that is free at the start",
+    "RANKS": "one for each GPU of the host",
+    "WORLD_SIZE": "the ranks of all hosts",
+    "SOCKET": "of the store: opened in advance, and passed on",
     "RUN": "the run's id",
-    "RECORDS": "a temporary folder of the machine's",
-    "TOKEN": "by which everything that belongs to the run is found",
+    "RECORDS": "a temporary folder on the host",
+    "TOKEN": "identifies all processes of the run",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one machine would start."""
+    """The command and environment that one host would start."""
 
     host: str
-    ranks: int | None  # None: it is not known before the machine answers
+    ranks: int | None  # None: unknown before the host answers
     folder: str
     reasons: tuple[str, ...]
     reached_by: tuple[str, ...]
     command: tuple[str, ...]
     environment: dict[str, object]
-    without: tuple[str, ...]  # variables that are taken away
+    without: tuple[str, ...]  # variables that are removed
 
     def as_json(self) -> dict[str, object]:
         """Return it as plain JSON types."""
@@ -66,7 +66,7 @@ class Machine:
 
 
 def show(spec: JobSpec, remote_python: str, runs: Path, *, as_json: bool) -> int:
-    """Show what ``muster run`` would start with the same flags."""
+    """Print what ``muster run`` would start with the same flags."""
     machines = _over_ssh(spec, remote_python) if spec.hosts else [_alone(spec, runs)]
     words = _words_in(machines)
     if as_json:
@@ -78,31 +78,31 @@ def show(spec: JobSpec, remote_python: str, runs: Path, *, as_json: bool) -> int
         _print(machine)
     if spec.max_restarts:
         times = "once" if spec.max_restarts == 1 else f"up to {spec.max_restarts} times"
-        print(f"after a failure everything is started again, {times}")
-    print("settled when it starts:")
+        print(f"after a failure all ranks are restarted, {times}")
+    print("known only when it starts:")
     for word in words:
         print(f"  {word:<14} {_MEANINGS[word]}")
-    print("nothing was started, and nothing is claimed")
+    print("nothing was started or claimed")
     return ExitCode.GOOD
 
 
 def _print(machine: Machine) -> None:
-    told = "a rank for each GPU" if machine.ranks is None else plural(machine.ranks, "rank")
+    told = "one rank per GPU" if machine.ranks is None else plural(machine.ranks, "rank")
     print(f"{machine.host}: {told}")
     for reason in machine.reasons:
         print(f"  {reason}")
-    print(f"  reached by:\n    {shlex.join(machine.reached_by)}")
-    print(f"  which starts, in {machine.folder}:")
+    print(f"  node agent:\n    {shlex.join(machine.reached_by)}")
+    print(f"  it starts, in {machine.folder}:")
     print("    " + " \\\n      ".join(map(shlex.join, _dry_run_lines(machine.command))))
-    print("  with, in the environment:")
+    print("  with these variables:")
     for name, value in machine.environment.items():
         print(f"    {name}={shlex.quote(str(value))}")
     if machine.without:
-        print(f"  and without: {', '.join(machine.without)}")
+        print(f"  and without these: {', '.join(machine.without)}")
 
 
 def _dry_run_lines(command: Sequence[str]) -> list[list[str]]:
-    """Divide the agent's command so that it can be read: a flag on each line, then the rank's own."""
+    """Split the agent's command into lines: one per flag, then the rank's command."""
     lines: list[list[str]] = [[]]
     ranks_own = len(command)
     for place, word in enumerate(command):
@@ -153,7 +153,7 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
             devices=(),
             variables={},
             threads=0,
-            reasons=("its devices and threads are chosen when it answers the node registry",),
+            reasons=("its devices and threads are chosen when it joins",),
         )
         machine = _dry_run_machine(
             spec,
@@ -178,7 +178,7 @@ def _prepare(spec: JobSpec, host: Host | None) -> protocol.Prepare:
     ranks = host.ranks if host else None
     return protocol.Prepare(
         run_id="RUN",
-        token="TOKEN",  # noqa: S106  # a word that stands for it
+        token="TOKEN",  # noqa: S106  # a placeholder
         command=spec.command,
         module=spec.module,
         folder=spec.folder,
@@ -207,7 +207,7 @@ def _dry_run_machine(
     share = _dry_run_share(spec, prepare, held, place, sizes, logs)
     added = engines.agent_environment(share, {}, held.variables, held.threads)
     if held.threads == 0 and "OMP_NUM_THREADS" not in spec.environment:
-        del added["OMP_NUM_THREADS"]  # not known before the machine answers
+        del added["OMP_NUM_THREADS"]  # unknown before the host answers
     if len(sizes) > 1:
         added |= interfaces.socket_variables("INTERFACE", added)
     shown = redact_mapping(added)

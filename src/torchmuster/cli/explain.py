@@ -1,4 +1,4 @@
-"""``muster explain``: what happened to a run, the first cause, where to look, what to do."""
+"""``muster explain``: report what happened to a run, the root cause, and how to fix it."""
 
 import argparse
 import sys
@@ -20,16 +20,17 @@ _FILES_SHOWN = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster explain``."""
     parser.description = (
-        f"{parser.description}\nThe run's folder is enough: it may still run, be long over, or have been copied "
-        "from\nanother machine. For an error's text alone: muster doctor --explain."
+        f"{parser.description}\nNeeds only the run folder: the run may be active, finished, or "
+        "copied from "
+        "another machine.\nTo explain an error text alone: muster doctor --explain."
     )
     parsers.show_examples(
         parser,
         [
             "muster explain                     the newest run in ./runs",
-            "muster explain 20260131-1200       part of its id is enough",
+            "muster explain 20260131-1200       a unique part of its id",
             "muster explain /mnt/copied/20260131-120000-train-1a2b",
-            "muster explain --dumps FOLDER      flight recorders' dumps from elsewhere: rank-<n>.json",
+            "muster explain --dumps FOLDER      compare flight recorder dumps: rank-<n>.json",
         ],
     )
     parser.add_argument(
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parsers.add_runs_flag(parser)
     parser.add_argument(
-        "--dumps", type=Path, metavar="DIR", help="compare these dumps of flight recorders instead"
+        "--dumps", type=Path, metavar="DIR", help="compare these flight recorder dumps instead"
     )
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_run_explain)
@@ -105,15 +106,15 @@ def _compare_dumps(folder: Path, *, as_json: bool) -> int:
     dumps = dumps_in(folder)
     if not dumps:
         raise Impossible(
-            f"there are no dumps of flight recorders in {folder}",
-            why="they are looked for as rank-<n>.json or rank-<n>.flight.json, as JSON",
-            fix="in each rank: torch._C._distributed_c10d._dump_fr_trace_json(), written to such a file",
+            f"there are no flight recorder dumps in {folder}",
+            why="their names are rank-<n>.json or rank-<n>.flight.json, and they contain JSON",
+            fix="in each rank, write torch._C._distributed_c10d._dump_fr_trace_json() to a file",
         )
     findings = analyse_flight_records(dumps) or [
         Finding(
             name="collectives-alike",
             status=Status.OK,
-            what=f"{len(dumps)} ranks called the same collectives, and all of them ended",
+            what=f"{len(dumps)} ranks called the same collectives, and all of them completed",
         )
     ]
     if as_json:

@@ -1,4 +1,4 @@
-"""``muster exporter``: serves this machine's metrics, and those of the runs on it, to Prometheus."""
+"""``muster exporter``: serve metrics of this machine and its runs to Prometheus."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         [
             "muster exporter                       serve on 127.0.0.1, for a Prometheus on this machine",
             "muster exporter --runs /shared/runs   the runs of another folder",
-            "muster exporter --once                print the metrics, and end",
+            "muster exporter --once                print the metrics, and exit",
             "muster exporter --address 0.0.0.0 --token-file token --certificate node.pem",
         ],
     )
@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-ranks",
         action="store_true",
-        help="tell of other machines' ranks too: where this is the only exporter for a shared folder",
+        help="also export ranks of other hosts, if this is the only exporter for a shared folder",
     )
-    parser.add_argument("--once", action="store_true", help="print the metrics once, and end")
+    parser.add_argument("--once", action="store_true", help="print the metrics once, and exit")
     parser.set_defaults(run=_run_exporter)
 
 
@@ -43,7 +43,7 @@ def _run_exporter(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         look = stack.enter_context(snapshot.listening_to_events())
         collector = Collector(options.runs, look, all_ranks=options.all_ranks)
-        text, _ = exposition(collector.samples(), "")  # what is missing shows now
+        text, _ = exposition(collector.samples(), "")  # fail now if something is missing
         if options.once:
             print(text.decode(), end="")
             return ExitCode.GOOD

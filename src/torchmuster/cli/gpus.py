@@ -1,4 +1,4 @@
-"""``muster gpus``: the accelerators of this machine, who uses them, how they are joined."""
+"""``muster gpus``: the accelerators of this machine, their users and their links."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,7 @@ from torchmuster.units import MiB, format_seconds, parse_bytes, parse_seconds
 if TYPE_CHECKING:
     from torchmuster.devices.acquire import HeldDevices
 
-# While waiting, somebody is told what stands in the way at least this often.
+# Interval of messages while waiting for GPUs.
 _REPORT_EVERY_S = 9.0
 
 
@@ -37,57 +37,60 @@ def add_parser(actions: Any) -> None:
         "pick",
         "choose GPUs and print their UUIDs, or run a command on them",
         usage="muster gpus pick [options] [-- command …]",
-        more="A command after -- is run on the GPUs, and holds them against everybody else who picks\n"
-        "for as long as it runs. GPUs on which others compute are passed over unless --share is given.",
+        more="A command after -- runs on the GPUs and claims them until it exits, so that other "
+        "picks\n"
+        "skip them. GPUs in use are skipped unless --share is given.",
         examples=[
             "muster gpus pick --num 2 --min-free 30GiB -- torchrun --nproc-per-node 2 train.py",
-            "muster gpus pick --num 4 --wait 2h -- python train.py    wait two hours at most",
-            "muster gpus pick --for-model 14GB        as many as training a 7B model in bf16 takes",
+            "muster gpus pick --num 4 --wait 2h -- python train.py    wait at most two hours",
+            "muster gpus pick --for-model 14GB        enough to train a 7B model in bf16",
             "gpus=$(muster gpus pick --num 2) && export CUDA_VISIBLE_DEVICES=$gpus",
         ],
     )
     parser.add_argument(
-        "--num", type=_gpus_count, metavar="N", help="how many (default: 1, or all --gpu-ids)"
-    )
-    parser.add_argument("--gpu-ids", nargs="+", metavar="ID", help="from these: numbers or UUIDs")
-    parser.add_argument(
-        "--min-free", type=_gpus_size, metavar="SIZE", help="memory free on each: 30GiB"
+        "--num", type=_gpus_count, metavar="N", help="number of GPUs (1, or all of --gpu-ids)"
     )
     parser.add_argument(
-        "--min-total", type=_gpus_size, metavar="SIZE", help="memory of each in all: 40GiB"
+        "--gpu-ids", nargs="+", metavar="ID", help="choose from these: indices or UUIDs"
     )
     parser.add_argument(
-        "--for-model", type=_gpus_size, metavar="SIZE", help="as many as train weights of this size"
+        "--min-free", type=_gpus_size, metavar="SIZE", help="free memory on each GPU: 30GiB"
     )
-    parser.add_argument("--share", action="store_true", help="also GPUs on which others compute")
+    parser.add_argument(
+        "--min-total", type=_gpus_size, metavar="SIZE", help="total memory of each GPU: 40GiB"
+    )
+    parser.add_argument(
+        "--for-model", type=_gpus_size, metavar="SIZE", help="enough to train weights of this size"
+    )
+    parser.add_argument("--share", action="store_true", help="allow GPUs that are already in use")
     parser.add_argument(
         "--wait",
         nargs="?",
         type=_duration,
         const=math.inf,
         default=0.0,
-        metavar="TIME",
-        help="wait until they are free, for at most 10m, 2h, … if given",
+        metavar="DURATION",
+        help="wait until they are free: without limit, or at most 10m, 2h, …",
     )
-    # Left alone where it is not given: ``muster gpus --json pick`` has said it already.
-    parser.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON, for programs"
-    )
+    # No default: ``muster gpus --json pick`` has already set it.
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=_run_pick, command=None)
 
 
 def _run_pick(options: argparse.Namespace) -> int:
-    # Imported on use: plain ``muster gpus`` needs none of it.
+    # Imported on use: plain ``muster gpus`` does not need it.
     from torchmuster.devices.acquire import acquire_devices
     from torchmuster.devices.choose import choose_devices
 
     if options.command == []:
-        raise Impossible("there is nothing to run after --", fix="give a command, or leave -- out")
+        raise Impossible("there is no command after --", fix="give a command, or leave -- out")
     if options.watch:
-        raise Impossible("--watch shows GPUs and picks none", fix="leave out --watch, or pick")
+        raise Impossible(
+            "--watch does not work with pick", fix="leave out --watch, or leave out pick"
+        )
     claims = Claims.here(os.environ)
     request, story = _gpus_request(options, claims)
-    if not options.command and not options.wait:  # nothing is taken, so nothing needs to be locked
+    if not options.command and not options.wait:  # nothing is claimed, so no lock is needed
         node = snapshot.take_snapshot_with_history()
         taken = claims.glance(one.uuid for one in node.accelerators).in_the_way
         decision = choose_devices(node, request, environment=os.environ, claims=taken)
@@ -109,7 +112,7 @@ def _run_pick(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Story:
-    """Why a request is what it is, where it was made from a model's size."""
+    """The strategy and the reason of a request that was derived from a model's size."""
 
     strategy: str | None = None
     words: str = ""
@@ -142,7 +145,7 @@ def _gpus_request(options: argparse.Namespace, claims: Claims) -> tuple[DeviceRe
 
 
 def _ids(words: Sequence[str]) -> tuple[str, ...]:
-    """Take ``0 2`` and ``0,2`` alike."""
+    """Split ``0 2`` and ``0,2`` into ids."""
     return tuple(one for word in words for one in word.split(",") if one)
 
 
@@ -157,19 +160,19 @@ def _print(decision: Decision[tuple[Device, ...]], story: _Story, as_json: bool)
         output.print_json({**answer, "reason": reason})
         return ExitCode.GOOD
     output.say(reason)
-    output.say("not claimed: to hold them for a run, put the command after --")
-    # Where the vendor's variable takes no UUIDs, what it does take.
+    output.say("not claimed: to claim them for a run, put the command after --")
+    # The value of the vendor's variable, which may not accept UUIDs.
     print(next(iter(variables.values()), None) or ",".join(one.uuid for one in decision.value))
     return ExitCode.GOOD
 
 
 def _become(command: list[str], held: "HeldDevices", story: _Story) -> int:
-    """Turn into the command: its signals and exit code are its own, and the claim lives with it."""
+    """Replace this process by the command, which keeps the claim until it exits."""
     environment = _changed(os.environ, variables_for(held.decision.value))
     output.say(story.words + held.decision.reason)
     held.hand_over(environment)
     sys.stdout.flush()
-    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and programs inherit that
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these, and programs inherit that
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
@@ -189,7 +192,7 @@ def _changed(environment: Mapping[str, str], changes: Mapping[str, str | None]) 
 
 
 def _reporter(request: DeviceRequest) -> Callable[[MusterError], None]:
-    """Return what to do at each vain try: say at once, and then regularly, what is in the way."""
+    """Return a callback that reports, at once and then regularly, why no GPUs are available."""
     started = time.monotonic()
     last_said = -math.inf
 
@@ -233,23 +236,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster gpus              one look",
-            "muster gpus --watch      a look every second, until Ctrl-C",
-            "muster gpus --links      which GPUs are joined by NVLink, which by PCIe",
-            "muster gpus pick --num 2 -- python train.py    run on two free ones",
+            "muster gpus              show the GPUs once",
+            "muster gpus --watch      refresh every second, until Ctrl-C",
+            "muster gpus --links      show NVLink and PCIe links between GPUs",
+            "muster gpus pick --num 2 -- python train.py    run on two free GPUs",
         ],
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--watch", action="store_true", help="look again and again, until Ctrl-C")
+    how.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     parsers.add_json_flag(how)
     parser.add_argument(
         "--interval",
         type=parsers.interval,
         default=1.0,
         metavar="SECONDS",
-        help="between looks (1)",
+        help="refresh interval of --watch (1)",
     )
-    parser.add_argument("--links", action="store_true", help="show how the GPUs are joined")
+    parser.add_argument("--links", action="store_true", help="show the links between GPUs")
     parser.add_argument("--uuids", action="store_true", help="show each GPU's UUID")
     parser.set_defaults(run=_run_gpus)
     actions = parser.add_subparsers(title="more", metavar="ACTION")

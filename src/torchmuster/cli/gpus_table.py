@@ -1,4 +1,4 @@
-"""The table of ``muster gpus``: what a person wants to know at a glance, in colour."""
+"""The table of ``muster gpus``, in colour."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from torchmuster.finding import render
 from torchmuster.units import GiB, format_bytes, format_seconds, plural
 
 Update = Callable[[Node, Visible, Mapping[str, Claim]], None]
-# Without a terminal there is no width to fit into; this is wide enough for what a table has to say.
+# Without a terminal there is no width limit; this fits the whole table.
 _PIPE_WIDTH = 160
 
 
@@ -37,7 +37,7 @@ def show(
 
 @contextmanager
 def live(*, links: bool, uuids: bool) -> Iterator[Update]:
-    """Show a table that is redrawn in place; where that cannot be, one below the other."""
+    """Show a table that is redrawn in place; without a terminal, print one below the other."""
     console = _console()
 
     def draw(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> RenderableType:
@@ -85,7 +85,7 @@ def screen(
     if findings:
         colour = output.wants_colour(sys.stdout)
         text = Text.from_ansi(render(findings, width=width, colour=colour))
-        # It is wrapped already, and a command must survive being copied.
+        # It is wrapped already, and commands must stay on one line for copying.
         text.no_wrap, text.overflow = True, "ignore"
         parts = [Text(), text, *parts] if findings_first else [*parts, Text(), text]
     return Group(_headline(node, shown, claims), *parts)
@@ -123,7 +123,7 @@ class _Column:
 
 
 def _columns(uuids: bool, width: int) -> Iterator[_Column]:
-    """Yield the columns; the narrower the terminal, the fewer: who uses what is kept longest."""
+    """Yield the columns; narrow terminals get fewer, but always the users."""
     roomy, wide = width >= 70, width >= 90
     yield _Column("GPU", "right", lambda one: Text(one.number, style="bold"))
     yield _Column("name", "left", lambda one: Text(_short_name(one)))
@@ -157,7 +157,7 @@ def _cli_table(
 
 
 def _short_name(device: Device) -> str:
-    """Drop the maker's words that every row would repeat; a MIG slice shows its profile."""
+    """Return the name without the vendor's prefix; for a MIG slice, its profile."""
     name = device.name.removeprefix("NVIDIA ").removeprefix("GeForce ").removeprefix("AMD ")
     return f"└ {name.rpartition(' ')[2]}" if device.mig_index is not None else name
 
@@ -207,7 +207,7 @@ def _used_by(device: Device, shown: Visible, claim: Claim | None, now: float) ->
         held = f"claimed {format_seconds(max(now - claim.since_unix_s, 0))}"
         return _gpus_table_line([(claim.user, "cyan"), (held, ""), (claim.command, "dim")])
     if device.mig_enabled and device.mig_index is None:
-        return Text("split into slices", style="dim")
+        return Text("split into MIG slices", style="dim")
     if device.compute_processes:
         return _gpus_table_processes(device.compute_processes, now)
     if hidden_by := shown.hidden_by.get(device.uuid):
@@ -218,7 +218,7 @@ def _used_by(device: Device, shown: Visible, claim: Claim | None, now: float) ->
 
 
 def _gpus_table_processes(processes: tuple[DeviceProcess, ...], now: float) -> Text:
-    """Show the process with the most memory, and how many others there are."""
+    """Return the process with the most memory, and the number of others."""
     main = max(processes, key=lambda one: one.memory_bytes or 0)
     age = age_s(main, now)
     parts = [(main.user or f"pid {main.pid}", "cyan")]
@@ -237,7 +237,7 @@ def _gpus_table_line(parts: list[tuple[str, str]]) -> Text:
 
 
 def _link_matrix(node: Node) -> Table:
-    """How each pair is joined, with nvidia-smi's abbreviations."""
+    """Return the link between each pair of GPUs, with nvidia-smi's abbreviations."""
     devices = [one for one in node.accelerators if one.mig_index is None]
     table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("links", justify="right")
@@ -262,11 +262,11 @@ def _hint(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Text:
         hidden = ", ".join(sorted(set(shown.hidden_by.values())))
         return Text(f"all GPUs are hidden by {hidden}", "dim")
     if not free:
-        return Text("none free; wait for one: muster gpus pick --wait -- python train.py", "dim")
+        return Text("none free; to wait: muster gpus pick --wait -- python train.py", "dim")
     together = len([one for one in free if one.mig_index is None]) or 1
     joined = choose.describe_link(node, free)
     text = f"{plural(len(free), 'GPU')} free" + (f", {joined}" if joined else "")
-    return Text(f"{text}; take: muster gpus pick --num {together} -- python train.py", "dim")
+    return Text(f"{text}; to use: muster gpus pick --num {together} -- python train.py", "dim")
 
 
 def _without_gpus(node: Node) -> Text:
@@ -274,4 +274,4 @@ def _without_gpus(node: Node) -> Text:
     memory = format_bytes(node.cpu.total_bytes) if node.cpu.total_bytes else "unknown memory"
     limited = cores.value < (os.cpu_count() or 1)
     words = cores.reason if limited else f"{cores.value} cores"
-    return Text(f"no GPU here; programs run on the CPU: {node.cpu.name}, {memory}, {words}")
+    return Text(f"no GPU found; programs run on the CPU: {node.cpu.name}, {memory}, {words}")

@@ -1,4 +1,4 @@
-"""``muster host``: start a script here and let other machines join by a code, without ssh."""
+"""``muster host``: start a script here; other machines join with a code, without ssh."""
 
 import argparse
 import socket
@@ -23,9 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster host``."""
     parser.usage = "muster host --nnodes N [options] script.py [the script's own arguments]"
     parser.description = (
-        f"{parser.description}\nPrints a line to paste on each other machine. Each line works once, for "
-        "one machine, and only\nwith this host: the code in it carries a token and the fingerprint of "
-        "this host's certificate."
+        f"{parser.description}\nPrints a command to paste on each other machine. Each command "
+        "works once, for "
+        "one machine and only\nwith this host: its code contains a token and the fingerprint of "
+        "this "
+        "host's certificate."
     )
     parsers.show_examples(
         parser,
@@ -39,12 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_range,
         required=True,
         metavar="N",
-        help="machines, this one too; 2:4 goes on with 2 if others are lost",
+        help="machines, including this one; 2:4 continues with 2 if others are lost",
     )
     job_flags.add_machine_flags(parser)
     many = job_flags.add_rendezvous_flags(parser)
     many.add_argument(
-        "--join-port", type=job_flags.port, metavar="N", help="at which others join (any free one)"
+        "--join-port",
+        type=job_flags.port,
+        metavar="N",
+        help="port that others join at (a free one)",
     )
     found = many.add_mutually_exclusive_group()
     found.add_argument(
@@ -56,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-announce", action="store_true", help="do not announce this host on the local network"
     )
     job_flags.add_run_flags(parser)
-    # People walk from one machine to the next.
+    # The user starts muster join on each machine.
     parser.set_defaults(run=_run_host, command=None, join_timeout=1800.0)
 
 
@@ -66,11 +71,13 @@ def _run_host(options: argparse.Namespace) -> int:
     spec = job_flags.job_from(options, resolved, script)
     if spec.hosts:
         raise Impossible(
-            "muster host lets machines join; launch.hosts calls them over ssh",
-            fix="muster run for ssh, or leave launch.hosts out",
+            "muster host waits for machines to join; launch.hosts connects to them over ssh",
+            fix="use muster run for ssh, or leave out launch.hosts",
         )
     if options.nnodes.most < 2:
-        raise Impossible("a host without guests", fix="muster run, or --nnodes 2 and more")
+        raise Impossible(
+            "--nnodes 1 leaves no machine to join", fix="use muster run, or --nnodes 2 or more"
+        )
     transport = transport_for_guests(
         options.nnodes.most,
         port=options.join_port,
@@ -91,7 +98,7 @@ def transport_for_guests(
     short: bool = False,
     stream: TextIO,
 ) -> Transport:
-    """Return the way to this machine and to those that will join; their codes go to ``stream``."""
+    """Return the transport to this machine and to those that join; prints codes to ``stream``."""
     from torchmuster.launch.network import interfaces
     from torchmuster.launch.transports.hosting import HostTransport
 
@@ -99,10 +106,10 @@ def transport_for_guests(
     if not addresses:
         raise Impossible(
             "this machine has no network address",
-            why="others cannot join over loopback",
-            fix="connect it to a network; ip address  # shows what it has",
+            why="other machines cannot join over loopback",
+            fix="connect it to a network; ip address  # shows its addresses",
         )
-    # Spoken on the terminal only: what is written down must not let anybody in.
+    # Printed on the terminal only: codes give access and must not be logged.
     return HostTransport(
         socket.gethostname(),
         nodes=nodes,
@@ -115,14 +122,14 @@ def transport_for_guests(
 
 
 def _range(text: str) -> NodeCounts:
-    """Read a number of machines, this one included, or the fewest and the most: 2:4."""
+    """Parse a number of machines, including this one, or minimum and maximum: 2:4."""
     if ":" not in text:
         return NodeCounts(least=machines(text), most=machines(text))
     return job_flags.nodes(text)
 
 
 def machines(text: str) -> int:
-    """Read a number of machines, this one included."""
+    """Parse a number of machines, including this one."""
     from torchmuster.launch.transports.join.code import MOST_PLACES
 
     number = int(text) if text.isdecimal() else 0

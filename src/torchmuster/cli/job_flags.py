@@ -1,4 +1,4 @@
-"""The flags that describe a job, for every command that launches one, and the job they make."""
+"""Flags that describe a job, for every command that launches one, and their conversion to a job."""
 
 import argparse
 import json
@@ -20,13 +20,13 @@ from torchmuster.launch.job import JobSpec, Limits, NodeCounts, parse_hosts, par
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 from torchmuster.units import parse_seconds
 
-# Signs of life come every 2 s; less than two of them missing means nothing.
+# Heartbeats are sent every 2 s; fewer than two missing ones are not significant.
 _SHORTEST_SILENCE_S = 5.0
-# --wait without a time: longer than anybody waits, and still a number that can be sent.
+# --wait without a duration: 10 years, because infinity cannot be sent.
 _FOREVER_S = 10 * 365 * 86400.0
-# What can go on from where it was is started again without being asked.
+# Restarts of runs that resume from a checkpoint, if --max-restarts is not given.
 USUAL_RESTARTS = 3
-# Set by people to steer the libraries; everything else of an environment belongs to its machine.
+# Variables that configure libraries are forwarded; all others stay on their host.
 _LIBRARY_VARIABLES = (
     "NCCL_",
     "GLOO_",
@@ -39,9 +39,9 @@ _LIBRARY_VARIABLES = (
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what each machine gives to the run."""
+    """Add the flags for the devices and the environment of each host."""
     add_setting_flags(parser)
-    give = parser.add_argument_group("what each machine gives")
+    give = parser.add_argument_group("devices and environment")
     give.add_argument(
         "--device",
         choices=("auto", "gpu", "cpu"),
@@ -49,99 +49,99 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         help="auto (default): GPUs if there are any, else the CPU",
     )
     give.add_argument(
-        "--ranks", type=count, metavar="N", help="processes on each machine (one per GPU; CPU: 1)"
+        "--ranks", type=count, metavar="N", help="processes on each host (one per GPU; CPU: 1)"
     )
-    give.add_argument("--share", action="store_true", help="also GPUs on which others compute")
+    give.add_argument("--share", action="store_true", help="allow GPUs that are already in use")
     give.add_argument(
         "--wait",
         nargs="?",
         type=duration,
         const=_FOREVER_S,
         default=0.0,
-        metavar="TIME",
-        help="if GPUs are in use, wait for them: for ever, or 10m, 2h, …",
+        metavar="DURATION",
+        help="if GPUs are in use, wait for them: without limit, or at most 10m, 2h, …",
     )
     give.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="a variable for the ranks on every machine; NAME alone: as it is here",
+        help="set a variable on all ranks; NAME alone forwards its current value",
     )
 
 
 def add_rendezvous_flags(parser: argparse.ArgumentParser) -> Any:
-    """Add how the machines of a run meet."""
-    many = parser.add_argument_group("many machines")
+    """Add the flags for the rendezvous of a run's hosts."""
+    many = parser.add_argument_group("multiple hosts")
     many.add_argument(
-        "--address", metavar="ADDR", help="meet at this address or interface of the first machine"
+        "--address", metavar="ADDR", help="rendezvous address or interface of the first host"
     )
     many.add_argument(
         "--port",
         type=port,
         metavar="N",
-        help="meet at this port (default: 29400 or the next that is free)",
+        help="rendezvous port (default: 29400 or the next free one)",
     )
     many.add_argument(
         "--join-timeout",
         type=duration,
         default=120.0,
-        metavar="TIME",
-        help="give up if not all machines have answered by then (2m)",
+        metavar="DURATION",
+        help="fail if not all hosts have joined after DURATION (2m)",
     )
     many.add_argument(
         "--lost-after",
         type=_silence,
         default=10.0,
-        metavar="TIME",
-        help="a machine without a sign of life for so long is lost (10s)",
+        metavar="DURATION",
+        help="declare a host lost after DURATION without a heartbeat (10s)",
     )
     return many
 
 
 def add_host_flags(many: Any) -> None:
-    """Add the machines that are called over ssh."""
+    """Add the flags for hosts that are reached over ssh."""
     many.add_argument(
         "--hosts",
         nargs="+",
         metavar="HOST",
-        help="machines that ssh knows, first one first: a,b:4,c (4 ranks on b)",
+        help="hosts by their ssh names, rank 0's host first: a,b:4,c (4 ranks on b)",
     )
     many.add_argument(
         "--remote-python",
         metavar="PATH",
-        help="Python on the other machines (the same path as here)",
+        help="Python on the other hosts (the same path as here)",
     )
 
 
 def add_run_flags(
     parser: argparse.ArgumentParser,
     *,
-    named: str = "as the script",
+    named: str = "the script's name",
     usual_restarts: int = 0,
     usual_grace_s: float = 5.0,
 ) -> Any:
-    """Add what holds while a run goes on."""
+    """Add the flags for restarts, shutdown, hangs, and the run's name and folder."""
     parser.set_defaults(usual_restarts=usual_restarts)
-    when = parser.add_argument_group("while it runs")
+    when = parser.add_argument_group("run control")
     in_a_row = " in a row" if usual_restarts else ""
     when.add_argument(
         "--max-restarts",
         metavar="N",
-        help=f"start all ranks again after a failure ({usual_restarts} times{in_a_row})",
+        help=f"restart all ranks after a failure, at most N times{in_a_row} ({usual_restarts})",
     )
     when.add_argument(
         "--grace",
         type=duration,
         default=usual_grace_s,
-        metavar="TIME",
-        help=f"ranks that are asked to end are killed after this ({usual_grace_s:.0f}s)",
+        metavar="DURATION",
+        help=f"kill ranks that have not exited DURATION after SIGTERM ({usual_grace_s:.0f}s)",
     )
     when.add_argument(
         "--end-hangs-after",
         type=_patience,
-        metavar="TIME",
-        help="end ranks that hang for so long, or never (1m if they cannot go on by themselves)",
+        metavar="DURATION",
+        help="kill ranks that hang for DURATION, or: never (1m if they cannot recover)",
     )
     when.add_argument("--name", help=f"name the run (default: {named})")
     when.add_argument(
@@ -151,7 +151,7 @@ def add_run_flags(
 
 
 def settings_of(options: argparse.Namespace) -> Resolved:
-    """Resolve the settings, those of launching included."""
+    """Resolve the settings, including the launch flags."""
     for name, path in (
         ("hosts", "launch.hosts"),
         ("max_restarts", "launch.max_restarts"),
@@ -159,7 +159,7 @@ def settings_of(options: argparse.Namespace) -> Resolved:
     ):
         given = getattr(options, name, None)
         if given is not None:
-            # As JSON, which YAML reads as it is: an address in brackets would be a list to it.
+            # As JSON, which is valid YAML: YAML would parse an address in brackets as a list.
             text = json.dumps(_items(given)) if isinstance(given, list) else given
             flag = f"--{name.replace('_', '-')}"
             options.set.append(Flag(flag=flag, path=path, text=text))
@@ -167,12 +167,12 @@ def settings_of(options: argparse.Namespace) -> Resolved:
 
 
 def _items(words: list[str]) -> list[str]:
-    """Take ``a b`` and ``a,b`` alike."""
+    """Split ``a b`` and ``a,b`` into items."""
     return [item.strip() for word in words for item in word.split(",") if item.strip()]
 
 
 def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) -> JobSpec:
-    """Translate flags and settings into a job."""
+    """Build a job from flags and settings."""
     settings = resolved.settings
     ids = settings.distributed.gpu_ids
     hosts = parse_hosts(settings.launch.hosts) if settings.launch.hosts else ()
@@ -198,13 +198,13 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
             join_s=options.join_timeout,
             lost_after_s=options.lost_after,
             grace_s=options.grace,
-            end_hangs_s=getattr(options, "end_hangs_after", None),  # a check has no such flag
+            end_hangs_s=getattr(options, "end_hangs_after", None),  # muster check has no such flag
         ),
     )
 
 
 def with_nodes(spec: JobSpec, nodes: NodeCounts) -> JobSpec:
-    """Return the job for so many machines; one that goes on with fewer is started again for that."""
+    """Return the job for these node counts; a job that may continue with fewer needs restarts."""
     if nodes.least == nodes.most:
         return spec
     restarts = spec.max_restarts or USUAL_RESTARTS
@@ -212,7 +212,7 @@ def with_nodes(spec: JobSpec, nodes: NodeCounts) -> JobSpec:
 
 
 def console_for(run: RunFolder) -> "Any":
-    """Return the voice of a command that launches."""
+    """Return the console of a command that launches a run."""
     from torchmuster.launch.launcher.console import TerminalConsole
 
     return TerminalConsole(
@@ -225,7 +225,7 @@ def console_for(run: RunFolder) -> "Any":
 
 def _job_flags_restarts(options: argparse.Namespace, resolved: Resolved) -> int:
     given = resolved.settings.launch.max_restarts
-    usual = getattr(options, "usual_restarts", 0)  # a check has no such flags
+    usual = getattr(options, "usual_restarts", 0)  # muster check has no such flags
     return int(usual) if given is None else given
 
 
@@ -238,29 +238,29 @@ def _job_flags_name(options: argparse.Namespace, resolved: Resolved, script: Scr
 
 
 def _job_flags_device(options: argparse.Namespace, resolved: Resolved) -> Any:
-    """Return the device; asking for GPUs by number or name means GPUs."""
+    """Return the device type; a number of GPUs or GPU ids imply GPUs."""
     asked = resolved.settings.distributed.num_gpus or resolved.settings.distributed.gpu_ids
     if options.device != "cpu":
         return "gpu" if asked else options.device
     sources = [resolved.sources[f"distributed.{name}"] for name in ("num_gpus", "gpu_ids")]
     if any(source.strength is Strength.FLAG for source in sources):
         raise Impossible(
-            "--device cpu uses no GPUs, but GPUs were asked for",
+            "--device cpu uses no GPUs, but GPUs were requested",
             why=f"by {next(one.where for one in sources if one.strength is Strength.FLAG)}",
-            fix="leave out one of the two; processes on the CPU are counted by --ranks 2",
+            fix="leave out one of the two; set the number of CPU processes with --ranks 2",
         )
     return "cpu"
 
 
 def _job_flags_ranks(options: argparse.Namespace, resolved: Resolved) -> int | None:
-    """Return how many processes each machine starts; one for each GPU where there are GPUs."""
+    """Return the number of processes on each host; with GPUs, one for each."""
     gpus = resolved.settings.distributed.num_gpus
     if options.ranks is None:
         return None if options.device == "cpu" else gpus
     if options.device != "cpu" and gpus is not None and gpus != options.ranks:
         source = resolved.sources["distributed.num_gpus"].where
         raise Impossible(
-            f"--ranks {options.ranks} and {gpus} GPUs ({source}) do not fit",
+            f"--ranks {options.ranks} and {gpus} GPUs ({source}) contradict each other",
             why="each GPU gets one rank",
             fix="give one of the two",
         )
@@ -268,7 +268,7 @@ def _job_flags_ranks(options: argparse.Namespace, resolved: Resolved) -> int | N
 
 
 def _typed(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the words that people would type again: the command, and its settings."""
+    """Return the arguments to rerun the command with: its name and its settings file."""
     config = getattr(options, "config", None)
     return (options.words[0], *(("--config", str(config)) if config else ()))
 
@@ -281,7 +281,7 @@ def _environment(names: list[str]) -> dict[str, str]:
 
 
 def named_variables(words: list[str]) -> dict[str, str]:
-    """Read ``NAME=VALUE``, and ``NAME`` for one that is set here."""
+    """Parse ``NAME=VALUE``, and ``NAME`` for a variable that is set here."""
     chosen = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -294,7 +294,7 @@ def named_variables(words: list[str]) -> dict[str, str]:
 
 
 def count(text: str) -> int:
-    """Read a number of processes."""
+    """Parse a number of processes."""
     number = int(text) if text.isdecimal() else 0
     if not 1 <= number <= 4096:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 4096")
@@ -302,7 +302,7 @@ def count(text: str) -> int:
 
 
 def nodes(text: str) -> NodeCounts:
-    """Read a number of machines, or the fewest and the most: 2:4."""
+    """Parse a number of hosts, or minimum and maximum: 2:4."""
     try:
         return parse_nodes(text)
     except Impossible as error:
@@ -310,7 +310,7 @@ def nodes(text: str) -> NodeCounts:
 
 
 def duration(text: str) -> float:
-    """Read a time such as 10s, 5m or 2h."""
+    """Parse a duration such as 10s, 5m or 2h."""
     try:
         return parse_seconds(text)
     except ValueError as error:
@@ -321,7 +321,7 @@ def _silence(text: str) -> float:
     seconds = duration(text)
     if seconds < _SHORTEST_SILENCE_S:
         shortest = f"{_SHORTEST_SILENCE_S:.0f}s"
-        raise argparse.ArgumentTypeError(f"{text!r} is too short: {shortest} is the least")
+        raise argparse.ArgumentTypeError(f"{text!r} is too short: the minimum is {shortest}")
     return seconds
 
 
@@ -330,7 +330,7 @@ def _patience(text: str) -> float:
 
 
 def port(text: str) -> int:
-    """Read a port."""
+    """Parse a port number."""
     number = int(text) if text.isdecimal() else 0
     if not 1 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 1 to 65535")

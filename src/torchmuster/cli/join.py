@@ -1,4 +1,4 @@
-"""``muster join``: take part in a run that another machine hosts, by the code it printed."""
+"""``muster join``: join a run that another machine hosts, with the code it printed."""
 
 import argparse
 import asyncio
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster join``."""
     parser.description = (
-        f"{parser.description}\nRuns only scripts and modules inside this folder, with this machine's "
-        "Python, and takes only\nvariables that can neither load code nor name a file; --trust-host lifts "
-        "both limits. Sends nothing\nto a host whose certificate is not the one in the code."
+        f"{parser.description}\nRuns only scripts and modules in this folder, with this "
+        "machine's Python, "
+        "and accepts only\nvariables that can neither load code nor name a file; --trust-host "
+        "removes both "
+        "limits. Sends\nnothing to a host whose certificate does not match the code."
     )
     parsers.show_examples(
         parser,
         [
-            "muster join CODE                 the line that muster host printed",
-            "muster join --trust-host CODE    run whatever the host asks for, as this user",
+            "muster join CODE                 the command that muster host printed",
+            "muster join --trust-host CODE    run any command of the host, as this user",
         ],
     )
     parser.add_argument("code", nargs="+", metavar="CODE", help="as the host printed it")
@@ -35,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--patience",
         type=duration,
         default=120.0,
-        metavar="TIME",
-        help="how long to try to reach the host (2m)",
+        metavar="DURATION",
+        help="give up if the host cannot be reached for DURATION (2m)",
     )
     parser.add_argument(
         "--no-discovery", action="store_true", help="do not look for the host on the local network"
@@ -68,7 +70,7 @@ async def _join(code: "JoinCode", options: argparse.Namespace) -> int:
         discover=not options.no_discovery,
         patience_s=options.patience,
     )
-    _say("joined; the host says when it begins, and Ctrl-C leaves")
+    _say("joined; waiting for the host to start the run; Ctrl-C leaves")
     folder = Path.cwd()
     allowed = None
     if options.trust_host:
@@ -80,7 +82,7 @@ async def _join(code: "JoinCode", options: argparse.Namespace) -> int:
         _say(f"the host may start only code in {folder}")
     agent = NodeAgent(channel, folder=folder, allowed=allowed, tell=_say)
     exit_code = await agent.run()
-    _say(agent.words or "the host has ended the run")
+    _say(agent.words or "the host has stopped the run")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a thread may still be waiting for GPUs

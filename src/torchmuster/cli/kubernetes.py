@@ -1,4 +1,4 @@
-"""``muster kubernetes``: the manifests with which a cluster runs a script, for ``kubectl apply -f -``."""
+"""``muster kubernetes``: print manifests that run a script, for ``kubectl apply -f -``."""
 
 import argparse
 import re
@@ -15,8 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "muster kubernetes --image IMAGE [options] script.py [the script's own arguments]"
     )
     parser.description = (
-        f"{parser.description}\nThe script is a path inside the image, which needs torch and not "
-        "torchmuster. Nothing is sent\nto a cluster: pass it on to kubectl."
+        f"{parser.description}\nThe script is a path in the image, which needs torch but not "
+        "torchmuster. "
+        "Nothing is sent to a\ncluster: pipe the output to kubectl."
     )
     parsers.show_examples(
         parser,
@@ -34,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", required=True, help="the container image")
     parser.add_argument("--name", help="of the job (default: the script's)")
     parser.add_argument("--namespace", help="(default: the one kubectl is set to)")
-    pods = parser.add_argument_group("each machine (pod)")
+    pods = parser.add_argument_group("each pod")
     pods.add_argument("--nodes", type=job_flags.count, default=1, metavar="N", help="pods (1)")
     pods.add_argument("--gpus-per-node", type=job_flags.count, default=0, metavar="N", help="GPUs")
     pods.add_argument(
         "--gpu-resource",
         choices=("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe"),
         default="nvidia.com/gpu",
-        help="what the cluster calls them",
+        help="resource name of the GPUs",
     )
     pods.add_argument("--ranks", type=job_flags.count, metavar="N", help="processes (one per GPU)")
     pods.add_argument("--cpu", type=job_flags.count, metavar="N", help="cores")
@@ -49,22 +50,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pods.add_argument(
         "--shm", type=_kubernetes_size, metavar="SIZE", help="shared memory (half of the memory)"
     )
-    pods.add_argument("--secret", metavar="NAME", help="the Secret that has the secret variables")
-    pods.add_argument("--run-as-non-root", action="store_true", help="refuse an image that is root")
+    pods.add_argument("--secret", metavar="NAME", help="the Secret with the secret variables")
+    pods.add_argument(
+        "--run-as-non-root", action="store_true", help="reject an image that runs as root"
+    )
     pods.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="a variable for the ranks",
+        help="set a variable on all ranks; NAME alone forwards its current value",
     )
-    parser.add_argument("--port", type=job_flags.port, metavar="N", help="to meet at (29400)")
+    parser.add_argument("--port", type=job_flags.port, metavar="N", help="rendezvous port (29400)")
     parser.add_argument(
         "--max-restarts",
         type=_kubernetes_restarts,
         default=0,
         metavar="N",
-        help="of the whole group (jobset)",
+        help="restarts of the whole group (jobset)",
     )
     parser.set_defaults(run=_run_kubernetes, command=None)
 
@@ -110,7 +113,7 @@ def _script(options: argparse.Namespace) -> Script:
     if not words:
         raise Impossible(
             "there is no script to run",
-            why="it is a path inside the image that ends in .py, or a module after -m",
+            why="a script is a path in the image that ends in .py, or a module after -m",
             fix="muster kubernetes --image IMAGE train.py",
         )
     return Script(command=tuple(words), module=module)

@@ -1,4 +1,4 @@
-"""``muster lab``: the course. Start a lab, have it graded, make its report."""
+"""``muster lab``: start a lab, grade it, and write its report."""
 
 import argparse
 import sys
@@ -23,16 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster lab list            the labs, and how far you are",
-            "muster lab start ddp       copy one into labs/ddp",
-            "muster lab check ddp       grade it, with a word about each mistake",
-            "muster lab report ddp      measure your code; questions about it",
+            "muster lab list            show the labs and your progress",
+            "muster lab start ddp       copy a lab into labs/ddp",
+            "muster lab check ddp       grade it, and explain each mistake",
+            "muster lab report ddp      measure your code, and write a report",
         ],
     )
 
 
 def _add_list(actions: Any) -> None:
-    parser = parsers.add_action(actions, "list", "show the labs and the points reached")
+    parser = parsers.add_action(actions, "list", "show the labs and your points")
     _add_labs_flag(parser)
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_list)
@@ -43,12 +43,12 @@ def _add_start(actions: Any) -> None:
         actions,
         "start",
         "copy a lab into your folder",
-        more="A reading, a file with gaps to fill, and the questions of its report.",
-        examples=["muster lab start ddp", "muster lab start ddp --solution    only look it up"],
+        more="Contains a text to read, a file with gaps to fill, and questions for the report.",
+        examples=["muster lab start ddp", "muster lab start ddp --solution    only print it"],
     )
-    parser.add_argument("name", metavar="NAME", help="a lab's name, as in: muster lab list")
+    parser.add_argument("name", metavar="NAME", help="a lab's name, from muster lab list")
     parser.add_argument(
-        "--solution", action="store_true", help="print the reference solution, and start nothing"
+        "--solution", action="store_true", help="print the reference solution instead"
     )
     _add_labs_flag(parser)
     parser.set_defaults(run=_start)
@@ -58,12 +58,13 @@ def _add_check(actions: Any) -> None:
     parser = parsers.add_action(
         actions,
         "check",
-        "grade a lab by what its code does",
-        more="On CPU, on two ranks where ranks are needed. Exit code 1 while something is missing.",
+        "grade a lab by running its code",
+        more="Runs on the CPU, on two ranks if needed. "
+        "The exit code is 1 until all points are reached.",
         examples=["muster lab check", "muster lab check ddp --only train_epoch"],
     )
     _add_name_argument(parser)
-    parser.add_argument("--only", metavar="EXERCISE", help="grade one exercise, and keep no grade")
+    parser.add_argument("--only", metavar="EXERCISE", help="grade one exercise, and save no grade")
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_check_lab)
 
@@ -72,8 +73,8 @@ def _add_report(actions: Any) -> None:
     parser = parsers.add_action(
         actions,
         "report",
-        "measure a lab's code, and write a page about it",
-        more="What you wrote in answers.md is part of it.",
+        "measure a lab's code, and write a report",
+        more="The report includes your answers from answers.md.",
         examples=["muster lab report ddp"],
     )
     _add_name_argument(parser)
@@ -183,5 +184,8 @@ def _report(options: argparse.Namespace) -> int:
     print(f"report: {at.report}")
     open_questions = sum(not one for one in at.answers())
     if open_questions:
-        print(f"{open_questions} questions to answer in {at.folder / 'answers.md'}, then once more")
+        print(
+            f"{open_questions} questions left: answer them in {at.folder / 'answers.md'}, then "
+            "rerun"
+        )
     return ExitCode.GOOD

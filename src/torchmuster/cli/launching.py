@@ -1,4 +1,4 @@
-"""Launching a job from a command, and staying with it."""
+"""Launch a job from a command, in the foreground or detached."""
 
 import argparse
 import contextlib
@@ -19,22 +19,22 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder, create_run_folder
 
-# So long the terminal stays to see whether the run gets going at all.
+# How long --detach waits for the run to start.
 _STAY_S = 60.0
 _SAY_EVERY_S = 9.0
 
 
 def detach(run: RunFolder, work: Callable[[], int]) -> int:
-    """Do the work in a process that outlives this one; return once it is running, or has failed."""
+    """Do the work in a detached process; return when the run has started or failed."""
     if not hasattr(os, "fork"):
         raise Impossible(
             "--detach does not work on this system",
             why="it needs fork, which Windows does not have",
-            fix="leave the window open, or run it as a scheduled task",
+            fix="leave the terminal open, or run it as a scheduled task",
         )
     sys.stdout.flush()
     sys.stderr.flush()
-    # A Ctrl-C that comes with the fork waits until somebody can tell what was left to itself.
+    # Block Ctrl-C during the fork, until the parent can report the detached run.
     usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     child = os.fork()
     if child == 0:
@@ -43,18 +43,18 @@ def detach(run: RunFolder, work: Callable[[], int]) -> int:
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         state = _see_it_begin(run, child)
-    except KeyboardInterrupt:  # said before: that leaves the run to itself
+    except KeyboardInterrupt:  # as printed: Ctrl-C detaches
         state = run_state.read_state(run)
-    # Before its first word there is no state; a process that is there has one soon.
+    # A process that has just started has no state yet.
     return _tell_launching(run, state, begun=state is not None or _lives(child))
 
 
 def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
-    """Do the work as a process of its own session, without a terminal."""
+    """Do the work in its own session, without a terminal."""
     code = int(ExitCode.FAILED)
     try:
         os.setsid()
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nobody's terminal is its affair any more
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it has no terminal any more
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nothing, descriptor)
@@ -62,13 +62,13 @@ def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
         code = work()
     except BaseException:
         with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
-            traceback.print_exc(file=console)  # there is no terminal left that could show it
+            traceback.print_exc(file=console)  # there is no terminal to show it
     finally:
         os._exit(code)
 
 
 def _see_it_begin(run: RunFolder, child: int) -> run_state.RunState | None:
-    """Wait until the run is under way or over; None if it ended without a word."""
+    """Wait until the run has started or is over; None if it has no state."""
     began = said = time.monotonic()
     while (now := time.monotonic()) - began < _STAY_S:
         gone = os.waitpid(child, os.WNOHANG)[0] != 0
@@ -78,7 +78,7 @@ def _see_it_begin(run: RunFolder, child: int) -> run_state.RunState | None:
         if now - said > _SAY_EVERY_S:
             said = now
             phase = state.phase if state else "starting"
-            output.say(f"muster: not running yet ({phase}); Ctrl-C leaves it to itself")
+            output.say(f"muster: not running yet ({phase}); Ctrl-C detaches")
         time.sleep(0.05)
     return run_state.read_state(run)
 
@@ -95,16 +95,16 @@ def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: 
         if run.console.exists():
             sys.stderr.write(run.console.read_text(encoding="utf-8", errors="replace"))
         else:
-            output.say("muster: the run ended before it began, without a word")
+            output.say("muster: the run failed before it started, without a message")
         return state.exit_code if state and state.exit_code is not None else ExitCode.FAILED
     print(run.id)
     if not active:
-        output.say(f"muster: it has already finished well; what it showed: muster attach {run.id}")
+        output.say(f"muster: already finished; to see its output: muster attach {run.id}")
         return ExitCode.GOOD
-    words = "running" if state and state.phase == "running" else "not running yet, but goes on"
-    output.say(f"muster: {words} without this terminal")
+    words = "running" if state and state.phase == "running" else "starting"
+    output.say(f"muster: {words} in the background")
     output.say(f"muster: to follow it: muster attach {run.id}")
-    output.say(f"muster: to end it:    muster stop {run.id}")
+    output.say(f"muster: to stop it:   muster stop {run.id}")
     return ExitCode.GOOD
 
 
@@ -120,10 +120,10 @@ def start(
     prepare: Callable[[RunFolder], None] = lambda _: None,
     run: RunFolder | None = None,
 ) -> int:
-    """Do with a job what the flags say: show it, submit it, leave it alone, or stay with it.
+    """Start a job as the flags request: as a dry run, through Slurm, detached, or attached.
 
-    ``in_folder`` gives the job what it must know of its run's folder, ``prepare`` what the folder is
-    to hold from the beginning. A ``run`` that is given goes on in its folder.
+    ``in_folder`` adds the run folder to the job, ``prepare`` writes the folder's initial files. A
+    given ``run`` is resumed in its folder.
     """
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
@@ -138,9 +138,9 @@ def start(
         return dry_run.show(spec, python, options.runs, as_json=options.json)
     if options.dry_run:
         raise Impossible(
-            "--dry-run shows nothing useful inside a Slurm job",
-            why="which devices and addresses the nodes have is known when their node agents answer",
-            fix=f"muster {options.words[0]} --slurm --dry-run …  # outside of the job shows its script",
+            "--dry-run does not work inside a Slurm job",
+            why="the nodes' devices and addresses are known only when their node agents answer",
+            fix=f"muster {options.words[0]} --slurm --dry-run …  # outside a job: shows its script",
         )
     transport = transport or transport_for(spec, python)
     run = (
@@ -160,14 +160,14 @@ def _stay_to_the_end(spec: JobSpec, transport: Transport, run: RunFolder) -> int
 
 
 def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
-    """Launch a job and show how it goes until it is over."""
+    """Launch a job and show its output until it is over."""
     from torchmuster.launch.launcher.launch_job import launch_job
 
     return launch_job(spec, transport, run, job_flags.console_for)
 
 
 def transport_for(spec: JobSpec, python: str) -> Transport:
-    """Return the way to the machines of a job: ssh, or none but this one."""
+    """Return the transport to the hosts of a job: ssh, or this host only."""
     if spec.hosts:
         from torchmuster.launch.transports.ssh import SshTransport
 

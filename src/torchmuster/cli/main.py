@@ -1,4 +1,4 @@
-"""The entry point: finds the subcommand, imports its module, runs it, turns errors into exit codes."""
+"""Entry point: import the module of the subcommand, run it, convert errors to exit codes."""
 
 import argparse
 import importlib
@@ -15,54 +15,54 @@ from torchmuster.runfolder import NO_ROOM
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: where it lives, and its line in the help."""
+    """A subcommand: its module, and its line in the help."""
 
     module: str
     summary: str
 
 
 COMMANDS = {
-    "gpus": Command("torchmuster.cli.gpus", "see the GPUs of this machine; pick free ones"),
-    "doctor": Command("torchmuster.cli.doctor", "examine this machine; explain an error"),
-    "check": Command("torchmuster.cli.check", "see whether machines can train together"),
-    "plan": Command("torchmuster.cli.plan", "see if it fits, how to split it, how fast it will be"),
-    "bench": Command("torchmuster.cli.bench", "measure what this machine reaches; compare"),
+    "gpus": Command("torchmuster.cli.gpus", "show the GPUs of this machine; pick free ones"),
+    "doctor": Command("torchmuster.cli.doctor", "check this machine; explain an error"),
+    "check": Command("torchmuster.cli.check", "check whether hosts can train together"),
+    "plan": Command(
+        "torchmuster.cli.plan", "predict whether a model fits, how to split it, and its speed"
+    ),
+    "bench": Command("torchmuster.cli.bench", "benchmark this machine; compare results"),
     "profile": Command(
-        "torchmuster.cli.profile", "see where a training's time goes; what to change"
+        "torchmuster.cli.profile", "find where training time goes and what to change"
     ),
     "train": Command("torchmuster.cli.train", "train a model from a settings file"),
-    "run": Command("torchmuster.cli.run", "start a script on this machine or on many"),
-    "host": Command("torchmuster.cli.host", "start a script here; others join by a code"),
-    "join": Command("torchmuster.cli.join", "take part in a run that another machine hosts"),
-    "smoke": Command("torchmuster.cli.smoke", "prove that ranks can work together"),
-    "kubernetes": Command("torchmuster.cli.kubernetes", "write manifests that run a script"),
+    "run": Command("torchmuster.cli.run", "start a script on one or more hosts"),
+    "host": Command("torchmuster.cli.host", "start a script here; others join with a code"),
+    "join": Command("torchmuster.cli.join", "join a run that another machine hosts"),
+    "smoke": Command("torchmuster.cli.smoke", "test that ranks can communicate"),
+    "kubernetes": Command("torchmuster.cli.kubernetes", "print manifests that run a script"),
     "explain": Command(
-        "torchmuster.cli.explain", "say what happened to a run, why, and what to do"
+        "torchmuster.cli.explain", "report what happened to a run, why, and how to fix it"
     ),
-    "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export what was saved"),
-    "watch": Command(
-        "torchmuster.cli.watch", "see how a run goes, live; be told when it needs you"
-    ),
-    "top": Command("torchmuster.cli.top", "see all GPUs and ranks, live"),
+    "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export checkpoints"),
+    "watch": Command("torchmuster.cli.watch", "monitor a run live, with alerts"),
+    "top": Command("torchmuster.cli.top", "show all GPUs and ranks, live"),
     "exporter": Command(
-        "torchmuster.cli.exporter", "serve metrics of machine and runs to Prometheus"
+        "torchmuster.cli.exporter", "serve metrics of this machine and its runs to Prometheus"
     ),
-    "runs": Command("torchmuster.cli.runs", "list the runs and how they went"),
+    "runs": Command("torchmuster.cli.runs", "list runs and their state"),
     "attach": Command("torchmuster.cli.attach", "follow a run that was started elsewhere"),
-    "stop": Command("torchmuster.cli.stop", "end a run, on all its machines"),
-    "lab": Command("torchmuster.cli.lab", "learn it: labs with tests, solutions and reports"),
+    "stop": Command("torchmuster.cli.stop", "stop a run on all its hosts"),
+    "lab": Command("torchmuster.cli.lab", "learn with labs: tests, solutions and reports"),
     "config": Command("torchmuster.cli.config", "show, check and describe settings"),
     "completion": Command("torchmuster.cli.completion", "print a shell's completion script"),
 }
 
-# In these everything from the script on belongs to the script.
+# In these commands, everything from the script on belongs to the script.
 _TAKE_SCRIPT = frozenset({"check", "run", "host", "kubernetes", "profile"})
 
 _EXAMPLES = (
-    "muster gpus                                   who uses which GPU",
+    "muster gpus                                   who is using which GPU",
     "muster run --num-gpus 2 train.py --lr 1e-4    a torchrun script on two free GPUs",
-    "muster run --hosts a,b:4 train.py             on two machines, over ssh",
-    "muster config check config.yaml               every mistake in a settings file, with its line",
+    "muster run --hosts a,b:4 train.py             on two hosts, over ssh",
+    "muster config check config.yaml               all mistakes in a settings file, with lines",
 )
 
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.incomplete.print_help()
         return ExitCode.IMPOSSIBLE
     if command is not None and not hasattr(options, "command"):
-        parser.error("this command does not run another one after --")
+        parser.error("this command does not take a command after --")
     if command is not None:
         options.command = command
     options.words = words
@@ -94,24 +94,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has gone: nobody is left to complain to
+    except BrokenPipeError:  # the reader (head, less) has exited
         _forget_output()
     except OSError as error:
         if error.errno not in NO_ROOM:
-            raise  # of our own making: its traceback belongs in a report
+            raise  # a bug: show the traceback
         _forget_output()
-        output.say(f"failure  the answer could not be written: {error.strerror or error}")
+        output.say(f"failure  cannot write the output: {error.strerror or error}")
         return ExitCode.FAILED
     return code
 
 
 def _forget_output() -> None:
-    """Keep Python from trying once more, while it closes stdout, what has just failed."""
+    """Redirect stdout to the null device, so that Python does not retry the write on exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def root_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser; with ``only``, just that subcommand's module is imported."""
+    """Build the parser; with ``only``, import only that subcommand's module."""
     parser = argparse.ArgumentParser(
         prog="muster",
         description="From some GPUs to a distributed PyTorch run that is proven to work.",
@@ -137,13 +137,13 @@ def _takes_script(words: Sequence[str]) -> bool:
 
 def _hint(words: Sequence[str], unknown: Sequence[str]) -> str:
     if _takes_script(words):
-        return "; the script's own flags come after the script"
+        return "; put the script's own flags after the script"
     files = [word for word in unknown if word.endswith((".yaml", ".yml")) and word[0] != "-"]
-    return f"; a settings file is given as --config {files[0]}" if files else ""
+    return f"; give a settings file with --config {files[0]}" if files else ""
 
 
 def _split_off_command(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Take off ``-- command …`` first, so that nothing in it can be mistaken for ours."""
+    """Split off ``-- command …``, so that its flags are not parsed as flags of muster."""
     if "--" not in words:
         return words, None
     place = words.index("--")

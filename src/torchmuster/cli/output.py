@@ -1,4 +1,4 @@
-"""How commands talk: JSON for programs on stdout, words for people, errors as findings on stderr."""
+"""Output of commands: JSON or text on stdout, errors as findings on stderr."""
 
 import io
 import json
@@ -21,29 +21,29 @@ def print_json(value: object) -> None:
 
 
 def replace_what_cannot_be_shown() -> None:
-    """Let a terminal that is not UTF-8 show a question mark instead of ending in an error."""
+    """Print a question mark for characters that the terminal's encoding does not have."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Say whether to colour a stream: a terminal, unless NO_COLOR is set or it is a dumb one."""
+    """Return whether to colour a stream: a terminal that is not dumb, unless NO_COLOR is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def say(text: str) -> None:
-    """Tell the person something that is not the result: on stderr, at once."""
+    """Print a message that is not part of the result: on stderr, unbuffered."""
     print(text, file=sys.stderr, flush=True)
 
 
 def width() -> int:
-    """Return how wide a view may be: as the terminal, and no wider than can be read."""
+    """Return the width of a view: that of the terminal, at most 200 columns."""
     return min(shutil.get_terminal_size().columns, 200)
 
 
 def print_styled(text: "Text") -> None:
-    """Print a view, in colours where they are wanted."""
+    """Print a view, in colour if the terminal supports it."""
     from rich.console import Console
 
     console = Console(no_color=not wants_colour(sys.stdout), highlight=False, width=width())
@@ -51,13 +51,13 @@ def print_styled(text: "Text") -> None:
 
 
 def show_findings(findings: list[finding.Finding], stream: TextIO) -> None:
-    """Show findings to a person."""
+    """Print findings as text."""
     columns = shutil.get_terminal_size().columns
     print(finding.render(findings, width=columns, colour=wants_colour(stream)), file=stream)
 
 
 def show_error(error: MusterError, *, as_json: bool) -> None:
-    """Show an error: as a finding on stderr, or as JSON on stdout where JSON was asked for."""
+    """Print an error: as a finding on stderr, or as JSON on stdout with ``--json``."""
     findings = finding.from_error(error)
     if as_json:
         print_json({"findings": [one.as_json() for one in findings]})

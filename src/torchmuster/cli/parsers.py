@@ -1,4 +1,4 @@
-"""How every command's help looks: a sentence, its flags, examples one can paste."""
+"""Format of every command's help: a sentence, the flags, examples to paste."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from torchmuster.runfolder import DEFAULT_ROOT
 
 
 class HelpFormat(argparse.RawDescriptionHelpFormatter):
-    """Keeps examples as they are written, and leaves room for long flags."""
+    """Help formatter that keeps examples unwrapped and has a wide column for flags."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=96)
-        self._action_max_length = 14  # argparse measures subcommands without their indent
+        self._action_max_length = 14  # argparse ignores the indent of subcommands
 
 
 def add_action(
@@ -33,7 +33,7 @@ def add_action(
         description=f"{sentence}\n{more}" if more else sentence,
         formatter_class=HelpFormat,
         usage=usage,
-        allow_abbrev=False,  # a flag that is passed on must be the flag that was meant
+        allow_abbrev=False,  # flags may be forwarded, so they must be unambiguous
     )
     show_examples(parser, examples)
     parser.set_defaults(incomplete=parser)
@@ -41,13 +41,13 @@ def add_action(
 
 
 def show_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> None:
-    """Put examples at the end of a command's help."""
+    """Add examples at the end of a command's help."""
     if examples:
         parser.epilog = "\n  ".join(["examples:", *examples])
 
 
 def add_run_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add ``RUN`` and where it is looked for, for the commands that take one run."""
+    """Add ``RUN`` and ``--runs``, for the commands that take one run."""
     parser.add_argument(
         "which",
         metavar="RUN",
@@ -58,7 +58,7 @@ def add_run_argument(parser: argparse.ArgumentParser, *, required: bool = True) 
 
 
 def add_runs_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--runs``, the folder that has the run folders."""
+    """Add ``--runs``, the folder that contains the run folders."""
     parser.add_argument(
         "--runs",
         type=Path,
@@ -69,7 +69,7 @@ def add_runs_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def interval(text: str) -> float:
-    """Return the seconds between two looks, as somebody typed them."""
+    """Parse a refresh interval in seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -80,5 +80,5 @@ def interval(text: str) -> float:
 
 
 def add_json_flag(parser: argparse._ActionsContainer) -> None:
-    """Add ``--json``, which every command that reports has."""
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    """Add ``--json``, for every command that prints a report."""
+    parser.add_argument("--json", action="store_true", help="print JSON")

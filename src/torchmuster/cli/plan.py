@@ -1,4 +1,4 @@
-"""``muster plan``: will it fit, how should it be split, how fast will it be."""
+"""``muster plan``: predict whether a model fits, how to split it, and its speed."""
 
 import argparse
 import dataclasses
@@ -39,26 +39,26 @@ from torchmuster.units import plural
 
 
 def is_here(options: argparse.Namespace) -> bool:
-    """Say whether the plan is for this machine."""
+    """Return whether the plan is for this machine."""
     return bool(options.hardware.strip().lower() == "here")
 
 
 def refuse_contradictions(options: argparse.Namespace) -> None:
-    """Refuse flags that contradict each other, and files that could not be written afterwards."""
-    for flag, does in (("calibrate", "measures"), ("find_batch_size", "tries on")):
+    """Reject flags that contradict each other, and files that cannot be written."""
+    for flag, does in (("calibrate", "measures"), ("find_batch_size", "runs on")):
         if getattr(options, flag) and not is_here(options):
             raise Impossible(
-                f"--{flag.replace('_', '-')} {does} this machine, and the plan is for "
+                f"--{flag.replace('_', '-')} {does} this machine, but the plan is for "
                 f"{options.hardware}",
                 fix="leave out one of the two",
             )
-    # A proof takes its steps here, also for a plan of other hardware: on so many ranks.
+    # --verify runs its steps here on --ranks, also for a plan of other hardware.
     for flag in ("num_gpus", "gpu_ids", *(() if options.verify else ("ranks",))):
         if getattr(options, flag) is not None and not is_here(options):
             raise Impossible(
-                f"--{flag.replace('_', '-')} is for this machine, and the plan is for "
+                f"--{flag.replace('_', '-')} is for this machine, but the plan is for "
                 f"{options.hardware}",
-                fix="leave out one of the two; other hardware has its number in front: 8xH100",
+                fix="leave out one of the two; write the number of other GPUs in front: 8xH100",
             )
     for path in (options.write, options.html):
         if path is not None:
@@ -67,8 +67,8 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
     if both and options.write.resolve() == options.config.resolve():
         raise Impossible(
             f"--write {options.write} is the file that --config reads",
-            why="what you wrote into it would be lost",
-            fix="write another one, such as --write plan.yaml",
+            why="its content would be overwritten",
+            fix="write another file, such as --write plan.yaml",
         )
 
 
@@ -77,19 +77,19 @@ def _refuse_to_write(path: Path) -> None:
     if path.is_dir():
         why, fix = "it is a folder", f"name a file, such as {path / 'plan.yaml'}"
     elif not path.absolute().parent.is_dir():
-        why, fix = "its folder is not there", "make the folder first"
+        why, fix = "its folder does not exist", "create the folder first"
     if why:
         raise Impossible(f"cannot write {path}", why=why, fix=fix)
 
 
 def refuse_missing_model(resolved: Resolved) -> None:
-    """Refuse a model's folder that is not there: a trace would find it out much later."""
+    """Reject a model folder that does not exist, before the slow tracing."""
     name = resolved.settings.model.model_name_or_path
     if name is None:
         return
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
-        why = "there is no config.json in it"
+        why = "it contains no config.json"
     elif looks_like_path(name) and not folder.is_dir():
         why = f"there is no such folder in {Path.cwd()}"
     else:
@@ -102,7 +102,7 @@ def refuse_missing_model(resolved: Resolved) -> None:
 
 
 def with_remarks(answer: Answer, resolved: Resolved) -> Answer:
-    """Return the answer with what is to be told beside it; a cost that cannot be computed is left out."""
+    """Return the answer with additional findings; a cost that cannot be computed is left out."""
     findings = [*answer.findings, *_of_data(resolved), *_of_hosts(resolved, answer)]
     asked, time = answer.asked, answer.chosen.value.time
     if asked.tokens is not None and time is not None and time.tokens_per_s is None:
@@ -110,8 +110,8 @@ def with_remarks(answer: Answer, resolved: Resolved) -> Answer:
             Finding(
                 name="no-cost",
                 status=Status.NOTE,
-                what=f"how long {asked.tokens:.3g} tokens take is not said",
-                why="how many tokens a sample of this model has is not known",
+                what=f"the time for {asked.tokens:.3g} tokens is unknown",
+                why="the number of tokens per sample of this model is unknown",
                 fix="leave out --tokens, and divide your number of samples by the samples/s above",
             )
         )
@@ -120,19 +120,19 @@ def with_remarks(answer: Answer, resolved: Resolved) -> Answer:
 
 
 def _of_data(resolved: Resolved) -> Iterator[Finding]:
-    """Say so if the line to paste cannot run as it is."""
+    """Yield a note if the command to paste is incomplete."""
     data = resolved.settings.data
     if not (data.dataset or data.files or data.hugging_face):
         yield Finding(
             name="no-data",
             status=Status.NOTE,
-            what="the line below names no data to train on",
+            what="the command below names no training data",
             fix="add --config FILE with data, or --set data.files=PATTERN",
         )
 
 
 def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
-    """Say so if a training with these settings would run on other machines than the plan is for."""
+    """Yield a warning if the settings name another number of hosts than the plan."""
     hosts = parse_hosts(resolved.settings.launch.hosts or ())
     machines = answer.asked.hardware.machines
     if hosts and len(hosts) != machines:
@@ -140,13 +140,13 @@ def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
         yield Finding(
             name="other-machines",
             status=Status.WARNING,
-            what=f"launch.hosts names {len(hosts)}, and this plan is for {one}",
-            why=f"a plan does not look at hosts ({resolved.sources['launch.hosts'].where})",
-            fix=f"--hardware {len(hosts)}x8xH100, with as many and such cards as each of them has",
+            what=f"launch.hosts names {len(hosts)}, but this plan is for {one}",
+            why=f"a plan ignores launch.hosts ({resolved.sources['launch.hosts'].where})",
+            fix=f"--hardware {len(hosts)}x8xH100, with the number and type of GPUs of each host",
         )
 
 
-# Flags that are settings by a shorter name.
+# Flags that are shorter names of settings.
 _SETTINGS = {
     "model": "model.model_name_or_path",
     "build": "model.build",
@@ -164,30 +164,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster plan``."""
     parser.description = (
         f"{parser.description}\nTraces a few layers of the model without its weights and without a GPU, "
-        "computes memory and time of\nevery way to spread it, and says which to take, why, and what "
-        "would change that. What the settings\nfix is fixed, the rest is searched."
+        "predicts memory and time of\nevery configuration, and reports the fastest that fits, the "
+        "reason, and what would change it.\nSettings that are given are fixed, the rest is "
+        "searched."
     )
     parsers.show_examples(
         parser,
         [
             "muster plan --config config.yaml                          on this machine",
-            "muster plan --config config.yaml --hardware 8xH100        on eight of these cards",
+            "muster plan --config config.yaml --hardware 8xH100        on eight H100s",
             "muster plan --model ./llama-8b --sequence-length 8192 --hardware 16x8xH100",
             "muster plan --build my.models:make --dataset my.data:train --hardware 2xL4",
             "muster plan --config config.yaml --write plan.yaml        settings for muster train",
-            "muster plan --config config.yaml --verify                 a few real steps here",
+            "muster plan --config config.yaml --verify                 compare with real steps",
         ],
     )
     add_setting_flags(parser)
-    what = parser.add_argument_group("what is trained (all of these are settings as well)")
+    what = parser.add_argument_group("training (all of these are also settings)")
     what.add_argument("--model", metavar="MODEL", help="a folder, or a name on the hub")
     what.add_argument("--build", metavar="MODULE:FUNCTION", help="a model of your own")
-    what.add_argument("--dataset", metavar="MODULE:FUNCTION", help="shows what a sample is like")
-    what.add_argument("--sequence-length", metavar="N", help="tokens of a sample")
-    what.add_argument("--global-batch-size", metavar="N", help="samples of a step, on all ranks")
+    what.add_argument("--dataset", metavar="MODULE:FUNCTION", help="your dataset, for its sample")
+    what.add_argument("--sequence-length", metavar="N", help="tokens per sample")
+    what.add_argument("--global-batch-size", metavar="N", help="samples per step over all ranks")
     what.add_argument("--precision", metavar="TYPE", help="auto, fp32, bf16 or fp16")
     what.add_argument("--strategy", metavar="NAME", help="auto, ddp or fsdp")
-    on = parser.add_argument_group("what on")
+    on = parser.add_argument_group("hardware and cost")
     on.add_argument(
         "--hardware",
         default="here",
@@ -195,19 +196,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="8xH100, 2x8xA100-80GB, a cluster file, or: here (this machine, the default)",
     )
     on.add_argument("--ranks", type=count, metavar="N", help="ranks on the CPU of this machine")
-    on.add_argument("--tokens", type=_amount, metavar="N", help="the whole training: 300B, 1T")
-    on.add_argument("--price", type=_price, metavar="X", help="of one card for one hour")
-    how = parser.add_argument_group("what is done")
+    on.add_argument("--tokens", type=_amount, metavar="N", help="of the whole training: 300B, 1T")
+    on.add_argument("--price", type=_price, metavar="X", help="of one GPU per hour")
+    how = parser.add_argument_group("actions and output")
     how.add_argument("--verify", action="store_true", help="compare with a few real steps here")
     how.add_argument(
         "--find-batch-size",
         action="store_true",
-        help="find the largest micro-batch of the plan by trials here",
+        help="find the plan's largest micro-batch by trial runs here",
     )
     how.add_argument("--calibrate", action="store_true", help="measure this machine's rates first")
     how.add_argument("--write", type=Path, metavar="FILE", help="write settings for muster train")
-    how.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
-    how.add_argument("--no-cache", action="store_true", help="trace again, and keep nothing")
+    how.add_argument("--html", type=Path, metavar="FILE", help="write the report as HTML")
+    how.add_argument("--no-cache", action="store_true", help="trace again, and cache nothing")
     parsers.add_json_flag(how)
     parser.set_defaults(run=_run_plan)
 
@@ -261,7 +262,7 @@ def _run_plan(options: argparse.Namespace) -> int:
 
 
 def _flags(options: argparse.Namespace) -> list[Flag]:
-    """Return the settings that were given by flags with names of their own."""
+    """Return the settings that were given by their shorter flags."""
     return [
         Flag(flag=f"--{name.replace('_', '-')}", path=path, text=getattr(options, name))
         for name, path in _SETTINGS.items()
@@ -270,7 +271,7 @@ def _flags(options: argparse.Namespace) -> list[Flag]:
 
 
 def _settings(options: argparse.Namespace, resolved: Resolved, answer: Answer) -> dict[str, str]:
-    """Return the settings that train as the plan says, on GPUs that were named where they are this machine's."""
+    """Return the settings of the plan; given GPU ids are kept if the plan is for this machine."""
     ids = resolved.settings.distributed.gpu_ids
     candidate = answer.chosen.value.candidate
     if is_here(options) or ids is None:
@@ -281,7 +282,7 @@ def _settings(options: argparse.Namespace, resolved: Resolved, answer: Answer) -
 def _question(
     options: argparse.Namespace, resolved: Resolved, look: Look
 ) -> tuple[PlanRequest, Rates]:
-    """Return what is asked, and the rates to compute times with."""
+    """Return the plan request, and the rates to predict times with."""
     if is_here(options):
         hardware = here.hardware_from_settings(resolved.settings, ranks=options.ranks)
     else:
@@ -289,7 +290,7 @@ def _question(
     if options.price is not None:
         hardware = dataclasses.replace(hardware, price_per_card_hour=options.price)
     folder = str(Path.cwd())
-    # What cannot be planned is refused before anything is measured.
+    # Reject what cannot be planned before measuring.
     asked = request_from_settings(resolved, hardware, folder=folder, tokens=options.tokens)
     if not is_here(options):
         return asked, usual_rates(hardware.card.kind)
@@ -300,17 +301,17 @@ def _question(
 def _as_measured(
     options: argparse.Namespace, hardware: Hardware, work: Work, look: Look
 ) -> tuple[Hardware, Rates]:
-    """Return this machine with the rates that were measured on it, now or before."""
-    # They can launch ranks, and most plans do not.
+    """Return this machine with its measured rates, from now or from an earlier calibration."""
+    # Imported on use: these modules can launch ranks, which most plans do not.
     from torchmuster.plan.timing import calibration, fitting
 
     found = None if options.no_cache else calibration.saved_calibration(cache_folder())
     if options.calibrate:
         device: Literal["cpu", "gpu"] = "cpu" if hardware.card.kind == "cpu" else "gpu"
-        # More ranks than cores take turns, and what one reaches is known from fewer.
+        # More ranks than cores share cores; measure also with at most one rank per core.
         numbers = sorted({1, min(hardware.cards, usable_cores().value), hardware.cards})
         found = calibration.measure_calibration(numbers, device=device, say=output.say)
-        output.say("timing real steps of a few blocks of the model")
+        output.say("timing real steps with a few blocks of the model")
         found = fitting.fit_here(found, work, hardware, look, say=output.say)
         if not options.no_cache:
             calibration.save_calibration(found, cache_folder())
@@ -332,7 +333,7 @@ def _show_plan(answer: Answer, line: str) -> None:
 def _write(
     options: argparse.Namespace, answer: Answer, settings: Mapping[str, str], line: str
 ) -> None:
-    """Write what was asked for beside the screen: settings that train so, and the page."""
+    """Write the files that were requested: the plan's settings and the HTML page."""
     if options.html is not None:
         write_atomically(options.html, plan_page(answer, line=line))
     if options.write is None:
@@ -345,7 +346,7 @@ def _write(
 
 
 def _prove(options: argparse.Namespace, answer: Answer, look: Look) -> list[Finding]:
-    """Hold the plan against this machine, as far as that was asked for."""
+    """Compare the plan with real steps on this machine, if requested."""
     found: list[Finding] = []
     if options.verify:
         from torchmuster.plan.proof import verification
@@ -353,7 +354,7 @@ def _prove(options: argparse.Namespace, answer: Answer, look: Look) -> list[Find
         machine = answer.asked.hardware
         if not is_here(options):
             machine = here.hardware_here(ranks=options.ranks)
-        output.say("taking real steps on this machine")
+        output.say("running real steps on this machine")
         found += verification.verify_plan(answer, here=machine, look=look, say=output.say).findings
     if options.find_batch_size:
         found.append(_find_batch_size(options, answer, look))

@@ -1,4 +1,4 @@
-"""``muster profile``: where the time of a training goes, and what would make it faster."""
+"""``muster profile``: find where training time goes, and what would make it faster."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _WORKER = "torchmuster.worker"
 _USUAL_STEPS = (20, 23)
-_PLAIN_STEPS = 4  # at least so many are timed without the profiler, before it starts
+_PLAIN_STEPS = 4  # minimum number of steps timed before the profiler starts
 _TRIAL_ROUNDS, _PROOF_ROUNDS = 2, 3
 _WIDTH = 100
 
@@ -37,22 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster profile``."""
     parser.usage = "muster profile [options] config.yaml | script.py [the script's own arguments]"
     parser.description = (
-        f"{parser.description}\nRuns the training up to the steps that are asked for, on ranks of this "
-        "machine, and ends it there. A script\nneeds no change. Says what each rank's time goes into, what "
-        "to change, and how much faster it would be."
+        f"{parser.description}\nRuns the training on this machine, traces the requested steps, "
+        "and stops. "
+        "A script needs no\nchange. Reports where each rank's time goes, what to change, and "
+        "the expected "
+        "speed-up."
     )
     parsers.show_examples(
         parser,
         [
             "muster profile train.py --lr 1e-4              one rank, or one on each GPU",
-            "muster profile --ranks 2 config.yaml           what muster train would run",
-            "muster profile --verify train.py               try the first advice, and measure",
+            "muster profile --ranks 2 config.yaml           the training of a settings file",
+            "muster profile --verify train.py               apply the first advice, and measure",
             "muster profile --steps 50:53 --on-ranks 0 train.py    other steps, one rank's trace",
-            "muster profile --of profile/2026-01-31-120000  say again what was found",
+            "muster profile --of profile/2026-01-31-120000  report on an existing profile",
         ],
     )
     add_setting_flags(parser)
-    what = parser.add_argument_group("what is recorded")
+    what = parser.add_argument_group("recording")
     what.add_argument("--ranks", type=count, metavar="N", help="processes (one per GPU; CPU: 1)")
     what.add_argument("--device", choices=("cpu", "gpu"), help="GPUs if there are any, else cpu")
     what.add_argument(
@@ -60,27 +62,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_steps,
         default=_USUAL_STEPS,
         metavar="A:B",
-        help="steps to trace, the first and the last (20:23); those before are timed",
+        help="first and last step to trace (20:23); the steps before are timed",
     )
     what.add_argument(
-        "--on-ranks", type=_on_ranks, metavar="R,…", help="whose traces are kept (all)"
+        "--on-ranks", type=_on_ranks, metavar="R,…", help="ranks whose traces are kept (all)"
     )
     what.add_argument(
         "--most",
         type=_profile_size,
         default=ProfileRequest.trace_most_bytes,
         metavar="SIZE",
-        help="of one rank's trace before it is packed; more means fewer steps (256MiB)",
+        help="max size of a rank's uncompressed trace; above it, fewer steps are traced (256MiB)",
     )
-    what.add_argument("--memory", action="store_true", help="trace what takes memory as well")
-    then = parser.add_argument_group("what is done with it")
+    what.add_argument("--memory", action="store_true", help="also trace memory allocations")
+    then = parser.add_argument_group("analysis and output")
     then.add_argument(
-        "--verify", action="store_true", help="make the change that is advised first, and measure"
+        "--verify", action="store_true", help="apply the first advice, and measure the speed-up"
     )
     then.add_argument(
-        "--no-trials", action="store_true", help="no short runs to find what a change would give"
+        "--no-trials", action="store_true", help="skip short trial runs of possible changes"
     )
-    then.add_argument("--of", type=Path, metavar="DIR", help="a profile that was recorded before")
+    then.add_argument("--of", type=Path, metavar="DIR", help="report on an existing profile")
     then.add_argument("--out", type=Path, default=Path("profile"), metavar="DIR", help="profile/")
     parsers.add_json_flag(then)
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
@@ -92,11 +94,11 @@ def _steps(text: str) -> tuple[int, int]:
     numbers = [int(one) for one in (first, last or first) if one.isdecimal()]
     least = (
         WARM_UP_STEPS + _PLAIN_STEPS + 3
-    )  # the profiler has a step to try itself, and one after it
+    )  # the profiler has a warm-up step, and one step follows the trace
     if len(numbers) != 2 or not least <= numbers[0] <= numbers[1]:
         raise argparse.ArgumentTypeError(
-            f"{text!r} are no steps that can be traced; write for example 20:23, from {least} on: "
-            "the steps before are timed without the profiler"
+            f"{text!r} is not a valid range of steps; write for example 20:23, starting at step "
+            f"{least} or later: the steps before are timed without the profiler"
         )
     return numbers[0], numbers[1]
 
@@ -106,7 +108,9 @@ def _on_ranks(text: str) -> tuple[int, ...] | None:
         return None
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} are no ranks; write all, or for example 0,1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of ranks; write all, or for example 0,1"
+        )
     return tuple(sorted({int(word) for word in words}))
 
 
@@ -118,7 +122,7 @@ def _profile_size(text: str) -> int:
 
 
 def _run_profile(options: argparse.Namespace) -> int:
-    # What analyses is imported where there is something to analyse.
+    # Imported on use.
     from torchmuster.bench.profile import advice, analysis, capture
 
     asked = None
@@ -132,7 +136,7 @@ def _run_profile(options: argparse.Namespace) -> int:
         trials, proof = (), None
     found = analysis.analyse_profile(folder, say=output.say)
     if asked is not None and not options.no_trials and found.wanted:
-        output.say("trying what no formula knows: " + ", ".join(map(str, found.wanted)))
+        output.say("running trials of changes: " + ", ".join(map(str, found.wanted)))
         trials = capture.try_changes(asked, found.wanted, rounds=_TRIAL_ROUNDS, say=output.say)
     advised = advice.advise(found, trials)
     if options.verify:
@@ -144,7 +148,7 @@ def _run_profile(options: argparse.Namespace) -> int:
 
 
 def _asked(options: argparse.Namespace) -> ProfileRequest:
-    """Return the question; everything that would stand in its way is said before anything runs."""
+    """Return the profile request; raise an error before anything runs if it cannot work."""
     from torchmuster.bench.profile.capture import new_folder
 
     device, devices = _profile_device(options)
@@ -152,15 +156,15 @@ def _asked(options: argparse.Namespace) -> ProfileRequest:
     ranks = options.ranks or devices or 1
     if device == "gpu" and ranks > devices:
         raise Impossible(
-            f"asked for {ranks} ranks on GPUs",
-            why=f"{devices} can be seen, and each gets one rank",
+            f"{ranks} ranks on GPUs requested, but there are not enough GPUs",
+            why=f"{devices} are visible, and each GPU gets one rank",
             fix=f"--ranks {devices}, or --device cpu",
         )
     beyond = [rank for rank in options.on_ranks or () if rank >= ranks]
     if beyond:
         raise Impossible(
-            f"asked for the trace of rank {beyond[0]}",
-            why=f"there are {ranks} ranks, counted from 0",
+            f"a trace of rank {beyond[0]} was requested, but there is no such rank",
+            why=f"there are {ranks} ranks, numbered from 0",
             fix="--on-ranks all",
         )
     if config is None:
@@ -186,7 +190,7 @@ def _asked(options: argparse.Namespace) -> ProfileRequest:
 
 
 def _profile_device(options: argparse.Namespace) -> tuple[Literal["cpu", "gpu"], int]:
-    """Return where the ranks compute, and how many GPUs there are for them."""
+    """Return the device type of the ranks, and the number of visible GPUs."""
     if options.device == "cpu":
         return "cpu", 0
     seen = len(visible(snapshot.take_snapshot().accelerators, os.environ).devices)
@@ -196,33 +200,33 @@ def _profile_device(options: argparse.Namespace) -> tuple[Literal["cpu", "gpu"],
 
 
 def _config(options: argparse.Namespace) -> Path | None:
-    """Return the settings file that was named, with or without its flag; None for a script."""
+    """Return the settings file, given with or without its flag; None for a script."""
     words = options.stray
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")) and options.config is None:
         options.stray, options.config = [], Path(words[0])
     if options.config is not None and options.command:
         raise Impossible(
-            "a settings file and a script were both named",
-            why="a settings file is trained by muster train, a script reads its own settings",
-            fix="name one of the two",
+            "a settings file and a script were both given",
+            why="muster train runs the training of a settings file; a script has its own settings",
+            fix="give one of the two",
         )
     config: Path | None = options.config
     return config
 
 
 def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[str, ...]:
-    """Return the command of a rank that trains from settings."""
+    """Return the command of a rank that trains from a settings file."""
     resolved = with_absolute_folder(settings_from(options))
     check_trainable(resolved, file=str(config))
     check_here(resolved)
     steps, last = resolved.settings.train.steps, options.steps[1]
     if steps is not None and steps < last:
         raise Impossible(
-            f"asked for a trace of step {last}, but the training has {steps} steps",
+            f"a trace of step {last} was requested, but the training has {steps} steps",
             why=f"train.steps is {steps}, by {resolved.sources['train.steps'].where}",
             fix=f"--set train.steps={last}",
         )
-    # Nobody looks for a profile among the runs of a tracker.
+    # A profile is not sent to trackers.
     needed = [path for path in paths_for_ranks() if not path.startswith("metrics.")]
     words = (_WORKER, *settings_arguments(resolved, needed))
     return (*words, "--device", "cpu") if device == "cpu" else words
@@ -234,30 +238,30 @@ def _record(asked: ProfileRequest) -> None:
     where = "the CPU" if asked.device == "cpu" else "GPUs"
     output.say(
         f"profiling on {asked.ranks} {'rank' if asked.ranks == 1 else 'ranks'}, on {where}: steps "
-        f"{asked.first_step} to {asked.last_step} with the profiler, those before without it"
+        f"{asked.first_step} to {asked.last_step} with the profiler, earlier steps without it"
     )
     record_profile(asked, say=output.say)
 
 
 def _proof(asked: ProfileRequest, advised: Sequence["Advice"]) -> "ChangeTrial | None":
-    """Make the change that is advised first, and measure; None where no change can be made from here."""
+    """Apply the first advice and measure; None if it cannot be applied from here."""
     from torchmuster.bench.profile import capture
 
     if not advised:
-        output.say("nothing is advised, so there is nothing to verify")
+        output.say("there is no advice to verify")
         return None
     change = advised[0].change
     if change is None:
         output.say(
-            "the first advice cannot be followed from here: only where the training is written or runs"
+            "the first advice cannot be applied from here: change the training's code or its host"
         )
         return None
     found = capture.try_changes(asked, (change,), rounds=_PROOF_ROUNDS, say=output.say)
     if not found:
         raise MusterError(
-            f"{change} could not be tried",
-            why="the training with it failed, or had nothing that it would change",
-            fix="the advice stands as it is; follow it by hand and profile again",
+            f"cannot verify {change}",
+            why="the training failed with it, or the change had no effect",
+            fix="apply the advice by hand and profile again",
         )
     return found[0]
 

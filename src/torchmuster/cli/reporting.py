@@ -1,4 +1,4 @@
-"""The page that a run leaves in its folder at its end. Whatever becomes of it, the run's end is what it was."""
+"""Write the HTML report of a run at its end. A failure here does not change the run's exit code."""
 
 import contextlib
 import signal
@@ -11,11 +11,11 @@ from torchmuster.cli import output
 from torchmuster.errors import Impossible
 from torchmuster.runfolder import RunFolder, write_atomically
 
-_AT_MOST_S = 15.0  # that a run's end waits for its page: a disk may hang
+_AT_MOST_S = 15.0  # wait for the report at most this long: a disk may hang
 
 
 def with_report(run: RunFolder, work: Callable[[], int]) -> int:
-    """Do the work of a run; then leave the page in its folder, unless that was already done."""
+    """Do the work of a run, then write the report into its folder unless it already exists."""
     try:
         return work()
     finally:
@@ -23,28 +23,28 @@ def with_report(run: RunFolder, work: Callable[[], int]) -> int:
 
 
 def write(run: RunFolder, path: Path) -> None:
-    """Write the page of a run to a file."""
+    """Write the report of a run to a file."""
     from torchmuster.monitor.views.run_report import run_report
 
     try:
         write_atomically(path, run_report(run), durable=False)
     except OSError as error:
         raise Impossible(
-            f"the report cannot be written to {path}",
+            f"cannot write the report to {path}",
             why=error.strerror or str(error),
-            fix="give a file in a folder that exists and that you may write to, on a disk with room",
+            fix="give a file in a writable folder, on a disk with free space",
         ) from error
 
 
 def _leave_report(run: RunFolder) -> None:
-    """Write the page beside what may interrupt or hang: neither changes how the run ended."""
+    """Write the report in a thread: interrupts and a hanging disk do not change the exit code."""
     over = threading.Event()
 
     def work() -> None:
         try:
             if _is_due(run):
                 write(run, run.report)
-        except Exception as error:  # a full disk, a damaged file: the run has ended all the same
+        except Exception as error:  # a full disk, a damaged file: ignored for the run
             with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
                 console.write(f"muster: no report was written: {error!r}\n")
         finally:
@@ -54,14 +54,14 @@ def _leave_report(run: RunFolder) -> None:
         thread = threading.Thread(target=work, name="report", daemon=True)
         thread.start()
         if over.wait(_AT_MOST_S):
-            thread.join(0.1)  # it has nothing left to do, unless it was interrupted
+            thread.join(0.1)  # nothing left to do, unless it was interrupted
         if sys.stderr.isatty() and run.report.exists():
             output.say(f"muster: report in {run.report}")
 
 
 def _is_due(run: RunFolder) -> bool:
-    """Say whether a run is over and has no page of its end yet; who guarded it may have come before."""
-    with contextlib.suppress(OSError):  # the usual case needs no more than this
+    """Return whether a run is over and has no up-to-date report yet."""
+    with contextlib.suppress(OSError):  # fast path
         if run.report.stat().st_mtime >= run.state.stat().st_mtime:
             return False
     from torchmuster.launch.history import run_state
@@ -72,7 +72,7 @@ def _is_due(run: RunFolder) -> bool:
 
 @contextlib.contextmanager
 def _signals_only(do: Callable[[], None]) -> Iterator[None]:
-    """Let requests to end do only this meanwhile: the run has ended, and its exit code is known."""
+    """Handle SIGINT and SIGTERM only by this call: the run is over and its exit code is known."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""``muster run``: start a torchrun script on this machine or on many, and stay with it."""
+"""``muster run``: start a torchrun script on one or more hosts, and follow it."""
 
 import argparse
 import sys
@@ -14,18 +14,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster run``."""
     parser.usage = "muster run [options] script.py [the script's own arguments]"
     parser.description = (
-        f"{parser.description}\nThe script is one for torchrun and needs no change. It gets its RANK, "
-        "its log and its devices;\nthe first rank that fails ends all others, and its error is shown."
+        f"{parser.description}\nA script for torchrun needs no change. Each rank gets its RANK, "
+        "its log and "
+        "its devices;\nif a rank fails, all others are stopped and its error is shown."
     )
     parsers.show_examples(
         parser,
         [
             "muster run --num-gpus 2 train.py --lr 1e-4    two free GPUs of this machine, claimed",
             "muster run --device cpu --ranks 2 train.py    two ranks on the CPU",
-            "muster run --hosts a,b:4,c train.py           three machines over ssh",
+            "muster run --hosts a,b:4,c train.py           three hosts over ssh",
             "muster run --slurm --nodes 2 --gpus-per-node 8 train.py    as a Slurm job",
-            "muster run --detach train.py                  goes on without this terminal",
-            "muster run --dry-run train.py                 shows what would be started",
+            "muster run --detach train.py                  run in the background",
+            "muster run --dry-run train.py                 show what would be started",
         ],
     )
     job_flags.add_machine_flags(parser)
@@ -35,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rdzv-backend",
         choices=("muster", "c10d", "etcd-v2"),
         default="muster",
-        help="how torchrun's agents meet (muster: everything is settled beforehand)",
+        help="rendezvous of torchrun's agents (muster: static rendezvous)",
     )
     many.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of your etcd server")
     slurm_run.add_flags(parser)
     when = job_flags.add_run_flags(parser)
-    when.add_argument("--detach", action="store_true", help="go on without this terminal")
-    when.add_argument("--dry-run", action="store_true", help="show what would be started, and end")
-    when.add_argument("--json", action="store_true", help="with --dry-run: as JSON, for programs")
+    when.add_argument("--detach", action="store_true", help="run in the background")
+    when.add_argument("--dry-run", action="store_true", help="show what would be started, and exit")
+    when.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_run, command=None)
 
@@ -51,16 +52,16 @@ def _run_run(options: argparse.Namespace) -> int:
     script = script_from(options, Path.cwd())
     if options.json and not options.dry_run:
         raise Impossible(
-            "--json is for --dry-run",
-            why="a run shows what its ranks write",
-            fix="leave out --json; how runs went as JSON: muster runs --json",
+            "--json works only with --dry-run",
+            why="a run prints the output of its ranks",
+            fix="leave out --json; for the state of runs as JSON: muster runs --json",
         )
     resolved = job_flags.settings_of(options)
     spec = job_flags.job_from(options, resolved, script)
     if (spec.backend == "etcd-v2") != (spec.endpoint is not None):
         raise Impossible(
-            "--rdzv-backend etcd-v2 and --rdzv-endpoint belong together",
-            why="only an etcd server has an endpoint of its own; all others meet on the first machine",
+            "--rdzv-backend etcd-v2 and --rdzv-endpoint must be given together",
+            why="only etcd has its own endpoint; the other backends use the first host",
             fix="--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379",
         )
     return start(options, spec, resolved.settings.launch.remote_python or sys.executable)

@@ -1,4 +1,4 @@
-"""``muster runs``: the runs in a folder, how they go or went."""
+"""``muster runs``: list the runs in a folder and their state."""
 
 import argparse
 import os
@@ -22,14 +22,14 @@ def add_parser(actions: Any) -> None:
     parser = parsers.add_action(
         actions,
         "export",
-        "write a run's metrics for other programs, or send them to a tracker",
-        more="What the run has sent by itself (metrics.sinks) is not sent twice: only what is missing is.\n"
-        "Everything comes from the run's folder, so it works after the run, and without the network that it had.",
+        "export a run's metrics to a file or a tracker",
+        more="Skips what the run itself has sent (metrics.sinks).\n"
+        "Needs only the run folder, so it works after the run and on another network.",
         examples=[
             "muster runs export last --to parquet      metrics/steps.parquet in the run's folder",
             "muster runs export last --to tensorboard  then: tensorboard --logdir runs",
             "muster runs export last --to mlflow --set metrics.mlflow_uri=http://tracker:5000",
-            "muster runs export last --to wandb --anew  everything once more, as a new run there",
+            "muster runs export last --to wandb --anew  send everything again, as a new run",
         ],
     )
     parsers.add_run_argument(parser)
@@ -38,11 +38,9 @@ def add_parser(actions: Any) -> None:
         required=True,
         choices=tuple(SINK_LIBRARIES),
         metavar="SINK",
-        help=f"who gets them: {', '.join(SINK_LIBRARIES)}",
+        help=f"destination: {', '.join(SINK_LIBRARIES)}",
     )
-    parser.add_argument(
-        "--anew", action="store_true", help="send everything, as if nothing had been sent before"
-    )
+    parser.add_argument("--anew", action="store_true", help="send everything again, as a new run")
     add_set_flag(parser)
     parser.set_defaults(run=_run_export)
 
@@ -57,7 +55,7 @@ def _run_export(options: argparse.Namespace) -> int:
         raise Impossible(
             f"{run.id} has no metrics",
             why=f"there is neither steps.jsonl nor evaluations.jsonl in {run.metrics}",
-            fix="give a run of muster train that has made a step",
+            fix="give a run of muster train with at least one step",
         )
     chosen = Flag(flag="--to", path="metrics.sinks", text=options.to)
     resolved = resolve_settings(
@@ -74,13 +72,13 @@ def _run_export(options: argparse.Namespace) -> int:
         try:
             sending.open()
             count = sending.send_new(last=True)
-        except Exception as error:  # whatever a tracker's library raises
+        except Exception as error:  # trackers' libraries raise any type
             sending.give_up(error)
             sending.close(finished=False)
             raise MusterError(
-                f"{run.id} could not be sent to {options.to}",
+                f"cannot send {run.id} to {options.to}",
                 why=redact_text(f"{type(error).__name__}: {error}"),
-                fix="the same command goes on where this one broke off",
+                fix="run the same command again: it continues where this one stopped",
             ) from error
         sending.close(finished=_has_finished(run))
     named = f", as its run {sending.run}" if sending.run else ""
@@ -101,11 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         [
             "muster runs",
             "muster runs --json",
-            "muster runs export last --to mlflow    send what its tracker has not got",
+            "muster runs export last --to mlflow    send metrics that MLflow does not have",
         ],
     )
     parsers.add_runs_flag(parser)
-    parser.add_argument("--all", action="store_true", help="not only the newest 20")
+    parser.add_argument("--all", action="store_true", help="list all runs, not only the newest 20")
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_run_runs)
     actions = parser.add_subparsers(title="more", metavar="ACTION")
@@ -120,7 +118,7 @@ def _run_runs(options: argparse.Namespace) -> int:
         output.print_json([_runs_as_json(*row) for row in rows])
         return ExitCode.GOOD
     if not rows:
-        print(f"no runs in {options.runs}; muster run script.py makes the first")
+        print(f"no runs in {options.runs}; to start one: muster run script.py")
         return ExitCode.GOOD
     table = [_runs_cells(*row) for row in rows]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
@@ -128,7 +126,7 @@ def _run_runs(options: argparse.Namespace) -> int:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*cells, row[3]]).rstrip())
     if len(runs) > len(shown):
-        print(f"… {len(runs) - len(shown)} older ones: muster runs --all")
+        print(f"… {len(runs) - len(shown)} older runs: muster runs --all")
     return ExitCode.GOOD
 
 

@@ -1,4 +1,4 @@
-"""Command lines that end in a script: everything from the script on is the script's own."""
+"""Command lines that end in a script: everything from the script on belongs to the script."""
 
 import argparse
 import importlib.machinery
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchmuster.errors import Impossible
 
-# Flags whose value can be any text, also one that ends like a script's name.
+# Flags whose value can be any text, also one that ends in .py.
 _TAKE_A_TEXT = frozenset(
     {
         *("--account", "--address", "--config", "--env", "--html", "--image", "--mem", "--name"),
@@ -29,20 +29,20 @@ _TAKE_A_TEXT = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What is to be run: a file or a module, and its arguments."""
+    """The script to run: a file or a module, and its arguments."""
 
     command: tuple[str, ...]
     module: bool
 
     @property
     def name(self) -> str:
-        """What to call a run of it."""
+        """The default name of its runs."""
         word = self.command[0]
         return word.rpartition(".")[2] if self.module else Path(word).stem
 
 
 def split_off(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Divide a command line where the script begins: after ``--``, at ``-m``, or at a ``.py`` file."""
+    """Split a command line at the script: after ``--``, at ``-m`` or at a ``.py`` file."""
     for place, word in enumerate(words):
         if word == "--":
             return words[:place], words[place + 1 :]
@@ -54,7 +54,7 @@ def split_off(words: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def script_from(options: argparse.Namespace, folder: Path) -> Script:
-    """Return the script of a command line, checked as far as this machine can tell."""
+    """Return the script of a command line after checking that it exists on this machine."""
     words = list(options.command or [])
     if stray := getattr(options, "stray", []):
         raise _not_a_script(stray[0], folder)
@@ -69,13 +69,13 @@ def script_from(options: argparse.Namespace, folder: Path) -> Script:
     if (folder / words[0]).is_dir():
         raise Impossible(
             f"{words[0]!r} is a folder, not a script",
-            why="one script is run, as python would run it",
-            fix=f"name the file in it: muster run {Path(words[0]) / 'train.py'}",
+            why="muster runs one file, as python does",
+            fix=f"give the file in it: muster run {Path(words[0]) / 'train.py'}",
         )
     if not (folder / words[0]).is_file():
         raise Impossible(
             f"there is no script {words[0]!r}",
-            why=f"looked for it in {folder}",
+            why=f"searched in {folder}",
             fix="check the name; flags of muster come before the script, its own after it",
         )
     return Script(command=tuple(words), module=False)
@@ -89,8 +89,8 @@ def _not_a_script(word: str, folder: Path) -> Impossible:
     else:
         fix = "muster run train.py  # flags of muster come before the script, its own after it"
     return Impossible(
-        f"{word!r} is not taken for a script",
-        why="a script is a file whose name ends in .py, a module after -m, or whatever follows --",
+        f"{word!r} is not a script",
+        why="a script is a file whose name ends in .py, a module after -m, or any file after --",
         fix=fix,
     )
 
@@ -98,13 +98,13 @@ def _not_a_script(word: str, folder: Path) -> Impossible:
 def _module(words: Sequence[str], folder: Path) -> tuple[str, ...]:
     if not words:
         raise Impossible("there is no module after -m", fix="muster run -m package.module")
-    # Only the first part: to look further, Python would have to run the package's own code.
+    # Only the first part: to check more, Python would have to run the package's code.
     package = words[0].partition(".")[0]
     here = importlib.machinery.PathFinder.find_spec(package, [str(folder)])
     if here is None and (not package or importlib.util.find_spec(package) is None):
         raise Impossible(
             f"there is no module {words[0]!r}",
             why=f"{package!r} is neither in {folder} nor installed for this Python",
-            fix="check the name; a module is written with dots and without .py: -m package.module",
+            fix="check the name; write the module with dots, without .py: -m package.module",
         )
     return tuple(words)

@@ -13,37 +13,42 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 
-# The flags that are for submitting: inside the job they are left out. Each takes one value.
+# Flags of the submission, removed from the command inside the job. Each takes one value.
 _VALUES: dict[str, tuple[str, Callable[[str], object], str, str]] = {
-    "--nodes": ("nodes", job_flags.nodes, "N", "nodes (1); 2:4 goes on with 2 if others are lost"),
-    "--gpus-per-node": ("gpus_per_node", job_flags.count, "N", "GPUs of each node"),
-    "--cpus-per-node": ("cpus_per_node", job_flags.count, "N", "cores of each node"),
-    "--partition": ("partition", str, "NAME", "the partition to wait in"),
-    "--account": ("account", str, "NAME", "the account that pays"),
+    "--nodes": (
+        "nodes",
+        job_flags.nodes,
+        "N",
+        "nodes (1); 2:4 continues with 2 if others are lost",
+    ),
+    "--gpus-per-node": ("gpus_per_node", job_flags.count, "N", "GPUs per node"),
+    "--cpus-per-node": ("cpus_per_node", job_flags.count, "N", "cores per node"),
+    "--partition": ("partition", str, "NAME", "the partition"),
+    "--account": ("account", str, "NAME", "the account to charge"),
     "--qos": ("qos", str, "NAME", "the quality of service"),
-    "--time": ("time", str, "LIMIT", "the time limit, as Slurm writes it: 2-12:00:00"),
-    "--mem": ("mem", str, "SIZE", "the memory of each node, as Slurm writes it: 64G"),
+    "--time": ("time", str, "LIMIT", "the time limit in Slurm's format: 2-12:00:00"),
+    "--mem": ("mem", str, "SIZE", "memory per node in Slurm's format: 64G"),
     "--warn": (
         "warn",
         job_flags.duration,
-        "TIME",
-        "send SIGUSR1 to the ranks so long before the end",
+        "DURATION",
+        "send SIGUSR1 to the ranks DURATION before the time limit",
     ),
 }
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what is asked of Slurm."""
+    """Add the Slurm flags."""
     group = parser.add_argument_group("Slurm")
     group.add_argument(
-        "--slurm", action="store_true", help="submit it as a job, and follow the job"
+        "--slurm", action="store_true", help="submit it as a Slurm job, and follow the job"
     )
     for flag, (name, kind, metavar, text) in _VALUES.items():
         group.add_argument(flag, dest=name, type=kind, metavar=metavar, help=text)
 
 
 def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
-    """Submit the job, show how it goes; Ctrl-C leaves it to itself."""
+    """Submit the job and show its output; Ctrl-C detaches."""
     from torchmuster.launch.schedulers.slurm.follow import LogLine, follow_job, left_running
     from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render_script, submit_job
 
@@ -65,7 +70,7 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
         return ExitCode.GOOD
     job = submit_job(script, run_root=options.runs)
     print(job, flush=True)
-    output.say(f"muster: submitted as job {job}; to end it: scancel {job}")
+    output.say(f"muster: submitted as job {job}; to cancel it: scancel {job}")
     if options.detach:
         return ExitCode.GOOD
     try:
@@ -82,7 +87,7 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
 
 
 def transport_inside(spec: JobSpec) -> Transport | None:
-    """Return the way to the nodes of the Slurm job in which this runs; None outside of one."""
+    """Return the transport to the nodes of the current Slurm job; None outside a job."""
     from torchmuster.launch.schedulers.slurm import allocation
 
     given = allocation.allocation_here(os.environ)
@@ -92,53 +97,53 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     if warning := allocation.few_cores(given, spec):
         output.show_findings([warning], sys.stderr)
     if given.nodes == (socket.gethostname(),):
-        return None  # the whole of the job is here
+        return None  # the job has only this node
     from torchmuster.launch.transports.srun import SrunTransport
 
     times = "once" if given.restarts == 1 else f"{given.restarts} times"
-    again = f", started again {times}" if given.restarts else ""
+    again = f", requeued {times}" if given.restarts else ""
     output.say(f"muster: in Slurm job {given.job} with {len(given.nodes)} nodes{again}")
     return SrunTransport(given)
 
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
-    """Return the run to go on with: that of a job which Slurm has started again."""
+    """Return the run to resume: that of a job which Slurm has requeued."""
     from torchmuster.launch.schedulers.slurm import allocation
 
     run = allocation.earlier_run(spec, root, os.environ)
     if run is not None:
-        output.say(f"muster: Slurm has started the job again: going on in {run.path}")
+        output.say(f"muster: Slurm has requeued the job: resuming in {run.path}")
     return run
 
 
 def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
-    """Refuse what only Slurm understands where Slurm is not asked for."""
+    """Reject Slurm flags without ``--slurm``."""
     for flag, (name, *_) in _VALUES.items():
         if getattr(options, name) is not None:
             raise Impossible(
-                f"{flag} is for Slurm or Kubernetes",
+                f"{flag} works only with Slurm or Kubernetes",
                 fix=f"muster {options.words[0]} --slurm {flag} …, or leave {flag} out",
             )
 
 
 def for_so_many(options: argparse.Namespace, spec: JobSpec, machines: int) -> JobSpec:
-    """Return the job for the machines that ``--nodes MIN:MAX`` allows, of which so many are known."""
+    """Return the job for ``--nodes MIN:MAX``, which must match the known number of hosts."""
     nodes = options.nodes
     if nodes is None or machines < 2:
         return spec
     if nodes.most != machines:
         raise Impossible(
-            f"--nodes {nodes}, but {machines} machines are known",
-            why="the most that can take part are those of --hosts, or of the Slurm job",
+            f"--nodes {nodes}, but there are {machines} hosts",
+            why="the maximum is the number of hosts in --hosts or in the Slurm job",
             fix=f"--nodes {min(nodes.least, machines)}:{machines}",
         )
-    options.nodes = None  # understood
+    options.nodes = None  # handled
     return job_flags.with_nodes(spec, nodes)
 
 
 def _inside(options: argparse.Namespace) -> list[str]:
-    """Return the command line for the job: this one, without what was for submitting."""
-    # What follows -- is a script whatever its name; a module keeps its -m there.
+    """Return the command line for the job: this one, without the flags of the submission."""
+    # After -- any file is a script; a module keeps its -m there.
     script = ["--", *options.command] if options.command else []
     return [sys.executable, "-m", "torchmuster", *_without(options.words), *script]
 
@@ -152,7 +157,7 @@ def _without(words: Sequence[str]) -> list[str]:
             continue
         if flag in _VALUES:
             value = given if equals else next(left, "")
-            if flag == "--nodes" and ":" in value:  # how few are enough holds inside as well
+            if flag == "--nodes" and ":" in value:  # MIN:MAX also applies inside the job
                 kept += [flag, value]
             continue
         kept.append(word)

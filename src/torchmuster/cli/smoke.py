@@ -1,4 +1,4 @@
-"""``muster smoke``: the smallest program that proves that ranks can work together."""
+"""``muster smoke``: run a minimal program that tests the communication between ranks."""
 
 import argparse
 import sys
@@ -14,14 +14,15 @@ PROGRAM = "torchmuster.launch.probes.smoke"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster smoke``."""
     parser.description = (
-        f"{parser.description}\nEach rank says who it is, gets a number from every other one, and passes "
+        f"{parser.description}\nEach rank prints its number, device and host name, runs an "
+        "all-gather and "
         f"a barrier.\nThe same under torchrun: torchrun --nproc-per-node 2 -m {PROGRAM}"
     )
     parsers.show_examples(
         parser,
         [
             "muster smoke --ranks 2            two ranks on this machine",
-            "muster smoke --hosts a,b:2        three ranks on two machines",
+            "muster smoke --hosts a,b:2        three ranks on two hosts",
         ],
     )
     job_flags.add_machine_flags(parser)

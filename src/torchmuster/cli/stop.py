@@ -1,4 +1,4 @@
-"""``muster stop``: end a run on all its machines, and make sure that it has ended."""
+"""``muster stop``: stop a run on all its hosts, and verify that it has stopped."""
 
 import argparse
 import signal
@@ -13,7 +13,7 @@ from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, find_run
 
 _SAY_EVERY_S = 5.0
-# What the launcher may take beyond the ranks' grace to end the other machines and itself.
+# Time that the launcher may take after the ranks' grace period to stop the other hosts and itself.
 _BEYOND_GRACE_S = 15.0
 _KILL_WITHIN_S = 5.0
 
@@ -21,14 +21,15 @@ _KILL_WITHIN_S = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster stop``."""
     parser.description = (
-        f"{parser.description}\nIts ranks are asked to end and may save their work; after the run's "
-        "--grace they are killed."
+        f"{parser.description}\nSends SIGTERM to its ranks, which may save a checkpoint; kills "
+        "them after "
+        "the run's --grace."
     )
     parsers.show_examples(
         parser,
         [
             "muster stop last                   the newest run in ./runs",
-            "muster stop 20260131-1200          part of its id is enough",
+            "muster stop 20260131-1200          a unique part of its id",
             "muster stop /data/runs/20260131-120000-train-1a2b",
         ],
     )
@@ -36,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--within",
         type=duration,
-        metavar="TIME",
-        help="kill what has not ended by then (default: 15s more than the run's --grace)",
+        metavar="DURATION",
+        help="kill the launcher after DURATION (default: 15s more than the run's --grace)",
     )
     parser.set_defaults(run=_run_stop)
 
@@ -48,8 +49,8 @@ def _run_stop(options: argparse.Namespace) -> int:
     if job is None:
         raise Impossible(
             f"{run.id} was never launched",
-            why="its folder is there, but nothing in it says by which process",
-            fix="muster runs  # shows those that were",
+            why="its folder does not contain the launcher process",
+            fix="muster runs  # lists all runs",
         )
     active = state is None or state.active
     process = job.launcher.process()
@@ -57,12 +58,12 @@ def _run_stop(options: argparse.Namespace) -> int:
         from torchmuster.launch.schedulers.slurm.submit import cancel_job
 
         cancel_job(job.slurm_job)
-        output.say(f"muster: {run.id}: Slurm was told to cancel job {job.slurm_job}")
+        output.say(f"muster: {run.id}: cancelled Slurm job {job.slurm_job}")
         return ExitCode.GOOD
     if active and not job.launcher.is_of_this_machine:
         raise Impossible(
             f"{run.id} was launched on {job.launcher.host}",
-            why="its launcher is a process of that machine",
+            why="its launcher runs on that host",
             fix=f"ssh {job.launcher.host} muster stop {run.path.resolve()}",
         )
     if active and process is not None:
@@ -71,17 +72,17 @@ def _run_stop(options: argparse.Namespace) -> int:
     _sweep(run, job)
     now = run_state.read_state(run)
     saved = active and now is not None and now.phase == "saved"
-    words = f"has ended: {now.headline}" if saved and now else _how_it_ended(state)
+    words = f"has stopped: {now.headline}" if saved and now else _how_it_ended(state)
     output.say(f"muster: {run.id} {words}")
     return ExitCode.GOOD
 
 
 def _how_it_ended(state: run_state.RunState | None) -> str:
     if state is None or state.active:
-        return "has ended"
+        return "has stopped"
     if state.phase == "died":
-        return f"had ended: {state.headline}; nothing of it is left on this machine"
-    return f"had ended before: {state.headline}"
+        return f"had died: {state.headline}; no processes of it are left on this host"
+    return f"had already stopped: {state.headline}"
 
 
 def _end_stop(process: psutil.Process, run: RunFolder, within_s: float) -> None:
@@ -89,32 +90,32 @@ def _end_stop(process: psutil.Process, run: RunFolder, within_s: float) -> None:
         process.send_signal(signal.SIGTERM)
         _await_end(process, run, within_s)
     except psutil.NoSuchProcess:
-        return  # which is what was asked for
+        return  # it has exited
     except psutil.AccessDenied:
         raise Impossible(
-            f"{run.id} is not yours to stop",
+            f"no permission to stop {run.id}",
             why=f"it was launched by {process.username()}, process {process.pid}",
-            fix=f"ask {process.username()}, or as an administrator: sudo muster stop {run.path.resolve()}",
+            fix=f"ask {process.username()}, or as root: sudo muster stop {run.path.resolve()}",
         ) from None
 
 
 def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None:
     began = said = time.monotonic()
     killed = False
-    # One that has ended stays as a zombie for as long as whoever started it does not look.
+    # A process that has exited stays a zombie until its parent waits for it.
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         now = time.monotonic()
         if now - began > within_s + _KILL_WITHIN_S:
-            return  # not even that helped: what is left is told by the sweep
+            return  # SIGKILL did not help: the process cleanup reports what is left
         if now - began > within_s and not killed:
             killed = True
             output.say(
-                f"muster: {run.id} did not end within {within_s:.0f} s; killing its launcher"
+                f"muster: {run.id} did not stop within {within_s:.0f} s; killing its launcher"
             )
             process.kill()
         elif now - said > _SAY_EVERY_S:
             said = now
-            output.say(f"muster: waiting for {run.id} to end ({now - began:.0f} s)")
+            output.say(f"muster: waiting for {run.id} to stop ({now - began:.0f} s)")
         time.sleep(0.05)
 
 
@@ -124,7 +125,7 @@ def _sweep(run: RunFolder, job: run_state.RunJob) -> None:
     left = process_cleanup.kill_processes(job.token, within_s=_KILL_WITHIN_S) if job.token else []
     if left:
         raise MusterError(
-            f"processes of {run.id} cannot be ended: {', '.join(str(one.pid) for one in left)}",
-            why="they do not react even to SIGKILL: they wait for a driver or a disk",
-            fix="see dmesg for what they wait for; a restart of the machine always helps",
+            f"cannot kill processes of {run.id}: {', '.join(str(one.pid) for one in left)}",
+            why="they do not react to SIGKILL: they are blocked in a driver or on a disk",
+            fix="see dmesg for what they wait for, or restart the host",
         )

@@ -1,4 +1,4 @@
-"""``muster top``: all GPUs and ranks of this machine, or of a run's machines, live."""
+"""``muster top``: show all GPUs and ranks of this machine, or of a run's hosts, live."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from torchmuster.runfolder import find_run
 if TYPE_CHECKING:
     from torchmuster.monitor.views.top_app import TopApp
 
-# Shares of processors and traffic are told between two looks: for one look, two are taken.
+# CPU and network usage are rates between two samples, so --once takes two.
 _BETWEEN_S = 0.5
 
 
@@ -23,32 +23,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from torchmuster.monitor.views.top_picture import ORDERS
 
     parser.description = (
-        f"{parser.description}\nWithout RUN: this machine, and the runs that are going on. It only "
-        "reads: nothing notices. The keys are at the foot of the screen."
+        f"{parser.description}\nWithout RUN: this machine and its active runs. Read-only: it "
+        "does not "
+        "affect runs.\nThe keys are shown at the bottom of the screen."
     )
     parsers.show_examples(
         parser,
         [
             "muster top                    this machine's GPUs, and the ranks of all runs",
-            "muster top last               the newest run, on all its machines",
-            "muster top --once             one look, as text",
-            "muster top --sort others      who waits for others, the most first",
+            "muster top last               the newest run, on all its hosts",
+            "muster top --once             print it once, as text",
+            "muster top --sort others      ranks that wait most for others first",
         ],
     )
     parsers.add_run_argument(parser, required=False)
-    parser.add_argument("--once", action="store_true", help="show it once as text, and end")
+    parser.add_argument("--once", action="store_true", help="print it once as text, and exit")
     parser.add_argument(
         "--sort",
         choices=ORDERS,
         default="rank",
-        help="order of the ranks: by rank, or the most first",
+        help="order of the ranks: by rank, or largest value first",
     )
     parser.add_argument(
         "--interval",
         type=parsers.interval,
         default=2.0,
         metavar="SECONDS",
-        help="between looks (2)",
+        help="refresh interval (2)",
     )
     parser.set_defaults(run=_run_top)
 
@@ -84,8 +85,8 @@ def _app() -> "type[TopApp]":
         from torchmuster.monitor.views.top_app import TopApp
     except ImportError as error:
         raise Impossible(
-            "muster top cannot be shown live: the package textual is not installed here",
-            why="it draws the screen and reads the keys",
+            "muster top cannot show a live screen: the package textual is not installed",
+            why="textual draws the screen and reads the keys",
             fix="pip install 'torchmuster[watch]', or: muster top --once",
         ) from error
     return TopApp

@@ -1,4 +1,4 @@
-"""``muster train``: a settings file becomes ranks that train, on this machine or on many."""
+"""``muster train``: train from a settings file, on one or more hosts."""
 
 import argparse
 import dataclasses
@@ -46,9 +46,9 @@ from torchmuster.units import format_seconds
 
 
 def follow_plan(options: argparse.Namespace, resolved: Resolved) -> tuple[Resolved, Promise]:
-    """Plan for this machine, let the settings and flags be those of the plan, and return its promise."""
+    """Plan for this machine, apply the plan to settings and flags, and return its prediction."""
     _refuse_other_machines(options, resolved)
-    check_here(resolved)  # before a trace, which would find it out much later
+    check_here(resolved)  # before tracing, which takes long
     settings = resolved.settings
     hardware = here.hardware_from_settings(settings, ranks=options.ranks, device=options.device)
     answer = _answer(resolved, hardware)
@@ -60,7 +60,7 @@ def follow_plan(options: argparse.Namespace, resolved: Resolved) -> tuple[Resolv
     options.set += [Flag(flag="--plan", path=path, text=text) for path, text in chosen.items()]
     if asked.hardware.card.kind == "cpu":
         options.ranks = best.candidate.layout.ranks
-    else:  # the plan may take fewer of them than the flags name
+    else:  # the plan may use fewer GPUs than the flags request
         options.ranks = options.num_gpus = options.gpu_ids = None
     promise = Promise(
         candidate=best.candidate,
@@ -75,12 +75,12 @@ def _refuse_other_machines(options: argparse.Namespace, resolved: Resolved) -> N
     if options.resume:
         raise Impossible(
             "--plan and --resume were both given",
-            why="a run goes on as it began, and its plan was made then",
+            why="a resumed run keeps the plan that it was started with",
             fix="leave out --plan",
         )
     if options.slurm or resolved.settings.launch.hosts:
         raise Impossible(
-            "--plan is for this machine, and the training would run on others",
+            "--plan plans for this machine, but the training would run on others",
             fix="muster plan --hardware … --write plan.yaml, then muster train --config plan.yaml",
         )
 
@@ -92,7 +92,7 @@ def _answer(resolved: Resolved, hardware: Hardware) -> Answer:
         return planning.make_plan(asked, tracer.records, rates=rates)
 
 
-# These say how a training is computed and for how long; all others say which training it is.
+# These may change when a run is resumed; all others define the training.
 _MAY_CHANGE = (
     *("distributed.", "launch.", "checkpoint.every", "checkpoint.keep", "checkpoint.mode"),
     *("train.epochs", "train.steps", "train.micro_batch_size", "train.clip_norm"),
@@ -102,33 +102,32 @@ _MAY_CHANGE = (
     *("model.attention", "metrics."),
 )
 _LENGTHS = ("train.epochs", "train.steps")
-# What a node agent may take beyond the ranks' grace period to exit.
+# Time that a node agent may take to exit after the ranks' grace period.
 _BEYOND_GRACE_S = 10.0
 _KILLED_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.25
 
 
 def take_run(options: argparse.Namespace) -> RunFolder:
-    """Find the run that ``--resume`` names, and let its settings and its job be those of the options."""
+    """Find the run that ``--resume`` names, and apply its settings and its job to the options."""
     run = find_run(options.resume, options.runs)
     if options.config is not None:
         raise Impossible(
             f"--resume {options.resume} and --config {options.config} were both given",
-            why=f"a run goes on with its own settings, {run.config}",
-            fix="leave out --config; --set changes what may change",
+            why=f"a run is resumed with its own settings, {run.config}",
+            fix="leave out --config; change single settings with --set",
         )
     if not run.config.is_file():
         raise Impossible(
-            f"{run.id} cannot go on: it has no settings",
-            why=f"{run.config} is not there, so it was not started by muster train",
-            fix="give a run of muster train; muster runs lists what there is",
+            f"{run.id} cannot be resumed: it has no settings",
+            why=f"{run.config} does not exist, so the run was not started by muster train",
+            fix="give a run of muster train; muster runs lists all runs",
         )
     state = run_state.read_state(run)
     if state is not None and state.active:
         raise NotNow(
-            f"{run.id} is still at work ({state.phase})",
-            fix=f"muster attach {run.id} shows how it goes; muster stop {run.id} ends it"
-            + _if_gone(run),
+            f"{run.id} is still active ({state.phase})",
+            fix=f"muster attach {run.id} follows it; muster stop {run.id} stops it" + _if_gone(run),
         )
     if not options.dry_run:
         _await_processes_left(run)
@@ -138,7 +137,7 @@ def take_run(options: argparse.Namespace) -> RunFolder:
 
 
 def _await_processes_left(run: RunFolder) -> None:
-    """Wait for what a killed launcher left on this host: its ranks may be saving."""
+    """Wait for the processes that a killed launcher left on this host: ranks may be saving."""
     job = run_state.read_job(run)
     if job is None or not job.token or not process_cleanup.processes_of(job.token):
         return
@@ -153,7 +152,7 @@ def _await_processes_left(run: RunFolder) -> None:
     if left := process_cleanup.kill_processes(job.token, within_s=_KILLED_WITHIN_S):
         raise NotNow(
             f"processes of {run.id} are still running: {', '.join(str(process.pid) for process in left)}",
-            why="they do not react to SIGKILL: they wait for a driver or a disk",
+            why="they do not react to SIGKILL: they are blocked in a driver or on a disk",
             fix="see dmesg for what they wait for, or restart the host",
         )
 
@@ -163,11 +162,11 @@ def _if_gone(run: RunFolder) -> str:
     if job is None or job.launcher.is_of_this_machine:
         return ""
     known = format_seconds(SILENT_AFTER_S)
-    return f"; should {job.launcher.host} be gone, that is known {known} after it was last heard of"
+    return f"; if {job.launcher.host} is down, the run counts as dead {known} after its last update"
 
 
 def _take_job(run: RunFolder, options: argparse.Namespace) -> None:
-    """Let the run have the kind of device and the ranks that it had, unless flags say otherwise."""
+    """Use the device type and the ranks that the run had, unless flags override them."""
     try:
         spec = json.loads(run.job.read_text(encoding="utf-8"))["spec"]
         device, ranks = spec["device"], spec["ranks"]
@@ -180,7 +179,7 @@ def _take_job(run: RunFolder, options: argparse.Namespace) -> None:
 
 
 def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
-    """Say what will change, and refuse what may not; return whether the run has reached its end already."""
+    """Report changed settings and reject forbidden changes; return whether the run is finished."""
     before = with_absolute_folder(resolve_settings(file=run.config)).values()
     now = resolved.values()
     changed = {path: now[path] for path in now if now[path] != before[path]}
@@ -190,18 +189,18 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
     if state is not None and state.phase == "finished" and not changed.keys() & set(_LENGTHS):
         given = next((path for path in _LENGTHS if now[path]), _LENGTHS[0])
         output.say(
-            f"muster: {run.id} has finished: nothing is left to train\n"
-            f"        to train on: muster train --resume {run.id} --set {given}=…"
+            f"muster: {run.id} has finished: nothing left to train\n"
+            f"        to train longer: muster train --resume {run.id} --set {given}=…"
         )
         return True
     for path, value in changed.items():
         output.say(
-            f"muster: {path} is {_train_shown(value)} from now on; it was {_train_shown(before[path])}"
+            f"muster: {path} is now {_train_shown(value)}; it was {_train_shown(before[path])}"
         )
     if changed.keys() & set(_LENGTHS) and now["train.schedule"] != "constant":
         output.say(
-            f"muster: the schedule {now['train.schedule']} goes to 0 at the new end, so the learning "
-            "rate is another one from now on"
+            f"muster: the {now['train.schedule']} schedule decays to 0 at the new end, so the "
+            "learning rate changes from this step on"
         )
     return False
 
@@ -213,7 +212,7 @@ def _refuse(
         if HIDDEN in str(value):
             raise Impossible(
                 f"{path} is {value!r} in {run.config}",
-                why="secrets are not written down with a run's settings",
+                why="secrets are not saved in a run's settings",
                 fix=f"give it again: --set {path}=…",
             )
     for path, value in changed.items():
@@ -222,14 +221,14 @@ def _refuse(
             raise Impossible(
                 f"{path} is {_train_shown(value)} ({resolved.sources[path].where}), but {run.id} has "
                 f"{_train_shown(before[path])}",
-                why="a run goes on as it began: with this it would be another training",
-                fix="leave it out, or begin a new run: muster train --config "
+                why="a resumed run cannot change this setting: it would be a different training",
+                fix="leave it out, or start a new run: muster train --config "
                 f"{shlex.quote(str(run.config))} --set {path}=…",
             )
 
 
 def _check_checkpoint(run: RunFolder, resolved: Resolved) -> None:
-    """Say so if there is no checkpoint yet; refuse a run that saves none."""
+    """Report if there is no checkpoint yet; reject a run that saves none."""
     place = checkpoint_place(resolved.settings.checkpoint, run.path.resolve())
     if place is None:
         raise Impossible(
@@ -246,8 +245,8 @@ def _train_shown(value: object) -> str:
 
 
 WORKER = "torchmuster.worker"
-_TO_SAVE_S = 30.0  # for ranks that are asked to end; Slurm and Kubernetes give them as long
-# torch's allocator on GPUs: segments that grow leave fewer gaps between tensors, and muster plan counts with them.
+_TO_SAVE_S = 30.0  # grace period to save a checkpoint; the default of Slurm and Kubernetes
+# torch's CUDA allocator: expandable segments reduce fragmentation, and muster plan assumes them.
 ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 _DEVICES = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
 
@@ -256,7 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster train``."""
     parser.description = (
         f"{parser.description}\nChecks the settings, claims the devices, starts a rank on each, and "
-        "trains; the weights end up in\nthe run's folder. A training script of your own is started by "
+        "trains; the weights are saved in\nthe run folder. To start your own training script, use "
         f"muster run.\nThe same under torchrun: torchrun … -m {WORKER} --config config.yaml"
     )
     parsers.show_examples(
@@ -265,18 +264,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster train --config config.yaml                    all free GPUs of this machine",
             "muster train --config config.yaml --num-gpus 2       two of them",
             "muster train --config config.yaml --device cpu --ranks 2    two ranks on the CPU",
-            "muster train --config config.yaml --set train.steps=100     another value for once",
-            "muster train --config config.yaml --hosts a,b        two machines over ssh",
-            "muster train --config config.yaml --plan             as muster plan says for this machine",
-            "muster train --config config.yaml --dry-run          shows what would be started",
-            "muster train --resume last                           goes on with the newest run",
-            "muster train --resume last --set train.steps=2000    and for longer than it was to",
+            "muster train --config config.yaml --set train.steps=100     override a setting",
+            "muster train --config config.yaml --hosts a,b        two hosts over ssh",
+            "muster train --config config.yaml --plan             plan for this machine first",
+            "muster train --config config.yaml --dry-run          show what would be started",
+            "muster train --resume last                           resume the newest run",
+            "muster train --resume last --set train.steps=2000    resume it and train longer",
         ],
     )
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on with a run (its id, its folder, or: last) from its newest good checkpoint",
+        help="resume a run (its id, its folder, or: last) from its newest good checkpoint",
     )
     job_flags.add_machine_flags(parser)
     job_flags.add_host_flags(job_flags.add_rendezvous_flags(parser))
@@ -288,25 +287,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         usual_grace_s=_TO_SAVE_S,
     )
     when.add_argument(
-        "--check", action="store_true", help="examine the machines and their links first"
+        "--check", action="store_true", help="check the hosts and their connections first"
     )
     when.add_argument(
         "--plan",
         action="store_true",
-        help="plan for this machine first, train as the plan says, and compare after step 3",
+        help="plan for this machine, train with the plan, and compare both after step 3",
     )
-    when.add_argument("--detach", action="store_true", help="go on without this terminal")
-    when.add_argument("--dry-run", action="store_true", help="show what would be started, and end")
-    when.add_argument("--json", action="store_true", help="with --dry-run: as JSON, for programs")
+    when.add_argument("--detach", action="store_true", help="run in the background")
+    when.add_argument("--dry-run", action="store_true", help="show what would be started, and exit")
+    when.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     parser.set_defaults(run=_run_train, command=None)
 
 
 def _run_train(options: argparse.Namespace) -> int:
     if options.json and not options.dry_run:
         raise Impossible(
-            "--json is for --dry-run",
-            why="a run shows what its ranks write",
-            fix="leave out --json; what was measured is in the run's folder: metrics/steps.jsonl",
+            "--json works only with --dry-run",
+            why="a run prints the output of its ranks",
+            fix="leave out --json; the metrics are in the run folder: metrics/steps.jsonl",
         )
     run = take_run(options) if options.resume else None
     resolved = with_absolute_folder(job_flags.settings_of(options))
@@ -318,7 +317,7 @@ def _run_train(options: argparse.Namespace) -> int:
         resolved, promise = follow_plan(options, resolved)
     spec = _job(options, resolved)
     if not options.slurm and not spec.hosts:
-        check_here(resolved)  # elsewhere, only the ranks can tell what is there
+        check_here(resolved)  # on other hosts, the ranks check it
     python = resolved.settings.launch.remote_python or sys.executable
     if options.check and not options.dry_run and not options.slurm:
         code = _check_train(options, spec, python)
@@ -335,14 +334,14 @@ def _run_train(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace, resolved: Resolved) -> JobSpec:
-    """Translate flags and settings into the job whose ranks run the worker."""
+    """Build the job whose ranks run the worker from flags and settings."""
     if resolved.sources["experiment_name"].strength is Strength.DEFAULT and not options.name:
         options.name = "train"
     _choose_device(options, resolved)
     if not resolved.settings.distributed.enabled:
         if (options.ranks or 1) > 1 or resolved.settings.launch.hosts:
             raise Impossible(
-                "several processes were asked for, but distributed.enabled is false",
+                "several processes were requested, but distributed.enabled is false",
                 why=f"by {resolved.sources['distributed.enabled'].where}",
                 fix="leave out --ranks and the hosts, or --set distributed.enabled=true",
             )
@@ -352,13 +351,13 @@ def _job(options: argparse.Namespace, resolved: Resolved) -> JobSpec:
     if spec.device == "cpu":
         return dataclasses.replace(spec, command=(*spec.command, "--device", "cpu"))
     if any(name.endswith("_ALLOC_CONF") for name in spec.environment):
-        return spec  # people know what they want
+        return spec  # set by the user
     name, value = ALLOCATOR_SETTING
     return dataclasses.replace(spec, environment={**spec.environment, name: value})
 
 
 def _choose_device(options: argparse.Namespace, resolved: Resolved) -> None:
-    """Let ``model.device_map`` decide where no flag does."""
+    """Choose the device by ``model.device_map`` if no flag does."""
     if options.device != "auto":
         return
     options.device = _DEVICES[resolved.settings.model.device_map]
@@ -366,10 +365,10 @@ def _choose_device(options: argparse.Namespace, resolved: Resolved) -> None:
     if options.device == "cpu" and asked:
         name = "num_gpus" if resolved.settings.distributed.num_gpus else "gpu_ids"
         raise Impossible(
-            "model.device_map is cpu, but GPUs were asked for",
+            "model.device_map is cpu, but GPUs were requested",
             why=f"by {resolved.sources['model.device_map'].where} and by distributed.{name} "
             f"({resolved.sources[f'distributed.{name}'].where})",
-            fix="leave out one of the two; --device cpu wins over both",
+            fix="leave out one of the two; --device cpu overrides both",
         )
 
 
@@ -388,7 +387,7 @@ def _save_settings(run: RunFolder, *, resolved: Resolved, promise: "Promise | No
 
 
 def _check_train(options: argparse.Namespace, spec: JobSpec, python: str) -> int:
-    """Examine the machines and the links between them; nothing is started if something is wrong."""
+    """Check the hosts and their connections; the run does not start if a check fails."""
     from torchmuster.cli import check
 
     transport = slurm_run.transport_inside(spec) or transport_for(spec, python)

@@ -1,4 +1,4 @@
-"""``muster watch``: a run as it goes, live on the terminal, and news of what needs somebody."""
+"""``muster watch``: monitor a run live, on the terminal or in a browser, with alerts."""
 
 import argparse
 import contextlib
@@ -26,40 +26,40 @@ _EVERY_S = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster watch``."""
     parser.description = (
-        f"{parser.description}\nIt reads the run's folder and nothing else: the run does not notice. "
-        "Ctrl-C ends the watching."
+        f"{parser.description}\nReads only the run folder and does not affect the run. "
+        "Ctrl-C exits."
     )
     parsers.show_examples(
         parser,
         [
             "muster watch last                  curves, where the time goes, ranks, alerts",
-            "muster watch last --once           one look, as text",
-            "muster watch last --browser        the same as a page that keeps itself up to date",
-            "muster watch last --report r.html  as a page that needs nothing else: for a mail, a ticket, an archive",
-            "muster watch last --lines --webhook https://hooks.example/…   tell a chat; print only news",
+            "muster watch last --once           print it once, as text",
+            "muster watch last --browser        show it as a live page",
+            "muster watch last --report r.html  write a self-contained page, for a ticket",
+            "muster watch last --lines --webhook https://hooks.example/…   send alerts to a chat",
         ],
     )
     parsers.add_run_argument(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="show it once, and end")
+    how.add_argument("--once", action="store_true", help="print it once, and exit")
     how.add_argument(
         "--lines",
         action="store_true",
-        help="print only news, a line each: for a log, or to leave behind",
+        help="print only alerts, one per line: for a log, or in the background",
     )
     how.add_argument(
-        "--browser", action="store_true", help="show it as a page, at the address that is printed"
+        "--browser", action="store_true", help="serve it as a live page, and print its URL"
     )
     how.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
-        help="write a page that needs nothing else, as every run leaves one at its end, and end",
+        help="write a self-contained page, like the report at a run's end, and exit",
     )
     parser.add_argument(
-        "--webhook", metavar="URL", help="send news there as well, as Slack and others take it"
+        "--webhook", metavar="URL", help="also send alerts to this URL, in Slack's format"
     )
-    parser.add_argument("--bell", action="store_true", help="ring the terminal's bell at news")
+    parser.add_argument("--bell", action="store_true", help="ring the terminal bell on alerts")
     serving_flags.add_serving_flags(parser.add_argument_group("with --browser"), port=0)
     parser.set_defaults(run=_run_watch)
 
@@ -98,7 +98,7 @@ def _run_watch(options: argparse.Namespace) -> int:
                         output.say(f"muster: {webhook.trouble}")
                     told = webhook.trouble
                 if picture.is_over and not options.browser:
-                    break  # a page stays for whoever wants to see the end
+                    break  # the page stays available after the run
                 time.sleep(_EVERY_S)
     return ExitCode.GOOD
 
@@ -109,14 +109,14 @@ def _refuse_flags_without_browser(options: argparse.Namespace) -> None:
         not options.browser
     ):
         raise Impossible(
-            "--address, --port, --token-file and --certificate are for --browser",
-            why="without it nothing is served",
+            "--address, --port, --token-file and --certificate work only with --browser",
+            why="without --browser nothing is served",
             fix=f"muster watch {options.which} --browser …",
         )
 
 
 def _watch_lines(picture: "RunPicture") -> None:
-    """Print what is new, a line each; the fix below it."""
+    """Print new and resolved alerts, one per line, with the fix below."""
     clock = time.strftime("%H:%M:%S")
     for news in picture.news:
         word = news.alert.severity if news.raised else "over"
@@ -126,7 +126,7 @@ def _watch_lines(picture: "RunPicture") -> None:
 
 
 def _live(stack: contextlib.ExitStack) -> Callable[["RunPicture"], None]:
-    """Return what shows a run on the terminal, over and over at the same place."""
+    """Return a function that redraws a run in place on the terminal."""
     from rich.console import Console
     from rich.live import Live
 
@@ -141,7 +141,7 @@ def _live(stack: contextlib.ExitStack) -> Callable[["RunPicture"], None]:
 def _in_browser(
     stack: contextlib.ExitStack, options: argparse.Namespace
 ) -> Callable[["RunPicture"], None]:
-    """Serve a page and say where; return what shows a run on it."""
+    """Serve a live page and return the function that updates it."""
     from torchmuster.monitor.serving import Access, serving
     from torchmuster.monitor.views.live_page import LivePage
 
@@ -163,8 +163,8 @@ def _in_browser(
     def show(picture: "RunPicture") -> None:
         nonlocal address
         page.show(picture)
-        if address:  # told once, when there is something to see
-            output.say("muster: open this in a browser; Ctrl-C ends the watching, not the run")
+        if address:  # printed once, when there is something to see
+            output.say("muster: open this in a browser; Ctrl-C stops the page, not the run")
             print(address, flush=True)
             address = ""
 
@@ -172,7 +172,7 @@ def _in_browser(
 
 
 def _watch_name(address: str) -> str:
-    """Return an address as it is written in one for browsers; for all addresses, this machine's name."""
+    """Return an address as in a URL; for a wildcard address, this host's name."""
     if address in ("0.0.0.0", "::"):  # noqa: S104  # read, not bound to
         return socket.gethostname()
     return f"[{address}]" if ":" in address else address

@@ -1,4 +1,4 @@
 """YAML + environment + flags -> frozen settings, each value with its source.
 
-Import from the modules; the README of this folder says which one has what.
+Import from the modules; the README of this folder lists them.
 """

@@ -1,4 +1,4 @@
-"""The tree of settings, flattened: dotted paths to their types, defaults and help."""
+"""Settings as dotted paths, each with its type, default and help."""
 
 import dataclasses
 import difflib
@@ -39,12 +39,12 @@ def sections() -> Mapping[str, type]:
 
 
 def is_list(path: str) -> bool:
-    """Say whether a setting takes a list."""
+    """Return whether a setting takes a list."""
     return any(isinstance(one, inspect.VarTupleType) for one in _alternatives(leaves()[path].type))
 
 
 def is_text(path: str) -> bool:
-    """Say whether a setting takes a text, or texts, and nothing else."""
+    """Return whether a setting takes only a string, or also a list of strings."""
     kinds = _alternatives(leaves()[path].type)
     allowed = (inspect.StrType, inspect.VarTupleType, inspect.NoneType)
     has_text = any(isinstance(one, inspect.StrType) for one in kinds)
@@ -52,27 +52,27 @@ def is_text(path: str) -> bool:
 
 
 def choices(path: str) -> list[str]:
-    """Return the words that a setting can be; none if it takes other values."""
+    """Return the choices of a setting; none if it takes other values."""
     kinds = _alternatives(leaves()[path].type)
     literals = [one for one in kinds if isinstance(one, inspect.LiteralType)]
     return [str(value) for one in literals for value in one.values]
 
 
 def describe_field(path: str) -> str:
-    """Say in words what a setting accepts: ``a whole number of at least 1``."""
+    """Describe what a setting accepts: ``a whole number of at least 1``."""
     return _describe(leaves()[path].type)
 
 
 def describe_item(path: str) -> str:
-    """Say in words what each item of a list accepts."""
+    """Describe what each item of a list setting accepts."""
     return describe_field(path).removeprefix(_LIST)
 
 
 def suggest_name(name: str, known: Collection[str]) -> str:
     """Return "did you mean …?" with the nearest known name, or nothing if none is near.
 
-    Only the last part of a dotted name is compared, first in its own section: a shared
-    ``distributed.`` would make everything look alike.
+    Only the last part of a dotted name is compared, first in its own section: a common prefix
+    such as ``distributed.`` would make all names similar.
     """
     section, _, last = name.rpartition(".")
     everywhere = {one.rpartition(".")[2]: one for one in known}
@@ -131,22 +131,22 @@ def _word(info: inspect.Type) -> str:
             limit = f" above {above:g}" if above is not None else ""
             return "a number" + (f" of at least {low:g}" if low is not None else limit)
         case inspect.StrType():
-            return "a text"
+            return "a string"
         case inspect.LiteralType(values=values):
             return "one of " + ", ".join(str(value) for value in values)
         case inspect.VarTupleType(item_type=item):
             inner = item.types if isinstance(item, inspect.UnionType) else (item,)
             return _LIST + " or ".join(_word(one) for one in inner)
-    raise TypeError(f"no words for settings of type {info!r}")
+    raise TypeError(f"no description for settings of type {info!r}")
 
 
 def convert_value(path: str, value: object) -> object:
     """Check a value against its setting's type; raises :class:`msgspec.ValidationError`."""
     converted: object = msgspec.convert(value, leaves()[path].type, strict=True)
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise msgspec.ValidationError(f"{converted} is not a number to compute with")
+        raise msgspec.ValidationError(f"{converted} is not a finite number")
     try:
         msgspec.json.encode(converted)
-    except UnicodeEncodeError as error:  # half a surrogate pair could be neither shown nor saved
+    except UnicodeEncodeError as error:  # a lone surrogate can be neither shown nor saved
         raise msgspec.ValidationError(str(error)) from error
     return converted

@@ -1,4 +1,4 @@
-"""The settings file: walked beside the tree of settings, so that every mistake has its line."""
+"""Read the settings file and keep the line and column of every value and mistake."""
 
 import difflib
 from pathlib import Path
@@ -12,7 +12,7 @@ from torchmuster.units import KiB
 if TYPE_CHECKING:
     from ruamel.yaml.nodes import Node
 
-_LARGEST_BYTES = 256 * KiB  # more is a file of something else, such as a model, named by mistake
+_LARGEST_BYTES = 256 * KiB  # a larger file is not a settings file
 
 
 def from_file(path: Path) -> Layer:
@@ -26,7 +26,9 @@ def from_file(path: Path) -> Layer:
     except OSError as error:
         return _broken(str(path), f"cannot be read: {error.strerror or error}")
     if len(content) > _LARGEST_BYTES:
-        return _broken(str(path), f"is no settings file: larger than {_LARGEST_BYTES // KiB} KiB")
+        return _broken(
+            str(path), f"is not a settings file: larger than {_LARGEST_BYTES // KiB} KiB"
+        )
     try:
         root = yaml12.compose(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -53,19 +55,19 @@ class _Reader:
         from ruamel.yaml.nodes import MappingNode, ScalarNode
 
         if not isinstance(node, MappingNode):
-            section = f"{prefix} holds settings, each on a line of its own below it"
+            section = f"{prefix} is a group: write each of its settings on its own line below it"
             self._mistake(
                 _file_written(key, node),
-                section if prefix else "a settings file is made of `key: value` lines",
+                section if prefix else "a settings file consists of `key: value` lines",
             )
             return
         seen: dict[str, Node] = {}
         for name, value in node.value:
             if not isinstance(name, ScalarNode):
-                self._mistake(name, "a key is a single word")
+                self._mistake(name, "a key must be a plain string")
             elif name.value in seen:
                 first = seen[name.value].start_mark.line + 1
-                what = f"{_path(prefix, name.value)} is written twice"
+                what = f"{_path(prefix, name.value)} is given twice"
                 self._mistake(name, what, f"the first is on line {first}")
             else:
                 seen[name.value] = name
@@ -75,8 +77,8 @@ class _Reader:
         path = _path(prefix, key.value)
         if "." in key.value and path in fields.leaves():
             section, _, last = path.rpartition(".")
-            fix = f"write {last} on a line of its own below {section}:"
-            self._mistake(key, f"{path} is one key with a dot in it", fix)
+            fix = f"write {last} on its own line below {section}:"
+            self._mistake(key, f"{path} is a key that contains a dot", fix)
         elif path in fields.sections():
             if not _is_empty(value):
                 self.read_mapping(key, value, path)
@@ -113,15 +115,15 @@ def _path(prefix: str, name: str) -> str:
 
 
 def _is_empty(node: "Node") -> bool:
-    """Say whether nothing is written here; an empty document and an empty section are fine."""
+    """Return whether a node is empty; an empty document and an empty section are valid."""
     return isinstance(node.value, str) and (node.tag or "").endswith(":null")
 
 
 def _file_written(key: "Node", value: "Node") -> "Node":
-    """Return the node whose place a reader should look at.
+    """Return the node whose position is reported.
 
-    An alias stands where its anchor is, and what is left empty where the next thing begins; both
-    are found by their key.
+    The position of an alias is that of its anchor, and the position of an empty value is that of
+    the next node; for both, the key's position is reported.
     """
     begin, end = value.start_mark.index, value.end_mark.index
     return key if begin < key.start_mark.index or begin == end else value
@@ -136,7 +138,7 @@ def _nearest_file(path: Path) -> str:
         names = [one.name for one in path.parent.iterdir()]
     except OSError:
         return ""
-    # A shared .yaml alone makes no two names alike.
+    # Compare stems: a common .yaml suffix does not make two names similar.
     alike = difflib.get_close_matches(path.stem, {Path(name).stem for name in names})
     candidates = [name for name in names if Path(name).stem in alike]
     nearest = difflib.get_close_matches(path.name, candidates, n=1)

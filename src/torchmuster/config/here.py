@@ -1,4 +1,4 @@
-"""What settings name on this machine: files, folders and modules that are not there, told before a start."""
+"""Check before a start that files, folders and modules in the settings exist on this machine."""
 
 import glob
 import importlib.util
@@ -13,7 +13,7 @@ from torchmuster.errors import ConfigError, Mistake
 from torchmuster.redaction import redact_text
 
 _FILES = ("data.files", "data.evaluation_files")
-# What sends a run's numbers to each of metrics.sinks; the extra has the sink's name.
+# The library that each of metrics.sinks needs; the extra has the sink's name.
 SINK_LIBRARIES = {
     "tensorboard": "tensorboard",
     "parquet": "pyarrow",
@@ -23,9 +23,9 @@ SINK_LIBRARIES = {
 
 
 def check_here(resolved: Resolved) -> None:
-    """Raise a :class:`ConfigError` with all that the settings name and this machine does not have.
+    """Raise a :class:`ConfigError` with everything the settings name and this machine lacks.
 
-    Nothing is imported, and nothing is asked of a network: what only that could tell is left to the ranks.
+    Imports nothing and uses no network: what needs either is checked by the ranks.
     """
     found = (*_here_files(resolved), *_here_model(resolved), *_modules(resolved), *_sinks(resolved))
     if mistakes := list(found):
@@ -33,23 +33,23 @@ def check_here(resolved: Resolved) -> None:
 
 
 def check_sinks(resolved: Resolved) -> None:
-    """Raise a :class:`ConfigError` with what the sinks of the settings need and this machine does not have."""
+    """Raise a :class:`ConfigError` with everything that the sinks need and this machine lacks."""
     if mistakes := list(_sinks(resolved)):
         raise ConfigError(mistakes)
 
 
 def missing_library(sink: str) -> str:
-    """Return the line that installs what a sink of the settings needs; "" where it is there."""
+    """Return the command that installs a sink's library; "" if it is installed."""
     try:
         found = importlib.util.find_spec(SINK_LIBRARIES[sink])
     except ValueError:
         found = None
-    # A folder of that name in the working folder, as W&B makes one, has no file of its own.
+    # A namespace package has no origin: W&B creates a folder named wandb in the working folder.
     return "" if found is not None and found.origin else f"pip install 'torchmuster[{sink}]'"
 
 
 def looks_like_path(name: str) -> bool:
-    """Say whether a name can only be a path, and none on the hub."""
+    """Return whether a name can only be a path, not a name on the hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
@@ -67,7 +67,7 @@ def _here_files(resolved: Resolved) -> Iterator[Mistake]:
         if not glob.glob(pattern, recursive=True, include_hidden=True):  # noqa: PTH207  # whole patterns, not below a folder
             yield Mistake(
                 where=resolved.sources[path].where,
-                what=f"{path} is {redact_text(place)!r}, and there is no such file in {Path.cwd()}",
+                what=f"{path} is {redact_text(place)!r}, which matches no file in {Path.cwd()}",
                 fix="check the path or the pattern",
             )
 
@@ -77,7 +77,7 @@ def _here_model(resolved: Resolved) -> Iterator[Mistake]:
     if name is not None and looks_like_path(name) and not Path(name).expanduser().is_dir():
         yield Mistake(
             where=resolved.sources["model.model_name_or_path"].where,
-            what=f"there is no folder {name!r} with a model; looked for it in {Path.cwd()}",
+            what=f"model folder {name!r} not found; searched in {Path.cwd()}",
             fix="check the path; a name on the hub is written as owner/name",
         )
 
@@ -92,9 +92,9 @@ def _modules(resolved: Resolved) -> Iterator[Mistake]:
         if not _exists(module):
             yield Mistake(
                 where=resolved.sources[path].where,
-                what=f"{path} is {name!r}, but there is no module {module!r}: it is neither in "
-                f"{Path.cwd()} nor installed",
-                fix="run from the folder that has it; a module is written with dots and without .py",
+                what=f"{path} is {name!r}, but module {module!r} is neither in {Path.cwd()} nor "
+                "installed",
+                fix="run from the folder that contains it; write the module with dots, without .py",
             )
 
 
@@ -111,19 +111,20 @@ def _sinks(resolved: Resolved) -> Iterator[Mistake]:
         ):
             yield Mistake(
                 where=resolved.sources["metrics.sinks"].where,
-                what="metrics.sinks has mlflow, but nothing says where it is",
-                fix="give metrics.mlflow_uri, such as http://tracker:5000, or set MLFLOW_TRACKING_URI",
+                what="metrics.sinks has mlflow, but no tracking URI is set",
+                fix="give metrics.mlflow_uri, such as http://tracker:5000, or set "
+                "MLFLOW_TRACKING_URI",
             )
 
 
 def _exists(module: str) -> bool:
-    """Look for a module without importing it: in the working folder first, as ranks do."""
+    """Return whether a module exists, without importing it; the working folder comes first."""
     top, *inner = module.split(".")
     importlib.invalidate_caches()
     if PathFinder.find_spec(top, [str(Path.cwd())]) is None:
         try:
             return importlib.util.find_spec(top) is not None
-        except ValueError:  # what runs already, such as __main__
+        except ValueError:  # already running, such as __main__
             return True
     place = Path.cwd().joinpath(top, *inner)
     return not inner or place.is_dir() or any(place.parent.glob(f"{place.name}.*"))

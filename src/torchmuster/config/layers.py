@@ -1,7 +1,7 @@
-"""The places a value can be written: a file, the environment, flags. Each value keeps its place.
+"""The sources of values: a file, the environment, flags. Each value keeps its source.
 
 A layer is a list of entries (path, value, source) plus the mistakes found while reading it. Types
-and limits are checked later, for all layers alike, in ``resolve.py``.
+and limits are checked later, for all layers, in ``resolve.py``.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from torchmuster.config import fields, yaml12
 from torchmuster.errors import Mistake
 
 ENVIRONMENT_PREFIX = "TORCHMUSTER_"
-# Variables of the product that are not settings of a run; everything else with the prefix must be.
+# Variables that are not settings; every other variable with the prefix must be a setting.
 OTHER_VARIABLES = frozenset(
     {
         "TORCHMUSTER_CLAIM",
@@ -25,7 +25,7 @@ OTHER_VARIABLES = frozenset(
 
 
 class Strength(IntEnum):
-    """Which layer wins: the strongest that names a setting."""
+    """Precedence of the layers: the highest one that gives a setting wins."""
 
     DEFAULT = 0
     FILE = 1
@@ -35,7 +35,7 @@ class Strength(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a value was written: ``config.yaml:3:5``, ``$TORCHMUSTER_…``, ``--num-gpus``, ``default``."""
+    """Origin of a value: ``config.yaml:3:5``, ``$TORCHMUSTER_…``, ``--num-gpus``, ``default``."""
 
     strength: Strength
     where: str
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingValue:
-    """One value as it was written, before its type is checked; for a list, its items' places."""
+    """One value before its type is checked; for a list, also the positions of its items."""
 
     path: str
     value: object
@@ -53,7 +53,7 @@ class SettingValue:
 
 @dataclass(kw_only=True)
 class Layer:
-    """What one place says, and what is wrong with how it says it."""
+    """The values of one source, and the mistakes found while reading it."""
 
     entries: list[SettingValue] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A setting given on the command line: the flag as typed, the setting it means, its text."""
+    """A setting given on the command line: the flag as typed, the setting's path, its text."""
 
     flag: str
     path: str
@@ -74,7 +74,7 @@ def variable_name(path: str) -> str:
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Read ``TORCHMUSTER_DISTRIBUTED_NUM_GPUS=2`` and its like."""
+    """Read variables such as ``TORCHMUSTER_DISTRIBUTED_NUM_GPUS=2``."""
     layer = Layer()
     known = {variable_name(path): path for path in fields.leaves()}
     for variable in sorted(environment):
@@ -108,7 +108,7 @@ def from_flags(flags: Iterable[Flag]) -> Layer:
 
 
 def _nearest_variable(variable: str) -> str:
-    """Suggest by the setting's whole name or its last part: all variables share a long beginning."""
+    """Suggest by the setting's whole name or its last part: all variables share a long prefix."""
     names = {path.rpartition(".")[2]: path for path in fields.leaves()}
     names |= {path.replace(".", "_"): path for path in fields.leaves()}
     given = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
@@ -117,10 +117,10 @@ def _nearest_variable(variable: str) -> str:
 
 
 def _add_text(layer: Layer, path: str, text: str, source: Source) -> None:
-    """Read one value by YAML's rules; for a list, ``0,2`` does as well as ``[0, 2]``.
+    """Parse one value as YAML; a list may be written as ``0,2`` or ``[0, 2]``.
 
-    A setting that is a text takes what is given as it is: shells have their own quotes, and
-    ``run #3`` would lose its end. One that also takes a list reads ``[a, b]`` as a list.
+    A string setting takes the text unparsed: shells have their own quotes, and YAML would cut
+    ``run #3`` at the ``#``. A setting that also takes a list parses ``[a, b]`` as a list.
     """
     value: object = text
     if text == "null" and fields.leaves()[path].default is None:

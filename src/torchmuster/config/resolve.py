@@ -1,4 +1,4 @@
-"""From layers to frozen settings: the strongest layer wins, every mistake is reported at once."""
+"""Merge layers into frozen settings: the highest precedence wins, all mistakes are reported."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ DEFAULT = Source(strength=Strength.DEFAULT, where="default")
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The settings of a run, and for each one where its value comes from."""
+    """The settings of a run, and the source of each value."""
 
     settings: Settings
     sources: Mapping[str, Source]
@@ -48,7 +48,7 @@ def resolve_settings(
     layers += [from_environment(environment or {}), from_flags(flags)]
     mistakes = [mistake for layer in layers for mistake in _check_resolve(layer)]
     chosen: dict[str, SettingValue] = {}
-    for layer in layers:  # weakest first, so that stronger ones overwrite
+    for layer in layers:  # lowest precedence first, so that higher ones overwrite
         chosen.update({entry.path: entry for entry in layer.entries})
     if not mistakes:
         mistakes = _reconcile_gpus(chosen)
@@ -74,10 +74,10 @@ def _check_resolve(layer: Layer) -> list[Mistake]:
 
 
 def _reconcile_gpus(chosen: dict[str, SettingValue]) -> list[Mistake]:
-    """Make ``num_gpus`` and ``gpu_ids`` agree: the stronger one counts.
+    """Make ``num_gpus`` and ``gpu_ids`` agree: the one with the higher precedence wins.
 
-    A stronger ``num_gpus`` picks that many of the listed GPUs; a stronger ``gpu_ids`` replaces the
-    count. Written in one place, they must agree.
+    If ``num_gpus`` wins, it picks that many of the listed GPUs; if ``gpu_ids`` wins, it replaces
+    the count. In the same source, they must agree.
     """
     count, ids = chosen.get("distributed.num_gpus"), chosen.get("distributed.gpu_ids")
     if count is None or ids is None or not isinstance(ids.value, tuple):
@@ -112,7 +112,7 @@ def _get(settings: Settings, path: str) -> object:
 
 
 def _explain(entry: SettingValue) -> list[Mistake]:
-    """Say what is wrong with a value; in a list, with each wrong item, at its own place."""
+    """Return the mistakes in a value; for a list, one for each wrong item at its own position."""
     accepts, where = fields.describe_field(entry.path), entry.source.where
     items = entry.value if fields.is_list(entry.path) and isinstance(entry.value, list) else []
     wrong = [place for place, item in enumerate(items) if not _fits(entry.path, [item])]
@@ -140,7 +140,7 @@ def _fits(path: str, value: object) -> bool:
 
 
 def _show_resolve(value: object) -> str:
-    """Say what was written, in the file's own words."""
+    """Describe a wrong value for an error message."""
     match value:
         case None | "":
             return "empty"
@@ -150,21 +150,21 @@ def _show_resolve(value: object) -> str:
             return f"the number {value}"
         case str():
             text = redact_text(value)
-            return f"the text {text if len(text) <= 60 else text[:59] + '…'!r}"
+            return f"the string {text if len(text) <= 60 else text[:59] + '…'!r}"
         case list():
             return "a list" if value else "an empty list"
     return "a group of settings"
 
 
 def _hint(accepts: str, value: object) -> str:
-    """Return the likely cause of a wrong type, where there is a usual one."""
+    """Return how to fix a wrong type, if there is a common cause."""
     if value is None or value in ("", []):
         return "leave it out, or give it a value"
     if accepts == "true or false" and str(value).lower() in {"yes", "no", "on", "off"}:
-        return "YAML 1.2 knows only true and false"
+        return "YAML 1.2 accepts only true and false"
     if accepts.startswith("a list") and isinstance(value, int | str):
         return f"write it as [{value}]"
-    if accepts == "a text" and isinstance(value, int | float):
+    if accepts == "a string" and isinstance(value, int | float):
         return "write it in quotes"
     if accepts.startswith("a whole number") and isinstance(value, float) and value.is_integer():
         return f"write it as {int(value)}"
@@ -185,7 +185,7 @@ def _other_setting(value: object) -> str:
 
 
 def _position(mistake: Mistake) -> tuple[str, int, int]:
-    """Order mistakes of a file by line and column, not as text (line 9 before line 10)."""
+    """Return the sort key of a mistake: line and column as numbers (line 9 before line 10)."""
     name, *place = mistake.where.rsplit(":", 2)
     if len(place) == 2 and place[0].isdigit() and place[1].isdigit():
         return name, int(place[0]), int(place[1])

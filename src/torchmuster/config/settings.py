@@ -1,4 +1,4 @@
-"""Every setting there is: its name, type, limits, default and one line of help.
+"""Every setting: its name, type, limits, default and one line of help.
 
 This file is the single source for the YAML file, the environment variables, the flags, the JSON
 Schema and the reference page. A part of the product that needs a setting adds it here.
@@ -16,7 +16,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
-    """How many devices take part in the run, which ones, and how the work is split."""
+    """How many devices the run uses, which ones, and how the work is split."""
 
     enabled: Annotated[
         bool, Meta(description="Run one process per device; false means one process on one device.")
@@ -27,7 +27,7 @@ class Distributed:
     ] = None
     gpu_ids: Annotated[
         Annotated[tuple[GpuId, ...], Meta(min_length=1)] | None,
-        Meta(description="Which GPUs: nvidia-smi numbers, UUIDs or unique beginnings of UUIDs."),
+        Meta(description="Which GPUs: nvidia-smi indices, UUIDs or unique prefixes of UUIDs."),
     ] = None
     strategy: Annotated[
         Literal["auto", "ddp", "fsdp"],
@@ -40,8 +40,8 @@ class Distributed:
     fsdp_shard_size: Annotated[
         Count | None,
         Meta(
-            description="hybrid_shard: ranks that share one copy of the model; those of a machine if "
-            "left out."
+            description="hybrid_shard: ranks that share one copy of the model; the ranks of one "
+            "host if left out."
         ),
     ] = None
     fsdp_cpu_offload: Annotated[
@@ -49,17 +49,17 @@ class Distributed:
     ] = False
     find_unused_parameters: Annotated[
         bool,
-        Meta(description="Let ddp go on without parameters that a step does not use: slower."),
+        Meta(description="Allow ddp steps that do not use all parameters: slower."),
     ] = False
     master_port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)] | None,
-        Meta(description="TCP port on which the processes meet; a free one if left out."),
+        Meta(description="TCP port of the rendezvous; a free one if left out."),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Which model, how its weights are held, and what it is trained to do."""
+    """The model, the dtype of its weights, its loss and its LoRA matrices."""
 
     model_name_or_path: Annotated[
         Text | None,
@@ -70,38 +70,38 @@ class Model:
     ] = None
     build: Annotated[
         Text | None,
-        Meta(description="module:function of yours that returns the model, instead of a name."),
+        Meta(description="Your module:function that returns the model, instead of a name."),
     ] = None
     device_map: Annotated[
         Literal["auto", "cuda", "cpu"],
         Meta(
-            description="Which kind of device is trained on; each rank has one. "
-            "auto takes GPUs where there are some."
+            description="Type of device to train on; each rank has one. "
+            "auto uses GPUs if there are any."
         ),
     ] = "auto"
     torch_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"] | None,
         Meta(
-            description="Number type of the weights; if left out, float32 for a model given by its "
-            "name, and a model of your own as it is. auto keeps the one of the model's files: "
-            "16-bit weights take half the memory, and lose small updates."
+            description="dtype of the weights; if left out, float32 for a model given by name, "
+            "and unchanged for a model of your own. auto keeps the dtype of the model's files: "
+            "16-bit weights take half the memory, but lose small updates."
         ),
     ] = None
     attention: Annotated[
         Literal["sdpa", "eager"],
-        Meta(description="How a model given by its name computes attention: sdpa is torch's own."),
+        Meta(description="Attention implementation of a model given by name: sdpa is torch's own."),
     ] = "sdpa"
     loss: Annotated[
         Text | None,
         Meta(
-            description="cross_entropy, language_model, or module:function of yours; "
-            "language_model for a model given by its name, else cross_entropy."
+            description="cross_entropy, language_model, or your module:function; "
+            "if left out, language_model for a model given by name, else cross_entropy."
         ),
     ] = None
     lora_rank: Annotated[
         Count | None,
         Meta(
-            description="Train LoRA matrices of this rank beside frozen weights; off if left out."
+            description="Freeze the weights and train LoRA matrices of this rank; off if left out."
         ),
     ] = None
     lora_alpha: Annotated[
@@ -110,17 +110,20 @@ class Model:
     ] = None
     lora_targets: Annotated[
         Annotated[tuple[Text, ...], Meta(min_length=1)] | None,
-        Meta(description="Which layers get LoRA matrices, such as q_proj; by kind if left out."),
+        Meta(
+            description="Layers that get LoRA matrices, such as q_proj; chosen by model type if "
+            "left out."
+        ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is trained on, and how it becomes batches."""
+    """The training and evaluation data, and how it is batched."""
 
     dataset: Annotated[
         Text | None,
-        Meta(description="module:function of yours that returns a dataset."),
+        Meta(description="Your module:function that returns a dataset."),
     ] = None
     files: Annotated[
         Text | tuple[Text, ...] | None,
@@ -130,37 +133,41 @@ class Data:
     ] = None
     hugging_face: Annotated[
         Text | None,
-        Meta(description="A dataset of text: a local folder, or its name on the Hugging Face hub."),
+        Meta(description="Text dataset: a local folder, or its name on the Hugging Face hub."),
     ] = None
     split: Annotated[Text, Meta(description="Which split of the Hugging Face dataset.")] = "train"
     text_field: Annotated[
-        Text, Meta(description="The field that holds the text, where a record has several.")
+        Text, Meta(description="The field that holds the text, if a record has several fields.")
     ] = "text"
     tokenizer: Annotated[
         Text | None,
         Meta(
             description="bytes, a local folder, or a name on the hub; "
-            "that of model_name_or_path if left out."
+            "the tokenizer of model_name_or_path if left out."
         ),
     ] = None
     sequence_length: Annotated[
-        Annotated[int, Meta(ge=2)], Meta(description="Tokens in a row of a batch.")
+        Annotated[int, Meta(ge=2)], Meta(description="Tokens per row of a batch.")
     ] = 1024
     pack: Annotated[
         bool,
-        Meta(description="Fill rows with several texts; false pads each text to a row of its own."),
+        Meta(
+            description="Pack several texts into a row; false pads each text to a row of its own."
+        ),
     ] = True
-    shuffle: Annotated[bool, Meta(description="Another order in each epoch, by the seed.")] = True
+    shuffle: Annotated[
+        bool, Meta(description="Shuffle the data in each epoch, based on the seed.")
+    ] = True
     workers: Annotated[
         Annotated[int, Meta(ge=0)],
-        Meta(description="Processes for each rank that read ahead; 0 reads in the rank itself."),
+        Meta(description="Worker processes per rank that read ahead; 0 reads in the rank itself."),
     ] = 0
     prefetch: Annotated[
-        Count, Meta(description="Batches that each worker has ready, where there are workers.")
+        Count, Meta(description="Batches that each worker keeps ready; needs workers.")
     ] = 2
     evaluation_dataset: Annotated[
         Text | None,
-        Meta(description="module:function of yours that returns what is evaluated on."),
+        Meta(description="Your module:function that returns the evaluation dataset."),
     ] = None
     evaluation_files: Annotated[
         Text | tuple[Text, ...] | None,
@@ -170,68 +177,69 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How long, in which steps, and with which optimiser."""
+    """Length of the training, batch sizes, optimiser and precision."""
 
     epochs: Annotated[
         Count | None,
-        Meta(description="How often the data is gone through; 1 if steps is left out."),
+        Meta(description="Number of epochs; 1 if steps is left out."),
     ] = None
     steps: Annotated[
-        Count | None, Meta(description="How many steps of the optimiser, instead of epochs.")
+        Count | None, Meta(description="Number of optimiser steps, instead of epochs.")
     ] = None
     global_batch_size: Annotated[
         Count | None,
-        Meta(description="Samples in a step, over all ranks; one micro-batch of each if left out."),
+        Meta(description="Samples per step over all ranks; one micro-batch per rank if left out."),
     ] = None
     micro_batch_size: Annotated[
         Count | None,
-        Meta(description="Samples that a rank computes at once; 8 if nothing else says it."),
+        Meta(description="Samples that a rank computes at once; 8 if nothing else sets it."),
     ] = None
     micro_batch_sizes: Annotated[
         Annotated[tuple[Count, ...], Meta(min_length=1)] | None,
-        Meta(description="The same for each rank, where the cards differ: [8, 8, 2]."),
+        Meta(description="The micro-batch size of each rank, if the GPUs differ: [8, 8, 2]."),
     ] = None
     optimizer: Annotated[
         Literal["adamw", "sgd"], Meta(description="adamw, or sgd with momentum 0.9.")
     ] = "adamw"
     learning_rate: Annotated[
-        Annotated[float, Meta(gt=0)], Meta(description="The highest learning rate.")
+        Annotated[float, Meta(gt=0)], Meta(description="Peak learning rate.")
     ] = 1e-3
     weight_decay: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="Weight decay of the optimiser.")
     ] = 0.01
     schedule: Annotated[
         Literal["constant", "linear", "cosine"],
-        Meta(description="How the learning rate goes after the warm-up; linear and cosine to 0."),
+        Meta(description="Learning rate after the warm-up; linear and cosine decay to 0."),
     ] = "constant"
     warmup_steps: Annotated[
-        Annotated[int, Meta(ge=0)], Meta(description="Steps in which the learning rate rises.")
+        Annotated[int, Meta(ge=0)],
+        Meta(description="Steps in which the learning rate rises to its peak."),
     ] = 0
     clip_norm: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Longest gradient, as a 2-norm; off if left out."),
+        Meta(description="Max gradient norm (L2); off if left out."),
     ] = None
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
-        Meta(description="Number type of the computation; auto takes what all ranks' cards can."),
+        Meta(description="dtype of the computation; auto picks one that all ranks' GPUs support."),
     ] = "auto"
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**32 - 1)],
-        Meta(description="Decides the first weights, the order of the data and dropout."),
+        Meta(description="Seed of the initial weights, the data order and dropout."),
     ] = 0
     activation_checkpointing: Annotated[
         Literal["none", "full", "selective"] | Count,
         Meta(
-            description="Compute activations again in the backward to save memory: "
-            "full for every block, 2 for every second one, selective keeps matrix products."
+            description="Recompute activations in the backward pass to save memory: "
+            "full for every block, 2 for every second block, selective keeps matrix products."
         ),
     ] = "none"
     compile: Annotated[bool, Meta(description="Compile each block with torch.compile.")] = False
     on_bad_numbers: Annotated[
         Literal["skip", "stop"],
-        Meta(description="What all ranks do with a step that has NaN or Inf in it."),
+        Meta(description="What all ranks do with a step that contains NaN or Inf."),
     ] = "skip"
-    log_every: Annotated[Count, Meta(description="Steps between two lines of the log.")] = 10
+    log_every: Annotated[Count, Meta(description="Steps between two log lines.")] = 10
     evaluate_every: Annotated[
         Count | None,
         Meta(description="Steps between two evaluations; after each epoch if left out."),
@@ -240,86 +248,87 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When the state of a training is saved, where, and how many of them are kept."""
+    """When and where checkpoints are saved, and how many are kept."""
 
     enabled: Annotated[
         bool,
-        Meta(description="Save the training's state as it goes, and at its end; false: never."),
+        Meta(description="Save checkpoints during the training and at its end; false: never."),
     ] = True
     every: Annotated[
         Count | Text,
-        Meta(description="How often: a number of steps, or a time such as 10min or 1h."),
+        Meta(description="Interval: a number of steps, or a duration such as 10min or 1h."),
     ] = "10min"
     keep: Annotated[
-        Count, Meta(description="How many of the newest are kept; older ones are deleted.")
+        Count, Meta(description="Number of checkpoints to keep; older ones are deleted.")
     ] = 3
     folder: Annotated[
         Text | None,
         Meta(
-            description="Where they go, in a folder of the run's name: a folder, or an address such "
-            "as s3://bucket/place; the run's own folder if left out."
+            description="Where to save them, in a subfolder named after the run: a folder, or a "
+            "URL such as s3://bucket/place; the run folder if left out."
         ),
     ] = None
     mode: Annotated[
         Literal["auto", "async", "sync"],
         Meta(
-            description="async writes while the training goes on, which takes host memory; "
-            "auto does so where there is enough."
+            description="async writes while the training continues, which takes host memory; "
+            "auto does so if there is enough."
         ),
     ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Where the numbers of a run go besides its folder and Prometheus."""
+    """Where the metrics of a run go besides the run folder and Prometheus."""
 
     sinks: Annotated[
         tuple[Literal["tensorboard", "parquet", "mlflow", "wandb"], ...],
         Meta(
-            description="Who gets them, sent by a process beside rank 0: tensorboard and parquet "
-            "are files in the run's folder, mlflow and wandb are trackers."
+            description="Where to send metrics, by a process next to rank 0: tensorboard and "
+            "parquet are files in the run folder, mlflow and wandb are trackers."
         ),
     ] = ()
     mlflow_uri: Annotated[
         Text | None,
         Meta(
-            description="Where MLflow is: http://…, or sqlite:///… on a disk; MLFLOW_TRACKING_URI of "
-            "rank 0's environment if left out. Passwords belong in the environment."
+            description="MLflow tracking URI: http://…, or sqlite:///… on a disk; "
+            "MLFLOW_TRACKING_URI of rank 0's environment if left out. Passwords belong in the "
+            "environment."
         ),
     ] = None
     mlflow_experiment: Annotated[
-        Text | None, Meta(description="MLflow's experiment; experiment_name if left out.")
+        Text | None, Meta(description="MLflow experiment; experiment_name if left out.")
     ] = None
     wandb_project: Annotated[
-        Text | None, Meta(description="W&B's project; experiment_name if left out.")
+        Text | None, Meta(description="W&B project; experiment_name if left out.")
     ] = None
     wandb_mode: Annotated[
         Literal["offline", "online"],
         Meta(
-            description="offline writes files into the run's folder, which wandb sync sends later; "
-            "online sends as it goes, with WANDB_API_KEY of rank 0's environment."
+            description="offline writes files into the run folder, which wandb sync uploads later; "
+            "online uploads during the run, with WANDB_API_KEY of rank 0's environment."
         ),
     ] = "offline"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """On which machines the run is started, and what happens when it fails."""
+    """The hosts that the run starts on, and what happens when it fails."""
 
     hosts: Annotated[
         Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)] | None,
-        Meta(description="Machines by the names ssh knows, first one first: a, b:4 (4 ranks), c."),
+        Meta(description="Hosts by their ssh names, rank 0's host first: a, b:4 (4 ranks), c."),
     ] = None
     max_restarts: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="How often in a row the whole run is started again after failures, counted anew "
-            "after each checkpoint; if left out, 3 times by muster train, else 0."
+            description="Restarts of the whole run after consecutive failures, counted anew after "
+            "each checkpoint; if left out, 3 for muster train, else 0."
         ),
     ] = None
     remote_python: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="Python on the other machines; the same path as here if left out."),
+        Meta(description="Python on the other hosts; the same path as here if left out."),
     ] = None
 
 
@@ -328,7 +337,7 @@ class Settings:
     """All settings of a run."""
 
     experiment_name: Annotated[
-        str, Meta(min_length=1, description="Names the run folder and the tracker's run.")
+        str, Meta(min_length=1, description="Name of the run folder and of the tracker's run.")
     ] = "experiment"
     distributed: Distributed = field(default_factory=Distributed)
     launch: Launch = field(default_factory=Launch)

@@ -1,4 +1,4 @@
-"""What settings must say together so that something can be trained: every contradiction at once."""
+"""Check that the settings describe a training that can run, and report every contradiction."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,14 +10,14 @@ from torchmuster.config.settings import Checkpoint
 from torchmuster.errors import ConfigError, Mistake
 from torchmuster.units import parse_seconds
 
-# What ranks have to know; the rest has done its work when they start.
+# The settings that ranks need; all others have taken effect before the ranks start.
 _FOR_RANKS = (
     *("model.", "data.", "train.", "checkpoint.", "metrics."),
-    "experiment_name",  # which trackers sort runs by
+    "experiment_name",  # trackers group runs by it
     *("distributed.strategy", "distributed.fsdp_", "distributed.find_unused_parameters"),
 )
 
-# Of these, one says what is trained, or what on.
+# One setting of each group names the model or the data.
 _MODELS = ("model.model_name_or_path", "model.build")
 _DATA = ("data.dataset", "data.files", "data.hugging_face")
 _AT_MOST_ONE = (
@@ -27,10 +27,10 @@ _AT_MOST_ONE = (
     ("train.epochs", "train.steps"),
     ("train.micro_batch_size", "train.micro_batch_sizes"),
 )
-# Each of these names a function of the user's.
+# Each of these names a function in the user's code.
 FUNCTIONS = ("model.build", "model.loss", "data.dataset", "data.evaluation_dataset")
-OWN_LOSSES = ("cross_entropy", "language_model")  # what model.loss may be instead
-# These mean something only where one of those is given.
+OWN_LOSSES = ("cross_entropy", "language_model")  # built-in values of model.loss
+# Each key has an effect only if one of its values is given.
 _NEEDS = {
     "model.lora_alpha": ("model.lora_rank",),
     "model.lora_targets": ("model.lora_rank",),
@@ -46,14 +46,14 @@ _NEEDS = {
 
 
 def paths_for_ranks() -> list[str]:
-    """Return the settings that the ranks of a training run have to know."""
+    """Return the settings that the ranks of a training run need."""
     return [path for path in fields.leaves() if path.startswith(_FOR_RANKS)]
 
 
 def check_trainable(resolved: Resolved, *, file: str) -> None:
-    """Raise a :class:`ConfigError` with everything that stands in the way of training.
+    """Raise a :class:`ConfigError` with every setting that prevents training.
 
-    ``file`` is named where something is missing altogether.
+    ``file`` is the location that is reported for missing settings.
     """
     if mistakes := [*_missing(resolved, file), *_contradictions(resolved)]:
         raise ConfigError(mistakes)
@@ -75,17 +75,20 @@ def _missing(resolved: Resolved, file: str) -> Iterator[Mistake]:
             fix="give data.dataset (module:function), data.files or data.hugging_face",
         )
     text = values["data.files"] or values["data.hugging_face"]
-    has_tokens = str(text).endswith(".safetensors")  # made before, by whatever tokenizer
+    has_tokens = str(text).endswith(".safetensors")  # already tokenized
     if text and not has_tokens and values["model.build"] and not values["data.tokenizer"]:
         yield Mistake(
             where=file,
-            what="text needs a tokenizer, and a model of your own does not bring one",
+            what="text needs a tokenizer, and model.build does not provide one",
             fix="give data.tokenizer: bytes, a folder, or a name on the hub",
         )
 
 
 def with_absolute_folder(resolved: Resolved) -> Resolved:
-    """Return the settings of a run from its beginning on: who goes on with it may work in another folder."""
+    """Return the settings with an absolute checkpoint folder.
+
+    The run may be resumed from another working folder.
+    """
     wanted = resolved.settings.checkpoint
     if wanted.folder is None or "://" in wanted.folder:
         return resolved
@@ -95,12 +98,12 @@ def with_absolute_folder(resolved: Resolved) -> Resolved:
 
 
 def checkpoint_place(wanted: Checkpoint, run_folder: Path) -> str | None:
-    """Return where a run's checkpoints lie: a folder or an address; None if it saves none."""
+    """Return where a run's checkpoints are: a folder or a URL; None if it saves none."""
     if not wanted.enabled:
         return None
     if wanted.folder is None:
         return str(run_folder / "checkpoints")
-    # Runs that share a place have folders of their own in it: none may go on from another's.
+    # Each run has its own subfolder, so that no run resumes from another run's checkpoints.
     return f"{wanted.folder.rstrip('/')}/{run_folder.name}"
 
 
@@ -112,17 +115,17 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
             where = resolved.sources[first].where
             yield Mistake(
                 where=resolved.sources[path].where,
-                what=f"{path} and {first} ({where}) say the same thing twice",
+                what=f"{path} and {first} ({where}) are mutually exclusive",
                 fix="give one of the two",
             )
     for path, needed in _NEEDS.items():
-        # A file may write defaults out, as that of a run's folder does: they ask for nothing.
+        # A file may list defaults, as the one in a run folder does: they have no effect.
         is_default = values[path] in (None, fields.leaves()[path].default)
         if is_default or any(values[one] for one in needed):
             continue
         yield Mistake(
             where=resolved.sources[path].where,
-            what=f"{path} says nothing without {' or '.join(needed)}",
+            what=f"{path} has no effect without {' or '.join(needed)}",
             fix=f"leave it out, or give {needed[0]}",
         )
     yield from _no_functions(resolved)
@@ -151,7 +154,7 @@ def _no_functions(resolved: Resolved) -> Iterator[Mistake]:
             yield Mistake(
                 where=resolved.sources[path].where,
                 what=f"{path} is {name!r}, which is not module:function{known}",
-                fix="write the module with dots, a colon, the function: my_project.models:make",
+                fix="write the dotted module, a colon, the function: my_project.models:make",
             )
 
 
@@ -161,16 +164,16 @@ def _batch_sizes(resolved: Resolved) -> Iterator[Mistake]:
     if micro is not None and whole is not None and micro > whole:
         yield Mistake(
             where=resolved.sources["train.micro_batch_size"].where,
-            what=f"train.micro_batch_size is {micro}, but a whole step has only {whole} samples "
+            what=f"train.micro_batch_size is {micro}, but a step has only {whole} samples "
             f"({resolved.sources['train.global_batch_size'].where})",
-            fix="make the micro-batch smaller, or the global batch larger",
+            fix="reduce the micro-batch, or increase the global batch",
         )
     if train.steps is not None and train.warmup_steps > train.steps:
         yield Mistake(
             where=resolved.sources["train.warmup_steps"].where,
             what=f"train.warmup_steps is {train.warmup_steps}, but there are only {train.steps} "
             f"steps ({resolved.sources['train.steps'].where})",
-            fix="warm up for fewer steps: a tenth of them is usual",
+            fix="use fewer warm-up steps: 10 % of all steps is usual",
         )
 
 
@@ -179,9 +182,10 @@ def _open_passwords(resolved: Resolved) -> Iterator[Mistake]:
     if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
         yield Mistake(
             where=resolved.sources["metrics.mlflow_uri"].where,
-            what="metrics.mlflow_uri has a name or a password in it, which commands and logs would show",
-            fix="leave them out: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment "
-            "of rank 0",
+            what="metrics.mlflow_uri contains a user name or a password, which commands and logs "
+            "would show",
+            fix="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in rank 0's environment "
+            "instead",
         )
 
 
@@ -191,12 +195,12 @@ def _training_times(resolved: Resolved) -> Iterator[Mistake]:
         return
     try:
         too_short = parse_seconds(every) <= 0
-        what = f"checkpoint.every is {every!r}, which is no time at all"
+        what = f"checkpoint.every is {every!r}, which is not longer than 0 s"
     except ValueError as error:
         too_short, what = True, f"checkpoint.every: {error}"
     if too_short:
         yield Mistake(
             where=resolved.sources["checkpoint.every"].where,
             what=what,
-            fix="write a number of steps, or a time such as 10min",
+            fix="write a number of steps, or a duration such as 10min",
         )

@@ -1,4 +1,4 @@
-"""Settings written down again: as a file for people, and as words for a command line."""
+"""Write settings as a YAML file, as command-line arguments, and as JSON Schema."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-folder",
         type=Path,
         metavar="DIR",
-        help="where checkpoints, metrics and weights go; a run that is there goes on; else runs/…",
+        help="where checkpoints, metrics and weights go (runs/…); a run in it is resumed",
     )
 
 
@@ -59,7 +59,7 @@ def _setting(text: str) -> Flag:
 
 
 def settings_yaml(resolved: Resolved) -> str:
-    """Return every setting as a settings file, each with its source; secrets are taken out."""
+    """Return every setting as a settings file, each with its source; secrets are redacted."""
     lines: list[str] = []
     begun = ""
     for path, value in redact_mapping(resolved.values()).items():
@@ -74,26 +74,26 @@ def settings_yaml(resolved: Resolved) -> str:
 
 
 def settings_arguments(resolved: Resolved, chosen: Iterable[str]) -> list[str]:
-    """Return ``--set path=value`` for those of the chosen settings that were given somewhere."""
+    """Return ``--set path=value`` for those of the chosen settings that are not defaults."""
     words: list[str] = []
     values = resolved.values()
     for path in chosen:
         if resolved.sources[path].strength is Strength.DEFAULT:
             continue
         value = values[path]
-        # A text is taken as it stands, everything else is read by YAML's rules: a choice is a word.
+        # A string is passed unparsed, everything else is parsed as YAML; a choice needs no quotes.
         plain = isinstance(value, str) and (fields.is_text(path) or value.isidentifier())
         words += ["--set", f"{path}={value if plain else _value(value)}"]
     return words
 
 
 def _value(value: object) -> str:
-    """Write a value as JSON, which YAML reads as it is."""
+    """Return a value as JSON, which is valid YAML."""
     return _escaped(json.dumps(value, ensure_ascii=False))
 
 
 def _escaped(text: str) -> str:
-    """Write what YAML would take for the end of a line, or not at all, by its number."""
+    """Escape characters that YAML reads as line ends, or does not allow."""
     return "".join(
         letter if letter.isprintable() or ord(letter) > 0xFFFF else f"\\u{ord(letter):04x}"
         for letter in text

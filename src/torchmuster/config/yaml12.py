@@ -1,7 +1,7 @@
-"""YAML 1.2 text to plain values: ``1e-5`` is a number, ``no`` and ``2026-01-01`` are texts.
+"""Parse YAML 1.2 into plain values: ``1e-5`` is a number, ``no`` and ``2026-01-01`` are strings.
 
-ruamel.yaml parses; this file keeps its nodes, because only they know their line and column. It is
-imported on use, so that commands that read no YAML start faster.
+ruamel.yaml parses; this module keeps its nodes, because only they have a line and a column. It
+is imported on use, so that commands that read no YAML start faster.
 """
 
 from typing import TYPE_CHECKING
@@ -15,11 +15,11 @@ _MOST_LEVELS = 20
 _TOO_DEEP = f"is nested too deeply: more than {_MOST_LEVELS} levels, aliases counted"
 _TAGS = "tag:yaml.org,2002:"
 _PLAIN = {"map", "seq", "str", "int", "float", "bool", "null"}
-_PLAIN |= {"timestamp", "merge", "value"}  # given to 2026-01-01, << and =, which stay texts
+_PLAIN |= {"timestamp", "merge", "value"}  # given to 2026-01-01, << and =, which stay strings
 
 
 class Unreadable(ValueError):
-    """A text that is not YAML, or more than settings can be, and its place (``:3:5``) if known."""
+    """Text that is not YAML or exceeds the limits, with its position (``:3:5``) if known."""
 
     def __init__(self, problem: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(problem)
@@ -33,7 +33,7 @@ def compose(text: str) -> "Node | None":
     from ruamel.yaml.reader import ReaderError
 
     parser = YAML(typ="safe", pure=True)
-    parser.composer.warn_double_anchors = False  # YAML allows a name to be given again
+    parser.composer.warn_double_anchors = False  # YAML allows an anchor name to be reused
     try:
         root: Node | None = parser.compose(text)
     except MarkedYAMLError as error:
@@ -46,9 +46,9 @@ def compose(text: str) -> "Node | None":
     except RecursionError as error:
         raise Unreadable(_TOO_DEEP) from error
     except (AssertionError, KeyError) as error:
-        raise Unreadable("is not YAML 1.2: its %YAML line names another version") from error
+        raise Unreadable("is not YAML 1.2: its %YAML line gives another version") from error
     except (ValueError, OverflowError) as error:
-        raise Unreadable(r"is not YAML: a \U escape names no character") from error
+        raise Unreadable(r"is not YAML: a \U escape is not a valid character") from error
     except YAMLError as error:
         raise Unreadable(f"is not YAML: {error}") from error
     if root is not None:
@@ -57,13 +57,13 @@ def compose(text: str) -> "Node | None":
 
 
 def parse_value(text: str) -> object:
-    """Parse one value; a text with nothing in it stays a text. Raises :class:`Unreadable`."""
+    """Parse one value; empty text stays a string. Raises :class:`Unreadable`."""
     node = compose(text)
     return text if node is None else value_of(node)
 
 
 def value_of(node: "Node") -> object:
-    """Turn a node into plain Python values."""
+    """Convert a node to plain Python values."""
     from ruamel.yaml import YAML
     from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
@@ -77,7 +77,7 @@ def value_of(node: "Node") -> object:
         return node.value
     try:
         return YAML(typ="safe", pure=True).constructor.construct_object(node)
-    except (ValueError, LookupError):  # !!int abc, or more digits than Python makes a number of
+    except (ValueError, LookupError):  # !!int abc, or more digits than Python converts
         return node.value
 
 
@@ -91,7 +91,7 @@ def _problem(error: "MarkedYAMLError") -> str:
 
 
 def _refuse_excess(root: "Node") -> None:
-    """Refuse tags, which name types of a program, and what aliases make endless or enormous."""
+    """Reject tags, which name Python types, and aliases that recurse or exceed the limits."""
     from ruamel.yaml.nodes import MappingNode, SequenceNode
 
     waiting = [(root, 1)]

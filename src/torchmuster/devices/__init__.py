@@ -1,4 +1,4 @@
-"""What accelerators are here, who uses them, which to take; claims. No torch.
+"""Detect accelerators, show who uses them, choose among them and claim them. No torch.
 
-Import from the modules; the README of this folder says which one has what.
+Import from the modules; the README of this folder lists them.
 """

@@ -1,8 +1,8 @@
-"""Taking devices: choose and lock as one step, and wait in line where they are in use.
+"""Choose and lock devices as one step, and wait in a queue while they are in use.
 
-Those who wait stand in a queue, oldest first: a younger request never takes what an older one could
-be given now. Devices are not held back for a request that cannot be met yet, so one wish for the
-whole machine does not leave seven idle GPUs waiting for the eighth.
+The queue is ordered by age: a newer request never takes devices that an older one could get now.
+Devices are not reserved for a request that cannot be met yet, so one request for all GPUs of a
+host does not leave seven of them idle until the eighth is free.
 """
 
 import os
@@ -25,7 +25,7 @@ from torchmuster.devices.visibility import STAGES
 from torchmuster.errors import MusterError, NotNow
 from torchmuster.redaction import printable
 
-# A waiter that has not looked for this long (stopped by Ctrl-Z, say) holds nobody up.
+# A waiter that has not polled for this long (for example stopped by Ctrl-Z) does not block others.
 STALE_WAITER_S = 10.0
 
 
@@ -47,11 +47,11 @@ class Ticket:
         claims.write_json(self._lock, wish)
 
     def still_here(self) -> None:
-        """Show that the waiter is awake."""
+        """Refresh the ticket, to show that the waiter still polls."""
         os.utime(self._lock)
 
     def place(self) -> int:
-        """Return how many stand before this one."""
+        """Return the number of tickets ahead of this one."""
         return sum(path.name < self.path.name for path in self.path.parent.iterdir())
 
     def give_back(self) -> None:
@@ -63,7 +63,7 @@ class Ticket:
 def promised_devices(
     queue: Path, node: Node, taken: Mapping[str, Claim], *, ahead_of: Ticket | None
 ) -> dict[str, Claim]:
-    """Return the devices that earlier waiters would be given now: they are not to be had."""
+    """Return the devices that earlier waiters would get now; they are not available."""
     promises: dict[str, Claim] = {}
     for path in sorted(queue.iterdir()):
         if ahead_of is not None and path.name >= ahead_of.path.name:
@@ -76,7 +76,7 @@ def promised_devices(
 
 
 def _read_living(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield what a ticket says, if its owner lives and is awake; clear it away if it is dead."""
+    """Yield a ticket's content if its owner still polls; delete the ticket if the owner is dead."""
     try:
         file = claims.open_to_look(path)
     except OSError:
@@ -94,7 +94,7 @@ def _read_living(path: Path) -> Iterator[Mapping[str, Any]]:
 def _would_take(
     wish: Mapping[str, Any], node: Node, taken: Mapping[str, Claim]
 ) -> dict[str, Claim]:
-    """Return what a waiter would be given now; nothing if it cannot be served or makes no sense."""
+    """Return what a waiter would get now; empty if it cannot be served or is malformed."""
     try:
         stored = dict(wish["request"])
         if "ids" in stored:
@@ -103,7 +103,7 @@ def _would_take(
         request = DeviceRequest(**stored)
         free = sum(one.uuid not in taken for one in node.accelerators)
         if free < (request.count or 1):
-            return {}  # spares the work of a refusal that nobody reads
+            return {}  # saves building an error that is not shown
         decision = choose_devices(node, request, environment=environment, claims=taken)
         waiter = Claim(
             pid=int(wish["pid"]),
@@ -120,31 +120,31 @@ def _unlink_if_allowed(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        return  # somebody else's in a sticky folder; it does no harm
+        return  # another user's file in a sticky folder; it does no harm
 
 
-# A waiter looks at the machine this often, and at the claims in between.
+# A waiter takes a snapshot of the host this often, and reads the claims in between.
 POLL_S = 1.0
 _PEEK_S, _MAX_PEEK_S = 0.01, 0.25
 
 
 @dataclass(kw_only=True)
 class HeldDevices:
-    """Devices that this process holds, until :meth:`release` or its end."""
+    """Devices that this process holds until :meth:`release` or until it exits."""
 
     decision: Decision[tuple[Device, ...]]
     locks: list[int]
     tokens: tuple[str, ...]
 
     def release(self) -> None:
-        """Give the devices back; safe to call twice."""
+        """Release the devices; safe to call twice."""
         while self.locks:
             lock = self.locks.pop()
             locks.drop_lock(lock)
             os.close(lock)
 
     def hand_over(self, environment: dict[str, str]) -> None:
-        """Let the claim pass to the program that this process becomes with this environment."""
+        """Pass the claim to the program that this process execs with this environment."""
         environment[TOKEN_VARIABLE] = ",".join(self.tokens)
         for lock in self.locks:
             os.set_inheritable(lock, True)
@@ -168,8 +168,8 @@ def acquire_devices(
 ) -> HeldDevices:
     """Choose devices and lock them as one step, waiting up to ``wait_s`` for them.
 
-    ``look`` takes a fresh snapshot at each try. ``on_wait`` is told, at each try that fails, what
-    stands in the way. ``command`` is what others are shown; this process's own if left out.
+    ``look`` takes a fresh snapshot at each try. ``on_wait`` receives the obstacle after each failed
+    try. ``command`` is what other users see; default: this process's own command.
     """
     shown = command_of_this_process() if command is None else printable(command)
     deadline = time.monotonic() + wait_s
@@ -182,7 +182,7 @@ def acquire_devices(
                 if ticket is not None:
                     ticket.still_here()
                 table = claims.look(uuids)
-                # What is claimed is promised to nobody, also where the claim is our own.
+                # Claimed devices are not promised to a waiter, even if the claim is our own.
                 promised = promised_devices(claims.queue, node, table.claimed, ahead_of=ticket)
                 taken = promised | table.in_the_way
                 try:
@@ -208,14 +208,14 @@ def _await_release(
     ticket: Ticket,
     until: float,
 ) -> None:
-    """Sleep until a device has come free that may be for this waiter, or until it is time.
+    """Sleep until a device is freed that this waiter may get, or until the deadline.
 
-    Each waiter before us takes at least one device, so with as many before us as there are free
-    devices another try is most likely vain; the regular one covers the rest.
+    Each waiter ahead takes at least one device, so with as many ahead as there are free devices
+    another try will most likely fail; the regular poll covers the rest.
     """
     while (left := until - time.monotonic()) > 0:
         place = ticket.place()
-        # The first look often, those behind seldom; jitter keeps them from doing it together.
+        # The first in the queue polls often, the others less; jitter spreads the polls.
         pause = min(_PEEK_S * (1 + place), _MAX_PEEK_S) * random.uniform(0.5, 1.5)
         time.sleep(min(left, pause))
         with claims.gate():
@@ -225,7 +225,7 @@ def _await_release(
 
 
 def _lock(claims: Claims, decision: Decision[tuple[Device, ...]], command: str) -> HeldDevices:
-    """Lock what was chosen, all or nothing."""
+    """Lock the chosen devices, all or none."""
     token = os.urandom(8).hex()
     held = HeldDevices(decision=decision, locks=[], tokens=(*claims.tokens, token))
     try:

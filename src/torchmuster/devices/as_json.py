@@ -11,7 +11,7 @@ from torchmuster.units import MiB
 
 
 def node_as_json(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> dict[str, Any]:
-    """Return everything that is known about a machine's devices."""
+    """Return everything that is known about a host's devices."""
     return {
         "hostname": node.hostname,
         "taken_unix_s": node.taken_unix_s,
@@ -47,7 +47,7 @@ def _as_json_plain(device: Device) -> dict[str, Any]:
 
 
 def device_numbers(device: Device) -> dict[str, float]:
-    """Return what is measured of a device now; what could not be read is not there."""
+    """Return the current measurements of a device; unreadable ones are left out."""
     numbers = {
         "utilisation_percent": device.utilisation_percent,
         "temperature_c": device.temperature_c,

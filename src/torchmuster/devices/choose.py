@@ -1,8 +1,8 @@
-"""Which devices to take: pure functions from a snapshot to a choice and its reason.
+"""Choose devices: pure functions from a snapshot to a choice and its reason.
 
-Conditions are hard: a device that breaks one is never chosen. Of the devices that remain, the least
-loaded are taken; where load leaves a choice, the set that is alike and best connected, then the one
-with more free memory, then the newer architecture, then the lowest numbers.
+Conditions are hard: a device that breaks one is never chosen. Of the remaining devices the least
+loaded are chosen; ties are broken by: same model and best connected, then more free memory, then
+newer architecture, then lowest numbers.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from torchmuster.units import GiB, format_bytes, plural
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesRefused:
-    """A request that cannot be met now: everything needed to say why and what would work."""
+    """A request that cannot be met now, with the data to report why and what would work."""
 
     node: Node
     request: DeviceRequest
@@ -37,27 +37,27 @@ class DevicesRefused:
         """Return the error to raise: DevicesBusy if waiting can help, else TooFewDevices."""
         able = len(self.offered) - len(self.obstacles)
         lasting = sum(not one.passing for one in self.obstacles.values())
-        have = f"{able} can be had" if able else "none can be had"
+        have = f"{able} available" if able else "none available"
         ways = [shlex.join(["muster", "gpus", "pick", *one.as_flags()]) for one in self.nearest()]
         if len(self.offered) - lasting >= self.wanted:
             waiting = shlex.join(["muster", "gpus", "pick", *self.request.as_flags(), "--wait"])
             return DevicesBusy(
-                f"asked for {self.request}: {have} now",
+                f"{self.request} requested, {have} now",
                 why=self._why(),
                 fix="\n".join([waiting, *ways]),
             )
-        if not ways:  # what mends the driver, if that is what is wrong, comes first
+        if not ways:  # a fix for the driver, if the driver is the problem, comes first
             ways = [one.fix for one in self.node.findings if one.status is Status.FAILURE]
             ways.append("run on the CPU: start the program without picking GPUs")
         return TooFewDevices(
-            f"asked for {self.request}: {have} here", why=self._why(), fix="\n".join(ways)
+            f"{self.request} requested, {have}", why=self._why(), fix="\n".join(ways)
         )
 
     def nearest(self) -> list[DeviceRequest]:
         """Return the nearest requests that would be granted now.
 
-        One condition is relaxed at a time, as little as possible; only if no single one is enough,
-        all of them together, and which GPUs are meant last of all.
+        One condition is relaxed at a time, as little as possible; if no single one is enough, all
+        of them together; the GPU ids are dropped last.
         """
         single = [
             self._with_less_memory(),
@@ -74,7 +74,7 @@ class DevicesRefused:
         return [one for one in loosest if self._works(one)][:1]
 
     def _with_less_memory(self) -> DeviceRequest:
-        """Lower one memory condition to what the last of the wanted devices has, else both."""
+        """Lower one memory condition, else both, until enough devices meet it."""
         asked = self.request
         free, total = asked.min_free_bytes, asked.min_total_bytes
         for kept_free, kept_total in ((None, total), (free, None), (None, None)):
@@ -96,7 +96,7 @@ class DevicesRefused:
         return min(asked or 0, last) or None
 
     def _with_fewer(self, request: DeviceRequest) -> DeviceRequest:
-        # One is worth a try even if there is none: alone, a MIG slice will do.
+        # Try 1 even if no device qualifies: a single device may be a MIG slice.
         return replace(request, count=max(min(len(self._able(request)), self.wanted), 1))
 
     def _able(self, request: DeviceRequest) -> list[Device]:
@@ -110,26 +110,26 @@ class DevicesRefused:
         node = self.node
         if not node.accelerators:
             known = "".join(f"; {one.what}" for one in node.findings)
-            return f"no GPU can be seen on {node.hostname}{known}"
+            return f"no GPU is visible on {node.hostname}{known}"
         shown = visible(node.accelerators, self.environment)
         ours = [one for one in node.accelerators if one.kind is node.main_kind]
         seen = [one for one in ours if one in shown.devices]
         slices = sum(one.mig_index is not None for one in seen)
         text = f"{node.hostname} has {plural(len(seen) - slices, 'GPU')}"
         if slices:
-            text += f" and {plural(slices, 'MIG slice')} (one to a process)"
+            text += f" and {plural(slices, 'MIG slice')} (one per process)"
         if hidden := {shown.hidden_by[one.uuid] for one in ours if one.uuid in shown.hidden_by}:
             text += f" visible ({', '.join(sorted(hidden))})"
         blocked = [one for one in self.offered if one.uuid in self.obstacles]
         return text + (f"; {describe_refusal(blocked, self.obstacles)}" if blocked else "")
 
 
-# So many devices are told one by one; beyond, those in the same situation together.
+# Up to this many devices are listed one by one; beyond it, devices with the same obstacle together.
 _ONE_BY_ONE = 4
 
 
 def describe_refusal(devices: Sequence[Device], obstacles: Mapping[str, Obstacle]) -> str:
-    """List what stands in the way: ``GPU 3 is in use by alice (pid 4242)``."""
+    """List the obstacles: ``GPU 3 is in use by alice (pid 4242)``."""
     groups: dict[str, list[Device]] = {}
     for one in devices:
         found = obstacles[one.uuid]
@@ -157,25 +157,25 @@ def link_strength(node: Node, a: Device, b: Device) -> int:
 
 
 def set_strength(node: Node, members: Sequence[Device]) -> tuple[int, int]:
-    """Order sets: first by the weakest link (a ring is as fast as that), then by the sum."""
+    """Order sets by their weakest link (which limits a ring), then by the sum."""
     strengths = [link_strength(node, a, b) for a, b in itertools.combinations(members, 2)]
     return min(strengths, default=0), sum(strengths)
 
 
 def describe_link(node: Node, members: Sequence[Device]) -> str:
-    """Say how a set is joined, by its weakest link; empty if that is not known."""
+    """Describe how a set is connected, by its weakest link; empty if unknown."""
     links = [node.link(a, b) for a, b in itertools.combinations(members, 2)]
     known = [link for link in links if link is not None]
     if not known or len(known) < len(links):
         return ""
     weakest = min(known, key=lambda link: (link.kind, link.lanes))
     if weakest.kind is LinkKind.NVLINK:
-        return f"joined by NVLink ({weakest.short})"
-    return f"joined by {_WORDS[weakest.kind]} ({weakest.short})"
+        return f"connected by NVLink ({weakest.short})"
+    return f"connected by {_WORDS[weakest.kind]} ({weakest.short})"
 
 
-# Sets are compared one by one while all of them together have no more links than this; beyond, sets
-# are grown from each possible member.
+# All sets are compared if together they have no more links than this; otherwise sets are grown from
+# each possible member.
 _EXHAUSTIVE_LINKS = 50_000
 
 
@@ -189,7 +189,7 @@ def choose_devices(
     """Choose devices for a request, or raise with the condition that failed and what would work."""
     if request.ids == () or (request.count is not None and request.count < 1):
         raise Impossible(
-            "asked for fewer than one GPU",
+            "fewer than one GPU requested",
             fix="run on the CPU: start the program without picking GPUs",
         )
     claims = claims or {}
@@ -218,7 +218,7 @@ def choose_devices(
 
 
 def device_load(device: Device) -> tuple[bool, int, int]:
-    """How loaded a device is, coarsely, so that noise decides nothing: in use, busy, full."""
+    """Return a coarse load of a device (in use, busy, full), so that noise does not decide."""
     return (
         bool(in_use_by(device)),
         (device.utilisation_percent or 0) // 10,
@@ -232,7 +232,7 @@ def _best(node: Node, eligible: Sequence[Device], count: int) -> tuple[Device, .
     sure = [one for one in ranked if device_load(one) < limit]
     equal = [one for one in ranked if device_load(one) == limit]
     best = min(_sets(node, sure, equal, count), key=lambda members: _rank(node, members))
-    # In the order in which they were named or made visible: that is how torch will number them.
+    # In the order in which they were named or made visible, which is torch's numbering.
     members = {one.uuid for one in best}
     return tuple(one for one in eligible if one.uuid in members)
 
@@ -240,7 +240,7 @@ def _best(node: Node, eligible: Sequence[Device], count: int) -> tuple[Device, .
 def _sets(
     node: Node, sure: Sequence[Device], equal: Sequence[Device], count: int
 ) -> Iterator[list[Device]]:
-    """Yield the sets worth comparing: all devices below the load limit, and some that are at it."""
+    """Yield the sets to compare: all devices below the load limit, plus some at the limit."""
     missing = count - len(sure)
     if math.comb(len(equal), missing) * math.comb(count, 2) <= _EXHAUSTIVE_LINKS:
         for extra in itertools.combinations(equal, missing):
@@ -251,7 +251,7 @@ def _sets(
 
 
 def _grow(node: Node, members: list[Device], pool: Sequence[Device], count: int) -> list[Device]:
-    """Grow a set, each time by the device that is most like it and best connected to it."""
+    """Grow a set, each time by the most similar and best connected device."""
     model = members[0].name
     left = {one.uuid: one for one in pool}
     weakest = {one.uuid: min(link_strength(node, one, m) for m in members) for one in pool}
@@ -272,7 +272,7 @@ def _grow(node: Node, members: list[Device], pool: Sequence[Device], count: int)
 
 
 def _rank(node: Node, members: Sequence[Device]) -> tuple[object, ...]:
-    """Order sets from best to worst: alike, connected, roomy, modern, low numbers."""
+    """Order sets from best to worst: same model, connection, free memory, generation, number."""
     weakest, total = set_strength(node, members)
     return (
         len({(one.kind, one.name, one.total_bytes) for one in members}),
@@ -299,7 +299,7 @@ def _reason(
     obstacles: Mapping[str, Obstacle],
     chosen: Sequence[Device],
 ) -> str:
-    """Say what was asked, what was chosen, how it is joined, and what was passed over and why."""
+    """Describe the request, the choice, how it is connected, and what was skipped and why."""
     several = len(chosen) > 1
     parts = [
         label_all(chosen),
@@ -312,6 +312,6 @@ def _reason(
         parts.append(connection)
     if len(chosen) < len(offered) - len(obstacles):
         parts.append("the least loaded")
-    text = f"asked for {request}: {', '.join(parts)}"
+    text = f"{request} requested: {', '.join(parts)}"
     blocked = [one for one in offered if one.uuid in obstacles]
     return f"{text}; {describe_refusal(blocked, obstacles)}" if blocked else text

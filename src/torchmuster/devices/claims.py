@@ -1,14 +1,15 @@
-"""Claims: one user at a time per device, by a kernel lock that cannot be left behind.
+"""Claims: one user at a time per device, by a kernel lock that cannot become stale.
 
-Each device has a file in a folder that all users of the machine share; whoever holds its ``flock``
-has the device. The kernel drops the lock when the last process that inherited it ends, however it
-ends. Taking devices and looking who holds what happen under one more lock, the gate, held for a
-moment only.
+Each device has a file in a folder that all users of the host share; the process that holds its
+``flock`` has the device. The kernel drops the lock when the last process that inherited it exits,
+for any reason. Taking devices and reading the claims happen under one more lock, the gate, which is
+held only briefly.
 
-A claim has a token, which is handed to the program that runs under it. Inside, the claimed devices
-can be had again, each by a further file of that token, so picks within a claim do not collide.
+A claim has a token, which is passed to the program that runs under it. Inside that program the
+claimed devices can be claimed again, each by a further file of that token, so picks within a claim
+do not collide.
 
-Claims bind those who use them. GPUs that others use without a claim show as in use.
+Claims bind only programs that use them. GPUs that are used without a claim show as in use.
 """
 
 import json
@@ -33,14 +34,14 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 AVAILABLE = fcntl is not None
-# Others may have put anything there: links are not followed, a pipe is not waited for.
+# Other users may have put anything there: do not follow links, do not block on a pipe.
 _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _READ_ONLY = os.O_RDONLY | _SAFELY
 _READ_WRITE = os.O_RDWR | _SAFELY
 
 
 def try_lock(file: int) -> bool:
-    """Take the lock if nobody has it. It is dropped when the last copy of ``file`` is closed."""
+    """Take the lock if it is free. It is dropped when the last copy of ``file`` is closed."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -49,31 +50,31 @@ def try_lock(file: int) -> bool:
 
 
 def drop_lock(file: int) -> None:
-    """Drop the lock. Closing the file alone would leave it with a child forked in the meantime."""
+    """Drop the lock. Closing the file alone would leave it with a child forked meanwhile."""
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def open_to_look(path: Path) -> int:
-    """Open a file only to see whether it is locked and what it says."""
+    """Open a file read-only, to see whether it is locked and what it contains."""
     file = os.open(path, _READ_ONLY)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise OSError(f"{path} is not a file")
+        raise OSError(f"{path} is not a regular file")
     return file
 
 
 def open_own(path: Path) -> int:
-    """Make a new file that only this user writes and everybody may read."""
+    """Create a file that only this user may write and all users may read."""
     made = os.open(path, _READ_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
     os.fchmod(made, 0o644)  # whatever the umask says
     return made
 
 
 def open_shared(path: Path) -> int:
-    """Open a file that all users may lock and write, making it if need be.
+    """Open a file that all users may lock and write; create it if it is missing.
 
-    Opening and making are two steps: in a folder like /tmp the kernel refuses O_CREAT on a file
-    that belongs to somebody else (fs.protected_regular).
+    Opening and creating are two steps: in a folder like /tmp the kernel refuses O_CREAT on a file
+    that belongs to another user (fs.protected_regular).
     """
     while True:
         try:
@@ -89,13 +90,13 @@ def open_shared(path: Path) -> int:
             raise Impossible(
                 f"GPUs cannot be claimed: {path} cannot be opened",
                 why=error.strerror or str(error),
-                fix="make it a plain file that all users may write, or let every user of this "
-                "machine set TORCHMUSTER_CLAIMS_DIR to a local folder where that is so",
+                fix="make it a regular file that all users may write, or set "
+                "TORCHMUSTER_CLAIMS_DIR, for every user of this host, to another local folder",
             ) from error
 
 
 def read_json(file: int) -> dict[str, object]:
-    """Read what a file says. Anybody may have written it: anything but an object is nothing."""
+    """Read a JSON object from a file that any user may have written; else return an empty one."""
     try:
         stored = json.loads(os.pread(file, 64 * 1024, 0))
     except (ValueError, RecursionError, OSError):
@@ -104,7 +105,7 @@ def read_json(file: int) -> dict[str, object]:
 
 
 def write_json(file: int, values: dict[str, object]) -> None:
-    """Replace what a file says."""
+    """Replace a file's content."""
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(values).encode(), 0)
 
@@ -116,9 +117,9 @@ _GLANCE_PATIENCE_S = 1.0
 
 
 def claims_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder that all users of this machine share for claims.
+    """Return the folder that all users of this host share for claims.
 
-    It must be the same for everybody, so it depends on the machine and not on who asks.
+    It must be the same for all users, so it depends on the host and not on the user.
     """
     if given := environment.get("TORCHMUSTER_CLAIMS_DIR"):
         return Path(given)
@@ -133,9 +134,9 @@ def claims_folder(environment: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimsTable:
-    """Who holds which device, what of that is in this process's way, and what it could take.
+    """Who holds which device, which of these claims block this process, and what it could take.
 
-    ``free`` has the time each was last taken (0: never), so that a change can be told.
+    ``free`` maps each free device to the time it was last taken (0: never), to detect changes.
     """
 
     claimed: dict[str, Claim]
@@ -145,7 +146,7 @@ class ClaimsTable:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """The lock that decides about a device for us, and the claim on the device as others see it."""
+    """The lock of a device that applies to us, and the claim on the device as others see it."""
 
     path: Path
     outermost: Claim | None
@@ -154,7 +155,7 @@ class _Place:
 
 
 class Claims:
-    """The claims of one machine, kept in one folder, as seen under these tokens."""
+    """The claims of one host, kept in one folder, as seen under these tokens."""
 
     def __init__(self, folder: Path, tokens: Sequence[str] = ()) -> None:
         self._folder = folder
@@ -162,17 +163,17 @@ class Claims:
 
     @classmethod
     def here(cls, environment: Mapping[str, str]) -> "Claims":
-        """Return the claims of this machine, under the tokens that this process was handed."""
+        """Return the claims of this host, under the tokens that this process was given."""
         tokens = environment.get(TOKEN_VARIABLE, "").split(",")
         return cls(claims_folder(environment), [one for one in tokens if one])
 
     @property
     def queue(self) -> Path:
-        """The folder in which those who wait stand in line."""
+        """The folder with the tickets of waiting processes."""
         return self._folder / "queue"
 
     def glance(self, uuids: Iterable[str]) -> ClaimsTable:
-        """Look without wanting to take anything: makes nothing, never waits long."""
+        """Read the claims without taking any: creates nothing, never waits long."""
         uuids = list(uuids)
         if not AVAILABLE or not self._folder.is_dir():
             return ClaimsTable(claimed={}, in_the_way={}, free=dict.fromkeys(uuids, 0))
@@ -181,11 +182,11 @@ class Claims:
                 return self.look(uuids)
         except (
             MusterError
-        ):  # the folder is read-only, or the gate is stuck: locks can still be seen
+        ):  # the folder is read-only, or the gate is stuck: locks can still be read
             return self.look(uuids)
 
     def look(self, uuids: Iterable[str]) -> ClaimsTable:
-        """Look, under the gate. A lock that can be had is held by nobody."""
+        """Read the claims, under the gate. A lock that can be taken is free."""
         table = ClaimsTable(claimed={}, in_the_way={}, free={})
         for uuid in uuids:
             place = self._place(uuid)
@@ -198,9 +199,9 @@ class Claims:
         return table
 
     def take(self, uuid: str, command: str, token: str) -> int:
-        """Lock a device that is free, under the gate, and write down who we are for others to read.
+        """Lock a free device, under the gate, and record the owner for other users to read.
 
-        The claim is the file descriptor that is returned: it ends when all copies are closed.
+        The claim is the returned file descriptor: it is released when all copies are closed.
         """
         place = self._place(uuid)
         lock = open_shared(place.path)
@@ -208,8 +209,8 @@ class Claims:
             os.close(lock)
             raise NotNow(
                 f"the lock of {uuid} was taken without the gate",
-                why=f"something other than muster holds {place.path}",
-                fix=f"sudo lslocks | grep {uuid}  # shows who",
+                why=f"a program other than muster holds {place.path}",
+                fix=f"sudo lslocks | grep {uuid}  # shows the process",
             )
         if place.outermost is None:
             self._clear_inner(uuid)
@@ -224,7 +225,7 @@ class Claims:
         return lock
 
     def _place(self, uuid: str) -> _Place:
-        """Follow our tokens inwards to the lock that decides for us."""
+        """Follow our tokens inwards to the lock that applies to us."""
         path = self._path(uuid)
         claim, last_taken = _look_at(path)
         outermost = claim
@@ -240,21 +241,21 @@ class Claims:
         return self._folder / (f"{name}.{token}.lock" if token else f"{name}.lock")
 
     def _clear_inner(self, uuid: str) -> None:
-        """Remove the files that picks within earlier claims left behind, unless they are held."""
+        """Remove the files that picks within earlier claims left, unless they are locked."""
         for path in self._folder.glob(self._path(uuid, "*").name):
             if _look_at(path)[0] is None:
-                with suppress(OSError):  # somebody else's in a sticky folder; it does no harm
+                with suppress(OSError):  # another user's file in a sticky folder; it does no harm
                     path.unlink()
 
     @contextmanager
     def gate(self, patience_s: float | None = None) -> Iterator[None]:
-        """Hold the lock under which claims are looked at and changed."""
+        """Hold the lock under which claims are read and changed."""
         patience_s = _GATE_PATIENCE_S if patience_s is None else patience_s
         if not AVAILABLE:
             raise Impossible(
                 "GPUs cannot be claimed on this operating system",
-                why="claims rest on flock, which Windows does not have",
-                fix="pick without a command and without --wait; nothing is claimed then",
+                why="claims need flock, which Windows does not have",
+                fix="pick without a command and without --wait, which claims nothing",
             )
         self._make_folders()
         gate = open_shared(self._folder / "gate.lock")
@@ -263,10 +264,10 @@ class Claims:
             if time.monotonic() > deadline:
                 os.close(gate)
                 raise NotNow(
-                    f"the claims in {self._folder} cannot be looked at",
+                    f"cannot read the claims in {self._folder}",
                     why=f"another process has held its gate for {patience_s:.0f} s; it may be "
                     "stopped",
-                    fix=f"sudo lslocks | grep {self._folder}  # shows who",
+                    fix=f"sudo lslocks | grep {self._folder}  # shows the process",
                 )
             time.sleep(random.uniform(0.001, 0.005))
         try:
@@ -279,20 +280,20 @@ class Claims:
         for path in (self._folder, self.queue):
             try:
                 path.mkdir(parents=True)
-                path.chmod(0o1777)  # for all users; each may delete only what is their own
+                path.chmod(0o1777)  # for all users; each may delete only their own files
             except FileExistsError:
                 continue
             except OSError as error:
                 raise Impossible(
-                    f"GPUs cannot be claimed: {path} cannot be made",
+                    f"GPUs cannot be claimed: {path} cannot be created",
                     why=error.strerror or str(error),
-                    fix="let every user of this machine set TORCHMUSTER_CLAIMS_DIR to the same "
-                    "local folder, one that all of them can write",
+                    fix="set TORCHMUSTER_CLAIMS_DIR, for every user of this host, to the same "
+                    "local folder, which all of them can write",
                 ) from error
 
 
 def _look_at(path: Path) -> tuple[Claim | None, int]:
-    """Return who holds a lock; or nobody, and when it was last taken."""
+    """Return the holder of a lock; or None, and when it was last taken."""
     try:
         lock = open_to_look(path)
     except FileNotFoundError:
@@ -310,7 +311,7 @@ def _look_at(path: Path) -> tuple[Claim | None, int]:
 
 
 def _read_claim(lock: int) -> Claim:
-    """Read who holds a lock. The file is writable by all, so its words are checked and cleaned."""
+    """Read who holds a lock. All users may write the file, so its text is checked and cleaned."""
     stored = read_json(lock)
     pid, since = stored.get("pid"), stored.get("since_unix_s")
     return Claim(
@@ -323,6 +324,6 @@ def _read_claim(lock: int) -> Claim:
 
 
 def _unreadable(error: OSError) -> Claim:
-    """A lock that cannot even be looked at (a link, another's permissions) must count as held."""
+    """Return a claim for a lock that cannot be opened (a link, permissions): it counts as held."""
     words = f"a lock that cannot be opened: {error.strerror or error}"
     return Claim(pid=0, user="an unknown user", command=words, since_unix_s=0.0)

@@ -1,4 +1,4 @@
-"""Whether it is too late to choose GPUs in this process, because the CUDA driver has started."""
+"""Detect whether the CUDA driver has started, which makes it too late to choose GPUs."""
 
 import ctypes
 import os
@@ -7,10 +7,10 @@ _NOT_INITIALISED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def cuda_has_started() -> bool:
-    """Ask the driver library if it is loaded; neither loads nor starts it.
+    """Return whether the CUDA driver has started in this process; neither loads nor starts it.
 
-    The driver reads ``CUDA_VISIBLE_DEVICES`` when it starts. ``torch.cuda.is_available()`` is enough
-    for that, although ``torch.cuda.is_initialized()`` is still false then.
+    The driver reads ``CUDA_VISIBLE_DEVICES`` when it starts. ``torch.cuda.is_available()`` starts
+    it, although ``torch.cuda.is_initialized()`` is still false then.
     """
     if not hasattr(os, "RTLD_NOLOAD"):
         return False

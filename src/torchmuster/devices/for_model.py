@@ -1,9 +1,8 @@
 """How many devices a model of a given size needs for training, and how to split it over them.
 
-A first answer from sizes alone, with its assumption stated: weights, gradients and the two moments
-of AdamW, all in the number type of the weights, make four times the weights; a tenth of each
-device is left for activations and the driver. A size says no more than that: for a model itself,
-its batch and its precision, ``muster plan`` answers.
+A first estimate from sizes alone. It assumes weights, gradients and the two moments of AdamW, all
+in the dtype of the weights (four times the weights), and leaves a tenth of each device for
+activations and the driver. For a real model with its batch size and precision use ``muster plan``.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from torchmuster.units import format_bytes, plural
 
 TRAINING_STATES_PER_WEIGHT = 4
 USABLE_SHARE = 0.9
-# Sharding would save less than this share of a device's memory: not worth its communication.
+# If sharding saves less than this share of a device's memory, it is not worth its communication.
 _CLEARLY_SMALL = 0.25
 
 Strategy = Literal["single", "ddp", "fsdp"]
@@ -30,7 +29,7 @@ Strategy = Literal["single", "ddp", "fsdp"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A way to lay a model out: what to ask for, and how it is split."""
+    """A layout of a model: the devices to request, and how the model is split."""
 
     request: DeviceRequest
     strategy: Strategy
@@ -38,14 +37,14 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Devices and how the model is laid out on them."""
+    """Devices, and the layout of the model on them."""
 
     devices: tuple[Device, ...]
     strategy: Strategy
 
 
 def states_decide(states_bytes: int, memory_bytes: int) -> bool:
-    """Say whether the size of its states tells whether a copy of a training fits on a device."""
+    """Return whether the size of the states alone decides if a training fits on a device."""
     return not _CLEARLY_SMALL < states_bytes / memory_bytes <= USABLE_SHARE
 
 
@@ -57,7 +56,7 @@ def choose_for_model(
     environment: Mapping[str, str],
     claims: Mapping[str, Claim] | None = None,
 ) -> Decision[Placement]:
-    """Choose the fewest devices that hold a model in training, or as many as are asked for."""
+    """Choose the fewest devices that hold a model in training, or as many as requested."""
     shape = shape_for_model(node, model_bytes, request, environment=environment, claims=claims)
     chosen = choose_devices(node, shape.value.request, environment=environment, claims=claims)
     placement = Placement(devices=chosen.value, strategy=shape.value.strategy)
@@ -79,13 +78,13 @@ def shape_for_model(
     """
     if model_bytes <= 0:
         raise Impossible(
-            "asked for GPUs for a model of no size", fix="give its weights' size: 14GB"
+            "the model size must be above 0", fix="give the size of its weights, such as 14GB"
         )
     needed = model_bytes * TRAINING_STATES_PER_WEIGHT
     whole = math.ceil(needed / USABLE_SHARE)
     story = (
         f"{format_bytes(model_bytes)} of weights need {format_bytes(needed)} in training "
-        "(weights, gradients, two AdamW moments, all in the weights' type; twice that with fp32 "
+        "(weights, gradients, two AdamW moments, all in the weights' dtype; twice that with fp32 "
         "master weights)"
     )
     for state, holders in ((node, claims), (_emptied(node), None)):
@@ -99,7 +98,7 @@ def shape_for_model(
 
 
 def _shapes(node: Node, whole: int, request: DeviceRequest) -> Iterator[tuple[Shape, str]]:
-    """Yield the ways to hold ``whole`` bytes, the simplest first, each with its words."""
+    """Yield the layouts that hold ``whole`` bytes, the simplest first, each with its reason."""
 
     def shape(count: int, each: int, strategy: Strategy) -> Shape:
         each = max(each, request.min_free_bytes or 0)
@@ -119,7 +118,7 @@ def _shapes(node: Node, whole: int, request: DeviceRequest) -> Iterator[tuple[Sh
 
 
 def _emptied(node: Node) -> Node:
-    """The same machine with nobody on it."""
+    """Return the same host without processes on its devices."""
     return dataclasses.replace(
         node,
         accelerators=tuple(
@@ -132,7 +131,7 @@ def _emptied(node: Node) -> Node:
 def _too_large(
     node: Node, request: DeviceRequest, environment: Mapping[str, str], whole: int, story: str
 ) -> MusterError:
-    """Say how much is missing, in GPUs of the size that is here."""
+    """Return the error that says how much is missing, in GPUs of the size that is here."""
     what = f"{story}, and that does not fit here"
     together = device_candidates(node, request, environment)
     # Where every GPU is split, one MIG slice was all that could be tried.
@@ -140,20 +139,18 @@ def _too_large(
     usable = [one for one in together or alone if not one.trouble]
     sizes = sorted((one.total_bytes for one in usable if one.total_bytes), reverse=True)
     if not sizes:
-        unknown = "no GPU here says how much memory it has"
+        unknown = "no GPU here reports its memory size"
         why = unknown if usable else "no GPU can be used here"
         return TooFewDevices(
             what, why=why, fix="run on the CPU: start the program without picking GPUs"
         )
     allowed = sizes[: request.count if together else 1]
-    have = (
-        f"{plural(len(allowed), 'GPU')} that may be used have {format_bytes(sum(allowed))} together"
-    )
+    have = f"{plural(len(allowed), 'usable GPU')} have {format_bytes(sum(allowed))} together"
     if len(allowed) == 1:
-        have = f"one GPU that may be used has {format_bytes(sizes[0])}"
+        have = f"one usable GPU has {format_bytes(sizes[0])}"
     return TooFewDevices(
         what,
-        why=f"with a tenth to spare {format_bytes(whole)} are needed in equal parts, and the {have}",
-        fix=f"use {plural(math.ceil(whole / sizes[0]), 'GPU')} of {format_bytes(sizes[0])}, a smaller "
-        "number type, LoRA, or fsdp_cpu_offload: true",
+        why=f"with a 10 % reserve {format_bytes(whole)} are needed in equal parts, and the {have}",
+        fix=f"use {plural(math.ceil(whole / sizes[0]), 'GPU')} of {format_bytes(sizes[0])}, "
+        "a smaller dtype, LoRA, or fsdp_cpu_offload: true",
     )

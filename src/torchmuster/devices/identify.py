@@ -1,4 +1,4 @@
-"""From what people type (``2``, ``GPU-8a2c``, ``0:1``) to the one visible device it names."""
+"""Find the visible device that an id names, as a user types it (``2``, ``GPU-8a2c``, ``0:1``)."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ SHOW_IDS = "muster gpus --uuids  # shows the numbers and UUIDs to use"
 
 
 def find_device(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> Device:
-    """Return the one visible device that an id names: a number, a UUID or a unique beginning."""
+    """Return the visible device that an id names: a number, a UUID or a unique prefix of one."""
     shown = visible(node.accelerators, environment)
     text = str(gpu_id).strip()
     matches = [
@@ -57,8 +57,8 @@ def _unusable(device: Device, shown: Visible) -> NoSuchDevice:
 def device_candidates(
     node: Node, request: DeviceRequest, environment: Mapping[str, str]
 ) -> tuple[Device, ...]:
-    """Return the devices a request may be met from, before its conditions are looked at."""
-    # A CUDA process sees one MIG slice at most, so slices cannot be members of a set.
+    """Return the devices a request may use, before its conditions are checked."""
+    # A CUDA process sees at most one MIG slice, so slices cannot be members of a set.
     alone = request.count == 1
     if request.ids is None:
         shown = visible(node.accelerators, environment).devices
@@ -68,20 +68,20 @@ def device_candidates(
     named = tuple(find_device(node, one, environment) for one in request.ids)
     if len({one.uuid for one in named}) < len(named):
         raise NoSuchDevice(
-            f"asked for {request}: one GPU is named twice",
-            why="each process needs a GPU of its own",
-            fix="remove the repetition",
+            f"{request} requested, but one GPU is listed twice",
+            why="each process needs its own GPU",
+            fix="remove the duplicate",
         )
     if len({one.kind for one in named}) > 1:
         raise NoSuchDevice(
-            f"asked for {request}: they are of different makers",
-            why="a torch build drives the GPUs of one maker, so no program can use them together",
-            fix="name GPUs of one maker",
+            f"{request} requested, but they are of different vendors",
+            why="a torch build supports GPUs of one vendor, so no program can use them together",
+            fix="name GPUs of one vendor",
         )
     if len(named) > 1 and not alone and any(one.mig_index is not None for one in named):
         raise NoSuchDevice(
-            f"asked for {request}: they cannot be used together",
-            why="a CUDA process sees one MIG slice at most, and no GPU beside it",
+            f"{request} requested, but they cannot be used together",
+            why="a CUDA process sees at most one MIG slice, and no other GPU with it",
             fix="name one slice, or whole GPUs only",
         )
     return named

@@ -1,7 +1,7 @@
-"""The words of this folder: frozen snapshots of devices, the processes on them and the links between.
+"""The data types of this folder: frozen snapshots of devices, their processes and links.
 
-A snapshot never changes and never asks the hardware again, so every decision over it is a pure
-function that can be tested with made-up machines. What could not be read is ``None``, never a guess.
+A snapshot never changes and never queries the hardware again, so every decision over it is a pure
+function that can be tested with synthetic hosts. Values that could not be read are ``None``.
 """
 
 import enum
@@ -13,7 +13,7 @@ from torchmuster.finding import Finding
 
 
 class DeviceKind(enum.StrEnum):
-    """The device type in torch's own word (``torch.device("cuda")``), except that ROCm is told apart."""
+    """The device type, named as in ``torch.device("cuda")``, except that ROCm has its own name."""
 
     CUDA = "cuda"
     ROCM = "rocm"
@@ -24,10 +24,10 @@ class DeviceKind(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProcess:
-    """A process that holds memory on a device. ``compute`` tells CUDA work from a desktop's windows.
+    """A process that holds memory on a device. ``compute`` is false for a desktop's windows.
 
-    ``cpu_s`` is the processor time it has used since it started; ``idle_s`` is how long it has
-    certainly done nothing, known only after it has been seen before (see ``activity.py``).
+    ``cpu_s`` is the CPU time it has used since it started; ``idle_s`` is how long it has certainly
+    been idle, known only if an earlier snapshot saw it (see ``snapshot.py``).
     """
 
     pid: int
@@ -54,11 +54,11 @@ class Ecc:
 class Device:
     """One accelerator, one MIG slice of it, or the CPU.
 
-    ``index`` is the vendor tool's index (``nvidia-smi``), which is not always torch's: only ``uuid``
-    names a device everywhere. ``trouble`` says what went wrong while it was being read; whatever had
-    been read before that is kept. ``energy_j`` counts from when the driver was loaded. ``xid_errors`` are
-    NVIDIA's numbers of critical errors and how often each came, None unless somebody listens for them
-    (see ``snapshot.listening``).
+    ``index`` is the vendor tool's index (``nvidia-smi``), which is not always torch's: only
+    ``uuid`` names a device everywhere. ``trouble`` is the error met while reading the device;
+    values read before the error are kept. ``energy_j`` counts from when the driver was loaded.
+    ``xid_errors`` are NVIDIA's numbers of critical errors and the count of each, None unless a
+    listener is active (see ``snapshot.listening_to_events``).
     """
 
     kind: DeviceKind
@@ -89,39 +89,39 @@ class Device:
 
     @property
     def free_bytes(self) -> int | None:
-        """Memory that can be had now, or None if it could not be read."""
+        """Memory that is free now, or None if it could not be read."""
         if self.usable_bytes is None or self.used_bytes is None:
             return None
         return max(self.usable_bytes - self.used_bytes, 0)
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory that programs can have at most: all but what the driver keeps for itself."""
+        """Memory that programs can use at most: all except the driver's reserve."""
         return None if self.total_bytes is None else self.total_bytes - (self.reserved_bytes or 0)
 
     @property
     def number(self) -> str:
-        """The short number people type: ``2``, or ``2:1`` for the second MIG slice of GPU 2."""
+        """The short number that users type: ``2``, or ``2:1`` for the second MIG slice of GPU 2."""
         return str(self.index) if self.mig_index is None else f"{self.index}:{self.mig_index}"
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where it stands in the vendor's own order, the slices of a GPU behind it."""
+        """The position in the vendor's order; slices follow their GPU."""
         return self.index, -1 if self.mig_index is None else self.mig_index
 
     @property
     def label(self) -> str:
-        """How messages call it: ``GPU 2``, ``GPU 2:1`` (MIG) or ``CPU``."""
+        """The name in messages: ``GPU 2``, ``GPU 2:1`` (MIG) or ``CPU``."""
         return "CPU" if self.kind is DeviceKind.CPU else f"GPU {self.number}"
 
     @property
     def compute_processes(self) -> tuple[DeviceProcess, ...]:
-        """The processes that compute on it; a desktop's windows are left out."""
+        """The processes that compute on the device; a desktop's windows are left out."""
         return tuple(process for process in self.processes if process.compute)
 
 
 def label_all(devices: Sequence[Device]) -> str:
-    """Name several devices, runs of numbers shortened: ``GPUs 0-3, 6``."""
+    """Name several devices, with ranges of numbers: ``GPUs 0-3, 6``."""
     runs: list[list[Device]] = []
     for device in devices:
         last = runs[-1][-1] if runs else None
@@ -137,7 +137,7 @@ def label_all(devices: Sequence[Device]) -> str:
 
 
 class LinkKind(enum.IntEnum):
-    """How two GPUs reach each other, fastest last, with nvidia-smi's abbreviations."""
+    """How two GPUs are connected, fastest last, with nvidia-smi's abbreviations."""
 
     SYS = 0
     NODE = 1
@@ -149,7 +149,7 @@ class LinkKind(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The best path between two devices, named by UUID. ``lanes`` counts NVLinks, 0 for PCIe."""
+    """The best link between two devices, named by UUID. ``lanes`` counts NVLinks, 0 for PCIe."""
 
     a: str
     b: str
@@ -164,7 +164,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One machine at one moment: its accelerators, its CPU, the links, and what looks wrong."""
+    """A snapshot of one host: its accelerators, its CPU, the links, and findings."""
 
     hostname: str
     taken_unix_s: float
@@ -177,8 +177,8 @@ class Node:
 
     @property
     def main_kind(self) -> DeviceKind:
-        """The kind that a run uses: one torch build drives one kind, so an integrated GPU of another
-        vendor is not among the devices that numbers and counts speak of.
+        """The kind that a run uses. One torch build supports one kind, so device numbers and counts
+        leave out an integrated GPU of another vendor.
         """
         present = {device.kind for device in self.accelerators}
         return next((kind for kind in DeviceKind if kind in present), DeviceKind.CPU)

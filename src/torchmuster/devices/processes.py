@@ -1,4 +1,4 @@
-"""Who a process is: its owner, command and processor time, looked up once for all devices."""
+"""Owner, command and CPU time of processes, looked up once for all devices."""
 
 import dataclasses
 import time
@@ -29,7 +29,7 @@ def identify_process(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def _look_up(pid: int) -> dict[str, Any]:
-    """Read what the system lets us see; a process that just ended or is hidden leaves no trace."""
+    """Read what the system allows; a process that has exited or is hidden stays unidentified."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -45,7 +45,7 @@ def _look_up(pid: int) -> dict[str, Any]:
 
 
 def user_of_this_process() -> str:
-    """Return who runs this process; the number of a user that has no name, as in containers."""
+    """Return the user name of this process, or the uid if it has no name, as in containers."""
     return psutil.Process().username()
 
 
@@ -55,7 +55,7 @@ def command_of_this_process() -> str:
 
 
 def age_s(process: DeviceProcess, now: float | None = None) -> float | None:
-    """How long a process has been running."""
+    """Return how long a process has been running, in seconds."""
     if process.started_unix_s is None:
         return None
     return max((time.time() if now is None else now) - process.started_unix_s, 0.0)

@@ -1,4 +1,4 @@
-"""What is asked for, and who has claimed what: the inputs of a choice besides the snapshot."""
+"""The device request and the claims: the inputs of a choice besides the snapshot."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +26,10 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRequest:
-    """What is asked for. Without ``ids`` and ``count``: every device that meets the conditions.
+    """A request for devices. Without ``ids`` and ``count``: every device that meets the conditions.
 
-    ``ids`` are numbers, UUIDs or unique beginnings of UUIDs; with ``count`` as well, that many of
-    them are taken. ``share`` accepts devices on which others compute; a claimed one never.
+    ``ids`` are numbers, UUIDs or unique prefixes of UUIDs; with ``count`` as well, that many of
+    them are taken. ``share`` accepts devices that are in use, but never claimed ones.
     """
 
     ids: tuple[GpuId, ...] | None = None
@@ -48,11 +48,11 @@ class DeviceRequest:
         if self.min_free_bytes is not None:
             conditions.append(f"at least {format_bytes(self.min_free_bytes)} free")
         if self.min_total_bytes is not None:
-            conditions.append(f"at least {format_bytes(self.min_total_bytes)} in all")
+            conditions.append(f"at least {format_bytes(self.min_total_bytes)} in total")
         return text + (f" with {' and '.join(conditions)}" if conditions else "")
 
     def as_flags(self) -> Sequence[str]:
-        """Write it as flags of ``muster gpus pick``."""
+        """Return the request as flags of ``muster gpus pick``."""
         words: list[str] = []
         if self.ids is not None:
             words += ["--gpu-ids", *map(str, self.ids)]
@@ -66,26 +66,26 @@ class DeviceRequest:
 
 
 def _rounded_down(count: int) -> str:
-    """Write a size that the device which has ``count`` still meets."""
+    """Write a size, rounded down so that a device with ``count`` bytes still meets it."""
     if count < GiB:
         return f"{count // MiB}MiB"
     whole, tenths = divmod(count * 10 // GiB, 10)
     return f"{whole}.{tenths}GiB" if tenths else f"{whole}GiB"
 
 
-# Memory in use that no visible process accounts for: above this, somebody in another container is
-# taken to be there. An idle driver and a desktop stay well below.
+# Memory in use without a visible process: above this, a process in another container is assumed.
+# An idle driver and a desktop stay well below.
 UNEXPLAINED_USE_BYTES = 1 * GiB
-# A holder that has done nothing for this long is said to be idle.
+# A holder that has done nothing for this long is reported as idle.
 WORTH_MENTIONING_IDLE_S = 60
 UNKNOWN_USER = "an unknown user"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Obstacle:
-    """Why a device cannot be taken, as the end of a sentence about it: whole, and in brief.
+    """Why a device cannot be taken, as the end of a sentence: in full, and in brief.
 
-    ``passing`` obstacles may go away by themselves, so waiting can help.
+    ``passing`` obstacles are temporary, so waiting can help.
     """
 
     text: str
@@ -96,19 +96,19 @@ class Obstacle:
 def obstacle(
     device: Device, request: DeviceRequest, claims: Mapping[str, Claim]
 ) -> Obstacle | None:
-    """Return the first thing in the way, lasting ones before passing ones; None if it can be had."""
+    """Return the first obstacle, permanent ones before temporary ones; None if available."""
     if device.trouble:
         return _lasting(f"not answering ({device.trouble})")
     if device.compute_prohibited:
         return _lasting("in compute mode 'prohibited'")
     if device.total_bytes is None and (request.min_total_bytes or request.min_free_bytes):
-        return _lasting("not saying how much memory it has")
+        return _lasting("not reporting its memory size")
     if (device.total_bytes or 0) < (request.min_total_bytes or 0):
-        return _lasting(f"too small ({format_bytes(device.total_bytes or 0)} in all)")
+        return _lasting(f"too small ({format_bytes(device.total_bytes or 0)} in total)")
     if (device.usable_bytes or 0) < (request.min_free_bytes or 0):
         return _lasting(f"too small ({format_bytes(device.usable_bytes or 0)} when empty)")
     if request.min_free_bytes and device.free_bytes is None:
-        return _lasting("not saying how much of its memory is free")
+        return _lasting("not reporting its free memory")
     if claim := claims.get(device.uuid):
         return Obstacle(text=f"claimed by {claim}", brief=f"claimed by {claim.user}", passing=True)
     if not request.share and (users := in_use_by(device)):
@@ -122,7 +122,7 @@ def obstacle(
 
 
 def in_use_by(device: Device) -> str:
-    """Say who computes on a device; empty if nobody does."""
+    """Return who computes on a device; empty if no process does."""
     if device.compute_processes:
         return ", ".join(
             f"{one.user or UNKNOWN_USER} (pid {one.pid}{_idle(one.idle_s)})"
@@ -130,7 +130,7 @@ def in_use_by(device: Device) -> str:
         )
     unexplained = (device.used_bytes or 0) - sum(one.memory_bytes or 0 for one in device.processes)
     if unexplained > UNEXPLAINED_USE_BYTES:
-        return f"a process that cannot be seen from here ({format_bytes(unexplained)})"
+        return f"a process that is not visible from here ({format_bytes(unexplained)})"
     return ""
 
 

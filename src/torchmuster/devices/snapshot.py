@@ -1,4 +1,4 @@
-"""One look at this machine: every accelerator, the CPU, who uses what, what looks wrong."""
+"""Take a snapshot of this host: every accelerator, the CPU, who uses what, and findings."""
 
 import dataclasses
 import json
@@ -19,14 +19,14 @@ from torchmuster.finding import Finding, Status
 from torchmuster.runfolder import write_atomically
 from torchmuster.units import format_bytes, plural
 
-# A process that waits still wakes its threads now and then; below this share of one core between
-# two looks it did no work. Launching GPU kernels takes far more.
+# A waiting process still wakes its threads now and then; below this share of one core between two
+# snapshots it did no work. Launching GPU kernels takes far more.
 IDLE_CORE_SHARE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """What the last look at a process saw."""
+    """What the last snapshot recorded about a process."""
 
     seen_unix_s: float
     cpu_s: float
@@ -37,7 +37,7 @@ Record = dict[str, Sighting]
 
 
 def update_sightings(record: Mapping[str, Sighting], node: Node) -> tuple[Node, Record]:
-    """Return the node with idle times filled in, and the record for the next look."""
+    """Return the node with idle times filled in, and the record for the next snapshot."""
     now = node.taken_unix_s
     fresh: Record = {}
     for device in node.accelerators:
@@ -46,9 +46,9 @@ def update_sightings(record: Mapping[str, Sighting], node: Node) -> tuple[Node, 
             if key is not None:
                 before = record.get(key)
                 idle = before is not None and not _worked(device, process, before, now)
-                # A clock that was set back must not make the last activity lie in the future.
+                # If the clock was set back, the last activity must not lie in the future.
                 active = min(before.active_unix_s, now) if before and idle else now
-                if key in fresh:  # on several devices: active on one of them is active
+                if key in fresh:  # on several devices: active on one means active
                     active = max(active, fresh[key].active_unix_s)
                 cpu_s = process.cpu_s or 0.0
                 fresh[key] = Sighting(seen_unix_s=now, cpu_s=cpu_s, active_unix_s=active)
@@ -67,14 +67,14 @@ def update_sightings(record: Mapping[str, Sighting], node: Node) -> tuple[Node, 
 
 
 def _key(process: DeviceProcess) -> str | None:
-    """Name a process for good, as pids come again; None if it does not compute or is not known."""
+    """Return a unique key of a process (pids are reused); None if it does not compute."""
     if not process.compute or process.started_unix_s is None or process.cpu_s is None:
         return None
     return f"{process.pid}@{process.started_unix_s:.2f}"
 
 
 def _worked(device: Device, process: DeviceProcess, before: Sighting, now: float) -> bool:
-    """Say whether a process has worked since it was last seen."""
+    """Return whether a process has worked since the last snapshot."""
     if process.utilisation_percent or _busy_alone(device, process):
         return True
     elapsed = max(now - before.seen_unix_s, 0.001)
@@ -82,12 +82,12 @@ def _worked(device: Device, process: DeviceProcess, before: Sighting, now: float
 
 
 def _busy_alone(device: Device, process: DeviceProcess) -> bool:
-    """A busy device with one process on it is busy through that process."""
+    """Return whether a busy device has a single process, which then causes the load."""
     return bool(device.utilisation_percent) and device.compute_processes == (process,)
 
 
 def sightings_path(environment: Mapping[str, str], hostname: str) -> Path | None:
-    """Return where the record is kept: the user's state folder, if there is one."""
+    """Return the path of the record in the user's state folder, or None if there is none."""
     given = environment.get("XDG_STATE_HOME")
     try:
         state = Path(given) if given else Path.home() / ".local" / "state"
@@ -98,7 +98,7 @@ def sightings_path(environment: Mapping[str, str], hostname: str) -> Path | None
 
 
 def load_sightings(path: Path) -> Record:
-    """Read the record; a missing or broken one is the same as none."""
+    """Read the record; a missing or broken one reads as empty."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -112,12 +112,12 @@ def load_sightings(path: Path) -> Record:
 def _finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return number
 
 
 def save_sightings(path: Path, record: Mapping[str, Sighting]) -> None:
-    """Write the record; where nothing can be written, idle times stay unknown."""
+    """Write the record; if it cannot be written, idle times stay unknown."""
     stored = {key: dataclasses.asdict(value) for key, value in record.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def save_sightings(path: Path, record: Mapping[str, Sighting]) -> None:
 
 
 def symptoms_of(node: Node) -> tuple[Finding, ...]:
-    """Return everything noteworthy about the accelerators of a node."""
+    """Return the findings about the accelerators of a node."""
     found = list(_stray_contexts(node))
     for device in node.accelerators:
         found += _memory_errors(device)
@@ -136,9 +136,9 @@ def symptoms_of(node: Node) -> tuple[Finding, ...]:
 
 
 def _stray_contexts(node: Node) -> Iterator[Finding]:
-    """Several processes at home on other GPUs that all hold memory on the first one as well.
+    """Report several processes of other GPUs that also hold memory on the first GPU.
 
-    That is the mark of ranks that touched CUDA before choosing their device.
+    This is typical of ranks that used CUDA before choosing their device.
     """
     # A MIG parent repeats the processes of its slices.
     whole = [one for one in node.accelerators if not one.mig_enabled]
@@ -161,9 +161,9 @@ def _stray_contexts(node: Node) -> Iterator[Finding]:
         yield Finding(
             name="stray-contexts",
             status=Status.WARNING,
-            what=f"{len(strays)} processes that work on other GPUs also hold {wasted} on {device.label}",
+            what=f"{len(strays)} processes of other GPUs also hold {wasted} on {device.label}",
             why="each opened a CUDA context there before it chose its own device",
-            fix="call torch.cuda.set_device(local_rank) before anything else touches CUDA and before "
+            fix="call torch.cuda.set_device(local_rank) before anything else uses CUDA and before "
             "init_process_group",
             evidence=f"pids {pids}",
         )
@@ -183,8 +183,8 @@ def _memory_errors(device: Device) -> Iterator[Finding]:
             name="ecc-uncorrected",
             status=Status.WARNING,
             what=f"{device.label} has had {plural(count, 'uncorrected memory error')}",
-            why="since the driver was loaded; the programs that met them crashed or went wrong",
-            fix=f"sudo {reset}  # when idle; if they come back, replace the card",
+            why="since the driver was loaded; affected programs crashed or computed wrong results",
+            fix=f"sudo {reset}  # when idle; if the errors return, replace the GPU",
         )
 
 
@@ -195,18 +195,17 @@ def _heat(device: Device) -> Iterator[Finding]:
         yield Finding(
             name="gpu-hot",
             status=Status.WARNING,
-            what=f"{device.label} is slowed down by heat"
-            + ("" if now is None else f" at {now} °C"),
+            what=f"{device.label} is throttled by heat" + ("" if now is None else f" at {now} °C"),
             why="in a distributed run every other GPU waits for it"
-            + (f"; it slows down at {limit} °C" if limit else ""),
-            fix="check the fans, the airflow and the room; or lower its power limit: "
+            + (f"; it throttles at {limit} °C" if limit else ""),
+            fix="check fans, airflow and room temperature; or lower its power limit: "
             f"sudo nvidia-smi -i {device.index} -pl <watts>",
             evidence=", ".join(causes),
         )
 
 
 def take_snapshot() -> Node:
-    """Read everything that can be read without torch. Changes nothing, keeps nothing."""
+    """Read everything that can be read without torch. Writes nothing."""
     nvidia = nvml.read_nvml()
     accelerators = list(nvidia.devices)
     findings = list(nvidia.findings)
@@ -229,7 +228,7 @@ def take_snapshot() -> Node:
 
 
 def take_snapshot_with_history(environment: Mapping[str, str] | None = None) -> Node:
-    """Look, and remember what was seen, so that the next look knows who has been idle since."""
+    """Take a snapshot and save the activity of processes, so that the next one has idle times."""
     node = take_snapshot()
     path = sightings_path(os.environ if environment is None else environment, node.hostname)
     if path is None:
@@ -243,7 +242,7 @@ def take_snapshot_with_history(environment: Mapping[str, str] | None = None) -> 
 
 @contextmanager
 def listening_to_events() -> Iterator[Callable[[], Node]]:
-    """Give what takes looks, each with the critical errors that drivers reported since this began."""
+    """Yield a snapshot function that adds the critical errors reported since this was entered."""
     with nvml_events.XidErrors() as errors:
 
         def look() -> Node:

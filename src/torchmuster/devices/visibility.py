@@ -1,10 +1,10 @@
-"""``CUDA_VISIBLE_DEVICES`` and its kin: which devices a process may see, in which order.
+"""``CUDA_VISIBLE_DEVICES`` and similar variables: which devices a process sees, in which order.
 
-The rules are each driver's own. CUDA: a list of numbers, or of UUIDs (unique beginnings do), or of
-MIG slices; reading stops at the first thing that names no device; a repeated one leaves nothing.
-ROCm: numbers and UUIDs in one list; reading stops at a repeated one, too. Intel: a set of numbers,
-so order and repetition mean nothing. An empty value means no device at all, except to Intel's
-driver, for which it means all.
+The rules are each driver's own. CUDA: a list of numbers, of UUIDs (or unique prefixes), or of MIG
+slices; parsing stops at the first item that names no device; a repeated item hides all devices.
+ROCm: numbers and UUIDs in one list; parsing also stops at a repeated item. Intel: a set of numbers,
+so order and repetition have no effect. An empty value means no device, except for Intel's driver,
+where it means all.
 """
 
 import re
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.finding import Finding, Status
 
-# For each kind the stages of restriction, each with the variables that can state it (the first that
-# is set counts). A later stage counts among the devices that the earlier one left.
+# For each kind the stages of restriction, each with the variables that can set it (the first that
+# is set counts). A later stage numbers the devices that the earlier one left.
 STAGES: dict[DeviceKind, tuple[tuple[str, ...], ...]] = {
     DeviceKind.CUDA: (("CUDA_VISIBLE_DEVICES",),),
     DeviceKind.ROCM: (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
     DeviceKind.XPU: (("ZE_AFFINITY_MASK",),),
 }
-# What people and Slurm write to hide every GPU on purpose.
+# Values that users and Slurm write to hide every GPU on purpose.
 _NO_DEVICE = ("-1", "NoDevFiles")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Visible:
-    """The devices a process may see, in its own order, and why the others are hidden."""
+    """The devices that a process sees, in its order, and why the others are hidden."""
 
     devices: tuple[Device, ...]
     hidden_by: Mapping[str, str]
@@ -35,7 +35,7 @@ class Visible:
 
 
 def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> Visible:
-    """Apply the environment to the accelerators of a machine."""
+    """Apply the environment to the accelerators of a host."""
     seen: list[Device] = []
     hidden_by: dict[str, str] = {}
     findings: list[Finding] = []
@@ -59,7 +59,7 @@ def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> Visibl
     return Visible(devices=tuple(seen), hidden_by=hidden_by, findings=tuple(findings))
 
 
-# The devices that a value names, and what the driver ignores of it and why.
+# The devices that a value names, and which part of it the driver ignores and why.
 _Parsed = tuple[list[Device], str]
 
 
@@ -68,7 +68,7 @@ def _parse_cuda(text: str, family: Sequence[Device]) -> _Parsed:
     names: dict[str | int, str] = {}
     chosen: list[Device] = []
     problem = ""
-    # Repetitions are looked for as far as the list can be read, also behind a number too high.
+    # Check for repetitions as far as the list can be parsed, also after a number that is too high.
     for item in text.split(",") if text else []:
         name = (
             (item if item.startswith(text[:4]) else None) if by_uuid else _visibility_number(item)
@@ -89,12 +89,12 @@ def _parse_cuda(text: str, family: Sequence[Device]) -> _Parsed:
         chosen += matches
     only = _only_slice(chosen, family)
     if only is not None and [only] != chosen:
-        return [only], "a CUDA process sees one MIG slice at most, and no GPU beside it"
+        return [only], "a CUDA process sees at most one MIG slice, and no other GPU with it"
     return chosen, problem
 
 
 def _only_slice(chosen: Sequence[Device], family: Sequence[Device]) -> Device | None:
-    """Return the slice to which CUDA keeps: the first one named, else the first of a GPU named."""
+    """Return the slice that CUDA uses: the first one named, else the first of a named GPU."""
     parents = [one.uuid for one in chosen if one.mig_enabled and one.mig_index is None]
     named = [one for one in chosen if one.mig_index is not None]
     implied = [one for uuid in parents for one in family if one.parent_uuid == uuid]
@@ -135,7 +135,7 @@ _PARSERS: dict[DeviceKind, Callable[[str, Sequence[Device]], _Parsed]] = {
 
 
 def _visibility_number(item: str) -> int | None:
-    """Read a number as CUDA does (``1gpu`` is 1); None for what is none or below zero."""
+    """Parse a number as CUDA does (``1gpu`` is 1); None if it is not a number or negative."""
     match = re.match(r"\s*([+-]?\d+)", item, re.ASCII)
     return int(match[1]) if match and int(match[1]) >= 0 else None
 
@@ -154,13 +154,13 @@ def _stops_at(item: str, why: str) -> str:
 
 
 def _repeats(item: str) -> str:
-    return f"{item!r} repeats a GPU, and then the driver shows no GPU at all"
+    return f"{item!r} repeats a GPU, so the driver hides all GPUs"
 
 
 def variables_for(devices: Sequence[Device]) -> dict[str, str | None]:
-    """Return what to set in the environment so that a program sees just these; None means unset.
+    """Return the variables with which a program sees only these devices; None means unset.
 
-    UUIDs wherever the vendor takes them, because numbers mean different things to different tools.
+    UUIDs where the vendor accepts them, because tools number devices differently.
     """
     kinds = {device.kind for device in devices}
     uuids = ",".join(device.uuid for device in devices)
@@ -168,7 +168,7 @@ def variables_for(devices: Sequence[Device]) -> dict[str, str | None]:
     if kinds == {DeviceKind.CUDA}:
         return {"CUDA_VISIBLE_DEVICES": uuids}
     if kinds == {DeviceKind.ROCM}:
-        # Numbers of the second stage count within the first, so the second one has to go.
+        # Numbers of the second stage count within the first, so the second one is unset.
         hidden = dict.fromkeys(STAGES[DeviceKind.ROCM][1])
         named = all(device.uuid.startswith("GPU-") for device in devices)
         return {"ROCR_VISIBLE_DEVICES": uuids if named else numbers, **hidden}
@@ -191,7 +191,7 @@ def _ignored(restriction: str, problem: str, chosen: Sequence[Device]) -> Findin
 def _order_is_ambiguous(
     text: str, family: Sequence[Device], environment: Mapping[str, str]
 ) -> bool:
-    """Say whether CUDA may number these GPUs in another order than nvidia-smi does."""
+    """Return whether CUDA may number these GPUs in another order than nvidia-smi does."""
     return (
         bool(re.match(r"\s*\d", text))
         and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
@@ -204,8 +204,8 @@ def _ambiguous(restriction: str, chosen: Sequence[Device]) -> Finding:
     return Finding(
         name="visible-devices-order",
         status=Status.WARNING,
-        what=f"{restriction} is read by muster as nvidia-smi's numbers: {names}",
-        why="these GPUs differ, and CUDA by itself numbers the fastest first, so a program started "
-        "without muster may get other GPUs under the same numbers",
+        what=f"muster reads {restriction} as nvidia-smi's numbers: {names}",
+        why="these GPUs differ, and CUDA's default order is fastest first, so a program started "
+        "without muster may get other GPUs for the same numbers",
         fix="export CUDA_VISIBLE_DEVICES=" + ",".join(one.uuid for one in chosen),
     )

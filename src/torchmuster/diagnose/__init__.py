@@ -1,4 +1,4 @@
-"""Checks of one machine (``muster doctor``) and of a group (``muster check``), and error texts explained.
+"""Checks of one host (``muster doctor``) and of a group (``muster check``).
 
-Nothing is imported here: import the module that has what you need.
+This package imports nothing: import the module that you need.
 """

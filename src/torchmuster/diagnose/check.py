@@ -1,7 +1,8 @@
-"""A check: a question about a machine, what it costs to answer it, and what answers it.
+"""A check: a question about a host, its cost, and the function that answers it.
 
-Checks are data. Each file in ``machine/`` has those of one subject, in a tuple ``CHECKS``; they know
-nothing of each other, look only at what ``Surroundings`` gives them, and need no torch and no root.
+Checks are data. Each file in ``machine/`` has those of one subject, in a tuple ``CHECKS``. They are
+independent of each other, read only what ``Surroundings`` provides, and need neither torch nor
+root.
 """
 
 import enum
@@ -21,33 +22,33 @@ from torchmuster.finding import Finding
 
 
 class Cost(enum.IntEnum):
-    """How long a check takes; dearer ones run only where they are asked for."""
+    """How long a check takes; slower ones run only on request."""
 
     INSTANT = 0  # reads a few files
     SECONDS = 1  # starts a process, imports torch, sends packets
 
 
-# Drivers of many GPUs wake them one by one if nothing keeps them awake.
+# Without persistence mode, drivers initialize their GPUs one by one.
 LOOK_WITHIN_S = 20.0
 
 
 class DevicesSilent(Exception):
-    """The drivers of the accelerators do not answer; other checks go on without them."""
+    """The drivers of the accelerators do not respond; other checks continue without them."""
 
     def __init__(self, within_s: float = LOOK_WITHIN_S) -> None:
-        super().__init__(f"the accelerators' drivers did not answer within {within_s:g} s")
+        super().__init__(f"the accelerators' drivers did not respond within {within_s:g} s")
 
 
 def _package_folders() -> tuple[Path, ...]:
-    """Return where Python looks for packages; the working folder is the script's, not Python's."""
+    """Return Python's search path for packages, without the working folder."""
     here = Path.cwd()
     return tuple(Path(one) for one in sys.path if one and Path(one) != here)
 
 
 def once(take: Callable[[], Node], *, within_s: float = LOOK_WITHIN_S) -> Callable[[], Node]:
-    """Share one look at the devices among all checks, whichever asks first.
+    """Return a function that takes one device snapshot and shares it among all checks.
 
-    It raises ``DevicesSilent`` in all of them when the time is up.
+    It raises ``DevicesSilent`` in all of them after the timeout.
     """
     lock, begun_s, taken = threading.Lock(), list[float](), Future[Node]()
 
@@ -72,36 +73,36 @@ def once(take: Callable[[], Node], *, within_s: float = LOOK_WITHIN_S) -> Callab
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The machine as a check sees it; a test gives it another one.
+    """The host as a check sees it; tests replace it.
 
-    Files are asked for by their usual path (``/proc/meminfo``) and found below ``root``. What programs
-    say is asked for by their words; ``outputs`` answers instead of them, as recorded on a machine of
-    another kind, and then no program is started at all. ``look`` takes one look at the accelerators
-    and remembers it; ``package_folders`` are those of ``python``, in the order in which it searches.
+    Files are read by their usual path (``/proc/meminfo``) below ``root``. ``outputs`` maps command
+    lines to recorded outputs of another system; if it is set, no program is started. ``look`` takes
+    one snapshot of the accelerators and caches it; ``package_folders`` is the search path of
+    ``python``.
     """
 
     system: str = sys.platform
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     python: str = sys.executable
-    folder: Path = field(default_factory=Path.cwd)  # where runs are to be written
+    folder: Path = field(default_factory=Path.cwd)  # the folder for runs
     outputs: Mapping[str, str] | None = None
     package_folders: tuple[Path, ...] = field(default_factory=_package_folders)
     look: Callable[[], Node] = field(default_factory=lambda: once(snapshot.take_snapshot))
 
     def path(self, usual: str) -> Path:
-        """Return where a file of the machine is: ``/proc/meminfo`` below the root."""
+        """Return the path of a file of the host: ``/proc/meminfo`` below the root."""
         return self.root / usual.lstrip("/")
 
     def text(self, usual: str) -> str | None:
-        """Return what a file says; None if it does not exist or may not be read."""
+        """Return the contents of a file; None if it does not exist or is not readable."""
         try:
             return self.path(usual).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
 
     def output(self, words: Sequence[str], *, within_s: float = 3.0) -> str | None:
-        """Return what a program prints on stdout; None if it is not there, fails or is too slow."""
+        """Return what a program prints on stdout; None if it is missing, fails or times out."""
         if self.outputs is not None:
             return self.outputs.get(" ".join(words))
         try:
@@ -121,11 +122,11 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One question about a machine. ``run`` yields what is worth saying of the answer.
+    """One question about a host. ``run`` yields the findings.
 
-    Where nothing is wrong, that is one finding that is OK and says in a few words what was seen.
-    ``systems`` are values of ``sys.platform``, and none means all. A check that does not end within
-    ``deadline_s`` is given up and said to have been (see ``examination.py``).
+    If nothing is wrong, it yields one finding with status OK and a short summary. ``systems`` are
+    values of ``sys.platform``; empty means all. A check that does not finish within ``deadline_s``
+    is abandoned and reported (see ``host_checks.py``).
     """
 
     name: str

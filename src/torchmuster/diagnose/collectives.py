@@ -1,4 +1,4 @@
-"""What the records of the collectives probe mean: findings that name the rank, its machine and device."""
+"""Turn the records of the collectives probe into findings that name rank, host and device."""
 
 import statistics
 from collections import Counter
@@ -11,20 +11,20 @@ from torchmuster.finding import Finding, Status
 _SLOW_DEVICE = 0.6  # of the median of the others of its model
 _HELD_BACK = 0.5  # of the periods of a CPU quota
 _SLOW_PAIR = 0.15  # of the median of the others of its kind
-_SLOW_PAIR_BYTES_PER_S = 40e6  # no busy processor alone is so slow
+_SLOW_PAIR_BYTES_PER_S = 40e6  # slower than a busy processor alone can explain
 _LATE_S = 0.25
 _SLOW_SHOWN = 6
 
 
 def judge_slowness(records: Sequence[RankRecord]) -> list[Finding]:
-    """Return what holds up the group: slow or hot devices, slow pairs, ranks that come late."""
+    """Return what slows the group down: slow or hot devices, slow pairs, late ranks."""
     slow = list(_slow_devices(records))
     return [
         *slow,
         *_held_back(records),
         *_hot(records),
         *_slow_pairs(records),
-        *([] if slow else _late(records)),  # who computes slowly comes late: said once
+        *([] if slow else _late(records)),  # a slow device is late too: report it once
     ]
 
 
@@ -49,7 +49,7 @@ def _slow_devices(records: Sequence[RankRecord]) -> Iterator[Finding]:
 
 
 def _collectives_share(record: RankRecord, records: Sequence[RankRecord]) -> float | None:
-    """Return a device's speed as a share of its likes', if that is suspiciously little."""
+    """Return a device's speed relative to others of its model, if it is slow; else None."""
     for own in record.matmuls:
         others = [
             one.flops_per_s
@@ -68,14 +68,14 @@ def _collectives_slow(
 ) -> Finding:
     first = guilty[0]
     if first.device_uuid:
-        fix = f"look at its clocks on {first.host}\nnvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE"
+        fix = f"check its clocks on {first.host}\nnvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE"
     else:
-        fix = f"look for what else runs on {first.host}, and at its processor's clock\ntop\nlscpu"
+        fix = f"check other processes and the CPU clock on {first.host}\ntop\nlscpu"
     return Finding(
         name=name,
         status=Status.WARNING,
         what=f"{subject} at {max(share, 0.01):.0%} of the speed of the others",
-        why="in a distributed run all others wait for the slowest, at every step",
+        why="in a distributed run all ranks wait for the slowest, at every step",
         fix=fix,
         evidence="\n".join(
             f"rank {record.rank}, {record.device_name}: "
@@ -88,7 +88,7 @@ def _collectives_slow(
 
 
 def _held_back(records: Iterable[RankRecord]) -> Iterator[Finding]:
-    """A quota leaves short bursts at full speed, so only the kernel's own count shows it."""
+    """Yield hosts throttled by a CPU quota, from the kernel's counters."""
     worst: dict[str, RankRecord] = {}
     for record in records:
         share = _held_back_share(record)
@@ -99,11 +99,11 @@ def _held_back(records: Iterable[RankRecord]) -> Iterator[Finding]:
         yield Finding(
             name="cpu-quota-used-up",
             status=Status.WARNING,
-            what=f"{host} is held back by its CPU quota",
-            why="the kernel stops its processes whenever the quota is used up, and all other ranks "
-            "wait for them",
+            what=f"{host} is throttled by its CPU quota",
+            why="the kernel pauses its processes whenever the quota is used up, and all other "
+            "ranks wait for them",
             fix=f"give {host} more CPU: in Kubernetes resources.limits.cpu, in Docker --cpus, in "
-            "systemd CPUQuota=; or fewer ranks there",
+            "systemd CPUQuota=; or run fewer ranks there",
             evidence=f"the quota was used up in {_held_back_share(record):.0%} of the periods while "
             f"rank {record.rank} computed; {record.health.cores}",
         )
@@ -120,17 +120,17 @@ def _hot(records: Iterable[RankRecord]) -> Iterator[Finding]:
         causes = record.health.throttled_by
         heat = any("heat" in cause for cause in causes)
         now = record.health.temperature_c
-        # A card at its power limit does what it is meant to do.
+        # A GPU at its power limit works as designed.
         harmless = set(causes) == {"power limit"}
         yield Finding(
             name="gpu-hot" if heat else "gpu-throttled",
             status=Status.NOTE if harmless else Status.WARNING,
-            what=f"{record.where} is slowed down under load: {', '.join(causes)}",
-            why="in a distributed run all others wait for it",
-            fix="check the fans, the airflow and the room"
+            what=f"{record.where} is throttled under load: {', '.join(causes)}",
+            why="in a distributed run all other ranks wait for it",
+            fix="check the fans, the airflow and the room temperature"
             if heat
-            else "look at its power supply and limit\nnvidia-smi -q -d POWER,PERFORMANCE",
-            evidence="" if now is None else f"{now} °C after a second of work",
+            else "check its power supply and limit\nnvidia-smi -q -d POWER,PERFORMANCE",
+            evidence="" if now is None else f"{now} °C after 1 s of work",
         )
 
 
@@ -153,8 +153,8 @@ def _slow_pairs(records: Sequence[RankRecord]) -> Iterator[Finding]:
                 status=Status.WARNING,
                 what=f"data between {names} moves at {min(slow[pair] for pair in pairs) / 1e6:,.0f} "
                 f"MB/s, between others at {median / 1e6:,.0f} MB/s",
-                why="a ring is as fast as its slowest part",
-                fix="look at what lies between them: cable, switch port, interface, PCIe slot",
+                why="a ring is as fast as its slowest link",
+                fix="check what connects them: cable, switch port, interface, PCIe slot",
                 evidence=", ".join(
                     f"ranks {low} and {high}: {slow[low, high] / 1e6:,.0f} MB/s"
                     for low, high in pairs[:_SLOW_SHOWN]
@@ -170,7 +170,7 @@ def _is_slow(
 ) -> bool:
     on_gpu = by_rank[pair[0]].device != "cpu"
     others = [speed for other, speed in kind.items() if other != pair]
-    # Within a machine some GPUs are joined by NVLink and others not, and that is as it should be.
+    # Within a host, NVLink may connect only some of the GPUs, which is normal.
     if len(others) < 2 or (inside and on_gpu):
         return False
     few = kind[pair] < _SLOW_PAIR * statistics.median(others)
@@ -182,7 +182,7 @@ def _by_common_end(
     kind: dict[tuple[int, int], float],
     by_rank: dict[int, RankRecord],
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield slow pairs, those of a rank all of whose pairs are slow under its name alone."""
+    """Yield slow pairs; if all pairs of a rank are slow, group them under that rank."""
     left = dict(slow)
     for rank, record in by_rank.items():
         own = [pair for pair in kind if rank in pair]
@@ -206,20 +206,20 @@ def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
         yield Finding(
             name="late-rank",
             status=Status.WARNING,
-            what=f"{record.where} comes {late_s:.1f} s later than the others after the same work",
-            why="in a distributed run all others wait for the slowest, at every step",
-            fix=f"look for what else runs on {record.host}\ntop",
+            what=f"{record.where} finishes the same work {late_s:.1f} s later than the others",
+            why="in a distributed run all ranks wait for the slowest, at every step",
+            fix=f"check for other processes on {record.host}\ntop",
             evidence=f"the others wait {others:.2f} s for it, it waits {waits[last]:.2f} s",
         )
 
 
 _STAGES = {
-    "group": "forming the group",
-    "devices": "the test of the devices",
+    "group": "creating the process group",
+    "devices": "the device test",
     "collectives": "the collectives",
     "suspects": "the search for wrong sums",
-    "pairs": "the exchange between two ranks",
-    "arrival": "the last collectives",
+    "pairs": "the point-to-point test",
+    "arrival": "the final collectives",
 }
 _SHOWN = 6
 
@@ -227,14 +227,14 @@ _SHOWN = 6
 def judge_collectives(
     records: Sequence[RankRecord], second: Sequence[RankRecord] | None = None
 ) -> list[Finding]:
-    """Return what is wrong with a group of ranks; nothing if all is well.
+    """Return the findings about a group of ranks; empty if it is healthy.
 
-    ``second`` are the records of another try with the variables that ``second_try`` asked for.
+    ``second`` are the records of another try with the variables from ``second_try``.
     """
     hangs = list(_hangs(records))
     return [
         *hangs,
-        *([] if hangs else _errors(records)),  # errors beside a hang are its consequences
+        *([] if hangs else _errors(records)),  # errors during a hang are its consequences
         *wrong_values.judge_values(records, second),
         *judge_slowness(records),
         *_backend(records),
@@ -242,7 +242,7 @@ def judge_collectives(
 
 
 def _hangs(records: Sequence[RankRecord]) -> Iterator[Finding]:
-    """One finding for a hang: the ranks that the others wait for, and where."""
+    """Yield one finding for a hang: the ranks that the others wait for, and the stage."""
     waiting = [one for one in records if one.trouble and one.trouble.problem in ("absent", "hangs")]
     silent = [one for one in records if not one.ended and not one.trouble]
     size = records[0].world_size if records else 0
@@ -263,20 +263,20 @@ def _hangs(records: Sequence[RankRecord]) -> Iterator[Finding]:
     names = [by_rank[rank].where if rank in by_rank else f"rank {rank}" for rank in missing]
     hosts = sorted({by_rank[rank].host for rank in missing if rank in by_rank})
     shown = ", ".join(names[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")
-    what = f"{_STAGES.get(stage, stage)} did not end, on any rank"
+    what = f"{_STAGES.get(stage, stage)} did not finish on any rank"
     if missing:
         verb = "does" if len(missing) == 1 else "do"
-        what = f"{shown} {verb} not take part in {_STAGES.get(stage, stage)}: all others wait"
+        what = f"{shown} {verb} not take part in {_STAGES.get(stage, stage)}: all other ranks wait"
     yield Finding(
         name="collective-hangs",
         status=Status.FAILURE,
         what=what,
-        why="a collective ends only when every rank has joined it; training would hang in the same "
-        "way, until its timeout",
-        fix=f"look at what they do on {', '.join(hosts)}: stopped (T), waiting for a disk (D)?\n"
-        "ps -eo pid,stat,pcpu,wchan:24,args --sort=-pcpu"
+        why="a collective completes only when every rank has joined it; training would hang in the "
+        "same way, until its timeout",
+        fix=f"check the state of the processes on {', '.join(hosts)}: stopped (T), waiting for a "
+        "disk (D)?\nps -eo pid,stat,pcpu,wchan:24,args --sort=-pcpu"
         if hosts
-        else "look at the links between the machines: muster check names those that are blocked",
+        else "check the links between the hosts: muster check names the blocked ones",
         evidence=", ".join(
             f"rank {one.rank}: {one.trouble.problem} in {one.trouble.stage}"
             for one in waiting[:_SHOWN]
@@ -297,7 +297,7 @@ def _errors(records: Sequence[RankRecord]) -> Iterator[Finding]:
         what=f"{first.where} failed in {_STAGES.get(first.trouble.stage, first.trouble.stage)}: "
         f"{first.trouble.text}",
         why="training would fail in the same way",
-        fix="muster doctor --explain 'the text above'",
+        fix="muster doctor --explain 'ERROR TEXT'",
         evidence="\n".join(
             f"rank {one.rank} on {one.host}: {one.trouble.text}"
             for one in failed[:_SHOWN]
@@ -315,8 +315,8 @@ def _backend(records: Sequence[RankRecord]) -> Iterator[Finding]:
         name="gloo-beside-gpus",
         status=Status.WARNING,
         what=f"{len(with_gpu)} of {len(records)} ranks have a GPU, but all use gloo instead of NCCL",
-        why=f"{with_gpu[0].backend_reason}. Gloo passes everything through the processor",
-        fix=f"give every rank a GPU of its own, also on {', '.join(sorted({o.host for o in without}))}"
+        why=f"{with_gpu[0].backend_reason}. Gloo copies all data through host memory",
+        fix=f"give every rank its own GPU, also on {', '.join(sorted({o.host for o in without}))}"
         if without
-        else "give every rank a GPU of its own and use a torch that is built with NCCL",
+        else "give every rank its own GPU and use a torch that is built with NCCL",
     )

@@ -1,4 +1,4 @@
-"""One direction of one port: can this machine reach that one there, and if not, why not."""
+"""Test whether this host can connect to a TCP port of another one, and if not, why."""
 
 import errno
 import socket
@@ -8,7 +8,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import firewall
 from torchmuster.launch.network.reach import meaning_of_errno
 
-# An absent machine is given up by the network after about 3 s; a firewall's answer comes at once.
+# The kernel reports an absent host after about 3 s; a firewall rejects at once.
 _AT_ONCE_S = 1.0
 
 _CAUSES = {
@@ -22,7 +22,7 @@ _CAUSES = {
 
 
 def check_connection(address: str, port: int, timeout_s: float) -> Finding:
-    """Connect to a TCP port of another machine, and say how that went."""
+    """Connect to a TCP port of another host, and return the result as a finding."""
     here = socket.gethostname()
     began = time.monotonic()
     try:
@@ -43,12 +43,12 @@ def check_connection(address: str, port: int, timeout_s: float) -> Finding:
         name="connection",
         status=Status.OK,
         what=f"{here} reaches port {port} of {address}",
-        evidence=f"from {local} in {took_ms:.1f} ms; try the other direction from {address} too",
+        evidence=f"from {local} in {took_ms:.1f} ms; test the other direction from {address} too",
     )
 
 
 def problem_of(error: OSError, seconds: float) -> str:
-    """Return what an error of connecting means, which came after so many seconds."""
+    """Return the problem that a connection error means, given after how many seconds it came."""
     if isinstance(error, socket.gaierror):
         return "no-name"
     if isinstance(error, TimeoutError):
@@ -62,19 +62,19 @@ def problem_of(error: OSError, seconds: float) -> str:
 
 def _why(problem: str, address: str, port: int, timeout_s: float) -> str:
     words = {
-        "refused": f"{address} is there, but no program listens at port {port}, or a firewall rejects "
-        "the call; other ports may work",
-        "prohibited": "a firewall, there or on the way, answers at once that this is not allowed",
-        "absent": "nobody answers at that address: the machine is off, or on another network",
+        "refused": f"{address} is up, but no program listens on port {port}, or a firewall rejects "
+        "the connection; other ports may work",
+        "prohibited": "a firewall on it or on the path replies at once that this is prohibited",
+        "absent": "no reply from that address: the host is off, or on another network",
     }
     return words.get(problem) or meaning_of_errno(problem, timeout_s)
 
 
 def _fix_connection(problem: str, address: str, port: int) -> str:
     if problem in ("timeout", "prohibited", "refused"):
-        start = f"start the program that listens there first, or on {address} open the port\n"
-        opened = f"on {address} open the port\n"
+        start = f"start the program that listens there first, or open the port on {address}\n"
+        opened = f"open the port on {address}\n"
         return (start if problem == "refused" else opened) + firewall.open_command_anywhere(port)
     if problem == "no-name":
         return f"use the address instead of the name, or add it to /etc/hosts: … {address}"
-    return f"compare the networks of both machines\nip route get {address}"
+    return f"compare the networks of both hosts\nip route get {address}"

@@ -1,6 +1,6 @@
-"""The course of ``muster check``: who is here, what each is like, how they reach each other, real ranks.
+"""``muster check``: connect to the hosts, check each, test the links between them, run real ranks.
 
-One session with the machines serves for all of it. Whatever fails is a finding, and the rest goes on.
+All steps use one session. A failure becomes a finding, and the other steps continue.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from torchmuster.launch.launcher.session import Console, Session
 from torchmuster.launch.network.reach import NodeAddress, gloo_calls, name_several
 from torchmuster.launch.transports.channel import Transport
 
-# By name: if one of the causes was found anywhere, the consequence is not told.
+# By finding name: if one of the causes was found anywhere, the consequence is not reported.
 _CAUSES: dict[str, frozenset[str]] = {
-    # Ranks wait in vain for one that failed; that one says best why.
+    # Ranks that wait for a failed rank are a consequence; the failed rank has the cause.
     "collective-hangs": known_failures.NAMES | {"agent-failed", "host-lost"},
     "no-carrier": frozenset({"own-cable-out"}),
     "probe-hangs": known_failures.NAMES | {"collective-hangs"},
 }
-# The same, if the cause is as bad and tells of the same machines.
+# The same, if the cause is at least as severe and names the same hosts.
 _CAUSES_THERE: dict[str, frozenset[str]] = {
-    # The link was measured without torch too, and the quota read before it was used up.
+    # The link was also measured without torch, and the quota is also read by the host's own check.
     "slow-pair": frozenset({"slow-link", "stalled-link", "lossy-link", "high-latency"}),
     "cpu-quota-used-up": frozenset({"cpu-quota"}),
 }
 
 
 def without_consequences(findings: Sequence[Finding], machines: Sequence[str]) -> list[Finding]:
-    """Return the findings without those that follow from others, and each of them once."""
+    """Return the findings without duplicates and without consequences of others."""
     names = {one.name for one in findings}
     kept: dict[tuple[str, str], Finding] = {}
     for one in findings:
@@ -70,9 +70,9 @@ def _group_name(finding: Finding, machines: Sequence[str]) -> set[str]:
 def deduplicate_findings(
     found: Mapping[str, Sequence[Finding]], *, named: bool = True
 ) -> list[Finding]:
-    """Return the findings of several machines, those that say the same as one; what is well is left out.
+    """Merge equal findings of several hosts into one; omit those with status OK.
 
-    With ``named``, each says first whose it is.
+    With ``named``, each starts with the names of its hosts.
     """
     machines: dict[tuple[str, Status, str, str, str], dict[str, Finding]] = {}
     for name, findings in found.items():
@@ -106,9 +106,9 @@ def _folded(same: Mapping[str, Finding], *, named: bool) -> Finding:
 def able_together(
     nodes: Sequence[NodeHandle], apart: Collection[tuple[int, int]]
 ) -> list[list[NodeHandle]]:
-    """Divide machines into groups in which all can work together.
+    """Divide hosts into groups whose members can train together.
 
-    ``apart`` are the places of two machines of which one does not reach the other.
+    ``apart`` are pairs of hosts (by place) of which one does not reach the other.
     """
     groups: list[list[NodeHandle]] = []
     for node in nodes:
@@ -134,9 +134,9 @@ def _group_kind(node: NodeHandle) -> tuple[str, str]:
 
 
 def partitioned_hosts(links: Sequence[Link], *, both_ways: bool) -> set[tuple[int, int]]:
-    """Return the places between which ranks would wait for each other in vain.
+    """Return the pairs of places between which ranks could not connect.
 
-    ``both_ways`` is for NCCL; of two machines, only one calls the other for gloo.
+    ``both_ways`` is for NCCL; with gloo, only one of two hosts connects to the other.
     """
     return {link.places for link in links if _useless(link, both_ways=both_ways)}
 
@@ -158,17 +158,17 @@ def _gloo_calls(source: End, target: End) -> bool:
 
 
 def reached_hosts(links: Sequence[Link]) -> set[int]:
-    """Return the places that all who tried did reach."""
+    """Return the places that every other host reached."""
     tried = {link.target.place for link in links}
     return tried - {link.target.place for link in links if link.problem or link.meeting_problem}
 
 
 _EXAMINED_WITHIN_S = 40.0
-# A machine's own look at its firewall is a guess; that the others reach it is not.
+# A host's own firewall check is a guess; links that work prove it wrong.
 _SHOWN_BY_LINKS = frozenset({"firewall-on"})
-# Whether a rule closes a port has been tried, and what keeps whom out is told of the link.
+# The links have tested whether a rule closes a port, and report blocked ones themselves.
 _TRIED_BY_LINKS = frozenset({"firewall-meeting-closed", "firewall-ranks-closed"})
-# With these, ranks would only say once more what was said.
+# With these, ranks would only report the same problem again.
 _NO_TORCH = frozenset({"torch-broken", "torch-missing", "module-shadowed"})
 
 One = TypeVar("One", NodeHandle, HostProbe)
@@ -176,7 +176,7 @@ Told = TypeVar("Told")
 
 
 class GroupCheck:
-    """One check of a group; ``result`` is there when it is over, unless it was stopped."""
+    """One check of a group; ``result`` is set when it has finished, unless it was stopped."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class GroupCheck:
         on_phase: Callable[[str], None] = lambda _: None,
         quick: bool = False,
     ) -> None:
-        """Check the machines on which ``spec`` would run; ``quick`` leaves out the ranks."""
+        """Check the hosts on which ``spec`` would run; ``quick`` skips the ranks."""
         self._spec = spec
         self._transport = transport
         self._console = console
@@ -213,7 +213,7 @@ class GroupCheck:
         self.result: GroupResult | None = None
 
     async def run(self) -> JobOutcome:
-        """Do the whole of it."""
+        """Run the whole check."""
         session = self._session
         began_s = time.monotonic()
         outcome = JobOutcome(good=False, stopped=True)
@@ -223,7 +223,7 @@ class GroupCheck:
             absent = await session.registry.gather()
             if self._many:
                 self._console.say(session.registry.words())
-            if self._spec.hosts:  # called over ssh
+            if self._spec.hosts:  # connected over ssh
                 looking = why_all_unreachable(absent, self._transport.places)
                 absent = await session.waiting.unless_stopped(looking)
             self._findings += absent.values()
@@ -234,20 +234,20 @@ class GroupCheck:
             self.result = self._result(absent, time.monotonic() - began_s)
             good = exit_code(self.result.findings) == 0
             outcome = JobOutcome(good=good, words=headline(self.result))
-        except MusterError as error:  # the machines cannot even be called
+        except MusterError as error:  # the transport failed as a whole
             self._findings += from_error(error)
             self.result = self._result({}, time.monotonic() - began_s)
             raise
         except Stopped:
             await session.end(session.registry.nodes)
         finally:
-            await session.leave(0 if outcome.good else 1, outcome.words or "the check has ended")
+            await session.leave(0 if outcome.good else 1, outcome.words or "the check has finished")
         return outcome
 
-    # ---- each machine, and the links between them
+    # ---- each host, and the links between them
 
     async def _look_at(self, nodes: Sequence[NodeHandle]) -> list[NodeHandle]:
-        """Examine machines and links; return the machines that can run ranks."""
+        """Check hosts and links; return the hosts that can run ranks."""
         examiners = [one for _, one in await self._each(nodes, HostProbe.engage)]
         under_way: list[str] = []
 
@@ -260,10 +260,10 @@ class GroupCheck:
 
         async with self._session.waiting.telling(lambda: ", ".join(under_way)):
             _, ready = await asyncio.gather(
-                doing("examining the machines", self._examine(examiners)),
-                doing("looking at devices and code", self._each(nodes, self._session.prepare_one)),
+                doing("checking the hosts", self._examine(examiners)),
+                doing("reading devices and code", self._each(nodes, self._session.prepare_one)),
             )
-            # Not at the same time: ports that are open for a survey would be found to be in use.
+            # Not in parallel: the checks would find the survey's open ports in use.
             await doing("measuring the links", self._survey(examiners))
         both_ways = self._spec.backend != "muster" or any(node.has_gpus for node in nodes)
         self._findings += judge_links(self._links, both_ways=both_ways)
@@ -303,12 +303,12 @@ class GroupCheck:
         except MusterError as error:
             differences = from_error(error)
         without = [node for node in nodes if node.record is not None and not node.record.torch]
-        if all(self._found(node) & _NO_TORCH for node in without):  # and told why, which is better
+        if all(self._found(node) & _NO_TORCH for node in without):  # reported with the cause
             differences = [one for one in differences if one.name != "torch-missing"]
         self._findings += differences
 
     def _tell_of_machines(self) -> None:
-        """Add what the machines' own checks found, unless the group has shown more about it."""
+        """Add the findings of the hosts' own checks, except those that the links have tested."""
         reached = reached_hosts(self._links)
         tried = {link.target.place for link in self._links}
         names = self._transport.places
@@ -326,7 +326,7 @@ class GroupCheck:
     async def _each(
         self, many: Sequence[One], work: Callable[[One], Awaitable[Told]]
     ) -> list[tuple[One, Told]]:
-        """Do something with all at once; one that fails is a finding, and left out of the answer."""
+        """Run ``work`` for all in parallel; a failure becomes a finding and is not returned."""
         done = []
         found = await asyncio.gather(*map(work, many), return_exceptions=True)
         for one, told in zip(many, found, strict=True):
@@ -344,7 +344,7 @@ class GroupCheck:
 
     async def _try_ranks(self, ready: Sequence[NodeHandle]) -> None:
         if self._quick:
-            self._not_tried.append("ranks: left out, as --quick asks")
+            self._not_tried.append("ranks: skipped by --quick")
             return
         able = [node for node in ready if self._has_torch(node)]
         if unable := [node.name for node in ready if node not in able]:
@@ -353,7 +353,7 @@ class GroupCheck:
         if len(groups) > 1:
             names = "; ".join(name_several([node.name for node in group]) for group in groups)
             self._not_tried.append(
-                f"ranks on all machines together: what was found keeps them apart ({names})"
+                f"ranks on all hosts together: the findings separate them ({names})"
             )
         for group in groups:
             await self._probe(group)
@@ -369,7 +369,7 @@ class GroupCheck:
         second = None
         if variables := wrong_values.second_try(probed.records):
             told = " ".join(f"{name}={value}" for name, value in variables.items())
-            self._console.say(f"some values were wrong; once more with {told}")
+            self._console.say(f"some values were wrong; running again with {told}")
             second = (await self._run_probe(nodes, variables)).records
         self._ranks += probed.records
         self._findings += [*collectives.judge_collectives(probed.records, second), *probed.trouble]
@@ -384,7 +384,7 @@ class GroupCheck:
         self._attempts += 1
         return probed
 
-    # ---- what it comes to
+    # ---- result
 
     def _result(self, absent: Mapping[int, Finding], seconds: float) -> GroupResult:
         known = {node.place: node for node in self._session.registry.nodes}
@@ -407,7 +407,7 @@ def _group_machine(
     record = None if node is None else node.record
     missing = (absent.why or absent.what).partition("\n")[0] if absent else ""
     if node is None or record is None:
-        return Machine(name=name, place=place, missing=missing or "it did not come")
+        return Machine(name=name, place=place, missing=missing or "it did not connect")
     return Machine(
         name=name,
         place=place,
@@ -432,4 +432,4 @@ def _finding(told: Mapping[str, str]) -> Finding:
             **{key: str(told[key]) for key in ("name", "what", "why", "fix", "evidence")},
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise MusterError(f"what it found cannot be understood: {error!r}") from error
+        raise MusterError(f"cannot parse its findings: {error!r}") from error

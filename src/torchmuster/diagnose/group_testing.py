@@ -1,4 +1,4 @@
-"""The whole search: dead machines, then slow and corrupting ones, then links between good ones."""
+"""Group testing: find dead hosts, then slow and corrupting ones, then bad links."""
 
 import enum
 import math
@@ -11,26 +11,26 @@ from torchmuster.diagnose.rounds import Pair, collective_rounds, disjoint
 
 
 class ProbeGroup(NamedTuple):
-    """Everybody on one side exchanges something with everybody on the other; a pair is one with one."""
+    """Every host in ``callers`` exchanges data with every host in ``called``."""
 
     callers: Sequence[int]
     called: Sequence[int]
 
 
 class ProbeResult(enum.Enum):
-    """How a meeting went. One bad link in it is enough to spoil it."""
+    """The result of testing a group. One bad link is enough to fail it."""
 
     OK = "ok"
-    FAILED = "failed"  # somebody got no answer within the deadline
-    WRONG = "wrong"  # somebody got other values than were sent
+    FAILED = "failed"  # a host got no answer within the deadline
+    WRONG = "wrong"  # a host received other values than were sent
 
 
 class ProbeOutcome(NamedTuple):
-    """What was seen of a meeting.
+    """The outcome of testing a group.
 
-    ``ratio`` is the time it took by the time it should have taken. It counts for pairs alone: of very
-    many links the slowest is always slow, by chance. ``blamed`` are the links that spoilt it, if the
-    tester can tell.
+    ``ratio`` is the measured time divided by the expected time. It counts for pairs only: of very
+    many links the slowest is always slow, by chance. ``blamed`` are the links that failed, if the
+    tester knows them.
     """
 
     seen: ProbeResult = ProbeResult.OK
@@ -39,21 +39,21 @@ class ProbeOutcome(NamedTuple):
 
 
 class GroupTester(Protocol):
-    """Who holds the meetings: real machines, or a simulation."""
+    """Tests groups, on real hosts or in a simulation."""
 
     async def test(
         self, meetings: Sequence[ProbeGroup], *, without: frozenset[Pair]
     ) -> Sequence[ProbeOutcome]:
-        """Hold one round of meetings at the same time, leaving out the links in ``without``.
+        """Test one round of groups in parallel, without the links in ``without``.
 
-        Nobody is in two meetings. The outcomes are in the order of the meetings. Where many meet,
-        a call without an answer is made three times before it counts: of so many one fails by chance.
+        No host is in two groups. The outcomes are in the order of the groups. In large groups, a
+        call counts as failed after three attempts: of very many calls, one fails by chance.
         """
         ...
 
 
 class SuspectedFault(enum.Enum):
-    """What can be wrong with a machine or a link."""
+    """A possible fault of a host or a link."""
 
     DEAD = "dead"
     SLOW = "slow"
@@ -62,11 +62,11 @@ class SuspectedFault(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupDiagnosis:
-    """What was found, and what it took.
+    """The bad hosts and links, and the cost of the search.
 
-    ``undecided`` are machines about which nothing could be proven, since too few good ones were left
-    to try them with. ``confidence`` is the least probability that nothing is missing among what was
-    tried and nothing good accused, as long as the ``Assumptions`` hold.
+    ``undecided`` are hosts about which nothing could be proven, because too few good hosts were
+    left to test them with. ``confidence`` is a lower bound on the probability that no tested fault
+    was missed and nothing good was accused, as long as the ``Assumptions`` hold.
     """
 
     bad_nodes: Mapping[int, SuspectedFault] = field(default_factory=dict)
@@ -77,9 +77,9 @@ class GroupDiagnosis:
     confidence: float
 
 
-# A bad machine can be missed when it is screened, and with each of its two witnesses.
+# A bad host can be missed during screening, and with each of its two witnesses.
 WAYS_TO_MISS = 3
-# Only these can be seen of a good pair by chance; a wrong value cannot.
+# A good pair can appear dead or slow by chance, but not corrupting.
 FAULTS_BY_CHANCE = 2
 CERTAIN = 1e12  # nats
 LEAST_NOISE = 1e-3
@@ -88,36 +88,36 @@ NATS_OF_SUSPICION = 5.0  # fewer than 1 in 100 good pairs ever get there
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What is taken to be true of the tests, and the errors that are allowed.
+    """The assumptions about the tests, and the allowed error probabilities.
 
-    Nothing is promised about machines that are less slow or corrupt more seldom, nor if there are
+    There is no guarantee for hosts that are less slow or corrupt less often, nor if there are
     more bad ones than ``most_bad``.
     """
 
     slow_ratio: float = 1.25  # a fifth less speed takes a quarter more time
     noise: float = 0.05  # the standard deviation of the ratio of a good pair
-    seen_chance: float = 0.9  # that a corrupting machine or link shows in one test of a pair
-    chance_failure: float = 1e-4  # that a good pair fails one test
+    seen_chance: float = 0.9  # probability that one test of a pair shows a corrupting host or link
+    chance_failure: float = 1e-4  # probability that a good pair fails one test
     most_bad: int = 20
     accused_wrongly: float = 0.01  # the probability that anything good is accused
     missed: float = 0.01  # the probability that anything bad is missed
 
     @property
     def nats_to_clear(self) -> float:
-        """How much evidence against a fault clears a pair of it."""
+        """The evidence against a fault that clears a pair."""
         return math.log(WAYS_TO_MISS * self.most_bad / self.missed)
 
     def nats_to_accuse(self, candidates: int) -> float:
-        """How much evidence for a fault proves it, with so many that could be accused wrongly."""
+        """Return the evidence that proves a fault, given the number of candidates."""
         return math.log(FAULTS_BY_CHANCE * max(1, candidates) / self.accused_wrongly)
 
     @property
     def nats_per_ratio(self) -> float:
-        """How much evidence one measured ratio is, on average."""
+        """The average evidence of one measured ratio."""
         return ((self.slow_ratio - 1) / max(self.noise, LEAST_NOISE)) ** 2 / 2
 
     def repeats(self, faults: Collection[SuspectedFault]) -> int:
-        """Return how often good pairs are tested so that nearly all of them are cleared."""
+        """Return how many tests clear nearly all good pairs."""
         needed = 1.0
         if SuspectedFault.CORRUPTING in faults and self.seen_chance < 1:
             needed = max(needed, self.nats_to_clear / -math.log(1 - self.seen_chance))
@@ -127,7 +127,7 @@ class Assumptions:
 
 
 class Scales:
-    """How much each outcome weighs; made once, since very many outcomes are weighed."""
+    """The weight of each outcome, computed once because there are very many outcomes."""
 
     def __init__(self, faults: Collection[SuspectedFault], assumptions: Assumptions) -> None:
         self.start = {fault: 0.0 if fault in faults else -math.inf for fault in SuspectedFault}
@@ -139,7 +139,7 @@ class Scales:
 
 
 class Evidence:
-    """The evidence about one pair, for each fault that is looked for."""
+    """The evidence about one pair, for each fault of the search."""
 
     __slots__ = ("_corrupting", "_dead", "_scales", "_slow")
 
@@ -150,7 +150,7 @@ class Evidence:
         self._corrupting = scales.start[SuspectedFault.CORRUPTING]
 
     def add(self, outcome: ProbeOutcome) -> None:
-        """Weigh one more outcome."""
+        """Add the weight of one more outcome."""
         scales = self._scales
         if outcome.seen is ProbeResult.FAILED:
             self._dead += scales.failed
@@ -161,12 +161,12 @@ class Evidence:
 
     @property
     def nats(self) -> float:
-        """The evidence for the likeliest fault."""
+        """The evidence for the most likely fault."""
         return max(self._dead, self._slow, self._corrupting)
 
     @property
     def likeliest(self) -> SuspectedFault:
-        """The fault that there is most evidence for."""
+        """The fault with the most evidence."""
         by_fault = zip((self._dead, self._slow, self._corrupting), SuspectedFault, strict=True)
         return max(by_fault, key=lambda item: item[0])[1]
 
@@ -176,12 +176,12 @@ class Evidence:
         return self.nats <= self._scales.clears
 
 
-# A pair between good and bad may take long to judge, but has to be judged at some time.
+# Limit for a borderline pair that neither clears nor proves.
 MOST_TESTS_OF_A_PAIR = 60
 
 
 class ProbeRounds:
-    """Holds the rounds of one search, and counts them."""
+    """Runs and counts the rounds of one search."""
 
     def __init__(self, tester: GroupTester, assumptions: Assumptions) -> None:
         self.assumptions = assumptions
@@ -192,7 +192,7 @@ class ProbeRounds:
         self._tester = tester
 
     async def hold(self, meetings: Sequence[ProbeGroup]) -> Sequence[ProbeOutcome]:
-        """Hold one round of meetings, without the links that are known to be bad."""
+        """Test one round of groups, without the links that are known to be bad."""
         self.rounds += 1
         self.tests += len(meetings)
         return await self._tester.test(meetings, without=frozenset(self.bad_links))
@@ -203,7 +203,7 @@ class ProbeRounds:
     async def screen(self, pairs: Sequence[Pair], faults: Collection[SuspectedFault]) -> list[Pair]:
         """Test disjoint pairs a few times; return those that are not cleared of the faults.
 
-        A pair that fails is not asked again: whether it will answer costs a whole deadline.
+        A pair that fails is not tested again here: each failure costs a full deadline.
         """
         scales = Scales(faults, self.assumptions)
         evidence = {pair: Evidence(scales) for pair in pairs}
@@ -219,9 +219,9 @@ class ProbeRounds:
     async def prove(
         self, pairs: Iterable[Pair], faults: Collection[SuspectedFault], *, candidates: int
     ) -> dict[Pair, SuspectedFault]:
-        """Test pairs until each is either cleared or proven to be bad; return the bad ones.
+        """Test pairs until each is cleared or proven bad; return the bad ones.
 
-        ``candidates`` is how many were screened: the more, the stronger the proof has to be.
+        ``candidates`` is how many were screened: more candidates need stronger evidence.
         """
         limit = self.assumptions.nats_to_accuse(candidates)
         scales = Scales(faults, self.assumptions)
@@ -240,7 +240,7 @@ class ProbeRounds:
         return bad
 
 
-# In a meeting of many only these can be told; the slowest of many links is slow by chance.
+# Large groups show only these faults; the slowest of many links is slow by chance.
 SEEN_IN_MEETINGS = {
     SuspectedFault.DEAD: ProbeResult.FAILED,
     SuspectedFault.CORRUPTING: ProbeResult.WRONG,
@@ -250,7 +250,7 @@ SEEN_IN_MEETINGS = {
 async def find_collective_links(
     course: ProbeRounds, nodes: Sequence[int], faults: Collection[SuspectedFault]
 ) -> None:
-    """Add the bad links to the course among those that collectives use (see ``collective_rounds``)."""
+    """Add the bad links among those that collectives use to ``course``."""
     doubtful: list[Pair] = []
     tried = 0
     for turn in collective_rounds(len(nodes)):
@@ -264,10 +264,9 @@ async def find_collective_links(
 async def find_any_link(
     course: ProbeRounds, nodes: Sequence[int], faults: Collection[SuspectedFault]
 ) -> None:
-    """Add the links with faults that are ``SEEN_IN_MEETINGS`` to the course, wherever they are.
+    """Add all links with faults in ``SEEN_IN_MEETINGS`` to ``course``.
 
-    Ends when nothing new has shown for so long that nothing is likely to be left, or when there are
-    more bad links than a search is meant for.
+    Stops after enough rounds without a new bad link, or when there are more than ``most_bad``.
     """
     quiet = 0
     spoiling = {SEEN_IN_MEETINGS[fault] for fault in faults}
@@ -288,9 +287,9 @@ async def find_any_link(
 
 
 def halvings(nodes: Sequence[int]) -> Iterator[list[ProbeGroup]]:
-    """Yield rounds of meetings in which every two meet exactly once, in ⌈log2 of their number⌉ rounds.
+    """Yield rounds of groups in which every two hosts meet exactly once, in ⌈log2 N⌉ rounds.
 
-    First one half meets the other, then in each half its halves do, and so on.
+    First one half meets the other, then the halves of each half meet, and so on.
     """
     blocks = [nodes]
     while blocks := [block for block in blocks if len(block) > 1]:
@@ -302,7 +301,7 @@ def halvings(nodes: Sequence[int]) -> Iterator[list[ProbeGroup]]:
 async def _narrow(
     course: ProbeRounds, spoilt: Iterable[ProbeGroup], faults: Collection[SuspectedFault]
 ) -> set[Pair]:
-    """Cut spoilt meetings in four, until pairs are left. What spoils a meeting may not show each time."""
+    """Split failed groups in four until pairs are left; retry, as faults may be intermittent."""
     tries = course.assumptions.repeats(faults)
     spoiling = {SEEN_IN_MEETINGS[fault] for fault in faults}
     pairs: set[Pair] = set()
@@ -339,7 +338,7 @@ def _pair(meeting: ProbeGroup) -> Pair:
 
 def _quarters(meeting: ProbeGroup) -> list[ProbeGroup]:
     (first, second), (third, fourth) = _halves(meeting.callers), _halves(meeting.called)
-    # In this order, so that two of the four can be held at a time.
+    # In this order, two of the four can run in parallel.
     cut = [ProbeGroup(first, third), ProbeGroup(second, fourth)]
     cut += [ProbeGroup(first, fourth), ProbeGroup(second, third)]
     return [part for part in cut if part.callers and part.called]
@@ -350,17 +349,17 @@ def _halves(nodes: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     return nodes[:middle], nodes[middle:]
 
 
-# A machine is bad only if it is so with two good ones: with one, it could be the link to it.
+# A host counts as bad only if it fails with two good hosts: with one, the link may be the cause.
 WITNESSES = 2
 
 
 async def find_nodes(
     course: ProbeRounds, nodes: Sequence[int], faults: Collection[SuspectedFault]
 ) -> tuple[int, ...]:
-    """Add the bad machines among these to the course, and links met that are bad between good ones.
+    """Add the bad hosts among these to ``course``, and bad links found between good hosts.
 
-    Returns the machines that cannot be judged: if there are as many bad ones as pairs, there may be
-    no pair of two good ones to begin with.
+    Return the hosts that cannot be judged: if there are as many bad hosts as pairs, there may be no
+    pair of two good hosts to start with.
     """
     pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
     doubtful = await course.screen(pairs, faults)
@@ -382,7 +381,7 @@ async def _ask_witnesses(
     trusted: Sequence[int],
     faults: Collection[SuspectedFault],
 ) -> None:
-    # The second witness is another one, and if it can be one that no other suspect asks.
+    # The second witness is a different host, if possible one that no other suspect uses.
     shift = len(suspects) if len(suspects) % len(trusted) else 1
     accused: dict[int, SuspectedFault] = {}
     bad: dict[Pair, SuspectedFault] = {}
@@ -405,11 +404,11 @@ USUAL = Assumptions()
 
 
 class LinkSearch(enum.Enum):
-    """Which links are looked at, besides those that are met while machines are."""
+    """Which links to test, besides those used while testing hosts."""
 
     NONE = "none"
-    COLLECTIVES = "collectives"  # those that collectives use: a few for each machine
-    EVERY = "every"  # these, and all others for what shows where many meet: dead or corrupting
+    COLLECTIVES = "collectives"  # those that collectives use: a few per host
+    EVERY = "every"  # these, and all others for faults that large groups show: dead or corrupting
 
 
 async def find_bad(
@@ -420,10 +419,10 @@ async def find_bad(
     links: LinkSearch = LinkSearch.COLLECTIVES,
     faults: Collection[SuspectedFault] = tuple(SuspectedFault),
 ) -> GroupDiagnosis:
-    """Find the bad ones among the machines ``range(count)``, and the bad links between good ones.
+    """Find the bad hosts of ``range(count)``, and the bad links between good hosts.
 
-    Machines are found as long as there are fewer bad ones than pairs. A good machine with several bad
-    links may be taken for a bad one. Ranks are taken to be in the order of the machines.
+    The search works as long as there are fewer bad hosts than pairs. It may report a good host with
+    several bad links as bad. It assumes that ranks are in the order of the hosts.
     """
     course = ProbeRounds(tester, assumptions)
     good: list[int] = list(range(count))
@@ -438,7 +437,7 @@ async def find_bad(
         left_out = course.bad_nodes.keys() | set(undecided)
         good = [one for one in good if one not in left_out]
     shown_by_many = [fault for fault in SEEN_IN_MEETINGS if fault in faults]
-    # Where every link is met, only what does not show there is left to be looked for in pairs.
+    # If every link is tested in groups, pairs only need to show what groups do not: slow links.
     if links is LinkSearch.COLLECTIVES or (
         links is LinkSearch.EVERY and SuspectedFault.SLOW in faults
     ):

@@ -1,4 +1,4 @@
-"""Examining this machine: all checks at once, each with its own deadline, none able to hold up the rest."""
+"""Run the checks of this host in parallel, each with its own deadline."""
 
 import queue
 import threading
@@ -14,7 +14,7 @@ _SILENCE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResults:
-    """How one check went: what it found, and after how long; ``ended`` is False if it was given up."""
+    """The findings and duration of one check; ``ended`` is False if it timed out."""
 
     check: Check
     findings: tuple[Finding, ...]
@@ -23,7 +23,7 @@ class CheckResults:
 
 
 def chosen_of(checks: Sequence[Check], system: str, at_most: Cost) -> list[Check]:
-    """Return the checks that cost no more than ``at_most`` and belong to this system."""
+    """Return the checks that cost no more than ``at_most`` and apply to this system."""
     return [
         one for one in checks if one.cost <= at_most and (not one.systems or system in one.systems)
     ]
@@ -37,10 +37,10 @@ def run_checks(
     on_silence: Callable[[Sequence[Check]], None] = lambda _: None,
     silence_s: float = _SILENCE_S,
 ) -> list[CheckResults]:
-    """Run the checks that cost no more than ``at_most`` and belong to this system, all at once.
+    """Run the checks that cost no more than ``at_most`` and apply to this system, in parallel.
 
-    A check that hangs (a dead network disk) leaves a thread behind that dies with the process. While
-    nothing comes for ``silence_s``, ``on_silence`` is told what is still waited for.
+    A check that hangs (a dead network disk) leaves a thread behind that dies with the process. If
+    no check finishes for ``silence_s``, ``on_silence`` is called with the pending checks.
     """
     chosen = chosen_of(checks, surroundings.system, at_most)
     results: queue.Queue[tuple[int, CheckResults]] = queue.Queue()
@@ -76,12 +76,12 @@ def _run_host_checks(check: Check, surroundings: Surroundings) -> CheckResults:
         findings = tuple(check.run(surroundings))
     except DevicesSilent as error:
         findings, ended = (_silent(error),), False
-    except Exception as error:  # a check that fails must not take the others with it
+    except Exception as error:  # a failing check must not stop the others
         findings = (
             Finding(
                 name="check-failed",
                 status=Status.NOTE,
-                what=f"the check {check.name} could not be made",
+                what=f"the check {check.name} could not run",
                 why=f"{type(error).__name__}: {error}",
             ),
         )
@@ -94,14 +94,14 @@ def _silent(error: DevicesSilent) -> Finding:
         name="check-hangs",
         status=Status.WARNING,
         what=str(error),
-        why="a driver hangs, or wakes its GPUs one by one; every run here waits for it too",
-        fix="sudo nvidia-smi -pm 1  # keeps GPUs of NVIDIA awake\n"
-        "sudo dmesg | tail -20  # shows a driver in trouble",
+        why="a driver hangs, or initializes its GPUs one by one; every run here waits for it too",
+        fix="sudo nvidia-smi -pm 1  # keeps NVIDIA GPUs initialized\n"
+        "sudo dmesg | tail -20  # shows driver errors",
     )
 
 
 def _silence_once(examined: Sequence[CheckResults]) -> list[CheckResults]:
-    """Leave with the first check alone what many say that waited for the same."""
+    """Keep a timeout finding that several checks share only with the first of them."""
     told: set[Finding] = set()
     kept = []
     for one in examined:
@@ -118,7 +118,7 @@ def _given_up(check: Check) -> CheckResults:
     finding = Finding(
         name="check-hangs",
         status=Status.WARNING,
-        what=f"the check {check.name} did not end within {check.deadline_s:g} s",
-        why=f"it asks: {check.asks} A disk or a service that it needs does not answer",
+        what=f"the check {check.name} did not finish within {check.deadline_s:g} s",
+        why=f"the check is: {check.asks} A disk or a service that it needs does not respond",
     )
     return CheckResults(check=check, findings=(finding,), seconds=check.deadline_s, ended=False)

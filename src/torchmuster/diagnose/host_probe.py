@@ -1,8 +1,8 @@
-"""``python -m torchmuster.diagnose.host_probe``: answers questions about its machine, one JSON line each.
+"""``python -m torchmuster.diagnose.host_probe``: serves requests about its host as JSON lines.
 
-A question is ``{"id": 1, "verb": "examine", "argument": …}``, its answer ``{"id": 1, "answer": …}`` or
-``{"id": 1, "error": {"what": …, "why": …, "fix": …}}``. Questions are worked on at the same time and
-answered as they are done. It ends when its input does. It needs no torch.
+A request is ``{"id": 1, "verb": "examine", "argument": …}``, its answer ``{"id": 1, "answer": …}``
+or ``{"id": 1, "error": {"what": …, "why": …, "fix": …}}``. Requests are handled in parallel and
+answered as they complete. The program exits at the end of its input. It does not need torch.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 
 from torchmuster.errors import MusterError
 
-# Resolved on use: a machine is asked for little of this, and what fails must not take the rest along.
+# Imported on use: most requests need only one, and a failing import must not break the others.
 VERBS = {
     "examine": "torchmuster.diagnose.host_probe:run_checks_here",
     "serve": "torchmuster.diagnose.links.serve:open_service",
@@ -29,9 +29,9 @@ Verb = Callable[[Any], Awaitable[Any]]
 
 
 async def run_checks_here(argument: Any) -> list[dict[str, Any]]:
-    """Make the checks of one machine; return for each its name, its seconds and what it found.
+    """Run the checks of this host; return the name, duration and findings of each.
 
-    The argument may have ``folder``, where runs are to be written, and ``at_most``, the cost.
+    The argument may have ``folder``, the folder for runs, and ``at_most``, the highest cost.
     """
     from torchmuster.diagnose.check import Cost, Surroundings
     from torchmuster.diagnose.host_checks import run_checks as examine_here
@@ -54,19 +54,19 @@ async def run_checks_here(argument: Any) -> list[dict[str, Any]]:
 
 
 async def answer_request(question: Any) -> dict[str, Any]:
-    """Return the answer to a question, or the error that stands for it."""
+    """Return the answer to a request, or its error."""
     number = question.get("id") if isinstance(question, dict) else None
     try:
         return {"id": number, "answer": await _verb(question["verb"])(question.get("argument"))}
     except MusterError as error:
         return _error(number, error)
-    except Exception as error:  # whoever asked must hear of it, whatever it is
+    except Exception as error:  # the caller must get every error
         return _error(number, MusterError(f"{type(error).__name__}: {error}"))
 
 
 def _verb(name: str) -> Verb:
     if name not in VERBS:
-        raise MusterError(f"there is no verb {name!r}", why=f"the verbs are {', '.join(VERBS)}")
+        raise MusterError(f"unknown verb {name!r}", why=f"the verbs are {', '.join(VERBS)}")
     module, _, function = VERBS[name].partition(":")
     verb: Verb = getattr(importlib.import_module(module), function)
     return verb
@@ -77,7 +77,7 @@ def _error(number: object, error: MusterError) -> dict[str, Any]:
 
 
 async def _serve() -> None:
-    # What a library prints by mistake must not end up among the answers.
+    # Output that a library prints must not mix with the answers.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     writing = asyncio.Lock()
@@ -86,7 +86,7 @@ async def _serve() -> None:
         try:
             said = await answer_request(json.loads(line))
         except (ValueError, RecursionError) as error:
-            said = _error(None, MusterError(f"not a question: {error}"))
+            said = _error(None, MusterError(f"not a valid request: {error}"))
         async with writing:
             await asyncio.to_thread(print, json.dumps(said), file=out, flush=True)
 
@@ -99,9 +99,9 @@ async def _serve() -> None:
 
 
 def _host_probe_lines() -> "asyncio.Queue[bytes | None]":
-    """Return the lines of the standard input as they come, and None at its end.
+    """Return a queue of the lines of stdin, with None at its end.
 
-    Read by a thread, because not every system can wait for pipes in an event loop.
+    A thread reads them, because not every system supports pipes in an event loop.
     """
     lines: asyncio.Queue[bytes | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -117,7 +117,7 @@ def _host_probe_lines() -> "asyncio.Queue[bytes | None]":
 
 async def _main() -> None:
     await _serve()
-    os._exit(0)  # a check that hangs must not keep it
+    os._exit(0)  # a hanging check must not block the exit
 
 
 if __name__ == "__main__":

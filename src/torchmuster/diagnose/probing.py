@@ -1,4 +1,4 @@
-"""Running the collectives probe as a job on machines that answered, and what came of it."""
+"""The launcher's side of ``muster check``: the host probes and the probing ranks."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ _WORDS_SHOWN = 4
 
 
 class HostProbe:
-    """The examiner on one machine: asked things by name, many at a time if need be."""
+    """The probe program on one host; handles several requests in parallel."""
 
     def __init__(self, node: NodeHandle) -> None:
         assert node.record is not None
@@ -40,13 +40,13 @@ class HostProbe:
 
     @classmethod
     async def engage(cls, node: NodeHandle) -> "HostProbe":
-        """Have the program started on a machine that answered the node registry."""
+        """Start the program on a host that has joined."""
         examiner = cls(node)
         await node.engage(HOST_PROBE, examiner._hear, within_s=_START_WITHIN_S)
         return examiner
 
     async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
-        """Return the answer; raises what the machine answers with instead, or that it does not."""
+        """Return the answer; raise the error that the host sends instead, or a timeout."""
         if self._gone:
             raise self._lost()
         number = next(self._numbers)
@@ -60,7 +60,7 @@ class HostProbe:
         except TimeoutError:
             raise MusterError(
                 f"{self.name} did not answer within {within_s:g} s",
-                why=f"it was asked to {verb}; the machine is overloaded, or something in it hangs",
+                why=f"the request was {verb!r}; the host is overloaded, or a process on it hangs",
             ) from None
         finally:
             self._asked.pop(number, None)
@@ -80,7 +80,7 @@ class HostProbe:
             KeyError,
             TypeError,
             RecursionError,
-        ):  # given up by whoever asked, or not an answer
+        ):  # the caller has given up, or it is not an answer
             return
         if answer.done():
             return
@@ -95,43 +95,43 @@ class HostProbe:
         return MusterError(f"{self.name}: {what or told}", why=why, fix=fix)
 
     def _lost(self) -> MachineLost:
-        return MachineLost(f"{self.name} cannot be examined any more", why=self._gone)
+        return MachineLost(f"{self.name} lost its probe program", why=self._gone)
 
 
 def _end_probing(word: protocol.SidecarEnded) -> str:
-    """Say how an examiner ended."""
+    """Return how a probe exited, as text."""
     words = "\n".join(word.words.strip().splitlines()[-_WORDS_SHOWN:])
     if word.exit_code is None:
         return words or "its node agent is lost"
-    how = f"by signal {-word.exit_code}" if word.exit_code < 0 else f"with code {word.exit_code}"
-    return f"the program that examines it ended {how}\n{words}".strip()
+    how = f"on signal {-word.exit_code}" if word.exit_code < 0 else f"with code {word.exit_code}"
+    return f"the probe program exited {how}\n{words}".strip()
 
 
 PROGRAM = "torchmuster.diagnose.probes.collectives"
-# Beyond its own deadlines, which are much shorter; importing torch on a busy machine takes its time.
+# Much longer than the probe's own deadlines, as importing torch on a busy host is slow.
 DEADLINE_S = 180.0
 
 
 class ProbeOutput:
-    """A voice that keeps what the ranks write, and says the rest."""
+    """A console that keeps the output of the ranks and prints everything else."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._size = 0
         self._ended: set[int] = set()
         self.lines: list[str] = []
-        self.all_told = asyncio.Event()  # every rank has said its last word
+        self.all_told = asyncio.Event()  # every rank has printed its last record
 
     def say(self, text: str) -> None:
-        """Say something of the launcher's own."""
+        """Print a message of the launcher."""
         self._console.say(text)
 
     def world(self, size: int) -> None:
-        """Learn how many ranks there are."""
+        """Set the number of ranks."""
         self._size = size
 
     def output(self, rank: int, text: str) -> None:
-        """Keep what a rank wrote."""
+        """Keep the output of a rank."""
         lines = text.splitlines()
         self.lines += lines
         self._ended |= {record.rank for record in records_from(lines) if record.ended}
@@ -139,33 +139,33 @@ class ProbeOutput:
             self.all_told.set()
 
     def listen_anew(self) -> None:
-        """Forget what other ranks said before."""
+        """Clear the output of the previous ranks."""
         self._size = 0
         self._ended.clear()
         self.lines.clear()
         self.all_told.clear()
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Show findings."""
+        """Print findings."""
         self._console.show(findings)
 
     def progress(self) -> str:
-        """Say how far the ranks have come, once they have said something."""
+        """Return the stages of the ranks as text; "" before their first record."""
         stages = Counter(record.stage for record in records_from(self.lines))
         told = ", ".join(f"{stage} ({count} ranks)" for stage, count in stages.items())
-        return f"the ranks are at work: {told}" if told else ""
+        return f"ranks running: {told}" if told else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """What the ranks told, and what became of the job itself if it did not end well."""
+    """The records of the ranks, and the findings about the job itself if it failed."""
 
     records: list[RankRecord]
     trouble: tuple[Finding, ...] = ()
 
 
 def spec_of(spec: JobSpec, environment: Mapping[str, str]) -> JobSpec:
-    """Return the job that probes what another job would run on."""
+    """Return the job that probes the hosts and devices of another job."""
     return dataclasses.replace(
         spec,
         command=(PROGRAM,),
@@ -178,7 +178,7 @@ def spec_of(spec: JobSpec, environment: Mapping[str, str]) -> JobSpec:
 async def run_check_ranks(
     session: Session, ears: ProbeOutput, nodes: Sequence[NodeHandle], spec: JobSpec, *, attempt: int
 ) -> Probed:
-    """Run the probe on these machines; never raises what a machine did wrong."""
+    """Run the probe on these hosts; errors of a host become findings."""
     trouble: list[Finding] = []
     ears.listen_anew()
     try:
@@ -190,7 +190,7 @@ async def run_check_ranks(
     except TimeoutError:
         await session.end(nodes)
         trouble.append(_hangs(nodes, records_from(ears.lines)))
-    except MusterError as error:  # they do not find a place to meet, or one is lost
+    except MusterError as error:  # no common rendezvous address, or a host is lost
         await session.end(nodes)
         trouble += from_error(error)
     return Probed(records=_probing_name(records_from(ears.lines), nodes), trouble=tuple(trouble))
@@ -199,7 +199,7 @@ async def run_check_ranks(
 async def _until_told(
     session: Session, ears: ProbeOutput, nodes: Sequence[NodeHandle], attempt: int
 ) -> Finding | None:
-    """Run the job until its ranks have told everything: how they take leave is not waited for."""
+    """Run the job until its ranks have printed their last records; do not wait for their exit."""
     job = asyncio.ensure_future(session.attempt(nodes, attempt))
     told = asyncio.ensure_future(ears.all_told.wait())
     try:
@@ -215,7 +215,7 @@ async def _until_told(
 
 
 def _probing_name(records: Sequence[RankRecord], nodes: Sequence[NodeHandle]) -> list[RankRecord]:
-    """Call the machines as people call them, not as they call themselves."""
+    """Replace the hosts' own names by the names that the user gave them."""
     return [
         msgspec.structs.replace(one, host=nodes[one.node].name)
         if one.node is not None and 0 <= one.node < len(nodes)
@@ -231,7 +231,8 @@ def _hangs(nodes: Sequence[NodeHandle], records: Sequence[RankRecord]) -> Findin
     return Finding(
         name="probe-hangs",
         status=Status.FAILURE,
-        what=f"the collectives hang: {name_several(silent)} did not end within {DEADLINE_S:.0f} s",
-        why="a rank that waits in a collective for another one waits for ever",
-        evidence="\n".join(f"rank {one.rank} came as far as {one.stage}" for one in records),
+        what=f"the collectives hang: {name_several(silent)} did not finish within {DEADLINE_S:.0f} "
+        "s",
+        why="a rank that waits in a collective for another one waits forever",
+        evidence="\n".join(f"rank {one.rank} reached stage {one.stage}" for one in records),
     )

@@ -1,7 +1,7 @@
-"""What one rank of the collectives probe saw: the record it prints, and reading it back.
+"""The record that a rank of the collectives probe prints, and its parser.
 
-A rank prints its record as a line of its output, again after each stage; the last one counts. So a
-rank that was ended in the middle has still said how far it came.
+A rank prints its record as a line of its output after each stage; the last one counts. So the
+output of a killed rank still shows which stage it reached.
 """
 
 from collections.abc import Iterable
@@ -12,10 +12,10 @@ MARK = "torchmuster-probe: "
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a rank could not go on.
+    """Why a rank could not continue.
 
-    ``problem`` is absent (others did not come to the stage), hangs (it did not end in time) or error.
-    ``ranks`` are those it waited for in vain, as far as that is known.
+    ``problem`` is absent (others did not reach the stage), hangs (it did not finish in time) or
+    error. ``ranks`` are the ranks it waited for, as far as known.
     """
 
     stage: str
@@ -25,7 +25,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Values(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that were compared one by one with what they must be, and the first wrong one."""
+    """How many values were compared with the expected ones, how many were wrong, and the first."""
 
     compared: int = 0
     wrong: int = 0
@@ -45,10 +45,10 @@ class Values(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of collective: its values, which ranks' parts were wrong here, and its best times.
+    """One kind of collective: its values, the ranks whose parts were wrong, and its best times.
 
-    Values of a sum come from all ranks together: then ``wrong_from`` says nothing. ``small`` and
-    ``large`` are bytes; a time is that of the whole call.
+    The values of a sum come from all ranks, so ``wrong_from`` is empty. ``small`` and ``large`` are
+    the two message sizes; a time is that of the whole call.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """What this rank and another one sent each other: ``values`` are those that arrived here."""
+    """The exchange with another rank: ``values`` are those that arrived here."""
 
     peer: int
     values: Values
@@ -70,7 +70,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matmul(msgspec.Struct, frozen=True, kw_only=True):
-    """Matrix products on the rank's device in one precision: the best speed, and the values."""
+    """Matrix products on the rank's device in one dtype: the best speed, and the values."""
 
     precision: str
     flops_per_s: float
@@ -78,31 +78,31 @@ class Matmul(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver said of the device while it worked; ``held_back`` is the share of periods
-    in which a CPU quota was used up, None without a quota.
+    """The device's state under load; ``held_back`` is the share of periods in which a CPU quota was
+    used up, None without a quota.
     """
 
     temperature_c: int | None = None
     slowdown_temperature_c: int | None = None
     throttled_by: tuple[str, ...] = ()
     held_back: float | None = None
-    cores: str = ""  # how many this process may use, and why
+    cores: str = ""  # how many this process can use, and why
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. What it did not come to is None or empty; ``ended`` is False if it never finished."""
+    """One rank. Stages it did not reach are None or empty; ``ended`` is False until it finishes."""
 
     rank: int
     world_size: int
     host: str
-    node: int | None = None  # the place of its machine in the group
+    node: int | None = None  # the place of its host in the group
     local_rank: int | None = None
     device: str = ""  # cpu, cuda:0
     device_name: str = ""
     device_uuid: str | None = None
     backend: str = ""
     backend_reason: str = ""
-    accelerator: str | None = None  # what torch could use here, whether or not it is used
+    accelerator: str | None = None  # available to torch, whether or not it is used
     stage: str = "start"
     stage_s: dict[str, float] = {}
     matmuls: tuple[Matmul, ...] = ()
@@ -116,7 +116,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """How findings call it: ``node2, GPU 1 (rank 9)``."""
+        """The name used in findings: ``node2, GPU 1 (rank 9)``."""
         kind, _, number = self.device.partition(":")
         device = f"GPU {number}" if number else (kind.upper() or "CPU")
         return f"{self.host}, {device} (rank {self.rank})"
@@ -128,7 +128,7 @@ def line_of(record: RankRecord) -> str:
 
 
 def records_from(lines: Iterable[str]) -> list[RankRecord]:
-    """Return the last record of each rank, by rank; lines that are no records are passed over."""
+    """Return the last record of each rank, ordered by rank; ignore lines that are not records."""
     last: dict[int, RankRecord] = {}
     for line in lines:
         _, mark, text = line.partition(MARK)
@@ -136,7 +136,7 @@ def records_from(lines: Iterable[str]) -> list[RankRecord]:
             continue
         try:
             record = msgspec.json.decode(text, type=RankRecord)
-        except (msgspec.MsgspecError, RecursionError):  # cut short, or another program's
+        except (msgspec.MsgspecError, RecursionError):  # truncated, or from another program
             continue
         last[record.rank] = record
     return [last[rank] for rank in sorted(last)]

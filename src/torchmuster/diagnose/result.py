@@ -1,4 +1,4 @@
-"""What a check of a group comes to: the machines, what was measured between them, what was found."""
+"""The result of a group check: the hosts, the measured links, and the findings."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine of the group; what it did not tell is None or empty.
+    """A host of the group; unknown fields are None or empty.
 
-    ``name`` is what people call it and what links and findings use. ``missing`` says why it did not
-    come, and is empty if it did.
+    ``name`` is the name that the user gave, which links and findings use. ``missing`` says why it
+    did not connect, and is empty if it did.
     """
 
     name: str
@@ -28,16 +28,16 @@ class Machine:
     torchmuster: str | None = None
     cores: int | None = None
     addresses: tuple[str, ...] = ()
-    clock_offset_s: float | None = None  # its clock less that of the machine that asks
+    clock_offset_s: float | None = None  # its clock minus that of the launcher's host
     devices: tuple[str, ...] = ()
-    ranks: int | None = None  # how many take part there
+    ranks: int | None = None  # number of ranks on it
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupResult:
-    """Everything that ``muster check`` learnt; what the report is made of.
+    """The full result of ``muster check``, from which the reports are made.
 
-    ``not_tried`` says what was left out and why: a consequence of what was found needs no finding.
+    ``not_tried`` says what was skipped and why: a consequence of a finding needs no finding.
     """
 
     machines: tuple[Machine, ...]
@@ -49,9 +49,9 @@ class GroupResult:
 
 
 def headline(result: GroupResult) -> str:
-    """Say in a few words what a check came to."""
+    """Return the result of a check in a few words."""
     count = len(result.machines)
-    who = "this machine passes" if count == 1 else f"all {count} machines pass"
+    who = "this host passes" if count == 1 else f"all {count} hosts pass"
     failures = sum(one.status is Status.FAILURE for one in result.findings)
     warnings = sum(one.status is Status.WARNING for one in result.findings)
     if failures:

@@ -1,6 +1,6 @@
-"""The order in which machines are paired: in each round nobody is in two pairs.
+"""Rounds of disjoint pairs: in each round, no host is in two pairs.
 
-Pairs of one round can be measured at the same time, since none disturbs another.
+Pairs of one round can be measured in parallel without disturbing each other.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,25 +8,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Pair = tuple[int, int]
-# With more machines than these, measuring all pairs takes too many rounds.
+# With more hosts, measuring all pairs takes too many rounds.
 ALL_PAIRS_UP_TO = 9
 
 
 def survey_rounds(count: int) -> list[list[Pair]]:
-    """Return the rounds in which a group is measured: all pairs of a small one, else what collectives use."""
+    """Return the rounds for a group: all pairs of a small one, else those that collectives use."""
     return rounds_for(count) if count <= ALL_PAIRS_UP_TO else collective_rounds(count)
 
 
 def rounds_for(count: int) -> list[list[Pair]]:
     """Return rounds of disjoint pairs of ``range(count)`` in which every two meet exactly once.
 
-    The circle method: one stays, the others move on by a place, opposite places meet. That takes
-    ``count - 1`` rounds, or ``count`` if the number is odd, since then one has to rest in each.
+    The circle method: one stays, the others rotate by one place, opposite places meet. That takes
+    ``count - 1`` rounds, or ``count`` if the number is odd, since then one pauses in each.
     A pair is (lower, higher).
     """
     if count < 2:
         return []
-    places = count + count % 2  # with an odd number, whoever meets the last place rests
+    places = count + count % 2  # with an odd number, the partner of the last place pauses
     moving = places - 1
     rounds = []
     for turn in range(moving):
@@ -39,10 +39,10 @@ def rounds_for(count: int) -> list[list[Pair]]:
 
 
 def collective_rounds(count: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs that have every link at a distance of 1, 2, 4, 8, … ranks.
+    """Return rounds of disjoint pairs that cover every link at a distance of 1, 2, 4, 8, … ranks.
 
     Ranks are counted in a circle. Rings, recursive doubling and both of NCCL's binary trees use no
-    other links. A machine has two links of one distance, so that three rounds have room for them.
+    other links. A host has two links of each distance, so three rounds per distance are enough.
     """
     rounds: list[list[Pair]] = []
     met: set[Pair] = set()
@@ -57,7 +57,7 @@ def collective_rounds(count: int) -> list[list[Pair]]:
 
 
 def disjoint(groups: Iterable[T], members: Callable[[T], Iterable[int]]) -> list[list[T]]:
-    """Distribute groups over as few rounds as going through them in order allows."""
+    """Distribute groups greedily, in order, over rounds in which no member occurs twice."""
     rounds: list[list[T]] = []
     busy: list[set[int]] = []
     for group in groups:

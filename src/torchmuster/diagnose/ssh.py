@@ -1,6 +1,6 @@
-"""The way that ssh takes to a host, looked at from this machine: where it leads, and how far one comes.
+"""Probe the path that ssh takes to a host, from this host.
 
-Needs neither root nor anything on the other side.
+Needs neither root nor a program on the host.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from torchmuster.launch.network import interfaces as network
 
 _LOOK_EVERY_S = 0.05
 _CONNECTED_WITHIN_S = 2.0
-# Lost packets are sent again after 0.2, 0.6 and 1.4 s.
+# TCP retransmits lost packets after 0.2, 0.6 and 1.4 s.
 _HEARD_WITHIN_S = 1.8
 _GREETING = b"SSH-2.0-torchmuster\r\n"
 _MSG_IGNORE = 2
@@ -29,10 +29,11 @@ _HEADERS_BYTES = {socket.AF_INET: 40, socket.AF_INET6: 60}
 
 @dataclass(frozen=True, kw_only=True)
 class Knock:
-    """How a port answered: ``problem`` is "" if it opened.
+    """The result of connecting to a port: ``problem`` is "" if it succeeded.
 
-    ``greeted``: the server said something, or hung up. ``sent_bytes`` went there in one packet and
-    ``arrived``; both are None where the system does not tell.
+    ``greeted``: the server sent data or closed the connection. ``sent_bytes`` is the size of one
+    test packet, ``arrived`` whether it was acknowledged; both are None if the system does not
+    report it.
     """
 
     problem: str
@@ -49,7 +50,7 @@ async def knock_on_port(
     frame_bytes: int | None = None,
     within_s: float = _CONNECTED_WITHIN_S,
 ) -> Knock:
-    """Connect, and send one packet that is as big as may be, or fits into a frame of this size."""
+    """Connect, and send one packet of the maximum size, or one that fits a frame of this size."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     began = time.monotonic()
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -73,15 +74,15 @@ async def _talk(sock: socket.socket, seconds: float) -> Knock:
     arrived = None if sent is None else False
     try:
         if sent is not None:
-            with contextlib.suppress(OSError):  # hung up already, which is an answer too
+            with contextlib.suppress(OSError):  # already closed, which is an answer too
                 await asyncio.get_running_loop().sock_sendall(sock, _message(sent))
         until = time.monotonic() + _HEARD_WITHIN_S
         is_late = False
         while not is_late and (arrived is False or not heard.is_set()):
-            is_late = time.monotonic() > until  # who was held up looks once more
+            is_late = time.monotonic() > until  # check once more after a delay of this process
             await asyncio.sleep(_LOOK_EVERY_S)
             if arrived is False:
-                # Whoever hangs up has no more to acknowledge.
+                # A server that closes the connection has nothing left to acknowledge.
                 arrived = listening.done() or _unacknowledged_bytes(sock) == 0
     finally:
         listening.cancel()
@@ -92,7 +93,7 @@ async def _talk(sock: socket.socket, seconds: float) -> Knock:
 
 
 async def _listen_ssh(sock: socket.socket, heard: asyncio.Event) -> None:
-    """Take in what the other side says, until it hangs up."""
+    """Read what the server sends, until it closes the connection."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):
         while await loop.sock_recv(sock, 1 << 16):
@@ -101,10 +102,10 @@ async def _listen_ssh(sock: socket.socket, heard: asyncio.Event) -> None:
 
 
 def _message(size: int) -> bytes:
-    """Return a greeting and a message that a server ignores: as many bytes as one packet has."""
+    """Return a greeting and a message that ssh servers ignore, together ``size`` bytes."""
     room = size - len(_GREETING)
-    # The length, that of the padding, the kind, the length of the data, the data, the padding; all of
-    # it together is a multiple of 8.
+    # Packet length, padding length, message type, data length, data, padding; the total is a
+    # multiple of 8.
     whole = room // 8 * 8
     padding = 8
     data = whole - 4 - 1 - 1 - 4 - padding
@@ -114,32 +115,32 @@ def _message(size: int) -> bytes:
 
 
 def _segment_bytes(sock: socket.socket) -> int | None:
-    """Return how much fits into one packet of a connection; None where it cannot be watched."""
+    """Return the segment size of a connection; None if acknowledgements cannot be observed."""
     if sys.platform != "linux":
         return None
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
 
 
 def _unacknowledged_bytes(sock: socket.socket) -> int:
-    import fcntl  # not there on Windows, where this is never called
+    import fcntl  # missing on Windows, where this is never called
     import termios
 
     answer = fcntl.ioctl(sock, termios.TIOCOUTQ, struct.pack("@i", 0))
     return int(struct.unpack("@i", answer)[0])
 
 
-# That nobody is at an address is known after 3 s.
+# The kernel reports an unanswered ARP request after 3 s.
 _OPENED_WITHIN_S = 3.6
 _TOLD_WITHIN_S = 4.0
 _PINGED_WITHIN_S = 2.5
-# Nobody serves "discard" any more: a machine that is on says so, or a firewall drops it.
+# The "discard" port is unused today: a host that is up refuses, or a firewall drops the packet.
 _UNUSED_PORT = 9
 _FRAMES_BYTES = (1500, 1400, 1280)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where ssh goes for a host. ``renamed``: its settings say another name or address."""
+    """The address that ssh uses for a host. ``renamed``: ssh's config sets another name for it."""
 
     addresses: tuple[str, ...]
     port: int
@@ -147,19 +148,19 @@ class Destination:
 
     @property
     def leads_here(self) -> str:
-        """The first of the addresses, if it is this machine's own; else ""."""
+        """The first address, if it belongs to this host; else ""."""
         first = next(iter(self.addresses), "")
         return first if first and network.is_local(first) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SshProblem:
-    """What was seen on the way to an address.
+    """What was observed on the path to an address.
 
-    ``local`` is our own address on this way; "" without a route. ``interface`` is the one that has the
-    network of the address or leads there. ``alive`` says what shows that the machine is on; "" if
-    nothing does. ``silent_card``: not even its network card answers. ``passing`` is a knock with a
-    smaller packet, which arrived, where a big one did not; ``frame_bytes`` is the frame it needs.
+    ``local`` is the source address; "" without a route. ``interface`` is the one on the network of
+    the address, or with the route to it. ``alive`` says what shows that the host is up; "" if
+    nothing does. ``silent_card``: not even its network adapter answers. ``passing`` is a knock with
+    a smaller packet that arrived where a large one did not; ``frame_bytes`` is the frame it needs.
     """
 
     address: str
@@ -174,12 +175,12 @@ class SshProblem:
 
     @property
     def same_network(self) -> bool:
-        """Whether no router is between this machine and that one."""
+        """Whether both are on the same network, without a router between them."""
         return self.interface is not None and _has_network_of(self.interface, self.address)
 
 
 async def ssh_destination(host: str) -> Destination | None:
-    """Ask ssh itself where it goes; None if it does not say, or goes through another machine."""
+    """Read the destination from ``ssh -G``; None if it is unknown, or goes through a proxy."""
     told = await _output(["ssh", "-G", "--", host])
     settings = dict(line.split(None, 1) for line in (told or "").splitlines() if " " in line)
     through = (settings.get(word, "none") for word in ("proxyjump", "proxycommand"))
@@ -192,9 +193,9 @@ async def ssh_destination(host: str) -> Destination | None:
 
 
 async def find_ssh_problem(way: Destination) -> SshProblem:
-    """Go as far as one comes; it takes at most 5 s."""
+    """Probe the path to a host, within 5 s."""
     locals_ = {address: _local_end(address) for address in way.addresses}
-    # As ssh does: an address to which there is no way is passed over.
+    # As ssh does: skip addresses without a route.
     address = next((one for one in way.addresses if locals_[one]), way.addresses[0])
     knocked, other, answers_ping = await asyncio.gather(
         knock_on_port(address, way.port, within_s=_OPENED_WITHIN_S),
@@ -208,7 +209,7 @@ async def find_ssh_problem(way: Destination) -> SshProblem:
     elif other.problem in ("", "refused"):
         alive = f"it answers at port {_UNUSED_PORT}"
     elif card == "REACHABLE" and knocked.problem:
-        alive = "its network card answers"
+        alive = "its network adapter answers"
     passing, frame_bytes = await _smaller(address, way.port, knocked)
     return SshProblem(
         address=address,
@@ -224,9 +225,9 @@ async def find_ssh_problem(way: Destination) -> SshProblem:
 
 
 def interface_for(address: str, local: str, known: Sequence[Interface]) -> Interface | None:
-    """Return the interface for an address: one of its own network, else the one that is used.
+    """Return the interface for an address: one on its network, else the one with the route.
 
-    Of several with this network one that works is taken; without any, the way may lead elsewhere.
+    Of several on this network, a connected one is preferred.
     """
     own = [one for one in known if _has_network_of(one, address)]
     used = [one for one in known if any(word.split("/")[0] == local for word in one.networks)]
@@ -240,7 +241,7 @@ def _has_network_of(interface: Interface, address: str) -> bool:
 
 
 async def _smaller(address: str, port: int, big: Knock) -> tuple[Knock | None, int | None]:
-    """Where a big packet did not arrive, return the biggest of the usual ones that does, with its frame."""
+    """If a large packet did not arrive, return the largest usual one that does, and its frame."""
     if big.problem or big.arrived is not False or big.sent_bytes is None:
         return None, None
     tried = await asyncio.gather(
@@ -253,7 +254,7 @@ async def _smaller(address: str, port: int, big: Knock) -> tuple[Knock | None, i
 
 
 def _local_end(address: str) -> str:
-    """Return the address of this machine from which packets would go there; nothing is sent."""
+    """Return the source address for packets to this address, without sending any."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
@@ -268,13 +269,13 @@ async def _answers_ping(address: str) -> bool:
 
 
 async def _neighbour(address: str) -> str:
-    """Return the state in which the system knows the network card with this address; "" if it does not."""
+    """Return the state of this address in the neighbour table (ARP); "" if it has no entry."""
     told = await _output(["ip", "neighbour", "show", "to", address])
     return (told or "").split()[-1] if (told or "").strip() else ""
 
 
 async def _output(words: Sequence[str], *, within_s: float = _TOLD_WITHIN_S) -> str | None:
-    """Return what a program prints; None if it is not there, fails or takes too long."""
+    """Return what a program prints; None if it is missing, fails or times out."""
     try:
         process = await asyncio.create_subprocess_exec(
             *words,

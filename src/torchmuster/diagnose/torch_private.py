@@ -14,6 +14,6 @@ NAMES = (
 
 
 def collectives_begun(group: Any) -> int | None:
-    """Return how many collectives of a group this rank has begun; None if torch does not say."""
+    """Return how many collectives of a group this rank has begun; None if unknown."""
     count = getattr(group, "_get_sequence_number_for_group", None)
     return None if count is None else int(count())

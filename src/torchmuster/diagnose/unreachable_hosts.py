@@ -1,7 +1,7 @@
-"""Why a machine did not come: ssh says that it cannot, and here this machine looks for the reason.
+"""Diagnose why a host cannot be reached over ssh, from this host.
 
-Whether it is off, whether a firewall keeps ssh out, whether big packets vanish on the way, whether it is
-this machine's own cable: each has another fix.
+The host may be off, a firewall may block ssh, large packets may be lost on the path, or this host's
+own cable may be disconnected: each has a different fix.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from torchmuster.launch.network import firewall
 from torchmuster.launch.network import interfaces as network
 
 _WITHIN_S = 9.0
-# What these say may have more than one reason; the others are plain.
+# These findings may have more than one cause; the others are clear.
 _UNCLEAR = frozenset(
     {"host-missing", "host-unreachable", "network-unreachable", "ssh-failed", "ssh-not-served"}
 )
-# As for these, ssh reached somebody; it may have been the wrong one.
+# With these, ssh reached a host, but it may have been the wrong one.
 _REACHED = frozenset({"ssh-host-key-changed", "ssh-host-key-unknown", "ssh-key-refused"})
 
 
 async def why_all_unreachable(
     absent: Mapping[int, Finding], hosts: Sequence[str]
 ) -> dict[int, Finding]:
-    """Look for the reason of each machine that is absent, all at once; by place."""
+    """Diagnose all absent hosts in parallel; return the findings by place."""
     found = await asyncio.gather(
         *(why_unreachable(hosts[place], trouble) for place, trouble in absent.items())
     )
@@ -37,7 +37,7 @@ async def why_all_unreachable(
 
 
 async def why_unreachable(host: str, trouble: Finding) -> Finding:
-    """Return a finding that says more than ssh's words do, or the same one if nothing more is seen."""
+    """Return a finding more specific than ssh's error, or the same one if no more is known."""
     if trouble.name not in _UNCLEAR | _REACHED:
         return trouble
     with contextlib.suppress(TimeoutError):
@@ -53,7 +53,7 @@ async def why_unreachable(host: str, trouble: Finding) -> Finding:
 
 
 def judge_unreachable(host: str, trouble: Finding, seen: SshProblem) -> Finding:
-    """Say what it means that so much of the way was seen."""
+    """Return the finding that matches what was observed on the path."""
     problem = _problem(seen)
     if problem in ("timeout", "absent", "no-route") and not _works(seen.interface):
         return _own_interface(seen, trouble)
@@ -85,17 +85,17 @@ def _works(interface: Interface | None) -> bool:
 
 def _leads_here(host: str, way: Destination, trouble: Finding) -> Finding:
     bare, here = host.rpartition("@")[2], socket.gethostname()
-    # An address of this machine in ssh's settings is a tunnel, and one that was written is meant.
+    # A local address in ssh's config is a tunnel; a local address given by the user is intended.
     if way.renamed or network.is_local(bare, look_up=lambda _: ()):
         return trouble
     return Finding(
         name="name-leads-here",
         status=Status.FAILURE,
-        what=f"the name {bare} leads to {way.leads_here}, which is this machine itself",
-        why=f"ssh looked for {bare} and came to {here}",
-        fix=f"correct the line of {bare}; see where its address comes from:\n"
+        what=f"the name {bare} resolves to {way.leads_here}, an address of this host itself",
+        why=f"ssh to {bare} connects to {here}",
+        fix=f"correct the entry of {bare}; find where its address comes from:\n"
         f"getent hosts {bare}\ngrep -n {bare} /etc/hosts\n"
-        f"if this machine is meant, write {here} in place of {bare}",
+        f"if you mean this host, use {here} instead of {bare}",
         evidence=trouble.evidence,
     )
 
@@ -103,23 +103,23 @@ def _leads_here(host: str, way: Destination, trouble: Finding) -> Finding:
 def _own_interface(seen: SshProblem, trouble: Finding) -> Finding:
     interface = seen.interface
     assert interface is not None
-    # A further address that it gave itself tells nobody anything.
+    # Link-local addresses do not identify the network.
     networks = ", ".join(one for one in interface.networks if not one.startswith("fe80"))
     if interface.up:
-        name, state = "own-cable-out", "nothing is connected to it"
+        name, state = "own-cable-out", "it has no carrier"
         fix = (
-            "plug the cable of this machine in, and see whether it has a link:\n"
+            "connect the cable of this host, and check the link:\n"
             f"ip -br link show dev {interface.name}"
         )
     else:
-        name, state = "own-interface-down", "it is switched off"
-        fix = f"on this machine:\nsudo ip link set dev {interface.name} up"
+        name, state = "own-interface-down", "it is down"
+        fix = f"on this host:\nsudo ip link set dev {interface.name} up"
     return Finding(
         name=name,
         status=Status.FAILURE,
-        # Without the host: all that are away for this reason are one finding.
-        what=f"{interface.name} of this machine ({networks}) leads to no other: {state}",
-        why=f"its way there is {interface.name} of this machine, and {state}",
+        # Without the host name, so that all hosts with this cause share one finding.
+        what=f"{interface.name} of this host ({networks}) is not connected: {state}",
+        why=f"the path to the host goes through {interface.name} of this host, and {state}",
         fix=fix,
         evidence=_unreachable_hosts_evidence(seen, trouble),
     )
@@ -129,10 +129,10 @@ def _absent(host: str, seen: SshProblem, trouble: Finding) -> Finding:
     return Finding(
         name="host-absent",
         status=Status.FAILURE,
-        what=f"nobody answers at {seen.address}, the address of {host}",
-        why="not even its network card answers: it is off or asleep, its cable is out, its interface "
-        "is down, or it has another address now",
-        fix=f"switch {host} on and look at its cable; at its own console, see whether it has a link and "
+        what=f"no reply from {seen.address}, the address of {host}",
+        why="not even its network adapter answers: it is off or asleep, its cable is disconnected, "
+        "its interface is down, or its address has changed",
+        fix=f"power on {host} and check its cable; on its console, check that it has a link and "
         f"the address {seen.address}:\nip -br link\nip -br address",
         evidence=_unreachable_hosts_evidence(seen, trouble),
     )
@@ -140,39 +140,40 @@ def _absent(host: str, seen: SshProblem, trouble: Finding) -> Finding:
 
 def _kept_out(host: str, seen: SshProblem, trouble: Finding, problem: str) -> Finding:
     if problem == "prohibited":
-        name, words = "ssh-port-prohibited", "a firewall answers that this is not allowed"
+        name, words = "ssh-port-prohibited", "a firewall replies that this is prohibited"
     else:
-        name, words = "ssh-port-dropped", f"a firewall drops what arrives, though {seen.alive}"
+        name, words = "ssh-port-dropped", f"a firewall drops the packets, although {seen.alive}"
     return Finding(
         name=name,
         status=Status.FAILURE,
-        what=f"{host} is on, but its port {seen.port} (ssh) is closed to this machine: {words}",
-        why=f"it is on, but a firewall, there or on the way, keeps ssh out at port {seen.port}",
+        what=f"{host} is up, but its port {seen.port} (ssh) is closed to this host: {words}",
+        why=f"it is up, but a firewall on it or on the path blocks ssh at port {seen.port}",
         fix=_let_in(host, seen),
         evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 
 def _refused(host: str, seen: SshProblem, trouble: Finding) -> Finding:
-    """A firewall can refuse in the same way as a machine without a server does."""
+    """Return the finding for a refused connection: no ssh server, or a firewall that rejects."""
     return Finding(
         name="ssh-not-served",
         status=Status.FAILURE,
         what=trouble.what,
-        why=f"it is there, but no ssh server listens at its port {seen.port}, or a firewall rejects "
-        "the call",
-        fix=f"start the server, at the console of {host}:\n"
+        why=f"it is up, but no ssh server listens on its port {seen.port}, or a firewall rejects "
+        "the connection",
+        fix=f"start the server, on the console of {host}:\n"
         "sudo systemctl enable --now ssh || sudo systemctl enable --now sshd\n"
-        f"if it runs, at another port: Port in ~/.ssh/config; at this one:\n{_let_in(host, seen)}",
+        "if it runs on another port, set Port in ~/.ssh/config; if it runs on this one:\n"
+        f"{_let_in(host, seen)}",
         evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 
 def _let_in(host: str, seen: SshProblem) -> str:
-    # Beyond a router it may see us by another address.
+    # Behind a router, the host may see another source address.
     source = seen.local if seen.same_network and seen.local else None
     command = firewall.open_command("linux", seen.port, source=source)
-    return f"let this machine in, at the console of {host}:\n{command}"
+    return f"allow this host, on the console of {host}:\n{command}"
 
 
 def _black_hole(host: str, seen: SshProblem, trouble: Finding) -> Finding:
@@ -182,13 +183,15 @@ def _black_hole(host: str, seen: SshProblem, trouble: Finding) -> Finding:
     return Finding(
         name="mtu-black-hole",
         status=Status.FAILURE,
-        what=f"big packets vanish between this machine ({interface}) and {host}: ssh hangs",
-        why="this machine sends bigger frames than something on the way carries, and nobody tells it: "
-        f"small ones pass, and ssh waits for its keys. Frames of {seen.frame_bytes:,} bytes pass",
-        fix=f"on this machine, and then there too, where its interface may have another name:\n"
+        what=f"large packets are lost between this host ({interface}) and {host}: ssh hangs",
+        why="this host sends larger frames than a device on the path supports, and gets no error: "
+        "small packets pass, and ssh hangs in its key exchange. "
+        f"Frames of {seen.frame_bytes:,} bytes pass",
+        fix=f"on this host, then on {host}, where the interface may have another name:\n"
         f"{command}\nssh -t {host} {command}",
-        evidence=f"{_unreachable_hosts_evidence(seen, trouble)}\n{seen.knock.sent_bytes:,} bytes in one packet did not "
-        f"arrive, {seen.passing.sent_bytes:,} did",
+        evidence=f"{_unreachable_hosts_evidence(seen, trouble)}\n"
+        f"{seen.knock.sent_bytes:,} bytes in one packet did not arrive, "
+        f"{seen.passing.sent_bytes:,} did",
     )
 
 
@@ -196,18 +199,19 @@ def _says_nothing(host: str, seen: SshProblem, trouble: Finding) -> Finding:
     return Finding(
         name="ssh-silent",
         status=Status.FAILURE,
-        what=f"{host} takes calls at port {seen.port} (ssh), but its ssh server says nothing",
-        why="its system answers, its programs do not: it is out of memory, or waits for a disk, or "
-        "something else than ssh listens there",
-        fix=f"at the console of {host}, see what it is busy with:\nuptime\nfree -h\n"
+        what=f"{host} accepts connections on port {seen.port} (ssh), but its ssh server does not "
+        "respond",
+        why="its kernel responds, its programs do not: it is out of memory, or waits for a disk, "
+        "or another program than ssh listens there",
+        fix=f"on the console of {host}, check the load:\nuptime\nfree -h\n"
         f"sudo ss -ltnp 'sport = :{seen.port}'",
         evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 
 def _unreachable_hosts_evidence(seen: SshProblem, trouble: Finding) -> str:
-    """Return what ssh said, and what was seen after it."""
-    words = seen.knock.problem or ("it answers" if seen.knock.greeted else "it opens")
+    """Return ssh's error and the observations made after it."""
+    words = seen.knock.problem or ("server responds" if seen.knock.greeted else "connected")
     lines = [
         *trouble.evidence.splitlines(),
         f"{seen.address}:{seen.port}: {words} after {seen.knock.seconds:.1f} s",
@@ -215,5 +219,5 @@ def _unreachable_hosts_evidence(seen: SshProblem, trouble: Finding) -> str:
     if seen.alive:
         lines.append(f"{seen.address}: {seen.alive}")
     elif seen.silent_card:
-        lines.append(f"{seen.address}: its network card does not answer")
+        lines.append(f"{seen.address}: its network adapter does not answer")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Which rank, or which two, spoiled values: told from who saw what wrong from whom."""
+"""Find the ranks that corrupt values, from which rank received wrong values from which."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from torchmuster.diagnose.rank_record import RankRecord, Values
 from torchmuster.finding import Finding, Status
 
-# Who received a wrong value, and from whom it came.
+# Pairs of the rank that received a wrong value and the rank that sent it.
 Seen = set[tuple[int, int]]
-# The variable with which NCCL passes data between GPUs through memory instead.
+# Makes NCCL copy data between GPUs through host memory instead.
 SECOND_TRY = {"NCCL_P2P_DISABLE": "1"}
 
 _SUMS = ("all-reduce", "reduce-scatter")
@@ -17,9 +17,9 @@ _SUMS = ("all-reduce", "reduce-scatter")
 def judge_values(
     records: Sequence[RankRecord], second: Sequence[RankRecord] | None = None
 ) -> list[Finding]:
-    """Return a finding for each device that computes wrongly, and each that passes on wrong values.
+    """Return a finding for each device that computes wrong values or corrupts transfers.
 
-    ``second`` are the records of another try, made with the variables of ``SECOND_TRY``.
+    ``second`` are the records of another try with the variables of ``SECOND_TRY``.
     """
     by_rank = {record.rank: record for record in records}
     broken = [record for record in records if _matmul_values(record).wrong]
@@ -36,20 +36,20 @@ def judge_values(
 
 
 def wrong_pairs(records: Iterable[RankRecord]) -> Seen:
-    """Return who got wrong values from whom when two sent to each other."""
+    """Return the (receiver, sender) pairs with wrong values in the point-to-point test."""
     return {
         (record.rank, pair.peer) for record in records for pair in record.pairs if pair.values.wrong
     }
 
 
 def blame_ranks(seen: Seen) -> list[tuple[int, ...]]:
-    """Return the fewest ranks that explain what was seen; two together where either may be it.
+    """Return the smallest set of ranks that explains the observations; a pair if it may be either.
 
-    A rank that spoils what it sends, or what it gets, does so with several others; what happened
-    between two only may lie with both.
+    A rank that corrupts what it sends or receives does so with several others; an error between two
+    ranks only may be caused by either.
     """
     guilty: list[tuple[int, ...]] = []
-    left = {frozenset(pair) for pair in seen}  # a rank that spoils its own part stands alone
+    left = {frozenset(pair) for pair in seen}  # one element: a rank that corrupts its own part
     while left:
         counts = Counter(rank for pair in left for rank in pair)
         worst = max(counts, key=lambda rank: (counts[rank], -rank))
@@ -64,12 +64,12 @@ def blame_ranks(seen: Seen) -> list[tuple[int, ...]]:
 
 
 def _spoilers(records: Sequence[RankRecord]) -> list[tuple[int, ...]]:
-    """Return who spoiled what all ranks did together."""
+    """Return the ranks that corrupted the collectives."""
     suspects = max((record.suspects for record in records), key=len, default=())
     if suspects:
         return list(suspects)
     wrong_sums = [record.rank for record in records if _sum_values(record).wrong]
-    if wrong_sums:  # once only, so that looking for it found nothing
+    if wrong_sums:  # an error that the search did not reproduce
         return [tuple(wrong_sums)]
     seen = {
         (record.rank, source)
@@ -85,8 +85,9 @@ def _wrong_device(record: RankRecord) -> Finding:
     return Finding(
         name="wrong-device",
         status=Status.FAILURE,
-        what=f"{record.where} computes wrongly: {_wrong_values_count(values)} in its matrix products",
-        why="the products are of small whole numbers and must be exact; a device that gets them wrong "
+        what=f"{record.where} computes wrong results: {_wrong_values_count(values)} in its matrix "
+        "products",
+        why="the products are of small integers and must be exact; a device that gets them wrong "
         "makes every result wrong, mostly without an error",
         fix=_leave_out(record),
         evidence=f"{record.device_name}: {_first(values)}",
@@ -104,10 +105,10 @@ def _wrong_values(guilty: Sequence[RankRecord], records: Sequence[RankRecord]) -
     return Finding(
         name="wrong-values",
         status=Status.FAILURE,
-        what=f"{_wrong_values_name(guilty)} {'passes' if alone else 'pass'} on wrong values{between} in "
-        f"{', '.join(seen)}",
-        why="values that are known beforehand arrived changed; in training nobody would notice, and "
-        "the model would be spoiled",
+        what=f"{_wrong_values_name(guilty)} {'corrupts' if alone else 'corrupt'} values{between} "
+        f"in {', '.join(seen)}",
+        why="known test values arrived changed; in training this would corrupt the model without "
+        "an error",
         fix=_leave_out(guilty[0]),
         evidence="\n".join(
             f"{name}: {_wrong_values_count(values)} over all ranks; {_first(values)}"
@@ -133,12 +134,12 @@ def _p2p_wrong(
     variable = "NCCL_P2P_DISABLE=1"
     cured = second is not None and not wrong_pairs(second)
     if cured:
-        why = f"with {variable} all values are right: the direct path between the GPUs is broken"
-        fix = f"export {variable}\n# for good: switch off ACS and the IOMMU in the BIOS"
+        why = f"with {variable} all values are correct: the direct path between the GPUs is broken"
+        fix = f"export {variable}\n# permanent fix: disable ACS and the IOMMU in the BIOS"
     else:
-        why = "what one rank sends to another arrives changed; collectives use the same path"
+        why = "data sent from one rank to another arrives changed; collectives use the same path"
         if second is not None:
-            why += f". With {variable} it is the same"
+            why += f". {variable} does not change this"
         fix = _leave_out(guilty[0])
     exchange = "exchanges with others" if len(guilty) == 1 else "send to each other"
     return Finding(
@@ -154,12 +155,12 @@ def _p2p_wrong(
 def _leave_out(record: RankRecord) -> str:
     if record.device_uuid:
         return (
-            f"leave {record.host} out until this device is repaired; look at it there with\n"
+            f"exclude {record.host} until this device is repaired; check it there with\n"
             f"nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER -i {_nvidia_uuid(record.device_uuid)}"
         )
     return (
-        f"leave {record.host} out until it is repaired; look for memory and processor errors there "
-        "with\nsudo dmesg --level=emerg,alert,crit,err"
+        f"exclude {record.host} until it is repaired; check for memory and CPU errors there with\n"
+        "sudo dmesg --level=emerg,alert,crit,err"
     )
 
 
@@ -187,9 +188,9 @@ def _wrong_values_count(values: Values) -> str:
 
 def _first(values: Values) -> str:
     got = "not a number" if values.got is None else f"{values.got:g}"
-    return f"the first at place {values.place}: {got} instead of {values.expected:g}"
+    return f"the first at index {values.place}: {got} instead of {values.expected:g}"
 
 
 def second_try(records: Sequence[RankRecord]) -> Mapping[str, str]:
-    """Return the variables with which the probe should be run once more; none if that is no use."""
+    """Return the variables for a second run of the probe; empty if it would not help."""
     return SECOND_TRY if wrong_pairs(records) else {}

@@ -1,1 +1,1 @@
-"""What error texts mean: cause, how to confirm it, and how to mend it. See README.md here."""
+"""The meaning of error texts: the cause, how to confirm it, and how to fix it. See README.md here."""

@@ -14,10 +14,10 @@ RULES = (
             r"unexpected key \W?[\w.]+\W? in state_dict",
             r"missing keys? in (?:source )?state_dict",
         ),
-        what="the checkpoint's names are not the model's",
-        why="it was saved from inside DDP (names begin with module.) or torch.compile (_orig_mod.), or from another model",
+        what="the parameter names in the checkpoint do not match the model",
+        why="it was saved from a DDP-wrapped model (names begin with module.) or torch.compile (_orig_mod.), or from another model",
         confirm="python -c \"import torch; print(list(torch.load('FILE', map_location='cpu', weights_only=True))[:5])\"",
-        fix="save model.module.state_dict(); for a file that is there: torch.nn.modules.utils."
+        fix="save model.module.state_dict(); for an existing file: torch.nn.modules.utils."
         'consume_prefix_in_state_dict_if_present(state, "module.")\n'
         "if it is another model on purpose: load_state_dict(state, strict=False)",
     ),
@@ -30,12 +30,12 @@ RULES = (
             r"Trying to set a tensor of shape",
             r"ignore_mismatched_sizes",
         ),
-        what="the checkpoint's tensors have other shapes than the model's",
+        what="the tensor shapes in the checkpoint do not match the model",
         why="the model was built with other settings (number of classes, vocabulary, layers) than when it was saved; or "
         "it is one shard of a sharded save",
-        confirm="print(model)   # compare with the shapes that it names",
+        confirm="print(model)   # compare with the shapes in the message",
         fix="build the model with the settings it was saved with\n"
-        "or leave out what differs: from_pretrained(…, ignore_mismatched_sizes=True); "
+        "or skip what differs: from_pretrained(…, ignore_mismatched_sizes=True); "
         "model.resize_token_embeddings(len(tokenizer))",
     ),
     Rule(
@@ -56,13 +56,13 @@ RULES = (
             r"SafetensorError",
             r"UnpicklingError: (?!Weights)",
         ),
-        what="the checkpoint file is cut off or is not a checkpoint",
+        what="the checkpoint file is truncated or is not a checkpoint",
         why="the run that wrote it was killed while writing, the disk was full, several ranks wrote the same file, or it "
         "is a git-lfs pointer or an error page instead of the file",
         confirm="ls -l FILE; head -c 200 FILE   # 'version https://git-lfs' is a pointer\n"
         "python -m zipfile -t FILE",
-        fix="load the checkpoint before it, or fetch it again:\ngit lfs pull\n"
-        "from now on write on rank 0 only, to another name, then os.replace(new, name)",
+        fix="load the previous checkpoint, or download it again:\ngit lfs pull\n"
+        "to prevent it: write on rank 0 only, to a temporary name, then os.replace(new, name)",
     ),
     Rule(
         name="checkpoint-optimizer",
@@ -71,12 +71,12 @@ RULES = (
             r"loaded state dict has a different number of parameter groups",
             r"optimizer state[^\n]{0,60}(?:mismatch|does not match|doesn't match)",
         ),
-        what="the saved optimiser belongs to other parameters than the model's now",
+        what="the saved optimiser state does not match the model's parameters",
         why="weights were frozen, added or grouped differently since it was saved",
         confirm='print([len(g["params"]) for g in optimizer.param_groups], '
         '[len(g["params"]) for g in saved["param_groups"]])',
-        fix="build the optimiser as it was when it was saved, with the same weights frozen\n"
-        "or start it anew: load only the model",
+        fix="build the optimiser as it was when saved, with the same weights frozen\n"
+        "or start with a new optimiser: load only the model",
     ),
     Rule(
         name="weights-only-load",
@@ -86,10 +86,10 @@ RULES = (
         ),
         unless=(r"invalid load key",),
         details=(r"GLOBAL (?P<type>[\w.]+)",),
-        what="torch.load refuses a file that holds more than tensors and plain types",
-        why="since torch 2.6 it loads weights only, because other files can run code when they are loaded",
+        what="torch.load rejects a file that contains more than tensors and plain types",
+        why="since torch 2.6 it loads weights only by default, because other files can run code when loaded",
         confirm="python -c \"import torch; print(torch.serialization.get_unsafe_globals_in_checkpoint('FILE'))\"",
-        fix="allow what it names, if you know it: torch.serialization.add_safe_globals([{type}])\n"
+        fix="allow the named type, if you know it: torch.serialization.add_safe_globals([{type}])\n"
         "only for a file that you made or trust: torch.load(FILE, weights_only=False)",
     ),
 )

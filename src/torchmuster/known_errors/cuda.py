@@ -1,4 +1,4 @@
-"""What kernels and CUDA's libraries say while a script runs."""
+"""Errors of CUDA kernels and libraries while a script runs."""
 
 from torchmuster.known_errors.rule import Role, Rule
 
@@ -13,11 +13,11 @@ RULES = (
             r"cudaErrorAssert\b",
             r"Xid \([^)\n]*\): ?13\b[^\n]{0,80}assert",
         ),
-        what="a GPU kernel was given an impossible value, most often a label or an index out of range",
-        why="a class label is not below the number of classes, or a token id not below the size of the embedding",
+        what="a GPU kernel got an invalid value, most often a label or an index out of range",
+        why="a class label is not below the number of classes, or a token id is not below the embedding size",
         confirm=f"{_EXACT}\nprint(labels.min(), labels.max(), tokens.max())   # before the call that failed",
         fix="run it once with CUDA_LAUNCH_BLOCKING=1, or on the CPU: the traceback is then exact\n"
-        "then mend the data, or make the layer large enough: model.resize_token_embeddings(len(tokenizer))",
+        "then fix the data, or enlarge the layer: model.resize_token_embeddings(len(tokenizer))",
     ),
     Rule(
         name="illegal-memory-access",
@@ -29,9 +29,9 @@ RULES = (
             r"Xid \([^)\n]*\): ?31\b",
             r"Memory access fault by GPU",
         ),
-        what="a GPU kernel touched memory that is not its own",
+        what="a GPU kernel accessed invalid memory",
         why="a bug in a custom kernel or extension, an index out of range, or a tensor used on another GPU than the "
-        "current one; on one machine only, perhaps the GPU",
+        "current one; if only on one host, perhaps a faulty GPU",
         confirm=f"{_EXACT}\ncompute-sanitizer --tool memcheck python train.py",
         fix="run it once with CUDA_LAUNCH_BLOCKING=1: the traceback is then exact\n"
         "update or rebuild the extension that it names; set the device first: torch.cuda.set_device(local_rank)",
@@ -43,11 +43,11 @@ RULES = (
             r"cudaErrorLaunchFailure|CUDA_ERROR_LAUNCH_FAILED",
             r"CUDA error: the launch timed out",
         ),
-        what="a GPU kernel died, and the driver does not say of what",
-        why="a bug in a kernel, or the GPU itself is in trouble: heat, power, memory",
+        what="a GPU kernel crashed, and the driver does not report why",
+        why="a bug in a kernel, or a GPU hardware problem: heat, power, memory",
         confirm=f"sudo dmesg | grep -i xid\n{_EXACT}",
-        fix="look at it: muster gpus and nvidia-smi -q on {host}; dmesg there names Xid errors\n"
-        "if it is always the same line: update torch or the extension; if always the same GPU: leave it out",
+        fix="inspect it: muster gpus and nvidia-smi -q on {host}; dmesg there shows Xid errors\n"
+        "if it is always the same line: update torch or the extension; if always the same GPU: exclude it",
     ),
     Rule(
         name="cuda-fork",
@@ -58,9 +58,9 @@ RULES = (
             r"CUDA with multiprocessing, you must use the 'spawn' start method",
             r"cudaErrorInitializationError",
         ),
-        what="a process that was forked after CUDA had been used cannot use CUDA",
-        confirm="grep -n 'cuda' train.py   # what touches the GPU before workers start, or inside the dataset?",
-        fix='start workers afresh: DataLoader(multiprocessing_context="spawn")\n'
+        what="a process forked after CUDA was initialized cannot use CUDA",
+        confirm="grep -n 'cuda' train.py   # what uses the GPU before workers start, or inside the dataset?",
+        fix='spawn the workers: DataLoader(multiprocessing_context="spawn")\n'
         'or torch.multiprocessing.set_start_method("spawn"), or keep the dataset on the CPU',
     ),
     Rule(
@@ -74,11 +74,11 @@ RULES = (
         role=Role.SYMPTOM,
         what="a matrix product failed in cuBLAS",
         why="most often the GPU's memory is full, shapes or indices are wrong, or another cuBLAS than torch's was "
-        "found first",
-        confirm=f"nvidia-smi   # is the memory nearly full?\n{_EXACT}",
-        fix="try a smaller batch first; then see that no other cuBLAS is in the way:\n"
+        "loaded",
+        confirm=f"nvidia-smi   # is memory nearly full?\n{_EXACT}",
+        fix="try a smaller batch first; then make sure that no other cuBLAS is loaded:\n"
         "unset LD_LIBRARY_PATH\n"
-        "on the CPU the same line gives the true error if shapes are wrong",
+        "if shapes are wrong, the same line on the CPU raises the actual error",
     ),
     Rule(
         name="cudnn-error",
@@ -97,13 +97,13 @@ RULES = (
             r"cannot open shared object file",
         ),
         role=Role.SYMPTOM,
-        what="a call of cuDNN failed",
-        why="most often the GPU's memory is full, or another cuDNN than torch's was found first",
+        what="a cuDNN call failed",
+        why="most often the GPU's memory is full, or another cuDNN than torch's was loaded",
         confirm='nvidia-smi; echo "$LD_LIBRARY_PATH"\n'
         'python -c "import torch; print(torch.backends.cudnn.version())"; ldconfig -p | grep cudnn',
         fix="unset LD_LIBRARY_PATH\n"
-        "try a smaller batch, or without it: torch.backends.cudnn.enabled = False\n"
-        "python -m pip install --force-reinstall torch   # brings the cuDNN that fits",
+        "try a smaller batch, or disable cuDNN: torch.backends.cudnn.enabled = False\n"
+        "python -m pip install --force-reinstall torch   # includes the matching cuDNN",
     ),
     Rule(
         name="cuda-error",
@@ -120,7 +120,7 @@ RULES = (
         ),
         role=Role.SYMPTOM,
         what="CUDA reported: {said}",
-        why="it reports late, so the traceback may point at a later line",
+        why="CUDA errors are asynchronous, so the traceback may point at a later line",
         confirm=_EXACT,
         fix="run it once with CUDA_LAUNCH_BLOCKING=1: the traceback is then exact",
     ),

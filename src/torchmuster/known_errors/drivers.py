@@ -1,4 +1,4 @@
-"""GPUs, their driver, and what torch was built for."""
+"""GPUs, their driver, and the CUDA build of torch."""
 
 from torchmuster.known_errors.rule import Role, Rule
 
@@ -7,7 +7,7 @@ _GPU_AND_TORCH = (
     'python -c "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"'
 )
 _CUDA_BUILD = "install a CUDA build of torch and the driver on {host}, or use the CPU in the script"
-_LOCAL_GPU = 'let each rank take its own GPU: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+_LOCAL_GPU = 'let each rank use its own GPU: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
 
 RULES = (
     Rule(
@@ -20,8 +20,8 @@ RULES = (
             r"torch[^\n]{0,20}\+cpu[^\n]{0,80}(?:no|without|not) CUDA",
             r"'torch\._C' has no attribute '_cuda_\w+'",
         ),
-        what="the script uses CUDA, and torch on {host} is built without it",
-        why="it was installed as the build for the CPU, perhaps by another package that asked for torch",
+        what="the script uses CUDA, but torch on {host} is a CPU-only build",
+        why="the CPU build was installed, perhaps as a dependency of another package",
         confirm=_GPU_AND_TORCH,
         fix=_CUDA_BUILD,
     ),
@@ -38,9 +38,9 @@ RULES = (
             r"NVIDIA (?:kernel )?driver is not (?:loaded|running|installed)",
         ),
         unless=(r"nvidia-container-cli",),
-        what="the script uses CUDA, and {host} has no NVIDIA driver, or it is not loaded",
-        why="after an update of the kernel the driver has to be built again; a container sees the driver only if "
-        "started with --gpus; a login node may have none",
+        what="the script uses CUDA, but the NVIDIA driver of {host} is not installed or not loaded",
+        why="the driver must be rebuilt after a kernel update; a container sees the driver only if started with "
+        "--gpus; a login node may have none",
         confirm="nvidia-smi; lsmod | grep nvidia; dkms status",
         fix="sudo modprobe nvidia   # after a kernel update: reinstall the driver, then sudo reboot\n"
         "in a container:\ndocker run --gpus all …\n"
@@ -69,12 +69,12 @@ RULES = (
         ),
         role=Role.SYMPTOM,
         what="{host} has a driver, but this process sees no GPU",
-        why="CUDA_VISIBLE_DEVICES is empty or names none that exists, the job asked its scheduler for no GPU, the "
-        "container was started without them, or torch is the build for the CPU",
+        why="CUDA_VISIBLE_DEVICES is empty or names no existing GPU, the job requested no GPU from the scheduler, the "
+        "container was started without GPUs, or torch is a CPU build",
         confirm=f'echo "CUDA_VISIBLE_DEVICES=[$CUDA_VISIBLE_DEVICES]"\n{_GPU_AND_TORCH}',
         fix="unset CUDA_VISIBLE_DEVICES\n"
-        "ask for GPUs:\nsbatch --gpus-per-node=1 …   # Slurm\ndocker run --gpus all …         # a container\n"
-        'load a checkpoint where there is no GPU: torch.load(FILE, map_location="cpu")',
+        "request GPUs:\nsbatch --gpus-per-node=1 …   # Slurm\ndocker run --gpus all …         # a container\n"
+        'load a checkpoint without a GPU: torch.load(FILE, map_location="cpu")',
     ),
     Rule(
         name="driver-too-old",
@@ -86,8 +86,8 @@ RULES = (
             r"unsatisfied condition: cuda ?>=",
             r"cudaGetDeviceCount…Error 35\b",
         ),
-        what="torch on {host} was built for a newer CUDA than its driver knows",
-        confirm="nvidia-smi | head -4                                   # CUDA Version: what the driver knows\n"
+        what="torch on {host} was built for a newer CUDA version than the driver supports",
+        confirm="nvidia-smi | head -4                                   # CUDA Version: what the driver supports\n"
         'python -c "import torch; print(torch.version.cuda)"   # what torch needs',
         fix="update the NVIDIA driver on {host}, or install torch for an older CUDA\n"
         "sudo ubuntu-drivers install && sudo reboot   # Ubuntu",
@@ -104,14 +104,14 @@ RULES = (
             r"Error 80[34]: ",
             r"kernel version [\d.]+ does not match DSO version",
         ),
-        what="the NVIDIA driver in the kernel and its libraries on {host} are of different versions",
-        why="the driver was updated and the old one is still loaded; or a container brings libraries of its own "
-        "(libcuda, compat) that do not fit",
+        what="the NVIDIA kernel driver and its libraries on {host} have different versions",
+        why="the driver was updated and the old one is still loaded; or a container has its own libraries "
+        "(libcuda, compat) that do not match",
         confirm="cat /proc/driver/nvidia/version; ls /usr/lib/x86_64-linux-gnu/libnvidia-ml.so.*",
         fix="sudo reboot\n"
         "without a reboot, if nothing uses the GPUs:\nsudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && "
         "nvidia-smi\n"
-        "in a container: take /usr/local/cuda/compat out of LD_LIBRARY_PATH",
+        "in a container: remove /usr/local/cuda/compat from LD_LIBRARY_PATH",
     ),
     Rule(
         name="fabric-manager",
@@ -121,9 +121,9 @@ RULES = (
             r"Error 802\b",
             r"fabric ?manager[^\n]{0,60}(?:not running|fail|inactive|error)",
         ),
-        what="the NVSwitch fabric of {host} is not set up: its fabric manager does not run",
+        what="the NVSwitch fabric of {host} is not initialized: its fabric manager is not running",
         confirm="systemctl status nvidia-fabricmanager\nnvidia-smi -q | grep -A 3 Fabric",
-        fix="sudo systemctl enable --now nvidia-fabricmanager   # its version must be the driver's",
+        fix="sudo systemctl enable --now nvidia-fabricmanager   # its version must match the driver",
     ),
     Rule(
         name="cuda-unknown-error",
@@ -135,9 +135,9 @@ RULES = (
             r"cuda runtime error \(\d+\) ?: unknown error",
             r"unknown error - this may be due to an incorrectly set up environment",
         ),
-        what="the driver of {host} cannot start CUDA, and does not say why",
-        why="typical after the machine slept, when nvidia_uvm is not loaded, or when CUDA_VISIBLE_DEVICES was changed "
-        "after CUDA had started",
+        what="the driver of {host} cannot initialize CUDA, and reports no reason",
+        why="typical after the host was suspended, when nvidia_uvm is not loaded, or when CUDA_VISIBLE_DEVICES was changed "
+        "after CUDA was initialized",
         confirm="nvidia-smi; ls -l /dev/nvidia*; lsmod | grep nvidia_uvm",
         fix="sudo rmmod nvidia_uvm; sudo modprobe nvidia_uvm\n"
         "else:\nsudo reboot\n"
@@ -155,10 +155,10 @@ RULES = (
             r"No CUDA GPUs|no CUDA-capable",
         ),
         role=Role.SYMPTOM,
-        what="the driver of {host} cannot count its GPUs",
+        what="the driver of {host} cannot enumerate its GPUs",
         confirm=f"ls -l /dev/nvidia*\n{_GPU_AND_TORCH}",
         fix="sudo rmmod nvidia_uvm; sudo modprobe nvidia_uvm\n"
-        "else:\nsudo reboot   # a container: start it again with --gpus all",
+        "else:\nsudo reboot   # a container: restart it with --gpus all",
     ),
     Rule(
         name="no-kernel-image",
@@ -173,12 +173,12 @@ RULES = (
             r"device kernel image is invalid",
             r"sm_\d+ is not compatible",
         ),
-        what="torch on {host}, or an extension, was not built for this model of GPU",
-        why="the GPU is newer than the build, or so old that builds leave it out",
+        what="torch on {host}, or an extension, was not built for this GPU architecture",
+        why="the GPU is newer than the build, or too old to be included",
         confirm='python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"',
-        fix="install a torch whose build includes the GPU: torch.cuda.get_arch_list() shows which\n"
-        "a new GPU: the newest torch, for the newest CUDA; an old one: an older torch\n"
-        "an extension: build it again here with TORCH_CUDA_ARCH_LIST set to the capability, such as 8.6",
+        fix="install a torch build that includes the GPU: torch.cuda.get_arch_list() lists them\n"
+        "new GPU: the newest torch, for the newest CUDA; old GPU: an older torch\n"
+        "extension: rebuild it here with TORCH_CUDA_ARCH_LIST set to the compute capability, such as 8.6",
     ),
     Rule(
         name="invalid-device-ordinal",
@@ -192,9 +192,9 @@ RULES = (
             r"device >= 0 && device < num_gpus",
             r"device=\d+, num_gpus=\d+",
         ),
-        what="the script asked for a GPU number that this rank cannot see",
-        why="numbers begin at 0 on every machine and count only the GPUs given to the run (CUDA_VISIBLE_DEVICES): a "
-        "global rank is no GPU number, and there may be more ranks than GPUs",
+        what="the script uses a GPU index that this rank cannot see",
+        why="indices start at 0 on every host and count only the GPUs given to the run (CUDA_VISIBLE_DEVICES): a "
+        "global rank is not a GPU index, and there may be more ranks than GPUs",
         confirm='nvidia-smi -L; echo "$CUDA_VISIBLE_DEVICES"\n'
         'python -c "import torch; print(torch.cuda.device_count())"',
         fix=f"{_LOCAL_GPU}\nstart no more ranks than GPUs:\ntorchrun --nproc-per-node gpu …",
@@ -206,11 +206,11 @@ RULES = (
             r"cudaErrorDevicesUnavailable|cudaErrorDeviceUnavailable",
             r"exclusive[ _-](?:thread|process)[^\n]{0,60}in use",
         ),
-        what="another process holds the GPU alone, or the driver cannot give it out",
-        confirm="nvidia-smi --query-gpu=index,compute_mode --format=csv\nmuster gpus   # who uses it",
-        fix="wait for the other process, or take another GPU: muster run --num-gpus 1 train.py\n"
-        "let processes share it again:\nsudo nvidia-smi -c DEFAULT\n"
-        "look at it: muster gpus and nvidia-smi -q on {host}; dmesg there names Xid errors",
+        what="another process uses the GPU exclusively, or the driver cannot provide it",
+        confirm="nvidia-smi --query-gpu=index,compute_mode --format=csv\nmuster gpus   # shows who uses it",
+        fix="wait for the other process, or use another GPU: muster run --num-gpus 1 train.py\n"
+        "allow processes to share it again:\nsudo nvidia-smi -c DEFAULT\n"
+        "inspect it: muster gpus and nvidia-smi -q on {host}; dmesg there shows Xid errors",
     ),
     Rule(
         name="container-no-gpu",
@@ -227,11 +227,11 @@ RULES = (
             r"Failed to initialize NVML: Unknown Error",
         ),
         unless=(r"Driver/library version mismatch", r"unsatisfied condition: cuda"),
-        what="the container could not be given the GPUs of {host}",
-        why="the NVIDIA container toolkit is not installed or not known to Docker, or the host itself has no working "
-        "driver; under Kubernetes: no node has so many GPUs free",
-        confirm="nvidia-smi                          # on the host itself: does it work there?\n"
-        "docker info | grep -i runtimes      # is nvidia among them?\n"
+        what="the container has no access to the GPUs of {host}",
+        why="the NVIDIA container toolkit is not installed or not registered with Docker, or the host has no working "
+        "driver; under Kubernetes: no node has enough free GPUs",
+        confirm="nvidia-smi                          # on the host itself: does it work?\n"
+        "docker info | grep -i runtimes      # is nvidia listed?\n"
         "kubectl describe nodes | grep -A 6 nvidia.com/gpu",
         fix="sudo apt-get install -y nvidia-container-toolkit\n"
         "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker",
@@ -248,10 +248,10 @@ RULES = (
             r"GPU requires reset",
         ),
         what="a GPU of {host} no longer answers",
-        why="power, heat, the slot or riser, or the card itself",
+        why="caused by power, heat, the slot or riser, or the GPU itself",
         confirm="sudo dmesg | grep -i -E 'xid|nvrm'; nvidia-smi",
-        fix="sudo reboot   # or a power cycle; if it comes back: reseat the card, check power and cooling, replace it\n"
-        "until then leave it out: muster gpus shows the others",
+        fix="sudo reboot   # or power-cycle; if it happens again: reseat the GPU, check power and cooling, replace it\n"
+        "until then exclude it: muster gpus shows the others",
     ),
     Rule(
         name="ecc-error",
@@ -261,9 +261,9 @@ RULES = (
             r"Xid \([^)\n]*\): ?(?:48|63|64|94|95)\b",
             r"double[- ]bit ECC|DBE \(double bit error\)",
         ),
-        what="the GPU itself is in trouble: its memory has an error that cannot be corrected",
+        what="the GPU has a hardware fault: an uncorrectable memory error",
         confirm="nvidia-smi -q -d ECC,ROW_REMAPPER; sudo dmesg | grep -i xid",
-        fix="sudo nvidia-smi --gpu-reset -i NUMBER   # with nothing running on it; or reboot\n"
-        "look at it: muster gpus and nvidia-smi -q on {host}; if it comes back, have the card replaced",
+        fix="sudo nvidia-smi --gpu-reset -i INDEX   # with no process running on it; or reboot\n"
+        "inspect it: muster gpus and nvidia-smi -q on {host}; if it happens again, have the GPU replaced",
     ),
 )

@@ -1,4 +1,4 @@
-"""From any error text to its cause: which rules hold, which of them is the first link of the chain."""
+"""Explain an error text: which rules match it, and which of them is the root cause."""
 
 import importlib
 import itertools
@@ -36,7 +36,7 @@ def all_rules() -> tuple[Rule, ...]:
     return tuple(rule for file in files for rule in file.RULES)
 
 
-# Of a log that is longer, only the lines about trouble are read; of too many, the first and the last.
+# In a longer log only lines that look like errors are read; if these are too many, the first and the last.
 _LONGEST = 200_000
 _TROUBLE = re.compile(
     r"error|exception|fail|fatal|warn|kill|signal|time[ds]? ?out|refused|denied|abort|unable|cannot|can't|"
@@ -46,7 +46,7 @@ _TROUBLE = re.compile(
 )
 
 _COLOUR = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-# Some pages and logs keep a colour's end but lose the escape before it.
+# Some pages and logs lose the escape character but keep the rest of a colour sequence.
 _LOST_COLOUR = re.compile(r"\[(?:\d{1,2}(?:;\d{1,3})*)m")
 _TYPOGRAPHY = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "\xa0": " ", "\u200b": ""})
 _LINE_PREFIX = re.compile(
@@ -64,7 +64,7 @@ _LINE_PREFIX = re.compile(
 
 
 def clean_text(text: str) -> str:
-    """Return the text as its programs meant it, line by line."""
+    """Return the text without colours, line prefixes and typographic quotes."""
     text = _shortened(text)
     text = _LOST_COLOUR.sub("", _COLOUR.sub("", text)).translate(_TYPOGRAPHY)
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -81,12 +81,12 @@ def _shortened(text: str) -> str:
 
 
 def unwrap_lines(text: str) -> str:
-    """Return the text without its line ends: a terminal may have broken it in the middle of words."""
+    """Return the text without line breaks: a terminal may have wrapped it in the middle of a word."""
     return re.sub(r"\n[ \t]*", "", text)
 
 
 def line_at(text: str, place: int) -> str:
-    """Return the line of a place in the text, cut where it is very long."""
+    """Return the line at an offset of the text, shortened if it is very long."""
     begin = text.rfind("\n", 0, place) + 1
     end = text.find("\n", place)
     line = text[begin : end if end >= 0 else len(text)]
@@ -96,9 +96,9 @@ def line_at(text: str, place: int) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in line).strip()
 
 
-# A line that warns is often only noise beside an error that comes later.
+# A warning is often only noise when an error follows.
 _WARNING_LINE = re.compile(r"Warning:|\bWARNING\b|\[W[ \d]|^W\d{4} |warnings\.warn\(")
-# Exceptions that torch and its libraries do not raise when a peer is gone: the script's own mistakes.
+# Exceptions that torch and its libraries do not raise when a peer is gone: bugs in the script.
 _OWN_MISTAKE = re.compile(
     r"^[ \t]*(?:(?:Key|Type|Attribute|Index|Assertion|Name|ZeroDivision|Value|UnboundLocal|Syntax|"
     r"Indentation|NotImplemented|Recursion|UnicodeDecode|Unicode|Overflow|Lookup)Error|"
@@ -136,18 +136,18 @@ class _Hit:
 
     @property
     def order(self) -> tuple[int, int]:
-        """What comes first is the cause: by its part in the story, then by its place in the text."""
+        """Return the sort key: the role of the error, then its offset in the text."""
         place = _PLACE_IN_THE_STORY[self.rule.role]
         if self.in_warning:
             place += 1 if self.rule.role is Role.CAUSE else 2
         return (place, self.found.start())
 
 
-def explain_text(text: str, *, host: str = "that machine") -> list[Explanation]:
-    """Return what is known of an error text, the cause first; nothing if it is not known.
+def explain_text(text: str, *, host: str = "that host") -> list[Explanation]:
+    """Return the explanations of an error text, the root cause first; empty if it is unknown.
 
-    The text may be a whole log, of any version and with other things in it. ``host`` is the name by
-    which the answers speak of the machine that it comes from.
+    The text may be a whole log, of any version and with unrelated output. ``host`` is the name that the
+    explanations use for the host it comes from.
     """
     clean = clean_text(text)
     hits = _hits(clean)
@@ -163,7 +163,7 @@ def explain_text(text: str, *, host: str = "that machine") -> list[Explanation]:
 
 
 def own_mistake(text: str) -> str:
-    """Return the first line that reads like an exception of the script's own, else ""."""
+    """Return the first line that looks like an exception of the script itself, else ""."""
     clean = clean_text(text)
     found = _OWN_MISTAKE.search(clean)
     return redact_text(line_at(clean, found.end() - 1)) if found else ""
@@ -195,12 +195,12 @@ def _occurrences(rule: Rule, text: str) -> Iterator[re.Match[str]]:
 
 
 def _explain_line(text: str, found: re.Match[str]) -> str:
-    """Return what the line says before the words and in them."""
+    """Return the line up to the end of the match."""
     return text[text.rfind("\n", 0, found.start()) + 1 : found.end()]
 
 
 def _follows_from_the_script(first: _Hit, text: str) -> bool:
-    """Say whether the best that is known is a lost peer, after a mistake that no rule knows."""
+    """Return whether the best match is only a lost peer, after an exception that no rule knows."""
     if first.rule.role not in (Role.PEER_LATE, Role.PEER_GONE, Role.ASIDE):
         return False
     return bool(_OWN_MISTAKE.search(text, 0, first.found.start()))
@@ -221,7 +221,7 @@ def _explanation(hit: _Hit, text: str, host: str) -> Explanation:
 
 
 def _details(hit: _Hit, text: str) -> dict[str, str]:
-    """Return what the words themselves name, and what else of the text names it."""
+    """Return the details from the match itself, and from the rest of the text."""
     details = dict(_explain_name(hit.found, text))
     for whole in (text, unwrap_lines(text)):
         small = in_small_letters(whole)
@@ -238,21 +238,21 @@ def _explain_name(found: re.Match[str], text: str) -> Iterator[tuple[str, str]]:
 
 
 def _filled(text: str, details: dict[str, str]) -> str:
-    """Put the details in; one that the text did not tell stays a word in capitals to be filled in."""
+    """Fill in the details; one that the text does not contain becomes a placeholder in capitals."""
     return re.sub(
         r"\{([a-z]+)\}", lambda found: details.get(found[1], found[1].upper()), text
     ).strip()
 
 
 _COLLECT = """\
-muster doctor                              # is this machine sound?
-muster check --hosts A,B                   # are the machines, and the ways between them?
+muster doctor                              # is this host healthy?
+muster check --hosts A,B                   # are the hosts and the connections between them?
 TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=WARN TORCH_SHOW_CPP_STACKTRACES=1 muster run train.py
 then look at the log of the rank that failed first: runs/<id>/logs/rank-<n>.log"""
 
 
 def explanations_as_findings(text: str) -> list[Finding]:
-    """Return the findings that explain a text: the cause, then what else was seen; or that it is unknown."""
+    """Return findings for a text: the root cause, then other matches; or one that says it is unknown."""
     if not text.strip():
         return [_silence()]
     explanations = explain_text(text)
@@ -266,16 +266,16 @@ def explanations_as_findings(text: str) -> list[Finding]:
 
 
 def explanation_finding(explanation: Explanation, *, status: Status = Status.WARNING) -> Finding:
-    """Return the finding that says what an explanation says.
+    """Return an explanation as a finding.
 
-    It is no failure: the text was explained, and it is not known whether the fault is still there.
+    It is not a failure: whether the fault still exists is unknown.
     """
     return Finding(
         name=explanation.name,
         status=status,
         what=f"{explanation.name}: {explanation.what}",
         why=explanation.why,
-        fix=f"to make sure:\n{_indented(explanation.confirm)}\nto mend it:\n{_indented(explanation.fix)}",
+        fix=f"to confirm:\n{_indented(explanation.confirm)}\nto fix it:\n{_indented(explanation.fix)}",
         evidence=explanation.evidence,
     )
 
@@ -289,28 +289,28 @@ def _silence() -> Finding:
         name="no-error-text",
         status=Status.NOTE,
         what="there is no text to explain",
-        why="a run that hangs often says nothing: torchrun waits without a word for machines that were not "
-        "started, were told another meeting point, or meet at a port that another program holds",
-        fix="look for what it waits for:\n"
-        "muster check --hosts A,B   # the machines, and the ways between them\n"
-        "or start it so that it says what it waits for:\n"
+        why="a run that hangs often prints nothing: torchrun waits silently for hosts that were not started, "
+        "that have another rendezvous endpoint, or whose rendezvous port is used by another program",
+        fix="find out what it waits for:\n"
+        "muster check --hosts A,B   # the hosts and the connections between them\n"
+        "or start it with a launcher that reports what it waits for:\n"
         "muster run --hosts A,B train.py",
     )
 
 
 def _explain_unknown(text: str) -> Finding:
     mistake = own_mistake(text)
-    why = "none of the known error texts is in it"
+    why = "it contains no known error text"
     if mistake:
         why += (
-            "; the first exception looks like one of the script's own, and errors about lost or late "
-            "ranks after it only follow from it"
+            "; the first exception looks like a bug in the script, and later errors about lost or late "
+            "ranks only follow from it"
         )
     return Finding(
         name="unknown-error",
         status=Status.NOTE,
-        what="unknown: this text is not explained by anything known here",
+        what="unknown: no rule explains this text",
         why=why,
-        fix=f"collect more, from the rank that failed first:\n{_COLLECT}",
+        fix=f"collect more from the rank that failed first:\n{_COLLECT}",
         evidence=mistake,
     )

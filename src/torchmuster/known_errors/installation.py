@@ -1,4 +1,4 @@
-"""Packages: missing, of versions that do not fit, built for another machine."""
+"""Packages that are missing, incompatible or built for another processor."""
 
 from torchmuster.known_errors.rule import Role, Rule
 
@@ -14,10 +14,10 @@ RULES = (
             r"module compiled against (?:API|ABI) version",
             r"numpy\.core\._multiarray_umath failed",
         ),
-        what="a package was built for another version of NumPy than the one installed on {host}",
+        what="a package was built for another NumPy version than the one installed on {host}",
         confirm='python -c "import numpy, torch; print(numpy.__version__, torch.__version__); '
         'torch.zeros(1).numpy()"',
-        fix='python -m pip install "numpy<2"  # or a newer version of the package that complains',
+        fix='python -m pip install "numpy<2"  # or a newer version of the package that reports the error',
     ),
     Rule(
         name="module-missing",
@@ -25,20 +25,20 @@ RULES = (
             r"No module named ['\"]?(?P<module>\w+)(?![\w.])['\"]?",  # runpy leaves out the quotes
         ),
         unless=(r"torch\._C\._distributed_c10d",),
-        what="{module} is not installed in the environment that this rank ran in on {host}",
+        what="{module} is not installed in this rank's Python environment on {host}",
         why="torchrun and ssh may start another Python than your shell does",
         confirm='python -c "import sys; print(sys.executable)"; python -m pip show {module}',
-        fix="python -m pip install {module}  # on {host}; a package's name can differ from its module's",
+        fix="python -m pip install {module}  # on {host}; the package name can differ from the module name",
     ),
     Rule(
         name="module-missing",
         patterns=(r"No module named ['\"]?(?P<package>\w+)\.(?P<part>[\w.]+\w)",),
         unless=(r"torch\._C\._distributed_c10d",),
-        what="{package} on {host} has no part {part}: it is not installed, or is another version",
-        why="parts of a package move between versions; a file of your own with that name hides it, too",
+        what="{package} on {host} has no submodule {part}: not installed, or another version",
+        why="modules move between versions; or a file of yours with the same name hides the package",
         confirm='python -m pip show {package}; python -c "import {package}; print({package}.__file__)"',
         fix="python -m pip install --upgrade {package}\n"
-        "or update the package that asks for {package}.{part}: the traceback names it",
+        "or update the package that imports {package}.{part}: the traceback names it",
     ),
     Rule(
         name="libuv-missing",
@@ -46,8 +46,8 @@ RULES = (
             r"use_libuv was requested but PyTorch was buil[dt] without libuv",
             r"PyTorch was buil[dt] without libuv support",
         ),
-        what="this build of torch lacks libuv, and its store asks for it by default",
-        why="the builds for Windows are so",
+        what="this build of torch has no libuv, which its store uses by default",
+        why="builds for Windows have no libuv",
         confirm='python -c "import torch, sys; print(torch.__version__, sys.platform)"',
         fix="set USE_LIBUV=0 in the environment of the run\n"
         "set USE_LIBUV=0            (cmd)\n"
@@ -69,13 +69,13 @@ RULES = (
             r"compiled with a version of Cuda that does not match",
             r"CUDA version mismatch",
         ),
-        what="the CUDA toolkit on {host} does not fit torch, or is not found, so an extension cannot be built",
-        why="extensions are compiled with nvcc, whose version must be the one of torch's CUDA (the first number at least)",
+        what="the CUDA toolkit on {host} does not match torch, or is not found, so an extension cannot be built",
+        why="extensions are compiled with nvcc, whose version must match torch's CUDA (at least the major version)",
         confirm='nvcc --version; echo "$CUDA_HOME"\npython -c "import torch; print(torch.version.cuda)"',
-        fix="point to the toolkit of torch's version:\nexport CUDA_HOME=/usr/local/cuda-12.4 "
+        fix="use the toolkit that matches torch:\nexport CUDA_HOME=/usr/local/cuda-12.4 "
         "PATH=/usr/local/cuda-12.4/bin:$PATH\n"
         "or install it:\nconda install -c nvidia cuda-toolkit=12.4\n"
-        "DeepSpeed, only if you know they fit:\nexport DS_SKIP_CUDA_CHECK=1",
+        "DeepSpeed, only if you know they are compatible:\nexport DS_SKIP_CUDA_CHECK=1",
     ),
     Rule(
         name="package-version-mismatch",
@@ -100,12 +100,12 @@ RULES = (
             r"was removed in the NumPy 2\.0 release",
         ),
         unless=(r"numpy\.core\.multiarray", r"'torch\._C' has no attribute '_cuda_"),
-        what="packages on {host} are of versions that do not fit each other",
+        what="packages on {host} have incompatible versions",
         why="torchvision, torchaudio and extensions are each built for exactly one torch; names move between versions",
         confirm="python -m pip check\npython -m pip list | grep -i -E 'torch|transformers|accelerate|numpy|triton'",
-        fix="install those that belong together in one command, so that pip chooses fitting versions:\n"
+        fix="install them together in one command, so that pip chooses compatible versions:\n"
         "python -m pip install --upgrade torch torchvision torchaudio\n"
-        "and see that no file of your own has the name of a package",
+        "and make sure that no file of yours has the name of a package",
     ),
     Rule(
         name="illegal-instruction",
@@ -116,10 +116,10 @@ RULES = (
         ),
         unless=(r"an illegal instruction was encountered",),
         role=Role.SYMPTOM,
-        what="a library was built for a newer processor than the one of {host}",
+        what="a library was built for a newer processor than {host} has",
         confirm="lscpu | grep -o -w -E 'avx|avx2|avx512f' | sort -u\n"
-        'python -X faulthandler -c "import torch"   # names the import that dies',
-        fix="install builds made for this processor on {host}: from your distribution or conda, or built here",
+        'python -X faulthandler -c "import torch"   # names the import that crashes',
+        fix="install builds for this processor on {host}: from your distribution, from conda, or built from source",
     ),
     Rule(
         name="segfault",
@@ -133,10 +133,10 @@ RULES = (
         ),
         unless=(r"Bus error", r"could be caused by a segmentation fault"),
         role=Role.SYMPTOM,
-        what="native code touched memory that is not its own: a broken or mismatched extension",
-        confirm="python -X faulthandler train.py   # names the line of Python\n"
+        what="native code accessed invalid memory: a broken or mismatched extension",
+        confirm="python -X faulthandler train.py   # prints the Python line\n"
         "gdb -batch -ex run -ex bt --args python train.py",
-        fix="the stack in its log names the library; reinstall it for this torch and Python\n"
-        "if it is in NCCL or CUDA: the same torch, driver and NCCL on every machine",
+        fix="the stack trace in the log names the library; reinstall it for this torch and Python\n"
+        "if it is in NCCL or CUDA: use the same torch, driver and NCCL on every host",
     ),
 )

@@ -1,4 +1,4 @@
-"""Shared libraries: not found, or not the ones that fit."""
+"""Shared libraries that are missing or incompatible."""
 
 from torchmuster.known_errors.rule import Rule
 
@@ -26,12 +26,12 @@ RULES = (
             r"GLIBC(?:XX)?_",
             r"specified procedure",
         ),
-        what="a library that torch or an extension needs is not found on {host}: {library}",
-        why="the package that brings it is not installed there, is another version, or another folder is searched. "
-        "libcuda.so.1 is part of the driver; on Windows the Visual C++ runtime is often what is missing",
+        what="a library that torch or an extension needs was not found on {host}: {library}",
+        why="its package is not installed there, has another version, or the search path is wrong. libcuda.so.1 is "
+        "part of the driver; on Windows the Visual C++ runtime is often missing",
         confirm="ldconfig -p | grep {library}; python -m pip list | grep -i nvidia\n"
         'echo "$LD_LIBRARY_PATH"',
-        fix="python -m pip install --force-reinstall torch   # brings libcudart, libcublas, libcudnn, libnccl\n"
+        fix="python -m pip install --force-reinstall torch   # includes libcudart, libcublas, libcudnn, libnccl\n"
         "libGL:\nsudo apt-get install -y libgl1 libglib2.0-0\nlibcuda: install the driver\n"
         "Windows: install the Microsoft Visual C++ Redistributable (x64)",
     ),
@@ -47,13 +47,13 @@ RULES = (
             r"procedure entry point[^\n]{0,100}could not be located",
         ),
         unless=(r"undefined symbol: nccl", r"GLIBC(?:XX)?_[\d.]+' not found"),
-        what="a library on {host} does not fit the one that it uses: a symbol is missing ({symbol})",
-        why="an extension was built for another torch (or with another C++ ABI), or LD_LIBRARY_PATH puts another CUDA "
-        "library before the one that torch brings",
+        what="incompatible libraries on {host}: a symbol is missing ({symbol})",
+        why="an extension was built for another torch (or with another C++ ABI), or LD_LIBRARY_PATH loads another CUDA "
+        "library instead of the one shipped with torch",
         confirm='echo "$LD_LIBRARY_PATH"; python -m pip list | grep -i -E "torch|nvidia|flash|deepspeed"\n'
-        "c++filt {symbol}   # what it is",
+        "c++filt {symbol}   # the readable name",
         fix="unset LD_LIBRARY_PATH\n"
-        "rebuild the extension for the torch that is there:\npython -m pip install --no-build-isolation "
+        "rebuild the extension for the installed torch:\npython -m pip install --no-build-isolation "
         "--no-cache-dir --force-reinstall PACKAGE\n"
         "iJIT_NotifyEvent:\nconda install mkl=2024.0",
     ),
@@ -64,8 +64,8 @@ RULES = (
             r"(?P<version>(?:GLIBCXX|CXXABI|GLIBC)_[\d.]+)'? not found",
         ),
         what="a library was built for a newer system than {host}: {version} is missing",
-        why="GLIBCXX comes with gcc's libstdc++, and conda often has a newer one than the system; GLIBC is the system "
-        "itself, and only a newer system or an older build helps",
+        why="GLIBCXX comes with gcc's libstdc++, and conda often has a newer one than the system; GLIBC is part of the "
+        "system, and only a newer system or an older build helps",
         confirm="strings /usr/lib/x86_64-linux-gnu/libstdc++.so.6 | grep GLIBCXX | tail -1; ldd --version | head -1",
         fix="GLIBCXX:\nconda install -c conda-forge libstdcxx-ng\n"
         "export LD_LIBRARY_PATH=$CONDA_PREFIX/lib:$LD_LIBRARY_PATH\n"

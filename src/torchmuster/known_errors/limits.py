@@ -16,10 +16,10 @@ RULES = (
             r"bootstrapping phase",
         ),
         role=Role.SYMPTOM,
-        what="a DataLoader worker was killed, most often because the machine's memory was used up",
+        what="a DataLoader worker was killed, most often because the host ran out of memory",
         confirm="sudo dmesg -T | grep -i 'killed process'\n"
-        "run it once with DataLoader(num_workers=0): an error of the dataset itself then shows",
-        fix="use fewer DataLoader workers, smaller batches or fewer ranks on {host}; or allow the job more: "
+        "run it once with DataLoader(num_workers=0), which shows errors of the dataset itself",
+        fix="use fewer DataLoader workers, smaller batches or fewer ranks on {host}; or raise the job's limit: "
         "Slurm --mem, Kubernetes resources.limits.memory, docker --memory",
     ),
     Rule(
@@ -29,7 +29,7 @@ RULES = (
         why="a sample takes longer than DataLoader(timeout=…), the disk is slow, or a worker hangs on a lock that "
         "was held when it was forked",
         confirm="py-spy dump --pid PID   # of a worker: pgrep -f train.py\niostat -x 2",
-        fix="raise or drop the timeout: DataLoader(timeout=0), and use more workers\n"
+        fix="raise or remove the timeout: DataLoader(timeout=0), and use more workers\n"
         'if a worker hangs: DataLoader(multiprocessing_context="spawn"); OpenCV: cv2.setNumThreads(0)',
     ),
     Rule(
@@ -39,7 +39,7 @@ RULES = (
             r"received \d+ items of ancdata",
             r"\bEMFILE\b|\[Errno 24\]",
         ),
-        what="this rank has as many files and sockets open as it may",
+        what="this rank reached its limit of open files and sockets",
         why="DataLoader workers send tensors as open files; a list of them keeps them open",
         confirm="ulimit -n; ls /proc/PID/fd | wc -l",
         fix="raise the limit on {host} (ulimit -n 65536), or use fewer DataLoader workers\n"
@@ -56,8 +56,8 @@ RULES = (
             r"fork: retry|Cannot fork|can't fork",
             r"unable to allocate necessary resources for OMP thread",
         ),
-        what="no further thread or process may be started on {host}",
-        why="each rank times each worker starts a thread per core, until the user's limit or the container's",
+        what="no more threads or processes can be started on {host}",
+        why="each worker of each rank starts one thread per core, up to the limit of the user or container",
         confirm='ulimit -u; ps -eLf | wc -l; cat /sys/fs/cgroup/pids.max\necho "$OMP_NUM_THREADS"',
         fix="export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1\n"
         "use fewer DataLoader workers, or raise the limit:\nulimit -u 65536\ndocker run --pids-limit=-1 …   # a container",
@@ -80,9 +80,9 @@ RULES = (
             r"multiprocessing/(?:heap|synchronize|shared_memory)|SemLock",
             r"</torch_",
         ),
-        what="a disk that the script writes to is full on {host}, or your share of it is",
+        what="a disk that the script writes to is full on {host}, or your quota is used up",
         confirm="df -h . /tmp ~; df -i .   # space, and number of files\nquota -s",
-        fix="make room: df -h shows which one is full\n"
+        fix="free some space: df -h shows which disk is full\n"
         "write elsewhere:\nexport TMPDIR=/big/tmp HF_HOME=/big/hf",
     ),
     Rule(
@@ -101,11 +101,11 @@ RULES = (
             r"operation not permitted when",
             r"shared memory",
         ),
-        what="this user may not read or write a file or device on {host}",
-        why="on clusters it is often a cache or folder that another user, or root in a container, made first",
+        what="this user is not allowed to read or write a file or device on {host}",
+        why="on clusters it is often a cache or folder created by another user, or by root in a container",
         confirm="id; ls -ld {path}",
-        fix="write where you may:\nexport HF_HOME=$HOME/hf TORCH_HOME=$HOME/torch TMPDIR=$HOME/tmp\n"
-        "sudo chown -R $USER {path}   # if it should be yours\n"
+        fix="write to your own folders:\nexport HF_HOME=$HOME/hf TORCH_HOME=$HOME/torch TMPDIR=$HOME/tmp\n"
+        "sudo chown -R $USER {path}   # if it should belong to you\n"
         "Docker:\nsudo usermod -aG docker $USER   # then log in again",
     ),
     Rule(
@@ -123,10 +123,10 @@ RULES = (
             r"</torch_",
             r"multiprocessing/(?:connection|resource_sharer|reduction)",
         ),
-        what="{path} does not exist on {host}; every machine needs its own copy or a shared disk",
-        why="the path is written for another machine or folder, or another rank has not finished making it",
-        confirm="ls -l {path}   # on every machine; pwd there shows where relative paths begin",
-        fix="copy it to {host}, or give the path as it is there\n"
-        "if rank 0 makes it: torch.distributed.barrier() before the others open it",
+        what="{path} does not exist on {host}; every host needs its own copy or a shared disk",
+        why="the path is for another host or folder, or another rank has not finished creating it",
+        confirm="ls -l {path}   # on every host; relative paths start at pwd",
+        fix="copy it to {host}, or use the path that is valid there\n"
+        "if rank 0 creates it: torch.distributed.barrier() before the others open it",
     ),
 )

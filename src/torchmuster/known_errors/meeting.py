@@ -1,4 +1,4 @@
-"""Ports, the agents' rendezvous and the ranks' store: where the parts of a job meet."""
+"""Ports, the agents' rendezvous and the ranks' store."""
 
 from torchmuster.known_errors.rule import Role, Rule
 
@@ -16,18 +16,18 @@ _ENDPOINT = (
 _AGENTS = r"Rendezvous(?:Timeout|Connection)Error|static_tcp_rendezvous|c10d_rendezvous_backend"
 _AGENTS_PORT = r"connect to \([\w.:-]+, 29400\)|\]:29400\b"
 _OPEN_THE_WAY = (
-    "start the first machine first, and let every machine use an address of it that they can reach, not a "
-    "name that means 127.0.1.1 there\n"
+    "start the first host first, and give all hosts an address of it that they can reach, not a name that "
+    "resolves to 127.0.1.1 there\n"
     "open the port on {address}:\n"
     "sudo ufw allow {port}/tcp  # or: sudo firewall-cmd --add-port={port}/tcp\n"
-    "or let muster settle the meeting itself:\n"
+    "or let muster run set up the rendezvous:\n"
     "muster run --hosts {address},OTHER train.py"
 )
 _TRY_THE_WAY = (
-    "nc -vz {address} {port}   # from the machine that failed: timed out, refused, or open?\n"
+    "nc -vz {address} {port}   # from the host that failed: timed out, refused, or open?\n"
     "muster check --hosts {address},OTHER"
 )
-_LOOK_AT_PEERS = "look at the other ranks' logs: the one that went first is the cause"
+_LOOK_AT_PEERS = "see the other ranks' logs: the rank that failed first is the cause"
 
 RULES = (
     Rule(
@@ -49,14 +49,14 @@ RULES = (
             r"WinError 100(?:13|49)",
         ),
         details=_PORT,
-        what="the port that is to be opened is in use by another program",
-        why="often it is an earlier run that has not ended, or two jobs that both take the default port",
-        confirm="ss -ltnp 'sport = :{port}'   # who has it; Windows: netstat -ano | findstr :{port}",
-        fix="see who has it, and end it if it is a left-over: ss -ltnp\n"
-        "or take another port:\n"
-        "torchrun --master-port 29501 train.py\ntorchrun --standalone train.py   # on one machine\n"
-        "or leave the port to the launcher:\n"
-        "muster run train.py\nmuster run --hosts A,B train.py   # on several machines",
+        what="the port is already in use by another program",
+        why="often by an earlier run that is still running, or two jobs use the same default port",
+        confirm="ss -ltnp 'sport = :{port}'   # which process has it; Windows: netstat -ano | findstr :{port}",
+        fix="find the process, and kill it if it is left over: ss -ltnp\n"
+        "or use another port:\n"
+        "torchrun --master-port 29501 train.py\ntorchrun --standalone train.py   # on one host\n"
+        "or let the launcher choose the port:\n"
+        "muster run train.py\nmuster run --hosts A,B train.py   # on several hosts",
     ),
     Rule(
         name="address-not-local",
@@ -67,11 +67,11 @@ RULES = (
             r"errno: 99\b|\[Errno (?:99|49)\]",
         ),
         details=(r"\[(?P<address>[\w.:-]+)\]:\d+",),
-        what="a program was told to use an address that {host} does not have",
-        why="the first machine opens the port at MASTER_ADDR; if that is another machine's address, an outside "
-        "one behind NAT, or a name with an IPv6 address that is not set up, it cannot",
-        confirm="ip -brief address   # is {address} there? Windows: ipconfig",
-        fix="let MASTER_ADDR or --rdzv-endpoint be an address of the machine with rank 0, as the others see it",
+        what="a program tried to use an address that {host} does not have",
+        why="the first host opens the port at MASTER_ADDR; this fails if that is the address of another host, a "
+        "public address behind NAT, or a name with an IPv6 address that is not configured",
+        confirm="ip -brief address   # is {address} listed? Windows: ipconfig",
+        fix="set MASTER_ADDR or --rdzv-endpoint to an address of rank 0's host that the other hosts can reach",
     ),
     Rule(
         name="port-not-permitted",
@@ -82,8 +82,8 @@ RULES = (
             r"\.bind\([^\n]*\n(?:[^\n]*\n){0,2}?PermissionError: \[Errno 13\]",
         ),
         details=_PORT,
-        what="port {port} may not be opened by this user or program",
-        why="ports below 1024 are for root; Windows keeps whole ranges of ports for itself",
+        what="this user or program is not allowed to open port {port}",
+        why="ports below 1024 need root; Windows reserves ranges of ports",
         confirm="netsh interface ipv4 show excludedportrange protocol=tcp   # Windows\n"
         "sysctl net.ipv4.ip_unprivileged_port_start                # Linux: ports below it need root",
         fix="torchrun --master-port 29501 train.py   # another port",
@@ -92,9 +92,9 @@ RULES = (
         name="rendezvous-timeout",
         patterns=(r"The connection to etcd has failed", r"etcd\.EtcdConnectionFailed"),
         role=Role.CAUSE,
-        what="the etcd server at which the agents meet does not answer",
+        what="the etcd server of the rendezvous does not answer",
         confirm="curl http://HOST:2379/health",
-        fix="start it, or see its log; torch speaks the API of version 2:\n"
+        fix="start it, or see its log; torch uses the v2 API:\n"
         "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 --advertise-client-urls http://HOST:2379",
     ),
     Rule(
@@ -111,10 +111,10 @@ RULES = (
         unless=(r"gai error|gaierror|Name or service not known", r"No route to host"),
         details=_ENDPOINT,
         role=Role.PEER_LATE,
-        what="the machines did not all come to the meeting point in time, or cannot reach it",
-        why="torchrun's agents meet at the endpoint, port 29400 unless told otherwise. It is blocked or closed, "
-        "the first machine was not started or does not recognise the endpoint as itself (its host name "
-        "means 127.0.1.1), or the machines were given different --nnodes, --rdzv-id or endpoints",
+        what="not all hosts joined the rendezvous in time, or they cannot reach it",
+        why="torchrun's agents meet at the rendezvous endpoint, by default port 29400. It is blocked or closed, the "
+        "first host was not started or does not recognise the endpoint as its own (its host name resolves to "
+        "127.0.1.1), or the hosts have different --nnodes, --rdzv-id or endpoints",
         confirm=_TRY_THE_WAY,
         fix=_OPEN_THE_WAY,
     ),
@@ -123,19 +123,19 @@ RULES = (
         patterns=(r"error of type Rendezvous(?:Timeout|Connection)Error",),
         details=_ENDPOINT,
         role=Role.ASIDE,
-        what="an agent can no longer reach the meeting point",
-        why="the machine that held it has ended or is cut off; what ended it is in its own log",
+        what="an agent can no longer reach the rendezvous endpoint",
+        why="the agent on the host of the endpoint exited or is unreachable; the cause is in its log",
         confirm=_TRY_THE_WAY,
-        fix="look at the log of the first machine: what it ended with is the cause",
+        fix="see the end of the first host's log: that is the cause",
     ),
     Rule(
         name="rendezvous-closed",
         patterns=(r"(?<!of.type.)\bRendezvousClosedError",),
         role=Role.PEER_GONE,
-        what="a machine came to the meeting after the run was over",
-        why="the others have finished or failed, or an earlier run with the same id is still remembered",
-        confirm="look at the other machines' logs: when, and of what, did they end?",
-        fix="start all machines again, with an id of its own for every run (the same on all machines):\n"
+        what="a host joined the rendezvous after the run was over",
+        why="the other hosts finished or failed, or the rendezvous still has the state of an earlier run with the same id",
+        confirm="see the other hosts' logs: when and why did they exit?",
+        fix="restart all hosts, with a new id for every run (the same on all hosts):\n"
         "torchrun --rdzv-id run-2 train.py",
     ),
     Rule(
@@ -161,8 +161,8 @@ RULES = (
         details=_ENDPOINT,
         role=Role.PEER_LATE,
         what="a rank could not connect to the store at {address}, port {port}, in time",
-        why="rank 0 opens MASTER_PORT at MASTER_ADDR. It was not started, or ended, or listens at another "
-        "address; or a firewall throws the packets away",
+        why="rank 0 opens MASTER_PORT at MASTER_ADDR. It was not started, exited, or listens at another address; or "
+        "a firewall drops the packets",
         confirm=_TRY_THE_WAY,
         fix=_OPEN_THE_WAY,
     ),
@@ -180,10 +180,10 @@ RULES = (
         ),
         unless=(r"store->get\([^)]*\)…(?:Connection reset|Broken pipe)",),
         role=Role.PEER_LATE,
-        what="the store was reached, but another rank did not come to it in time",
-        why="it ended before, hangs, is still at work on something else, or its machine cannot reach this one",
-        confirm="look at the other ranks' logs: which one is missing, and what did it do last?\n"
-        "muster check --hosts A,B   # can all machines reach each other on all ports?",
+        what="the store was reached, but another rank did not connect to it in time",
+        why="that rank exited, hangs, is still busy with something else, or its host cannot reach this one",
+        confirm="see the other ranks' logs: which one is missing, and what did it do last?\n"
+        "muster check --hosts A,B   # can all hosts reach each other on all ports?",
         fix=f"{_LOOK_AT_PEERS}\n"
         "if one is only slow: init_process_group(timeout=timedelta(minutes=30))",
     ),
@@ -196,16 +196,16 @@ RULES = (
         ),
         details=(r"(?P<address>127\.[\d.]+\d)",),
         role=Role.PEER_GONE,
-        what="a rank was told to connect to {address}, which on every machine is that machine itself",
-        why="the name of a machine means a loopback address on it (a line 127.0.1.1 in /etc/hosts), so it told the "
-        "others that address. Where all ranks are on one machine, the other rank ended before instead",
-        confirm='getent hosts "$(hostname)"   # on every machine; must not be 127.…\n'
-        "ip route get ADDRESS-OF-ANOTHER-MACHINE   # shows the right interface after dev",
-        fix="export GLOO_SOCKET_IFNAME=IFACE NCCL_SOCKET_IFNAME=IFACE   # the interface to the other machines\n"
+        what="a rank tried to connect to {address}, which is the loopback address of every host",
+        why="the name of a host resolves to a loopback address on it (a line 127.0.1.1 in /etc/hosts), so it sent that "
+        "address to the others. If all ranks are on one host, the other rank exited before instead",
+        confirm='getent hosts "$(hostname)"   # on every host; must not be 127.…\n'
+        "ip route get ADDRESS-OF-ANOTHER-HOST   # shows the right interface after dev",
+        fix="export GLOO_SOCKET_IFNAME=IFACE NCCL_SOCKET_IFNAME=IFACE   # the interface to the other hosts\n"
         "torchrun --local-addr OWN-ADDRESS --rdzv-conf is_host=true …    # is_host=false on all but the first\n"
-        "or mend it for good: let the name mean the real address in /etc/hosts, which this gives the lines for:\n"
-        "muster doctor --only names   # on every machine\n"
-        "or use what does not depend on it:\n"
+        "or fix it permanently: map the name to the real address in /etc/hosts. This prints the lines:\n"
+        "muster doctor --only names   # on every host\n"
+        "or use a launcher that does not depend on host names:\n"
         "muster run --hosts A,B train.py",
     ),
     Rule(
@@ -225,11 +225,11 @@ RULES = (
         ),
         details=_ENDPOINT,
         role=Role.PEER_GONE,
-        what="nobody listens at the store's address, {address}, port {port}: the connection was refused",
-        why="rank 0 was not started yet, has ended, or opened its port at another address or number",
-        confirm="ss -ltn 'sport = :{port}'   # on the machine of rank 0, while the others try\n"
-        "nc -vz {address} {port}      # from the machine that failed",
+        what="nothing listens at the store's address, {address}, port {port}: the connection was refused",
+        why="rank 0 has not started yet, has exited, or listens at another address or port",
+        confirm="ss -ltn 'sport = :{port}'   # on rank 0's host, while the others try to connect\n"
+        "nc -vz {address} {port}      # from the host that failed",
         fix="start rank 0 first, and give all ranks the same MASTER_ADDR and MASTER_PORT\n"
-        f"if rank 0 has ended: {_LOOK_AT_PEERS}",
+        f"if rank 0 has exited: {_LOOK_AT_PEERS}",
     ),
 )

@@ -1,14 +1,14 @@
-"""Memory: of the GPU, of the machine, and shared between processes."""
+"""GPU memory, host memory and shared memory."""
 
 from torchmuster.known_errors.rule import Role, Rule
 
 _LESS_MEMORY = (
-    "use fewer DataLoader workers, smaller batches or fewer ranks on {host}; or allow the job more: "
+    "use fewer DataLoader workers, smaller batches or fewer ranks on {host}; or raise the job's limit: "
     "Slurm --mem, Kubernetes resources.limits.memory, docker --memory"
 )
 _WHO_WAS_KILLED = (
     "sudo dmesg -T | grep -i -E 'out of memory|oom-kill|killed process'\n"
-    "free -g; cat /sys/fs/cgroup/memory.events   # oom_kill above 0: its own limit"
+    "free -g; cat /sys/fs/cgroup/memory.events   # oom_kill above 0: the job's own limit"
 )
 
 RULES = (
@@ -34,9 +34,9 @@ RULES = (
             r"Free memory on device[^\n]{0,80}is less than desired",
             r"No available memory for the cache blocks",
         ),
-        what="the GPU has no memory left for what this step needs",
-        why="the model's weights, gradients, optimiser and activations, or another process, fill it",
-        confirm="nvidia-smi   # who uses it? muster gpus names the owners\n"
+        what="the GPU has not enough free memory for this step",
+        why="the model's weights, gradients, optimiser state and activations, or another process, use it",
+        confirm="nvidia-smi   # who uses it? muster gpus shows the owners\n"
         "print(torch.cuda.memory_summary())   # before the step that failed",
         fix="use a smaller batch with gradient accumulation, bf16, activation checkpointing or FSDP; "
         "see who else uses the GPU: muster gpus\n"
@@ -71,9 +71,9 @@ RULES = (
             r"RLIMIT_MEMLOCK|cudaHostRegister",
             r"shared memory \(shm\)|unable to mmap [^\n]*/torch_",
         ),
-        what="the machine, or this job's share of it, has no memory left",
-        why="each rank loads its own copy of the model, and each DataLoader worker has its own copy of what the "
-        "dataset holds",
+        what="the host, or this job's memory limit, has no memory left",
+        why="each rank loads its own copy of the model, and each DataLoader worker its own copy of the "
+        "dataset's contents",
         confirm=_WHO_WAS_KILLED,
         fix=f"{_LESS_MEMORY}\nload models without a copy per rank: torch.load(…, mmap=True)",
     ),
@@ -96,9 +96,9 @@ RULES = (
         ),
         unless=(r"oom_kill event|oom-kill|Out of memory: Kill|OOMKilled",),
         role=Role.SYMPTOM,
-        what="a process was killed from outside (SIGKILL), and nothing says by whom",
-        why="most often by the kernel because the machine's memory, or the job's share, was used up; else by a "
-        "scheduler's limit or by somebody's kill -9",
+        what="a process was killed by SIGKILL; the text does not say by whom",
+        why="most often by the kernel because the host or the job ran out of memory; else by a scheduler's limit "
+        "or by a user's kill -9",
         confirm=_WHO_WAS_KILLED,
         fix=f"if it was memory: {_LESS_MEMORY}\n"
         "else ask the scheduler: sacct -j JOB --format=State,ExitCode,MaxRSS,ReqMem",
@@ -125,12 +125,12 @@ RULES = (
             r"shm_?open[^\n]{0,40}fail",
         ),
         unless=(r"Too many open files",),
-        what="shared memory (/dev/shm) is full; DataLoader workers hand their batches over in it, and NCCL uses it too",
-        why="containers get 64 MB of it unless told otherwise",
-        confirm="df -h /dev/shm; ls -l /dev/shm   # full, or with left-overs of dead runs?",
+        what="shared memory (/dev/shm) is full; DataLoader workers pass batches through it, and NCCL uses it too",
+        why="containers get 64 MB of it by default",
+        confirm="df -h /dev/shm; ls -l /dev/shm   # full, or with files of dead runs?",
         fix="give it more shared memory:\ndocker run --shm-size=8g …   # or --ipc=host\nin Kubernetes an emptyDir "
         "of medium Memory at /dev/shm; or use DataLoader(num_workers=0)\n"
-        "on a machine of your own:\nsudo mount -o remount,size=90% /dev/shm",
+        "on your own host:\nsudo mount -o remount,size=90% /dev/shm",
     ),
     Rule(
         name="pinned-memory",
@@ -147,10 +147,10 @@ RULES = (
             r"cudaMallocHost[^\n]{0,40}(?:fail|error)",
         ),
         what="memory could not be pinned (locked) on {host}",
-        why="locked memory is limited for this user, WSL2 allows only part of the memory, or the tensor is on the GPU "
-        "already",
+        why="locked memory is limited for this user, WSL2 allows only part of the memory, or the tensor is already "
+        "on the GPU",
         confirm="ulimit -l   # unlimited?\nfree -g",
         fix="ulimit -l unlimited\ndocker run --ulimit memlock=-1 …   # a container\n"
-        "or do without: DataLoader(pin_memory=False)",
+        "or disable it: DataLoader(pin_memory=False)",
     ),
 )

@@ -1,9 +1,9 @@
-"""NCCL: what it says itself, and what torch makes of it."""
+"""NCCL errors, and how torch reports them."""
 
 from torchmuster.known_errors.rule import Role, Rule
 
 _SAY_MORE = "NCCL_DEBUG=WARN muster run train.py   # NCCL then names the cause in this rank's log"
-_LOCAL_GPU = 'let each rank take its own GPU: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+_LOCAL_GPU = 'let each rank use its own GPU: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
 _NETWORK_SAYS = (
     r"Connection (?:reset|closed|refused|timed out)",
     r"Broken pipe",
@@ -43,16 +43,16 @@ RULES = (
             r"Bootstrap ?: [^\n]{0,20}no [^\n]{0,20}interface",
             r"NET/Socket ?: No interface",
         ),
-        what="NCCL finds no network interface on {host} that it may use",
-        why="NCCL_SOCKET_IFNAME names an interface that is not there, or one without an address",
+        what="NCCL finds no usable network interface on {host}",
+        why="NCCL_SOCKET_IFNAME names an interface that does not exist or has no address",
         confirm="ip -brief address; env | grep NCCL_SOCKET_IFNAME",
-        fix="unset NCCL_SOCKET_IFNAME\nor name one that every machine has:\nexport NCCL_SOCKET_IFNAME=eth0",
+        fix="unset NCCL_SOCKET_IFNAME\nor name one that every host has:\nexport NCCL_SOCKET_IFNAME=eth0",
     ),
     Rule(
         name="duplicate-gpu",
         patterns=(r"Duplicate GPU detected",),
-        what="two ranks use the same GPU, which NCCL does not do",
-        why="every rank takes GPU 0 unless told otherwise, and more ranks than GPUs cannot work",
+        what="two ranks use the same GPU, which NCCL does not support",
+        why="every rank uses GPU 0 by default, and NCCL needs one GPU per rank",
         confirm="nvidia-smi   # one process of the run per GPU?\nmuster gpus",
         fix=f"{_LOCAL_GPU}\nstart no more ranks than GPUs:\ntorchrun --nproc-per-node gpu …",
     ),
@@ -62,10 +62,10 @@ RULES = (
             r"ProcessGroupNCCL is only supported with GPUs",
             r"NCCL backend[^\n]{0,40}(?:requires|needs)[^\n]{0,20}GPU",
         ),
-        what='the script asks for the backend "nccl", which needs NVIDIA GPUs, and this rank sees none',
+        what='the script requests the backend "nccl", which needs NVIDIA GPUs, and this rank sees none',
         confirm='nvidia-smi -L; echo "$CUDA_VISIBLE_DEVICES"\n'
         'python -c "import torch; print(torch.cuda.device_count())"',
-        fix='init_process_group()  # without a name torch takes what fits; or "gloo" for the CPU',
+        fix='init_process_group()  # without a name torch chooses the backend; or "gloo" for the CPU',
     ),
     Rule(
         name="nccl-not-built",
@@ -76,11 +76,11 @@ RULES = (
             r"ProcessGroupNCCL is not available|NCCL is not available",
             r"NCCL[^\n]{0,40}not (?:supported|available) (?:on|for|in)",
         ),
-        what='the script asks for the backend "nccl", which needs NVIDIA GPUs and a torch built for them; the torch '
-        "on {host} is not",
-        why="the builds for the CPU, for Windows and for macOS have no NCCL",
+        what='the script requests the backend "nccl", which needs NVIDIA GPUs and a CUDA build of torch; the torch '
+        "on {host} is not one",
+        why="builds for the CPU, Windows and macOS have no NCCL",
         confirm='python -c "import torch; print(torch.__version__, torch.distributed.is_nccl_available())"',
-        fix='init_process_group()  # without a name torch takes what fits; or "gloo"\n'
+        fix='init_process_group()  # without a name torch chooses the backend; or "gloo"\n'
         "or install a CUDA build of torch on {host} (Linux)",
     ),
     Rule(
@@ -91,12 +91,12 @@ RULES = (
             r"NCCL version mismatch|different (?:versions of NCCL|NCCL versions)",
             r"NCCL[^\n]{0,60}incompatible with[^\n]{0,40}version",
         ),
-        what="NCCL libraries of different versions meet: on two machines, or in one process",
-        why="LD_LIBRARY_PATH, LD_PRELOAD or conda put another libnccl before the one that torch brings",
-        confirm='python -c "import torch; print(torch.cuda.nccl.version())"   # the same on every machine?\n'
+        what="NCCL libraries of different versions are used together: on two hosts, or in one process",
+        why="LD_LIBRARY_PATH, LD_PRELOAD or conda load another libnccl instead of the one shipped with torch",
+        confirm='python -c "import torch; print(torch.cuda.nccl.version())"   # the same on every host?\n'
         "ldconfig -p | grep nccl; echo $LD_LIBRARY_PATH $LD_PRELOAD; pip list | grep nccl",
         fix="unset LD_PRELOAD; unset LD_LIBRARY_PATH\n"
-        "python -m pip install --force-reinstall torch   # the same version on every machine",
+        "python -m pip install --force-reinstall torch   # the same version on every host",
     ),
     Rule(
         name="peer-access",
@@ -112,9 +112,9 @@ RULES = (
             r"transport/p2p\.cc:\d+ NCCL WARN(?! Cuda failure[^\n]{0,20}out of memory)",
             r"CUMEM[^\n]{0,60}(?:fail|error)",
         ),
-        what="two GPUs of {host} cannot reach each other's memory directly",
-        why="consumer cards have no peer access, virtual machines and IOMMU (ACS) break it, and containers may keep "
-        "processes from sharing memory",
+        what="two GPUs of {host} cannot access each other's memory directly (P2P)",
+        why="consumer GPUs have no peer access, virtual machines and IOMMU (ACS) break it, and containers may "
+        "prevent processes from sharing memory",
         confirm="nvidia-smi topo -p2p r   # OK, or not supported?",
         fix="export NCCL_P2P_DISABLE=1\n"
         "in a container:\ndocker run --ipc=host …\n"
@@ -137,10 +137,10 @@ RULES = (
         why="a link is down or lossy, the GID index is wrong (RoCE), or locked memory is limited",
         confirm="ibstat; ibv_devinfo   # State: Active, Physical state: LinkUp?\n"
         "ulimit -l             # unlimited?",
-        fix="RoCE:\nexport NCCL_IB_GID_INDEX=3   # show_gids tells the number\n"
-        "choose the card:\nexport NCCL_IB_HCA=mlx5_0\n"
+        fix="RoCE:\nexport NCCL_IB_GID_INDEX=3   # show_gids prints the index\n"
+        "choose the adapter:\nexport NCCL_IB_HCA=mlx5_0\n"
         "allow locked memory:\nulimit -l unlimited\n"
-        "to go on without it:\nexport NCCL_IB_DISABLE=1",
+        "to continue without it:\nexport NCCL_IB_DISABLE=1",
     ),
     Rule(
         name="backend-device-mismatch",
@@ -152,10 +152,10 @@ RULES = (
             r"does not support (?:allreduce|\w+) on (?:cpu|cuda|mps) tensors",
             r"input tensor must be (?:CUDA|a CUDA tensor|on GPU)",
         ),
-        what="a tensor is on a device that the group's backend cannot carry",
-        why="nccl carries tensors on GPUs only, gloo those on the CPU (and few operations on GPUs)",
+        what="a tensor is on a device that the process group's backend does not support",
+        why="nccl supports GPU tensors only, gloo CPU tensors (and few operations on GPUs)",
         confirm="print(torch.distributed.get_backend(), tensor.device)   # before the call that failed",
-        fix='have both: init_process_group("cpu:gloo,cuda:nccl")\n'
+        fix='use both: init_process_group("cpu:gloo,cuda:nccl")\n'
         "or move the tensor first: tensor.to(f\"cuda:{os.environ['LOCAL_RANK']}\")",
     ),
     Rule(
@@ -163,11 +163,11 @@ RULES = (
         patterns=(r"unhandled cuda error", r"ncclUnhandledCudaError", r"NCCL WARN Cuda failure"),
         unless=_CUDA_SAYS,
         role=Role.SYMPTOM,
-        what="a CUDA call inside NCCL failed; torch hides which",
-        why="frequent: a driver too old for this NCCL, GPUs of other containers, no memory left, broken peer access",
+        what="a CUDA call inside NCCL failed; torch does not report which",
+        why="common causes: a driver too old for this NCCL, GPUs of other containers, no free memory, broken P2P access",
         confirm=_SAY_MORE,
-        fix="act on the line 'NCCL WARN Cuda failure …'; paste it here\n"
-        "if it speaks of peers or IPC:\nexport NCCL_P2P_DISABLE=1",
+        fix="see the line 'NCCL WARN Cuda failure …', and pass it to muster doctor --explain\n"
+        "if it mentions peers or IPC:\nexport NCCL_P2P_DISABLE=1",
     ),
     Rule(
         name="nccl-system-error",
@@ -178,11 +178,11 @@ RULES = (
         ),
         unless=_ELSE_SAYS,
         role=Role.SYMPTOM,
-        what="a system call inside NCCL failed: a socket, memory or a library; torch hides which",
-        why="frequent: an interface that others cannot reach, a firewall, a full /dev/shm, too few open files",
+        what="a system call inside NCCL failed (socket, memory or library); torch does not report which",
+        why="common causes: an interface that other hosts cannot reach, a firewall, a full /dev/shm, the open-file limit",
         confirm=_SAY_MORE,
-        fix="act on the line 'NCCL WARN …'; paste it here\n"
-        "muster check --hosts A,B   # tries all ways between the machines",
+        fix="see the line 'NCCL WARN …', and pass it to muster doctor --explain\n"
+        "muster check --hosts A,B   # tests all connections between the hosts",
     ),
     Rule(
         name="nccl-system-error",
@@ -195,11 +195,11 @@ RULES = (
         unless=(r"No route to host", r"client socket has", r"gloo", r"ncclRemoteError"),
         role=Role.SYMPTOM,
         what="NCCL could not connect to another rank",
-        why="it took an interface that the other machine cannot reach (docker0, lo), a firewall is between them, or "
-        "the other rank had ended",
+        why="it chose an interface that the other host cannot reach (docker0, lo), a firewall is between them, or "
+        "the other rank had exited",
         confirm="NCCL_DEBUG=INFO muster run train.py 2>&1 | grep 'NET/Socket : Using'   # which interface?",
         fix="export NCCL_SOCKET_IFNAME=IFACE   # as `ip route get OTHER-ADDRESS` shows it after dev\n"
-        "allow all TCP ports between the machines:\nsudo ufw allow from OTHER-ADDRESS",
+        "allow all TCP ports between the hosts:\nsudo ufw allow from OTHER-ADDRESS",
     ),
     Rule(
         name="nccl-internal-error",
@@ -211,10 +211,10 @@ RULES = (
         ),
         unless=(*_ELSE_SAYS, *_CUDA_SAYS),
         role=Role.SYMPTOM,
-        what="NCCL failed inside; torch hides what it said",
-        why="frequent: containers without the whole of /sys, a virtual machine's topology, mixed NCCL versions",
+        what="NCCL reported an internal error; torch does not show its message",
+        why="common causes: containers with a partial /sys, the topology of a virtual machine, mixed NCCL versions",
         confirm=_SAY_MORE,
-        fix="act on the line 'NCCL WARN …'; paste it here",
+        fix="see the line 'NCCL WARN …', and pass it to muster doctor --explain",
     ),
     Rule(
         name="nccl-invalid-usage",
@@ -227,8 +227,8 @@ RULES = (
         ),
         unless=(r"Duplicate GPU detected", *_CUDA_SAYS),
         role=Role.SYMPTOM,
-        what="NCCL was called in a way that cannot work; most often two ranks have the same GPU",
-        why="every rank takes GPU 0 unless told otherwise",
+        what="NCCL was called with invalid arguments; most often two ranks have the same GPU",
+        why="every rank uses GPU 0 by default",
         confirm=f"nvidia-smi   # one process of the run per GPU?\n{_SAY_MORE}",
         fix=f"{_LOCAL_GPU}\nstart no more ranks than GPUs:\ntorchrun --nproc-per-node gpu …",
     ),

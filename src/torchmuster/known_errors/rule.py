@@ -1,4 +1,4 @@
-"""A rule: the words by which an error is known, what they mean, how to make sure, how to mend it."""
+"""A rule: the patterns of an error, what it means, how to confirm it and how to fix it."""
 
 import enum
 import re
@@ -8,25 +8,25 @@ from functools import cache
 
 
 class Role(enum.IntEnum):
-    """What an error is in the story that a log tells; the earlier ones explain the later ones."""
+    """The role of an error in a log; lower values explain higher ones."""
 
     CAUSE = 0  # it names what went wrong
-    SYMPTOM = 1  # something went wrong in this process, and the words do not say what
-    PEER_LATE = 2  # another rank or machine did not come to a meeting or an operation in time
-    PEER_GONE = 3  # another rank or machine went away, or was never there
-    ASIDE = 4  # said in passing; it counts only where there is nothing else
+    SYMPTOM = 1  # something failed in this process, and the text does not say what
+    PEER_LATE = 2  # another rank or host did not reach a rendezvous or a collective in time
+    PEER_GONE = 3  # another rank or host exited, or was never there
+    ASIDE = 4  # incidental; it counts only if there is nothing else
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One way in which an error is worded. Several rules may have one name: the same cause, another fix.
+    """One wording of an error. Several rules may share a name: the same cause, another fix.
 
-    In a pattern a blank stands for any white space, line ends too, and ``…`` for anything not too long;
-    case does not matter. Groups are details: ``(?P<port>…)`` is put where the texts say ``{port}``, and
-    ``details`` are searched for more of them in the whole text. What a group takes ends in commands
-    that people copy, so groups take plain characters only. ``{host}`` is the machine.
+    In a pattern a blank matches any whitespace, including line breaks, and ``…`` matches up to 400
+    characters; case does not matter. Groups are details: ``(?P<port>…)`` fills ``{port}`` in the texts,
+    and ``details`` are further patterns, searched for in the whole text. Users copy commands that contain
+    what a group matched, so groups match plain characters only. ``{host}`` is the host.
 
-    ``unless`` are words beside which the rule does not hold, because they say what the cause is.
+    ``unless`` are patterns that disable the rule, because they name the cause.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Rule:
 
 @cache
 def expression(pattern: str) -> re.Pattern[str]:
-    """Return what finds a pattern in a text of small letters. Compiled on first use."""
+    """Return the compiled regular expression of a pattern, for lower-case text."""
     return re.compile(_in_small_letters(_spelled_out(pattern)), re.MULTILINE)
 
 
 def in_small_letters(text: str) -> str:
-    """Return the text in small letters, each in its old place; so searched, it is many times faster."""
+    """Return the text in lower case, without moving any character; this makes searches much faster."""
     return text.translate(_SMALL)
 
 
@@ -60,7 +60,7 @@ def _spelled_out(pattern: str) -> str:
 
 
 def _in_small_letters(pattern: str) -> str:
-    r"""Leave the letters of the language of patterns as they are: ``\S``, ``(?P<``."""
+    r"""Return the pattern in lower case, except regular expression syntax such as ``\S`` and ``(?P<``."""
     return re.sub(
         r"\\.|\(\?P|[A-Z]",
         lambda found: found[0].lower() if len(found[0]) == 1 else found[0],

@@ -1,4 +1,4 @@
-"""How a script uses torch.distributed and its processes."""
+"""Errors in how a script uses torch.distributed and processes."""
 
 from torchmuster.known_errors.rule import Rule
 
@@ -10,7 +10,7 @@ RULES = (
             r"parameters that were not used in producing the loss",
             r"Parameter indices which did not receive grad",
         ),
-        what="some parameters took no part in the loss, and DDP waits for their gradients",
+        what="some parameters do not contribute to the loss, and DDP waits for their gradients",
         confirm="TORCH_DISTRIBUTED_DEBUG=DETAIL muster run train.py   # names the parameters",
         fix="DistributedDataParallel(model, find_unused_parameters=True), or use every parameter",
     ),
@@ -20,7 +20,7 @@ RULES = (
             r"Expected to mark a variable ready only once",
             r"has been marked as ready twice",
         ),
-        what="a parameter's gradient came twice in one backward pass of DDP",
+        what="DDP received a parameter's gradient twice in one backward pass",
         why="it is used in several passes before one backward, or activation checkpointing runs the same layer again",
         confirm="TORCH_DISTRIBUTED_DEBUG=DETAIL muster run train.py   # names the parameter",
         fix="checkpoint(…, use_reentrant=False), without find_unused_parameters\n"
@@ -44,7 +44,7 @@ RULES = (
         why="only some ranks take a branch, batches have different lengths, or the models differ between ranks",
         confirm="TORCH_DISTRIBUTED_DEBUG=DETAIL muster run train.py   # names the rank and the operation",
         fix="run it once with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names the rank and the operation\n"
-        "then let all ranks call the same: no collective inside `if rank == 0`, the same model everywhere",
+        "then make all ranks call the same collective: none inside `if rank == 0`, the same model everywhere",
     ),
     Rule(
         name="no-process-group",
@@ -56,8 +56,8 @@ RULES = (
             r"parallel group is not initialized",
             r"torch\.distributed (?:is |has )?(?:not |n't )(?:been |yet )?initialized",
         ),
-        what="a collective was called before the group was there",
-        why="the script was started by python instead of a launcher, or a part of it runs before or after the group",
+        what="a collective was called before the process group was initialized",
+        why="the script was started with python instead of a launcher, or part of it runs before the group is created or after it is destroyed",
         confirm="python -c 'import os; print(os.environ.get(\"RANK\"))'   # in the script: is it set?",
         fix="call torch.distributed.init_process_group() first\nmuster run train.py   # or torchrun, not python",
     ),
@@ -81,7 +81,7 @@ RULES = (
         what="{variable} is not set: the script was started without a launcher",
         why="torchrun and muster run set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every rank",
         confirm="env | grep -E 'RANK|WORLD_SIZE|MASTER_'",
-        fix="muster run train.py\ntorchrun --standalone --nproc-per-node 1 train.py   # or so",
+        fix="muster run train.py\ntorchrun --standalone --nproc-per-node 1 train.py   # with torchrun",
     ),
     Rule(
         name="world-size-mismatch",
@@ -108,10 +108,10 @@ RULES = (
             r"divisible by (?:the )?(?:world|tensor[- _](?:model )?parallel|pipeline|data[- _]parallel|number of (?:GPUs|processes))",
             r"not enough slots available in the system",
         ),
-        what="ranks, world size and machines contradict each other",
+        what="the number of ranks, the world size and the number of hosts do not match",
         why="the launcher's counts, the script's settings and the scheduler's tasks must give the same number of ranks",
         confirm="env | grep -E 'RANK|WORLD_SIZE|SLURM_N'   # in every process",
-        fix="let one place count: read RANK and WORLD_SIZE from the environment, write no numbers into the script\n"
+        fix="read RANK and WORLD_SIZE from the environment; do not hard-code them in the script\n"
         "Slurm with Lightning: sbatch --nodes=N --ntasks-per-node=GPUS, and Trainer(num_nodes=N, devices=GPUS)\n"
         "Slurm with torchrun: --ntasks-per-node=1, and torchrun --nproc-per-node=GPUS",
     ),
@@ -122,7 +122,7 @@ RULES = (
             r"arguments? (?:are |is )?required: [^\n]{0,100}--local[-_]rank",
             r"no such option: --local[-_]rank",
         ),
-        what="the script expects its rank as an argument in another way than the launcher gives it",
+        what="the script expects its local rank as an argument that the launcher does not pass in that form",
         why="torch.distributed.launch passes --local-rank (before torch 2.0: --local_rank); torchrun passes none",
         confirm="grep -n 'local.rank' train.py",
         fix='read it from the environment: int(os.environ["LOCAL_RANK"])\n'
@@ -136,9 +136,9 @@ RULES = (
             r"reduction\.dump\(process_obj…BrokenPipeError",
         ),
         what='the script starts processes outside of if __name__ == "__main__":',
-        why="with spawn (Windows, macOS, CUDA) every worker imports the script, and would start workers again",
+        why="with spawn (Windows, macOS, CUDA) every worker imports the script, and would start more workers",
         confirm="grep -n __main__ train.py",
-        fix='put what the script does into main(), and at its end:\nif __name__ == "__main__":\n    main()',
+        fix='move the code into main(), and add at the end:\nif __name__ == "__main__":\n    main()',
     ),
     Rule(
         name="cannot-pickle",
@@ -151,10 +151,10 @@ RULES = (
             r"PicklingError",
         ),
         unless=(r"Weights only load failed", r"torch\.load\("),
-        what="an object cannot be sent to a process that is started afresh (spawn)",
-        why="lambdas, functions inside functions, open files, locks and generators cannot be sent",
+        what="an object cannot be sent to a spawned process",
+        why="lambdas, nested functions, open files, locks and generators cannot be pickled",
         confirm='python -c "import pickle, train; pickle.dumps(train.make_dataset())"   # with your own names',
-        fix="move the function to the top of a file, use functools.partial instead of lambda, open files in the worker\n"
+        fix="move the function to module level, use functools.partial instead of lambda, open files in the worker\n"
         'on Linux, without CUDA in the workers: DataLoader(multiprocessing_context="fork")',
     ),
 )

@@ -1,4 +1,4 @@
-"""What Slurm says."""
+"""Slurm errors."""
 
 from torchmuster.known_errors.rule import Role, Rule
 
@@ -15,10 +15,10 @@ RULES = (
             r"Some of (?:your processes|the step tasks) (?:may )?(?:have )?been (?:OOM )?killed",
         ),
         unless=(r"CUDA_ERROR_OUT_OF_MEMORY", r"oom-kill:constraint=CONSTRAINT_NONE"),
-        what="the job used more memory than it had asked Slurm for",
+        what="the job used more memory than it requested from Slurm",
         confirm="sacct -j JOB --format=JobID,State,ReqMem,MaxRSS,ExitCode",
         fix="#SBATCH --mem=64G            # per node; or --mem-per-cpu, --mem-per-gpu\n"
-        "or need less: fewer DataLoader workers, one copy of the data per node",
+        "or use less: fewer DataLoader workers, one copy of the data per node",
     ),
     Rule(
         name="slurm-gres",
@@ -29,10 +29,10 @@ RULES = (
             r"Requested (?:GRES|gres) option unsupported",
             r"Invalid generic resource",
         ),
-        what="no node of that partition has what the job asks for",
-        why="the name or number of GPUs, memory or cores is not that of any node, or GPUs are not set up as gres",
+        what="no node of that partition has the requested resources",
+        why="no node has that GPU name, number of GPUs, memory or cores, or GPUs are not configured as gres",
         confirm="sinfo -o '%P %N %c %m %G'   # partition, nodes, cores, memory, GPUs",
-        fix="ask for what is there:\nsbatch --partition=P --gres=gpu:4 --mem=… --cpus-per-task=…",
+        fix="request what is available:\nsbatch --partition=P --gres=gpu:4 --mem=… --cpus-per-task=…",
     ),
     Rule(
         name="slurm-time-limit",
@@ -40,25 +40,25 @@ RULES = (
             r"DUE TO TIME LIMIT",
             r"\bState=TIMEOUT\b|Job[^\n]{0,40}reached (?:its )?time ?limit",
         ),
-        what="the job came to its time limit, and Slurm ended it",
+        what="the job reached its time limit, and Slurm killed it",
         confirm="sacct -j JOB --format=JobID,State,Timelimit,Elapsed",
         fix="#SBATCH --time=24:00:00\n"
-        "#SBATCH --signal=B:USR1@300   # warns the script 5 minutes before, to save\n"
+        "#SBATCH --signal=B:USR1@300   # signals the script 5 minutes before, to save a checkpoint\n"
         "#SBATCH --requeue",
     ),
     Rule(
         name="slurm-preempted",
         patterns=(r"DUE TO PREEMPTION",),
-        what="Slurm took the nodes for a more important job",
+        what="Slurm preempted the job for one with a higher priority",
         confirm="sacct -j JOB --format=JobID,State,Reason",
-        fix="#SBATCH --requeue   # and save checkpoints, so that it goes on where it was",
+        fix="#SBATCH --requeue   # and save checkpoints, so that it can resume",
     ),
     Rule(
         name="slurm-node-failure",
         patterns=(r"DUE TO NODE FAILURE", r"\bNODE_FAIL\b"),
         what="a node of the job went down",
         confirm="sinfo -R   # which, and why; scontrol show node NAME",
-        fix="sbatch --exclude=NAME …   # and tell the administrators",
+        fix="sbatch --exclude=NAME …   # and inform the administrators",
     ),
     Rule(
         name="slurm-launch",
@@ -83,12 +83,12 @@ RULES = (
             r"oom[-_]kill event",
             r"DUE TO TIME LIMIT",
         ),
-        what="srun could not start the tasks, or lost touch with a node",
-        why="the step asks for more than the job has (tasks, cores, memory), another step holds it all, or a node or the "
-        "controller does not answer",
+        what="srun could not start the tasks, or lost contact with a node",
+        why="the step requests more than the job has (tasks, cores, memory), another step uses all of it, or a node "
+        "or the controller does not answer",
         confirm="squeue -j JOB -s; scontrol show job JOB; sinfo -R",
-        fix="let the step ask for what the job has: srun --overlap --ntasks-per-node=1 …\n"
-        "leave out a node that does not answer:\nsbatch --exclude=NAME …",
+        fix="request no more than the job has: srun --overlap --ntasks-per-node=1 …\n"
+        "exclude a node that does not answer:\nsbatch --exclude=NAME …",
     ),
     Rule(
         name="slurm-launch",
@@ -97,6 +97,6 @@ RULES = (
         unless=(r"execve\(\):",),
         what="srun could not start the tasks",
         confirm="srun --ntasks=1 hostname",
-        fix="see that the program and its folder exist on every node",
+        fix="check that the program and its folder exist on every node",
     ),
 )

@@ -1,4 +1,4 @@
-"""ssh, before any job begins."""
+"""ssh errors, before a job starts."""
 
 from torchmuster.known_errors.rule import Rule
 
@@ -21,14 +21,14 @@ RULES = (
             r"no supported authentication methods available",
         ),
         details=_HOST,
-        what="{machine} does not accept your key",
-        why="the public key is not in its ~/.ssh/authorized_keys, another user name or key is meant, or the files there "
-        "may be written by others",
+        what="{machine} rejects your ssh key",
+        why="the public key is not in its ~/.ssh/authorized_keys, the user name or key is wrong, or the files there "
+        "are writable by others",
         confirm="ssh -v {machine} true 2>&1 | grep -E 'Offering|Authentications'\n"
-        "muster check --hosts {machine},OTHER   # which machines do let you in?",
+        "muster check --hosts {machine},OTHER   # which hosts accept the login?",
         fix="ssh-copy-id {machine}\n"
-        "chmod 700 ~/.ssh; chmod 600 ~/.ssh/authorized_keys ~/.ssh/id_*   # on both machines\n"
-        "a certain key: ssh -o IdentitiesOnly=yes -i KEY {machine}",
+        "chmod 700 ~/.ssh; chmod 600 ~/.ssh/authorized_keys ~/.ssh/id_*   # on both hosts\n"
+        "use a specific key: ssh -o IdentitiesOnly=yes -i KEY {machine}",
     ),
     Rule(
         name="ssh-host-key",
@@ -45,10 +45,10 @@ RULES = (
             r"ssh-keygen[^\n]*-R \"?(?P<machine>[\w.-]+)",
             *_HOST,
         ),
-        what="{machine} is not known here, or has another key than when it was first met",
-        why="it was installed anew, its address went to another machine, or somebody is in between",
-        confirm="ssh-keyscan {machine} | ssh-keygen -lf -   # compare with what its owner tells you",
-        fix="ssh-keygen -R {machine}    # forget the old key\nssh {machine} true         # see the new one, and accept it",
+        what="the host key of {machine} is unknown here, or has changed",
+        why="it was reinstalled, its address now belongs to another host, or the connection is intercepted",
+        confirm="ssh-keyscan {machine} | ssh-keygen -lf -   # compare with the fingerprint from its owner",
+        fix="ssh-keygen -R {machine}    # remove the old key\nssh {machine} true         # check the new one, and accept it",
     ),
     Rule(
         name="ssh-refused",
@@ -58,8 +58,8 @@ RULES = (
             r"port 22: Connection refused",
         ),
         details=(*_HOST, _PORT),
-        what="no ssh server answers on {machine}, port {port}",
-        confirm="nc -vz {machine} {port}\nsystemctl status ssh sshd   # on {machine}; in a container: is sshd started?",
+        what="no ssh server listens on {machine}, port {port}",
+        confirm="nc -vz {machine} {port}\nsystemctl status ssh sshd   # on {machine}; in a container: is sshd running?",
         fix="sudo systemctl enable --now ssh || sudo systemctl enable --now sshd   # on {machine}\n"
         "another port: ssh -p PORT, or Port in ~/.ssh/config, which muster reads too",
     ),
@@ -72,10 +72,10 @@ RULES = (
             r"ssh[^\n]{0,60}(?:Connection timed out|banner exchange)",
         ),
         details=(*_HOST, _PORT),
-        what="{machine} cannot be reached by ssh: nothing answers at all",
-        why="it is off or at another address, or a firewall throws the packets away",
+        what="cannot connect to {machine} by ssh: no response",
+        why="it is off or has another address, or a firewall drops the packets",
         confirm="ping -c 2 {machine}; ip route get {machine}\nnc -vz -w 5 {machine} {port}",
-        fix="see that it is up and that the address is right\n"
+        fix="check that it is up and that the address is right\n"
         "sudo ufw allow 22/tcp   # on {machine}; in a cloud: allow port 22 in its security group",
     ),
 )

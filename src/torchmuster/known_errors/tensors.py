@@ -1,4 +1,4 @@
-"""Devices, types and shapes of tensors; gradients."""
+"""Devices, dtypes and shapes of tensors; gradients."""
 
 from torchmuster.known_errors.rule import Rule
 
@@ -28,11 +28,11 @@ RULES = (
             r"Expected object of type torch\.(?!cuda)\w+ but (?:found|got) type torch\.cuda\.\w+",
         ),
         what="tensors on different devices were used together",
-        why="a part of the model or of the batch was not moved, or a rank uses GPU 0 besides its own",
+        why="part of the model or batch was not moved, or a rank uses GPU 0 in addition to its own",
         confirm=_SHOW,
         fix='device = torch.device("cuda", int(os.environ["LOCAL_RANK"])); torch.cuda.set_device(device)\n'
         "model.to(device), and every tensor of the batch: x.to(device)\n"
-        "tensors kept in a module belong into register_buffer",
+        "register tensors stored in a module with register_buffer",
     ),
     Rule(
         name="dtype-mismatch",
@@ -59,11 +59,11 @@ RULES = (
             r"Expected object of type torch\.cuda\.\w+ but \w+ type torch\.(?!cuda)\w+",
             r"Expected object of type torch\.(?!cuda)\w+ but \w+ type torch\.cuda\.\w+",
         ),
-        what="tensors of different types were used together, or one of a type that the operation does not know",
-        why="one part is in half precision and another is not; or labels are not whole numbers",
+        what="tensors of different dtypes were used together, or the operation does not support a dtype",
+        why="only part of the model is in half precision; or labels are not integers",
         confirm=_SHOW,
         fix='run the step under autocast: with torch.autocast("cuda", dtype=torch.bfloat16):\n'
-        "or make them the same: x.to(weight.dtype); labels: y.long()\n"
+        "or convert them: x.to(weight.dtype); labels: y.long()\n"
         "on the CPU use float32 or bfloat16 instead of float16",
     ),
     Rule(
@@ -91,10 +91,10 @@ RULES = (
             r"must have the same shape",
         ),
         unless=(r"copying a param with shape",),
-        what="tensors of shapes that do not fit were used together",
+        what="tensors with incompatible shapes were used together",
         confirm=_SHOW,
-        fix="compare the shapes that it names with what the layer expects\n"
-        "if only the last batch of an epoch fails: DataLoader(drop_last=True); samples of different length: pad them",
+        fix="compare the shapes in the message with what the layer expects\n"
+        "if only the last batch of an epoch fails: DataLoader(drop_last=True); if samples have different lengths: pad them",
     ),
     Rule(
         name="amp-unscale",
@@ -106,7 +106,7 @@ RULES = (
             r"step\(\) has already been called since the last update\(\)",
             r"Gradient scaling[^\n]{0,60}(?:not supported|requires)",
         ),
-        what="the gradient scaler was used out of order, or on weights in half precision",
+        what="the gradient scaler was called in the wrong order, or on weights in half precision",
         why="the scaler needs weights in float32 under autocast, one unscale_ and one step per update",
         confirm="print({p.dtype for p in model.parameters()})   # float32?",
         fix="keep the weights in float32 (no model.half()), and in this order:\n"
@@ -120,7 +120,7 @@ RULES = (
             r"a leaf Variable that requires grad[^\n]{0,40}in-?place",
             r"is a view and is being modified inplace",
         ),
-        what="a tensor that the backward pass needs was changed in place",
+        what="a tensor that the backward pass needs was modified in place",
         why="x += y, relu_(), inplace=True; under DDP also buffers (BatchNorm) when the model runs twice before backward",
         confirm="torch.autograd.set_detect_anomaly(True)   # the traceback then names the operation",
         fix="write x = x + y instead of x += y, and inplace=False\n"
@@ -134,9 +134,9 @@ RULES = (
             r"Saved intermediate values of the graph are freed",
         ),
         what="backward was called twice through the same graph",
-        why="a state or loss of the step before is still attached to it",
+        why="a state or loss of the previous step is still part of the graph",
         confirm="torch.autograd.set_detect_anomaly(True)",
-        fix="detach what is kept between steps: hidden = hidden.detach(); total += loss.item()\n"
+        fix="detach tensors kept between steps: hidden = hidden.detach(); total += loss.item()\n"
         "if two losses share a graph: (loss1 + loss2).backward()",
     ),
     Rule(
@@ -147,10 +147,10 @@ RULES = (
             r"DistributedDataParallel is not needed when a module doesn't have any parameters that require",
             r"optimizer got an empty parameter list",
         ),
-        what="the loss does not depend on any weight that may be trained",
-        why="all weights are frozen, the forward pass ran under no_grad or detach, or activation checkpointing cut it",
+        what="the loss does not depend on any trainable weight",
+        why="all weights are frozen, the forward pass ran under no_grad or detach, or activation checkpointing broke the graph",
         confirm="print(loss.requires_grad, sum(p.requires_grad for p in model.parameters()))",
-        fix="let some weights be trained: p.requires_grad_(True)\n"
+        fix="make some weights trainable: p.requires_grad_(True)\n"
         "with activation checkpointing and frozen inputs: model.enable_input_require_grads(), or "
         "checkpoint(…, use_reentrant=False)",
     ),

@@ -1,1 +1,1 @@
-"""The course: lessons, their exercises graded by what they do, reports of the learner's own measurements."""
+"""The course: lessons, exercises graded by behaviour, and reports of the learner's measurements."""

@@ -1,6 +1,7 @@
-"""Files handed to the examiner, and what came of each exercise.
+"""Grade files with the examiner process, and report the result of each exercise.
 
-The examiner is a process of its own, with torch (``probes/examiner.py``); this side needs none.
+The examiner is a separate process with torch (``probes/examiner.py``); this side does not need
+torch.
 """
 
 import os
@@ -19,19 +20,19 @@ from torchmuster.labs.lesson import ANYWHERE, Exercise, Lesson
 
 # How long an exercise may take; the longest solution needs a twentieth of it.
 DEADLINE_S = 30.0
-_SAY_EVERY_S = 8.0  # nobody should wonder for longer whether anything happens
+_SAY_EVERY_S = 8.0  # maximum time without a progress message
 _EXAMINER = "torchmuster.labs.probes.examiner"
 
 
 class Paper(msgspec.Struct, frozen=True, kw_only=True):
-    """A file to be graded, and in which exercises."""
+    """A file to grade, and its exercises."""
 
     file: str
     exercises: tuple[str, ...]
 
 
 class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the examiner is asked."""
+    """The request to the examiner."""
 
     lab: str
     papers: tuple[Paper, ...]
@@ -39,7 +40,7 @@ class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of an exercise: the name of the mistake, none if it is right, and what was seen of it."""
+    """The result of an exercise: the name of the mistake (none if correct), and the evidence."""
 
     exercise: str
     mistake: str = ""
@@ -56,7 +57,8 @@ def grade_paper(
     """Return a verdict on each exercise of each paper. All papers share one examiner."""
     request = GradeRequest(lab=lesson.name, papers=tuple(papers), deadline_s=deadline_s)
     exercises = sum(len(paper.exercises) for paper in papers)
-    # An exercise beyond its deadline is ended by the examiner; this is for the examiner itself.
+    # The examiner kills exercises beyond their deadline; this is the deadline of the examiner
+    # itself.
     answer = ask_examiner(
         _EXAMINER,
         msgspec.json.encode(request),
@@ -68,12 +70,12 @@ def grade_paper(
 
 
 def points(lesson: Lesson, verdicts: Sequence[Verdict]) -> int:
-    """Return how many points verdicts are worth."""
+    """Return the points of the verdicts."""
     return sum(lesson.exercise(one.exercise).points for one in verdicts if not one.mistake)
 
 
 def mistake_finding(lesson: Lesson, verdict: Verdict) -> Finding:
-    """Put a verdict into words."""
+    """Return a verdict as a finding."""
     exercise = lesson.exercise(verdict.exercise)
     if not verdict.mistake:
         return Finding(
@@ -98,7 +100,7 @@ def _headline(exercise: Exercise, got: int) -> str:
 def ask_examiner(
     program: str, request: bytes, *, within_s: float, gpus: bool, say: Callable[[str], None]
 ) -> bytes:
-    """Run a program of ours that reads a request and leaves an answer, in a process of its own."""
+    """Run a probe program with a request in a separate process, and return its answer."""
     environment = dict(os.environ)
     if not gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # the same points on every machine
@@ -131,16 +133,19 @@ def ask_examiner(
 def _wait_grading(
     process: "subprocess.Popen[str]", within_s: float, say: Callable[[str], None]
 ) -> str:
-    """Return what it wrote to its standard error, once it has ended."""
+    """Return the standard error of the process after it has exited."""
     began = time.monotonic()
     while (took_s := time.monotonic() - began) < within_s:
         try:
             return process.communicate(timeout=min(_SAY_EVERY_S, within_s - took_s))[1]
         except subprocess.TimeoutExpired:
             took_s = time.monotonic() - began
-            say(f"your code has run for {took_s:.0f} s; what hangs is ended, and named")
+            say(
+                f"your code has been running for {took_s:.0f} s; hanging exercises will be killed "
+                "and reported"
+            )
     raise MusterError(
         "the lab could not be run",
         why=f"no answer within {within_s:g} s",
-        fix="try again when the machine has less to do",
+        fix="try again on an idle machine",
     )

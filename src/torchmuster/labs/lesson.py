@@ -1,4 +1,4 @@
-"""What a lab is made of, in words that need no torch."""
+"""The parts of a lab; without torch."""
 
 import importlib
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torchmuster.errors import Impossible
 
-# The mark of a gap: what follows it in the solution, to ``_END``, is what the learner writes.
+# Marks of a gap: the learner writes the lines between them.
 _BEGIN, _END = "# solution", "# end of solution"
 
 
 class Word(NamedTuple):
-    """What is said about a mistake: what is wrong, what comes of it, what mends it."""
+    """The text about a mistake: what is wrong, its effect, how to fix it."""
 
     what: str
     why: str
@@ -22,7 +22,7 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """Something to write. Graded on ``ranks`` ranks; unless ``joined`` is false they have a process group."""
+    """An exercise. Graded on ``ranks`` ranks, with a process group unless ``joined`` is false."""
 
     name: str
     title: str
@@ -33,7 +33,7 @@ class Exercise:
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """A lab: what is to be written, what can be told about mistakes in it, what its report asks."""
+    """A lab: exercises, texts about mistakes, questions of the report."""
 
     name: str
     title: str
@@ -41,23 +41,23 @@ class Lesson:
     words: Mapping[str, Word]
     questions: tuple[str, ...]
     on_gpus: str
-    measured_on: int = 1  # ranks that the report's measurements take
-    measured_joined: bool = True  # else the learner's code forms their group
-    counts: bool = False  # towards the hundred points of the course
+    measured_on: int = 1  # number of ranks of the report's measurements
+    measured_joined: bool = True  # False: the learner's code creates the group
+    counts: bool = False  # towards the 100 points of the course
 
     @property
     def points(self) -> int:
-        """How many points the lab gives."""
+        """The points of the lab."""
         return sum(one.points for one in self.exercises)
 
     @property
     def module(self) -> str:
-        """The lab's name as Python writes it: its folder here, and the learner's file without ``.py``."""
+        """The lab's module name: its folder here, and the learner's file without ``.py``."""
         return self.name.replace("-", "_")
 
     @property
     def file(self) -> str:
-        """What the learner's file is called."""
+        """The name of the learner's file."""
         return f"{self.module}.py"
 
     def exercise(self, name: str) -> Exercise:
@@ -72,7 +72,7 @@ class Lesson:
         return found
 
     def reading(self) -> str:
-        """Return what is read first."""
+        """Return the reading."""
         return (_here(self) / "reading.md").read_text(encoding="utf-8")
 
     def solution(self) -> str:
@@ -80,7 +80,7 @@ class Lesson:
         return without_gaps((_here(self) / "solution.py").read_text(encoding="utf-8"))
 
     def starter(self) -> str:
-        """Return the solution with its gaps open."""
+        """Return the starter: the solution with gaps."""
         return with_gaps((_here(self) / "solution.py").read_text(encoding="utf-8"))
 
 
@@ -89,7 +89,7 @@ def _here(lesson: Lesson) -> Path:
 
 
 def with_gaps(solution: str) -> str:
-    """Return a solution in which each marked part is a gap, which says so when it is run."""
+    """Return a solution whose marked parts are gaps that raise NotImplementedError."""
     kept: list[str] = []
     inside = False
     for line in solution.splitlines():
@@ -110,42 +110,42 @@ def without_gaps(solution: str) -> str:
     return "\n".join(kept) + "\n"
 
 
-# Mistakes that can be made in any exercise.
+# Mistakes that can occur in any exercise.
 ANYWHERE: Mapping[str, Word] = {
     "not-done": Word(
         "not done yet",
         "a gap of the starter was reached",
-        "replace it by code of yours; the reading beside the file says how",
+        "replace it by your code; see reading.md next to the file",
     ),
     "missing": Word(
-        "a name that the exercise is about is gone",
-        "it is looked for by the name that the starter gives it",
-        "write it again under its name, with its arguments in their order",
+        "a required name is missing",
+        "the check uses the name from the starter",
+        "define it again with its original name and argument order",
     ),
     "raised": Word(
         "your code raised an error",
-        "it is the last line of the traceback that says what, the line of your file where",
-        "mend what the error names; to see more, call the function from a script of your own",
+        "the last line of the traceback is the error, the line of your file the location",
+        "fix the reported error; for more details, call the function from your own script",
     ),
     "ended": Word(
-        "your code ended the process",
-        "sys.exit, exit or quit was called; the other ranks would wait for this one for ever",
+        "your code exited the process",
+        "it called sys.exit, exit or quit; the other ranks would wait for this one forever",
         "raise an error instead, or return",
     ),
     "died": Word(
         "the process died",
         "nothing was raised: it was killed, ran out of memory, or called os._exit",
-        "leave the end of the process to whoever started it",
+        "do not exit or kill the process in your code",
     ),
     "hangs": Word(
-        "your code does not come to an end",
-        "mostly one rank waits in a collective that another one never calls",
-        "let all ranks make the same collective calls in the same order, whatever their rank",
+        "your code hangs",
+        "usually one rank waits in a collective that another rank never calls",
+        "make the same collective calls in the same order on all ranks",
     ),
     "wrong-value": Word(
         "the result is wrong",
-        "the line below compares it with what plain PyTorch gives",
-        "try the same example by hand, on paper if need be",
+        "the line below compares it with the result of plain PyTorch",
+        "compute the same example by hand",
     ),
 }
 
@@ -162,7 +162,7 @@ NAMES = (
     "machines",
     "lost-node",
 )
-# Of the hundred points that the labs from gpu-basics to pipeline give together.
+# Of the 100 points of the labs from gpu-basics to pipeline.
 TO_PASS = 70
 
 
@@ -170,7 +170,7 @@ def lesson(name: str) -> Lesson:
     """Return a lab by its name."""
     if name not in NAMES:
         raise Impossible(
-            f"there is no lab {name!r}",
+            f"unknown lab {name!r}",
             why=f"the labs are: {', '.join(NAMES)}",
             fix="muster lab list",
         )

@@ -1,4 +1,4 @@
-"""The page of a lab: the grade, what was measured of the learner's code, questions and their answers."""
+"""The report of a lab: grade, measurements of the learner's code, questions and answers."""
 
 from collections.abc import Callable, Iterator
 from html import escape
@@ -15,7 +15,7 @@ from torchmuster.pages import charts, frame
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Figures in rows."""
+    """A table."""
 
     title: str
     columns: list[str]
@@ -30,7 +30,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Curves over one axis; units as in ``pages.figures.amount``."""
+    """Curves over one axis; units as in ``pages.charts.amount_text``."""
 
     title: str
     x: str
@@ -57,7 +57,7 @@ DEADLINE_S = 120.0
 
 
 class MeasureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the measurer is asked."""
+    """The request to the measurer."""
 
     lab: str
     file: str
@@ -65,7 +65,7 @@ class MeasureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasureAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, on what; or the mistake that kept it from being measured."""
+    """The measurements and their environment, or the mistake that prevented them."""
 
     parts: list[Part]
     measured_on: str
@@ -83,7 +83,7 @@ def measure_lesson(desk: Workspace, say: Callable[[str], None] = lambda _: None)
     if answer.mistake:
         word = desk.lesson.words.get(answer.mistake) or ANYWHERE[answer.mistake]
         raise MusterError(
-            f"the report of {desk.lesson.name} needs code that runs: {word.what}",
+            f"the report of {desk.lesson.name} needs working code: {word.what}",
             why=answer.seen or word.why,
             fix=f"muster lab check {desk.lesson.name}",
         )
@@ -97,11 +97,11 @@ def lab_page(desk: Workspace, answer: MeasureAnswer) -> str:
         f"<h1>{escape(lesson.title)}</h1>",
         f"<p>{escape(_graded(desk))} Measured with {escape(answer.measured_on)}.</p>",
         *_mistakes(desk),
-        "<h2>What was measured</h2>",
+        "<h2>Measurements</h2>",
         *(_part(one) for one in answer.parts),
         "<h2>Questions</h2>",
         *_questions(desk),
-        "<h2>What differs on GPUs</h2>",
+        "<h2>Differences on GPUs</h2>",
         f"<p>{escape(lesson.on_gpus)}</p>",
     ]
     return frame.html_page(f"lab {lesson.name}", parts)

@@ -7,11 +7,11 @@ from torchmuster.torch_internals import PrivateName, require
 NAMES = (
     PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "see the operations that the learner's code computes",
+        "record the operations of the learner's code",
     ),
     PrivateName(
         "torch.nn.Module._forward_hooks",
-        "see whether the learner's code has left hooks in a model",
+        "check whether the learner's code has left hooks in a model",
     ),
 )
 require(NAMES)

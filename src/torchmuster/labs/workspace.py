@@ -1,12 +1,12 @@
-"""A lab in the learner's folder: the file that is worked on, the grade it got, answers and report.
+"""A lab in the learner's folder: exercise file, grade, answers and report.
 
 ::
 
-    labs/ddp/reading.md     what is read first
-    labs/ddp/ddp.py         the starter, in which the learner works
-    labs/ddp/answers.md     the report's questions, to be answered
-    labs/ddp/grade.json     what ``muster lab check`` gave
-    labs/ddp/report.html    what ``muster lab report`` made
+    labs/ddp/reading.md     the introduction
+    labs/ddp/ddp.py         the starter, edited by the learner
+    labs/ddp/answers.md     the report's questions, answered by the learner
+    labs/ddp/grade.json     the result of ``muster lab check``
+    labs/ddp/report.html    the page of ``muster lab report``
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _NO_ANSWER = "(your answer)"
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file got. ``of`` is the file's fingerprint, so that a later change is noticed."""
+    """The grade of a file. ``of`` is the file's fingerprint, to detect later changes."""
 
     of: str
     points: int
@@ -44,7 +44,7 @@ class Workspace:
 
     @property
     def file(self) -> Path:
-        """The file in which the learner works."""
+        """The file that the learner edits."""
         return self.folder / self.lesson.file
 
     @property
@@ -57,22 +57,22 @@ class Workspace:
         return self.folder / "grade.json"
 
     def fingerprint(self) -> str:
-        """Return what tells this state of the file from others."""
+        """Return the fingerprint of the file."""
         return hashlib.sha256(self.file.read_bytes()).hexdigest()
 
     def keep(self, grade: Grade) -> None:
-        """Write down a grade."""
+        """Save a grade."""
         write_atomically(self._grade, msgspec.json.encode(grade).decode() + "\n")
 
     def grade(self) -> Grade | None:
-        """Return the last grade, or None if there is none that can be read."""
+        """Return the last grade, or None if there is no readable one."""
         try:
             return msgspec.json.decode(self._grade.read_bytes(), type=Grade)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def answers(self) -> list[str]:
-        """Return what was written below each question; empty where nothing was."""
+        """Return the answer to each question; empty if not answered."""
         try:
             text = (self.folder / "answers.md").read_text(encoding="utf-8")
         except OSError:
@@ -87,27 +87,27 @@ class Workspace:
 
 
 def start_workspace(lesson: Lesson, root: Path) -> Workspace:
-    """Copy a lab into the learner's folder; what is there already is never touched."""
+    """Copy a lab into the learner's folder; never overwrite existing files."""
     desk = Workspace(lesson, root / lesson.name)
     try:
         desk.folder.mkdir(parents=True)
     except FileExistsError:
         raise Impossible(
-            f"lab {lesson.name} has been started before",
-            why=f"{desk.folder} exists, and nobody's work is overwritten",
-            fix=f"go on in {desk.file}\nto begin anew: mv {desk.folder} {desk.folder}.old",
+            f"lab {lesson.name} is already started",
+            why=f"{desk.folder} exists and is not overwritten",
+            fix=f"continue in {desk.file}\nto start over: mv {desk.folder} {desk.folder}.old",
         ) from None
     except OSError as error:
         raise Impossible(
-            f"cannot make {desk.folder}",
+            f"cannot create {desk.folder}",
             why=error.strerror or str(error),
-            fix="give a folder that you may write to: --labs DIR",
+            fix="pass a writable folder: --labs DIR",
         ) from error
     questions = "".join(
         f"## {place}. {question}\n\n{_NO_ANSWER}\n\n"
         for place, question in enumerate(lesson.questions, 1)
     )
-    title = f"# {lesson.title}: questions\n\nWhat you write here becomes part of the report.\n\n"
+    title = f"# {lesson.title}: questions\n\nYour answers become part of the report.\n\n"
     (desk.folder / "reading.md").write_text(lesson.reading(), encoding="utf-8")
     (desk.folder / "answers.md").write_text(title + questions.rstrip() + "\n", encoding="utf-8")
     desk.file.write_text(lesson.starter(), encoding="utf-8")
@@ -115,7 +115,7 @@ def start_workspace(lesson: Lesson, root: Path) -> Workspace:
 
 
 def find_workspace(name: str | None, root: Path) -> Workspace:
-    """Find a lab that was started: by name, as the folder one is in, or as the one changed last."""
+    """Find a started lab: by name, by the current folder, or the one changed last."""
     if name is not None:
         return _started(course.lesson(name), root)
     here = Path.cwd()
@@ -125,14 +125,14 @@ def find_workspace(name: str | None, root: Path) -> Workspace:
     if not desks:
         raise Impossible(
             "no lab has been started here",
-            why=f"{root} holds none",
+            why=f"{root} contains no labs",
             fix="muster lab start communication",
         )
     return max(desks, key=lambda desk: desk.file.stat().st_mtime)
 
 
 def all_workspaces(root: Path) -> list[Workspace]:
-    """Return a desk for every lab, started or not."""
+    """Return a workspace for every lab, started or not."""
     return [Workspace(lesson, root / lesson.name) for lesson in course.lessons()]
 
 

@@ -1,4 +1,4 @@
-"""Starting a script on this machine or on many, and carrying failures between them.
+"""Start a script on this host or on many, and report failures between them.
 
 See README.md in this folder.
 """

@@ -1,8 +1,8 @@
-"""What would run on a machine: a fingerprint of the script, the code beside it, and the packages.
+"""Fingerprint what would run on a host: the script, the code next to it, and the packages.
 
-Machines that run different code fail late and strangely, so this is compared before anything starts.
-The code is every Python file below the script's folder. A folder that is too large for that (somebody's
-home) is left uncompared rather than waited for.
+Hosts that run different code fail late and with misleading errors, so fingerprints are compared before
+anything starts. The code is every Python file below the script's folder. A folder that is too large (a
+home directory) is skipped.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _VERSION = re.compile(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", re.M
 
 
 def this_node(*, interfaces: Sequence[Interface] | None = None) -> protocol.NodeRecord:
-    """Return the record of this machine and this process."""
+    """Return the record of this host and this process."""
     return protocol.NodeRecord(
         host=socket.gethostname(),
         user=user_of_this_process(),
@@ -50,7 +50,7 @@ def this_node(*, interfaces: Sequence[Interface] | None = None) -> protocol.Node
 
 
 def torch_too_old(version: str) -> bool:
-    """Say whether a version of torch is below the least that torchmuster works with."""
+    """Return whether a version of torch is older than torchmuster supports."""
     return _numbers(version) < _numbers(LEAST_TORCH)
 
 
@@ -59,35 +59,35 @@ def _numbers(version: str) -> list[int]:
 
 
 def torch_version(folders: Sequence[str] | None = None) -> str | None:
-    """Return torch's version as ``import torch`` would find it, without the seconds that takes.
+    """Return torch's version as ``import torch`` would find it, without importing torch.
 
-    The version file is read because the package's metadata leaves out the ``+cu126`` of some builds.
+    This reads the version file because the metadata of some builds omits the ``+cu126``.
     ``folders`` are searched instead of Python's own.
     """
     try:
         found = importlib.machinery.PathFinder.find_spec("torch", folders)
         if found is None and folders is None:
-            found = importlib.util.find_spec("torch")  # as developers of torch install it
-        if found is None or found.origin is None:  # a folder that an uninstall has left behind
+            found = importlib.util.find_spec("torch")  # an editable installation
+        if found is None or found.origin is None:  # an empty folder left by an uninstall
             return None
         text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
         match = _VERSION.search(text)
         return match[1] if match else importlib.metadata.version("torch")
-    except Exception:  # a broken installation, in whatever way, is not an installed torch
+    except Exception:  # a broken installation counts as not installed
         return None
 
 
 AnyPath = TypeVar("AnyPath", bound=PurePath)
-# Installers do not take part in a run, and differ between machines that are otherwise alike.
+# Installers do not affect a run, and often differ between otherwise equal hosts.
 _INSTALLERS = {"pip", "wheel", "uv"}
 _FOREIGN_FOLDERS = {"__pycache__", "site-packages", "node_modules", "conda-meta"}
-# A folder that has one of these is a virtual environment or a run, not code.
+# A folder with one of these files is a virtual environment or a run folder, not code.
 _MARKS = {"pyvenv.cfg", "conda-meta", "run.json"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How much is looked at before a folder is given up as too large."""
+    """Limits above which a folder is too large to fingerprint."""
 
     files: int = 2_000
     size_bytes: int = 50 * 2**20
@@ -116,10 +116,10 @@ def take_fingerprint(
 
 
 def code_folder(script: AnyPath, module: bool, folder: str) -> AnyPath:
-    """Return the folder from which a script's own imports come.
+    """Return the folder from which a script imports its own code.
 
-    That is the script's own folder; for a module it is the working directory, or its package where
-    that is installed elsewhere.
+    That is the script's folder; for a module it is the working directory, or its package if that is
+    installed elsewhere.
     """
     if module and script.is_relative_to(folder):
         return type(script)(folder)
@@ -147,9 +147,9 @@ def _module_below(roots: Sequence[Path], parts: Sequence[str]) -> Path | None:
 
 
 def _hooked(top: str) -> list[Path]:
-    """Return where a package is that an editable installation points to from elsewhere."""
+    """Return the folders of a package that is installed in editable mode."""
     try:
-        found = importlib.util.find_spec(top)  # of a name without a dot, this imports nothing
+        found = importlib.util.find_spec(top)  # imports nothing for a name without a dot
         return [Path(place) for place in (found and found.submodule_search_locations) or ()]
     except (ImportError, ValueError):
         return []
@@ -161,23 +161,23 @@ def packages() -> dict[str, str]:
     for distribution in importlib.metadata.distributions():
         try:
             name, version = distribution.name, distribution.version
-        except Exception:  # noqa: S112 - a package without readable metadata cannot be named
+        except Exception:  # noqa: S112 - skip packages without readable metadata
             continue
         if not name:
             continue
-        # Of two that share a name, Python imports the one it finds first.
+        # If two have the same name, Python imports the first.
         found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version or "")
     return {name: found[name] for name in sorted(found) if name not in _INSTALLERS}
 
 
 def packages_sha256(installed: Mapping[str, str]) -> str:
-    """Return one value that is the same where names and versions are."""
+    """Return a hash of the package names and versions."""
     lines = [f"{name}=={version}\n" for name, version in sorted(installed.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _file_sha256(path: Path) -> str:
-    """Return the hash of a file, "" if there is none to be read."""
+    """Return the hash of a file, "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -217,7 +217,7 @@ def _size_bytes(entry: os.DirEntry[str]) -> int:
 
 
 def _walk(folder: Path, bounds: Bounds) -> Iterator[os.DirEntry[str]]:
-    """Yield the files below a folder, near ones first, leaving out what is not the user's code."""
+    """Yield the files below a folder breadth-first, skipping what is not the user's code."""
     until = time.monotonic() + bounds.seconds
     waiting, seen = deque([str(folder)]), 0
     while waiting:

@@ -1,4 +1,4 @@
-"""What is to be run, and where: the words with which a job is described."""
+"""The description of a job: what to run, where, and with which limits."""
 
 import re
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ Device = Literal["auto", "gpu", "cpu"]
 Backend = Literal["muster", "c10d", "etcd-v2"]
 
 USUAL_PORT = 29400
-# What begins with a dash would be an option to ssh, or to a program that ssh hands it to.
+# A name that begins with a dash would be an option to ssh, or to a program that ssh passes it to.
 _HOST = re.compile(r"(?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w[\w.-]*)?\])", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A machine as written in ``--hosts``: a name that ssh knows, and how many ranks it gets.
+    """A host as given in ``--hosts``: a name that ssh knows, and its number of ranks.
 
-    An IPv6 address is written in brackets, and known to ssh without them.
+    Users write an IPv6 address in brackets; ssh gets it without them.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCounts:
-    """How many machines take part: at most so many, and with ``least`` of them it goes on."""
+    """The number of hosts: at most ``most``; the run continues with at least ``least``."""
 
     least: int
     most: int
@@ -44,25 +44,25 @@ class NodeCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long to wait for what; every wait of a run is stated here, in seconds."""
+    """All timeouts of a run, in seconds."""
 
-    join_s: float = 120.0  # for all machines to answer the node registry
-    reach_s: float = 5.0  # for one machine to reach another's port
-    rendezvous_s: float = 120.0  # for the ranks' store to be there
-    lost_after_s: float = 10.0  # without a sign of life, until a machine is taken for lost
-    return_s: float = 5.0  # for a lost machine to come back, where the others can go on without it
-    grace_s: float = 5.0  # between asking ranks to end and ending them
+    join_s: float = 120.0  # for all hosts to join the node registry
+    reach_s: float = 5.0  # for one host to reach another's port
+    rendezvous_s: float = 120.0  # for the ranks to connect to the store
+    lost_after_s: float = 10.0  # without a heartbeat, until a host is declared lost
+    return_s: float = 5.0  # for a lost host to rejoin, if the others can continue without it
+    grace_s: float = 5.0  # between asking ranks to stop and killing them
     end_hangs_s: float | None = (
-        None  # until a hang ends the run; None: only one that cannot resolve
+        None  # until a hang stops the run; None: only hangs that cannot resolve
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job: the command, what each machine gives to it, and what to do when it fails.
+    """A job: the command, the resources on each host, and what to do when it fails.
 
-    ``ranks`` is for each machine; None means one for each device. ``typed`` are the words after ``muster``
-    by which people know the job, up to the script if it is theirs.
+    ``ranks`` is per host; None means one for each device. ``typed`` are the arguments after ``muster`` as
+    the user typed them, up to the script if it is the user's own.
     """
 
     name: str
@@ -81,26 +81,26 @@ class JobSpec:
     backend: Backend = "muster"
     endpoint: str | None = None  # of the rendezvous service, for etcd
     max_restarts: int = 0  # in a row, without a newer checkpoint between them
-    min_nodes: int | None = None  # so many machines are enough; None: all of them
-    checkpoints: str | None = None  # where its ranks save and go on from; None: not known to do so
+    min_nodes: int | None = None  # the run continues with this many hosts; None: all are needed
+    checkpoints: str | None = None  # where its ranks save and resume; None: not known to do so
     environment: dict[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 
 
 def as_people_know_it(typed: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Return what was typed after ``muster``; a command that is ours is no part of it."""
+    """Return the arguments typed after ``muster``, without a command of torchmuster itself."""
     return list(typed) if is_ours(command) else [*typed, *command]
 
 
 def is_ours(command: Sequence[str]) -> bool:
-    """Say whether a command is a module of ours, which nobody typed."""
+    """Return whether a command is a torchmuster module, which the user did not type."""
     return bool(command) and command[0].startswith("torchmuster.")
 
 
 def parse_hosts(words: Sequence[str]) -> tuple[Host, ...]:
-    """Read ``a,b:4,c``: names that ssh knows, each with its number of ranks if given.
+    """Parse ``a,b:4,c``: names that ssh knows, each with an optional number of ranks.
 
-    An IPv6 address stands in brackets: ``[fe80::1]:2``.
+    An IPv6 address is in brackets: ``[fe80::1]:2``.
     """
     items = [item.strip() for word in words for item in word.split(",") if item.strip()]
     hosts = tuple(_host(item) for item in items)
@@ -108,8 +108,8 @@ def parse_hosts(words: Sequence[str]) -> tuple[Host, ...]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise Impossible(
-            f"host {twice[0]!r} is named twice",
-            why="each machine takes part once, with as many ranks as you give it",
+            f"host {twice[0]!r} is listed more than once",
+            why="list each host once, with its number of ranks",
             fix=f"--hosts {twice[0]}:{names.count(twice[0])}",
         )
     return hosts
@@ -122,22 +122,22 @@ def _host(item: str) -> Host:
         name, _, count = item.rpartition(":")
     if not _HOST.fullmatch(name) or not _is_count(count):
         raise Impossible(
-            f"{item!r} is not a host",
-            why="a host is a name or an address that ssh knows, with : and its number of ranks",
-            fix="--hosts a,b:4,user@10.0.0.3  # an IPv6 address stands in brackets: [fd00::1]:2",
+            f"{item!r} is not a valid host",
+            why="a host is a name or address that ssh knows, optionally with : and the number of ranks",
+            fix="--hosts a,b:4,user@10.0.0.3  # IPv6 addresses in brackets: [fd00::1]:2",
         )
     plain = name.replace("[", "").replace("]", "")
     return Host(name=plain, ranks=int(count) if counted else None)
 
 
 def parse_nodes(text: str) -> NodeCounts:
-    """Read ``4``, or ``2:4`` for a run that goes on with as few as 2 machines."""
+    """Parse ``4``, or ``2:4`` for a run that continues with as few as 2 hosts."""
     least, colon, most = text.partition(":")
     most = most if colon else least
     if not _is_count(least) or not _is_count(most) or int(least) > int(most):
         raise Impossible(
-            f"{text!r} is not a number of machines",
-            why="it is a number, or the fewest and the most with : between them",
+            f"{text!r} is not a valid number of hosts",
+            why="it is N, or MIN:MAX",
             fix="--nodes 4, or --nodes 2:4",
         )
     return NodeCounts(least=int(least), most=int(most))

@@ -1,14 +1,14 @@
-"""What the launcher and the node agents say to each other: typed messages as lines of JSON.
+"""The messages between the launcher and the node agents: typed messages as lines of JSON.
 
-The launcher is the one process in which somebody typed ``muster run``. A node agent is the one process of
-ours on each machine that takes part; it starts that machine's share of the run, watches it, and ends
-it when told to, or when the launcher is no longer heard. The same messages travel through a pipe
-(this machine), through ssh's or srun's standard input and output, and through TLS (``muster join``).
+The launcher is the process of ``muster run``. A node agent is torchmuster's process on each host of a run;
+it starts that host's ranks, monitors them, and stops them on request or when the launcher's heartbeats
+stop. The same messages are sent through a pipe (the local host), through ssh's or srun's standard input and
+output, and through TLS (``muster join``).
 
-Every message is one JSON object with its ``kind``. Fields that are not known are ignored, so that a
-newer side can add some; a kind that is not known, or a wrong type, is an error. On a pipe a message is
-cut into lines of at most ``LINE_LIMIT`` characters (srun breaks longer ones): ``+`` and a piece, or
-``=`` and the last piece. See docs/wire-protocol.md.
+Every message is one JSON object with its ``kind``. Unknown fields are ignored, so that a newer version can
+add some; an unknown kind or a wrong type is an error. On a pipe a message is split into lines of at most
+``LINE_LIMIT`` characters (srun breaks longer ones): ``+`` and a piece, or ``=`` and the last piece. See
+docs/wire-protocol.md.
 """
 
 import json
@@ -21,11 +21,11 @@ from torchmuster.launch.hangs.heartbeat import Heartbeat, Integer
 
 PROTOCOL = 2
 LINE_LIMIT = 900
-# A message is small; whoever sends more than this is not one of us.
+# Messages are small; a larger one is not from torchmuster.
 MESSAGE_LIMIT = 4 * 2**20
 _ERROR_LIMIT = 200
 
-# It names processes to be killed, so an empty one would mean all of them; and it is written to pipes
+# It selects processes to kill, so an empty one would select all of them; and it is written to pipes
 # line by line.
 Token = Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]
 ExitStatus = Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -34,18 +34,18 @@ Read = TypeVar("Read")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """What all messages share."""
+    """Base class of all messages."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """An address of a machine and the interface that has it."""
+    """An address of a host and its network interface."""
 
     address: str
     interface: str
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine reports about itself when it joins. Unknown is None, never a guess."""
+    """What a host reports about itself when it joins. Unknown is None, never a guess."""
 
     host: str
     user: str
@@ -61,37 +61,37 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What would run on a machine: the script, the code beside it, the installed packages."""
+    """What would run on a host: the script, the code next to it, the installed packages."""
 
     script_sha256: str
-    code_sha256: str  # of all Python files in the script's folder, or "" where there are too many
+    code_sha256: str  # of all Python files in the script's folder, or "" if there are too many
     code_files: Integer
     packages_sha256: str
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank that ended badly.
+    """One rank that failed.
 
-    ``ago_s`` is how long before the message was sent it happened, so that clocks need not agree.
+    ``ago_s`` is the time between the failure and the message, so that clocks need not agree.
     """
 
     rank: Integer
     local_rank: Integer
-    exit_code: Integer  # negative: the signal that ended it
+    exit_code: Integer  # negative: the signal that killed it
     ago_s: float
     error: str = ""  # "RuntimeError: …", the last line of the traceback
-    # What an error of ours says of itself, in its three parts; "" where it is another's.
+    # The three parts of a torchmuster error; "" for other errors.
     what: str = ""
     why: str = ""
     fix: str = ""
     traceback: str = ""
     last_lines: str = ""
     peak_rss_bytes: Integer | None = None
-    evidence: str = ""  # what the machine knows of the cause: "the kernel killed it: out of memory"
+    evidence: str = ""  # what the host knows about the cause: "the kernel killed it: out of memory"
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding on its way (see finding.py)."""
+    """A finding inside a message (see finding.py)."""
 
     name: str
     what: str
@@ -105,12 +105,12 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
-    """Take devices and look at the code; nothing is started yet."""
+    """Lease devices and fingerprint the code; nothing is started yet."""
 
     run_id: str
     token: Token  # in the environment of every process of the run, so that all of them can be found
     command: tuple[str, ...]  # the script and its arguments
-    module: bool  # the first word of the command is a module (python -m)
+    module: bool  # the first argument of the command is a module (python -m)
     folder: str  # the working directory
     device: str  # auto, gpu, cpu
     ranks: Ranks | None  # None: one for each device
@@ -119,29 +119,29 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     wait_s: float = 0.0
     environment: dict[str, str] = {}
     logs: str | None = None  # where the ranks' logs go; None: a folder of the node agent's own
-    alone: bool = True  # no other machine takes part
-    lost_after_s: float | None = None  # without a sign of life, the launcher is taken for lost
-    typed: tuple[str, ...] = ("run",)  # after "muster", up to the script: for what people read
-    run: str | None = None  # its folder: who sees it writes there what its ranks are doing
+    alone: bool = True  # this is the only host
+    lost_after_s: float | None = None  # without a heartbeat, the launcher is declared lost
+    typed: tuple[str, ...] = ("run",)  # arguments after "muster", up to the script: for messages
+    run: str | None = None  # the run folder: a host that can access it writes its heartbeats there
 
 
 class Listen(Message, frozen=True, kw_only=True, tag="listen"):
-    """Open a port: on the first machine the one to meet at, on others one to be tried."""
+    """Open a port: on the first host for the rendezvous, on others to test reachability."""
 
-    nonce: str  # what to answer to those who try the port, so that they know whom they reached
-    port: Integer | None  # None: the usual one or the next that is free; 0: any
+    nonce: str  # the answer to clients that test the port, so that they can identify this host
+    port: Integer | None  # None: the default or the next free one; 0: any
     address: str | None = None  # listen only here
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """An address and port to be tried."""
+    """An address and port to test."""
 
     address: str
     port: Integer
 
 
 class Reach(Message, frozen=True, kw_only=True, tag="reach"):
-    """Try to reach other machines at each of these."""
+    """Try to connect to other hosts at each of these targets."""
 
     nonce: str
     targets: tuple[Target, ...]
@@ -149,7 +149,7 @@ class Reach(Message, frozen=True, kw_only=True, tag="reach"):
 
 
 class Start(Message, frozen=True, kw_only=True, tag="start"):
-    """Start this machine's ranks."""
+    """Start this host's ranks."""
 
     attempt: Integer
     node_rank: Integer
@@ -158,42 +158,42 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     world_size: Integer
     backend: str  # muster, c10d, etcd-v2
     endpoint: str  # HOST:PORT of the rendezvous
-    address: str  # of the first machine, as all reach it
+    address: str  # of the first host, reachable from all hosts
     port: Integer
     local_address: str
-    interface: str | None  # None: leave the choice to the libraries (one machine)
+    interface: str | None  # None: the libraries choose (single host)
     timeout_s: float
     max_restarts: Integer
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
-    """End this machine's ranks: politely, and after the grace by force. Answered by ``ended``."""
+    """Stop this host's ranks gracefully, and kill them after the grace period. Answered by ``ended``."""
 
     grace_s: float
     why: str
 
 
 class Signal(Message, frozen=True, kw_only=True, tag="signal"):
-    """Pass a signal on to the ranks (a scheduler's warning before preemption)."""
+    """Forward a signal to the ranks (a scheduler's warning before preemption)."""
 
     name: str
 
 
 class DumpStacks(Message, frozen=True, kw_only=True, tag="dump-stacks"):
-    """Have these ranks show what they are doing: stacks, and what they wrote down of collectives."""
+    """Request stack dumps and flight recorders of these ranks."""
 
     ranks: tuple[Integer, ...]
 
 
 class ListPackages(Message, frozen=True, kw_only=True, tag="list-packages"):
-    """Ask for the list of installed packages, where their fingerprints differ."""
+    """Request the list of installed packages, sent if the fingerprints differ."""
 
 
 class StartSidecar(Message, frozen=True, kw_only=True, tag="start-sidecar"):
-    """Start a program of ours beside the node agent; it ends with the node agent, or when asked."""
+    """Start a sidecar process next to the node agent; it exits with the node agent, or on request."""
 
-    program: str  # a module of torchmuster's, run as python -m
-    token: Token  # of this node agent's part in the run: the program's is below it
+    program: str  # a module of torchmuster, run with python -m
+    token: Token  # of this node agent's part of the run: the sidecar's token extends it
 
 
 class Relay(Message, frozen=True, kw_only=True, tag="relay"):
@@ -203,11 +203,11 @@ class Relay(Message, frozen=True, kw_only=True, tag="relay"):
 
 
 class Alive(Message, frozen=True, kw_only=True, tag="alive"):
-    """Both sides say this regularly; whoever is not heard for too long is taken for lost."""
+    """Heartbeat of both sides; a side without heartbeats for too long is declared lost."""
 
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
-    """The run is over for this node agent; the words are for whoever watches its terminal."""
+    """The run is over for this node agent; ``words`` is printed on its terminal."""
 
     exit_code: ExitStatus
     words: str
@@ -217,31 +217,31 @@ class Leave(Message, frozen=True, kw_only=True, tag="leave"):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """The first message: who is here."""
+    """The first message: identifies the host."""
 
     protocol: Integer
     record: NodeRecord
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """What was asked cannot be done here, and why."""
+    """The request cannot be fulfilled on this host, and why."""
 
     trouble: Trouble
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
-    """Still at it: what is being waited for (GPUs that are in use)."""
+    """Progress: what the host is waiting for (GPUs that are in use)."""
 
     words: str
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
-    """Devices are held and the code has been looked at."""
+    """Devices are leased and the code is fingerprinted."""
 
     ranks: Ranks
     devices: tuple[str, ...]
     reasons: tuple[str, ...]
-    fingerprint: Fingerprint | None  # None where no other machine takes part
+    fingerprint: Fingerprint | None  # None if this is the only host
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="listening"):
@@ -253,16 +253,16 @@ class Listening(Message, frozen=True, kw_only=True, tag="listening"):
 
 
 class ReachResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one try went."""
+    """The result of one connection test."""
 
     target: Target
-    problem: str  # "" if reached; else a word: timeout, refused, unreachable, no-route, impostor
+    problem: str  # "" if reached; else one of: timeout, refused, unreachable, no-route, impostor
     seconds: float
     local: Address | None = None  # our own end of the connection
 
 
 class Reached(Message, frozen=True, kw_only=True, tag="reached"):
-    """How every try went."""
+    """The results of all connection tests."""
 
     results: tuple[ReachResult, ...]
 
@@ -282,11 +282,11 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
-    """What this machine's ranks are doing, every two seconds."""
+    """Heartbeats of this host's ranks, sent every two seconds."""
 
     attempt: Integer
     heartbeats: tuple[Heartbeat, ...]
-    kept: bool = False  # the machine has written it into the run's folder itself
+    kept: bool = False  # the host has already written them to the run folder
 
 
 class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
@@ -298,17 +298,17 @@ class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
 
 
 class StackDump(Message, frozen=True, kw_only=True, tag="stack-dump"):
-    """All that could be found out about this machine's ranks has been sent."""
+    """All evidence about this host's ranks has been sent."""
 
 
 class Ended(Message, frozen=True, kw_only=True, tag="ended"):
-    """None of this machine's processes is alive any more."""
+    """All processes of the run on this host have exited."""
 
     attempt: Integer
     good: bool
     failures: tuple[Failure, ...] = ()
-    finished: tuple[Integer, ...] = ()  # where some failed: the ranks whose script had ended well
-    words: str = ""  # of the agent itself, where it and not a rank failed
+    finished: tuple[Integer, ...] = ()  # if some failed: the ranks whose script had finished
+    words: str = ""  # error of the agent itself, if it and not a rank failed
 
 
 class Packages(Message, frozen=True, kw_only=True, tag="packages"):
@@ -318,16 +318,16 @@ class Packages(Message, frozen=True, kw_only=True, tag="packages"):
 
 
 class SidecarStarted(Message, frozen=True, kw_only=True, tag="sidecar-started"):
-    """The program was started."""
+    """The sidecar process was started."""
 
     pid: Integer
 
 
 class SidecarEnded(Message, frozen=True, kw_only=True, tag="sidecar-ended"):
-    """the sidecar has ended."""
+    """The sidecar process has exited."""
 
-    exit_code: Integer | None  # negative: the signal that ended it; None: not known
-    words: str = ""  # its last words on standard error
+    exit_code: Integer | None  # negative: the signal that killed it; None: unknown
+    words: str = ""  # its last output on standard error
 
 
 ToAgent = Annotated[
@@ -372,11 +372,11 @@ _decode_from_agent = msgspec.json.Decoder(FromAgent).decode
 
 
 class UnreadableMessage(ValueError):
-    """Something that is not a message of this protocol."""
+    """Raised for data that is not a message of this protocol."""
 
 
 def read_with(decode: Callable[[bytes], Read], data: bytes) -> Read:
-    """Decode bytes of another machine; raises ``Garbled`` whatever is wrong with them.
+    """Decode bytes from another host; raise ``UnreadableMessage`` for any error.
 
     Decoders raise more than their own errors: ``RecursionError`` for deep nesting, ``UnicodeDecodeError``.
     """
@@ -387,18 +387,18 @@ def read_with(decode: Callable[[bytes], Read], data: bytes) -> Read:
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as JSON, without a line end."""
+    """Return a message as JSON, without a newline."""
     return _encode(message)
 
 
 def decode_to_agent(data: bytes) -> ToAgent:
-    """Read a message of the launcher's."""
+    """Decode a message from the launcher."""
     message: ToAgent = read_with(_decode_to_agent, data)
     return message
 
 
 def decode_from_agent(data: bytes) -> FromAgent:
-    """Read a message of a node agent's."""
+    """Decode a message from a node agent."""
     message: FromAgent = read_with(_decode_from_agent, data)
     return message
 
@@ -406,7 +406,7 @@ def decode_from_agent(data: bytes) -> FromAgent:
 def to_lines(message: Message) -> bytes:
     """Return a message as lines for a pipe."""
     data = encode(message)
-    if not data.isascii():  # srun breaks lines by bytes, which would cut a letter in two
+    if not data.isascii():  # srun breaks lines by bytes, which would split a character
         data = json.dumps(json.loads(data)).encode("ascii")
     return b"".join(_pieces(data))
 
@@ -419,14 +419,14 @@ def _pieces(data: bytes) -> Iterator[bytes]:
 
 
 class FrameAssembler:
-    """Puts the lines of a pipe together again."""
+    """Reassemble messages from the lines of a pipe."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
 
     def add(self, line: bytes) -> bytes | None:
-        """Take one line; return a whole message's JSON once its last piece is there."""
+        """Add one line; return the JSON of a message once its last piece has arrived."""
         mark, piece = line[:1], line[1:].rstrip(b"\r\n")
         self._size += len(piece)
         if mark not in (b"+", b"=") or self._size > MESSAGE_LIMIT:

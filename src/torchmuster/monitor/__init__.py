@@ -1,1 +1,1 @@
-"""Metrics, alerts and views of a run: what is measured, who serves it, when somebody should look."""
+"""Metrics, alerts and views of runs."""

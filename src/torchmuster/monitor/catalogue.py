@@ -1,7 +1,7 @@
-"""Every metric of the product, once: the exporter, the documentation, the alerts and the dashboard use this table.
+"""All metrics: the exporter, the documentation, the alerts and the dashboard use this table.
 
-Names follow Prometheus' rules: what it is about, what it is, its base unit; counters end in ``_total``. A name that
-was published keeps its meaning (``tests/golden``).
+Names follow Prometheus' rules: subject, quantity, base unit; counters end in ``_total``. A
+published name keeps its meaning (``tests/golden``).
 """
 
 from torchmuster.monitor.metric import Level, Metric, MetricKind, Scope
@@ -40,111 +40,110 @@ def _gauge(
     return Metric(name=name, unit=unit, help=text, scope=scope, labels=labels, level=level)
 
 
-# ---- the run
+# ---- run
 RUN_PHASE = _gauge(
     "muster_run_phase",
     "",
-    "1 for the phase that the run is in: submitted, joining, starting, running, finished, saved, failed, stopped or died",
+    "1 for the current phase of the run: submitted, joining, starting, running, finished, "
+    "saved, failed, stopped or died",
     _RUN,
     "phase",
 )
 RUN_STARTED = _gauge(
-    "muster_run_start_timestamp_seconds", "seconds", "when the run was started, in Unix time", _RUN
+    "muster_run_start_timestamp_seconds", "seconds", "start time of the run, Unix time", _RUN
 )
 RUN_RESTARTS = _total(
-    "muster_run_restarts_total", "", "how often all ranks were started again after a failure", _RUN
+    "muster_run_restarts_total", "", "restarts of all ranks after a failure", _RUN
 )
-RUN_RANKS = _gauge("muster_run_ranks", "", "how many ranks were seen", _RUN)
+RUN_RANKS = _gauge("muster_run_ranks", "", "ranks with a recent heartbeat", _RUN)
 RUN_RANKS_STARTED = _gauge(
     "muster_run_ranks_started",
     "",
-    "the most ranks that were started together since the run was launched",
+    "largest number of ranks started together since launch",
     _RUN,
 )
 
-# ---- its training
+# ---- training
 STEPS = _total(
     "muster_train_steps_total",
     "",
-    "optimiser steps so far; those that are made again after a restart count once",
+    "optimizer steps so far; steps repeated after a restart count once",
     _RUN,
 )
-EPOCH = _gauge("muster_train_epoch", "", "how often the data has been gone through", _RUN)
+EPOCH = _gauge("muster_train_epoch", "", "number of completed epochs", _RUN)
 LOSS = _gauge(
     "muster_train_loss",
     "",
-    "the mean loss since the last line; NaN where it is not a finite number",
+    "mean loss since the last step line; NaN if it is not finite",
     _RUN,
 )
-LEARNING_RATE = _gauge("muster_train_learning_rate", "", "the learning rate of the last step", _RUN)
+LEARNING_RATE = _gauge("muster_train_learning_rate", "", "learning rate of the last step", _RUN)
 GRADIENT_NORM = _gauge(
     "muster_train_gradient_norm",
     "",
-    "the norm of the last step's gradients before they were clipped",
+    "gradient norm of the last step, before clipping",
     _RUN,
     level=_SOMETIMES,
 )
-LOSS_SCALE = _gauge(
-    "muster_train_loss_scale", "", "what fp16 losses are multiplied by", _RUN, level=_SOMETIMES
-)
+LOSS_SCALE = _gauge("muster_train_loss_scale", "", "loss scale (fp16)", _RUN, level=_SOMETIMES)
 SKIPPED_STEPS = _total(
-    "muster_train_skipped_steps_total", "", "steps whose gradients were not finite, left out", _RUN
+    "muster_train_skipped_steps_total", "", "steps skipped because of non-finite gradients", _RUN
 )
 SAMPLES_RATE = _gauge(
-    "muster_train_samples_per_second", "", "samples that all ranks train on in a second", _RUN
+    "muster_train_samples_per_second", "", "training throughput of all ranks in samples/s", _RUN
 )
 TOKENS_RATE = _gauge(
     "muster_train_tokens_per_second",
     "",
-    "what the loss counts (tokens) that all ranks train on in a second",
+    "training throughput of all ranks in tokens/s (items that the loss counts)",
     _RUN,
     level=_SOMETIMES,
 )
-STEP_TIME = _gauge("muster_train_step_seconds", "seconds", "how long a step takes", _RUN)
+STEP_TIME = _gauge("muster_train_step_seconds", "seconds", "duration of a step", _RUN)
 TIME_SHARE = _gauge(
     "muster_train_time_ratio",
     "ratio",
-    "shares of the ranks' time, between 0 and 1: data, compute, communication, checkpoint, evaluation",
+    "share of the ranks' time, 0 to 1: data, compute, communication, checkpoint, evaluation",
     _RUN,
     "part",
 )
 FLOP_RATE = _gauge(
     "muster_train_flop_per_second",
     "",
-    "arithmetic of the model that all ranks do in a second",
+    "model FLOP/s of all ranks",
     _RUN,
     level=_SOMETIMES,
 )
 MFU = _gauge(
     "muster_train_mfu_ratio",
     "ratio",
-    "the model's arithmetic as a share of what the devices could do at most",
+    "model FLOP/s as a share of the peak FLOP/s of the devices",
     _RUN,
     level=_SOMETIMES,
 )
 STEP_AGE = _gauge(
     "muster_train_step_age_seconds",
     "seconds",
-    "how long ago the last line about steps was written",
+    "time since the last step line",
     _RUN,
 )
 MEMORY_PEAK = _gauge(
     "muster_train_memory_peak_bytes",
     "bytes",
-    "the most memory that any rank has used since the start",
+    "peak memory of any rank since the start",
     _RUN,
 )
 GOODPUT = _gauge(
     "muster_train_goodput_ratio",
     "ratio",
-    "the share of the run's time that went into steps that count: not into starting, saving, evaluating, standing still, "
-    "skipped steps or steps that are made again",
+    "share of the run's time spent in steps that count: without startup, saving, evaluation, "
+    "stalls, skipped and repeated steps",
     _RUN,
 )
 EVALUATION = _gauge(
     "muster_train_evaluation",
     "",
-    "what the last evaluation gave; metric is the name that the evaluation gives it",
+    "result of the last evaluation; metric is its name in the evaluation",
     _RUN,
     "metric",
     level=_SOMETIMES,
@@ -152,21 +151,21 @@ EVALUATION = _gauge(
 CHECKPOINT_AGE = _gauge(
     "muster_checkpoint_age_seconds",
     "seconds",
-    "how long ago the newest complete checkpoint was made; since the run's start while there is none",
+    "age of the newest complete checkpoint; time since the run's start if there is none",
     _RUN,
     level=_SOMETIMES,
 )
 CHECKPOINT_STEP = _gauge(
     "muster_checkpoint_step",
     "",
-    "the step of the newest complete checkpoint",
+    "step of the newest complete checkpoint",
     _RUN,
     level=_SOMETIMES,
 )
 CHECKPOINT_STALL = _gauge(
     "muster_checkpoint_stall_seconds",
     "seconds",
-    "how long the training stood still for the last save",
+    "how long the last save blocked the training",
     _RUN,
     level=_SOMETIMES,
 )
@@ -174,45 +173,47 @@ CHECKPOINT_STALL = _gauge(
 SINK_FAILING = _gauge(
     "muster_sink_failing_seconds",
     "seconds",
-    "for how long a sink (tensorboard, parquet, mlflow, wandb) does not get the run's numbers; 0 while it does",
+    "how long a sink (tensorboard, parquet, mlflow, wandb) has not received the run's metrics; "
+    "0 while it does",
     _RUN,
     "sink",
     level=_SOMETIMES,
 )
 
-# ---- its ranks
-RANK_STEP = _gauge("muster_rank_step", "", "the step that a rank is at", _RANK)
+# ---- ranks
+RANK_STEP = _gauge("muster_rank_step", "", "current step of a rank", _RANK)
 RANK_SILENT = _gauge(
     "muster_rank_silent_seconds",
     "seconds",
-    "for how long Python could not run in a rank",
+    "time since the last heartbeat of a rank, that is, since Python last ran in it",
     _RANK,
 )
 RANK_CPUS = _gauge(
     "muster_rank_cpus",
     "",
-    "processors that a rank and its children keep busy",
+    "CPUs used by a rank and its child processes",
     _RANK,
     level=_SOMETIMES,
 )
 RANK_MEMORY = _gauge(
     "muster_rank_memory_bytes",
     "bytes",
-    "memory of a rank's process in RAM",
+    "resident memory (RSS) of a rank's process",
     _RANK,
     level=_SOMETIMES,
 )
 RANK_DATA = _gauge(
     "muster_rank_data_ratio",
     "ratio",
-    "the share of its time that a rank waits for data",
+    "share of the time that a rank waits for data",
     _RANK,
     level=_SOMETIMES,
 )
 RANK_WAITING = _gauge(
     "muster_rank_communication_ratio",
     "ratio",
-    "the share of its time that a rank waits for communication, so for others; the slowest rank waits least",
+    "share of the time that a rank waits for communication, that is, for other ranks; the slowest "
+    "rank waits least",
     _RANK,
     level=_SOMETIMES,
 )
@@ -221,7 +222,7 @@ RANK_WAITING = _gauge(
 GPU_UTILISATION = _gauge(
     "muster_gpu_utilization_ratio",
     "ratio",
-    "the share of the time in which some kernel ran",
+    "share of the time in which a kernel ran",
     _DEVICE,
     level=Level.DEVICE,
 )
@@ -231,7 +232,7 @@ GPU_MEMORY_USED = _gauge(
 GPU_MEMORY_USABLE = _gauge(
     "muster_gpu_memory_usable_bytes",
     "bytes",
-    "memory that programs can have at most",
+    "memory available to programs",
     _DEVICE,
     level=Level.DEVICE,
 )
@@ -241,18 +242,18 @@ GPU_TEMPERATURE = _gauge(
 GPU_SLOWDOWN_TEMPERATURE = _gauge(
     "muster_gpu_slowdown_temperature_celsius",
     "celsius",
-    "the temperature from which on the device slows itself down",
+    "temperature at which the device starts to throttle",
     _DEVICE,
     level=Level.DEVICE,
 )
 GPU_POWER = _gauge("muster_gpu_power_watts", "watts", "power drawn", _DEVICE, level=Level.DEVICE)
 GPU_POWER_LIMIT = _gauge(
-    "muster_gpu_power_limit_watts", "watts", "power that may be drawn", _DEVICE, level=Level.DEVICE
+    "muster_gpu_power_limit_watts", "watts", "power limit", _DEVICE, level=Level.DEVICE
 )
 GPU_ENERGY = _total(
     "muster_gpu_energy_joules_total",
     "joules",
-    "energy drawn since the driver was loaded",
+    "energy used since the driver was loaded",
     _DEVICE,
     level=Level.DEVICE,
 )
@@ -267,7 +268,7 @@ GPU_ECC = _total(
 GPU_THROTTLED = _gauge(
     "muster_gpu_throttled",
     "",
-    "1 for each reason for which the device slows itself down now",
+    "1 for each current throttle reason",
     _DEVICE,
     "reason",
     level=Level.DEVICE,
@@ -276,39 +277,38 @@ GPU_THROTTLED = _gauge(
 GPU_XID = _total(
     "muster_gpu_xid_errors_total",
     "",
-    "critical errors that the driver has reported since the exporter began: xid is NVIDIA's number of the error "
-    "(0: one of many others), kind is program if the card is well after it, else device",
+    "critical errors reported by the driver since the exporter started: xid is NVIDIA's error "
+    "number "
+    "(0: any other), kind is program if the GPU stays usable, else device",
     _DEVICE,
     "kind",
     "xid",
     level=Level.DEVICE,
 )
 
-# ---- the machine
-HOST_CPU = _gauge(
-    "muster_host_cpu_ratio", "ratio", "the share of its processors' time that is used", _HOST
-)
+# ---- host
+HOST_CPU = _gauge("muster_host_cpu_ratio", "ratio", "CPU utilization", _HOST)
 HOST_MEMORY_AVAILABLE = _gauge(
-    "muster_host_memory_available_bytes", "bytes", "memory that can be had without swapping", _HOST
+    "muster_host_memory_available_bytes", "bytes", "memory available without swapping", _HOST
 )
-HOST_MEMORY = _gauge("muster_host_memory_bytes", "bytes", "memory in all", _HOST)
+HOST_MEMORY = _gauge("muster_host_memory_bytes", "bytes", "total memory", _HOST)
 HOST_DISK_FREE = _gauge(
-    "muster_host_disk_free_bytes", "bytes", "room on the disk of the runs' folder", _HOST
+    "muster_host_disk_free_bytes", "bytes", "free space on the disk of the runs folder", _HOST
 )
 HOST_NETWORK = _total(
     "muster_host_network_bytes_total",
     "bytes",
-    "bytes over all interfaces but loopback: direction received or sent",
+    "bytes over all interfaces except loopback: direction received or sent",
     _HOST,
     "direction",
 )
 
-# ---- the exporter itself
+# ---- exporter
 EXPORTER_SERIES = _gauge(
-    "muster_exporter_series", "", "series in this answer, besides this one", _HOST
+    "muster_exporter_series", "", "series in this response, without this one", _HOST
 )
 EXPORTER_TIME = _gauge(
-    "muster_exporter_collect_seconds", "seconds", "how long it took to collect them", _HOST
+    "muster_exporter_collect_seconds", "seconds", "duration of collecting them", _HOST
 )
 
 METRICS: tuple[Metric, ...] = tuple(

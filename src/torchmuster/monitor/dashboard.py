@@ -1,4 +1,4 @@
-"""The dashboard for Grafana: panels over the catalogue's metrics, as the JSON that Grafana imports."""
+"""The Grafana dashboard: panels over the catalogue's metrics, as importable JSON."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from torchmuster.monitor import catalogue
 from torchmuster.monitor.metric import Metric, Scope
 
 _WIDTH, _HEIGHT = 24, 8
-# What Grafana calls the units.
+# Grafana's names of the units.
 _UNITS = {
     "seconds": "s",
     "bytes": "bytes",
@@ -23,7 +23,7 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture: queries with what each curve is called."""
+    """One panel: queries with their legends."""
 
     title: str
     unit: str
@@ -54,8 +54,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             _panel("loss", (catalogue.LOSS, _RUN)),
             _panel("samples per second", (catalogue.SAMPLES_RATE, _RUN)),
-            _panel("time of a step", (catalogue.STEP_TIME, _RUN)),
-            _panel("where the time goes", (catalogue.TIME_SHARE, "{{part}}")),
+            _panel("step time", (catalogue.STEP_TIME, _RUN)),
+            _panel("time breakdown", (catalogue.TIME_SHARE, "{{part}}")),
             _panel("learning rate", (catalogue.LEARNING_RATE, _RUN)),
             _panel("time since the last step", (catalogue.STEP_AGE, _RUN)),
             _panel("goodput", (catalogue.GOODPUT, _RUN), width=6),
@@ -72,11 +72,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Ranks",
         (
-            _panel("ranks that are heard of", (catalogue.RUN_RANKS, _RUN)),
-            _panel("waits for data", (catalogue.RANK_DATA, "rank {{rank}}")),
-            _panel("waits for others", (catalogue.RANK_WAITING, "rank {{rank}}")),
+            _panel("ranks with a recent heartbeat", (catalogue.RUN_RANKS, _RUN)),
+            _panel("waiting for data", (catalogue.RANK_DATA, "rank {{rank}}")),
+            _panel("waiting for other ranks", (catalogue.RANK_WAITING, "rank {{rank}}")),
             _panel("memory", (catalogue.RANK_MEMORY, "rank {{rank}}"), width=12),
-            _panel("busy processors", (catalogue.RANK_CPUS, "rank {{rank}}"), width=12),
+            _panel("CPUs used", (catalogue.RANK_CPUS, "rank {{rank}}"), width=12),
         ),
     ),
     (
@@ -86,16 +86,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             _panel("memory", (catalogue.GPU_MEMORY_USED, "{{host}} {{gpu_uuid}}")),
             _panel("temperature", (catalogue.GPU_TEMPERATURE, "{{host}} {{gpu_uuid}}")),
             _panel("power", (catalogue.GPU_POWER, "{{host}} {{gpu_uuid}}")),
-            _panel("slowed down", (catalogue.GPU_THROTTLED, "{{gpu_uuid}} {{reason}}")),
+            _panel("throttled", (catalogue.GPU_THROTTLED, "{{gpu_uuid}} {{reason}}")),
             _panel("memory errors", (catalogue.GPU_ECC, "{{gpu_uuid}} {{kind}}")),
             _panel("energy", (catalogue.GPU_ENERGY, "{{host}} {{gpu_uuid}}"), width=12),
             _panel("critical errors", (catalogue.GPU_XID, "{{gpu_uuid}} Xid {{xid}}"), width=12),
         ),
     ),
     (
-        "Machines",
+        "Hosts",
         (
-            _panel("processors", (catalogue.HOST_CPU, "{{host}}"), width=6),
+            _panel("CPU utilization", (catalogue.HOST_CPU, "{{host}}"), width=6),
             _panel("memory available", (catalogue.HOST_MEMORY_AVAILABLE, "{{host}}"), width=6),
             _panel("disk free", (catalogue.HOST_DISK_FREE, "{{host}}"), width=6),
             Panel(

@@ -1,4 +1,4 @@
-"""``GPUMonitor``: what a training loop of your own logs and what its GPUs say, as curves, metrics and alerts."""
+"""``GPUMonitor``: curves, metrics and alerts for your own training loop and its GPUs."""
 
 import atexit
 import dataclasses
@@ -25,7 +25,7 @@ from torchmuster.monitor.serving import Access, Served, serving
 
 
 class TensorBoardFile:
-    """Writes named numbers by step. The file is written by a thread of TensorBoard's."""
+    """Writes named values by step. A TensorBoard thread writes the file."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
@@ -34,18 +34,18 @@ class TensorBoardFile:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise Impossible(
-                "curves for TensorBoard were asked for, but tensorboard is not installed",
+                "tensorboard_folder is set, but tensorboard is not installed",
                 why=str(error),
-                fix="pip install 'torchmuster[tensorboard]', or leave tensorboard_folder out",
+                fix="pip install 'torchmuster[tensorboard]', or omit tensorboard_folder",
             ) from error
         self._event, self._summary = Event, Summary
         try:
             self._writer = EventFileWriter(str(Path(folder)))
         except OSError as error:
             raise Impossible(
-                f"curves for TensorBoard cannot be written to {folder}",
+                f"cannot write TensorBoard curves to {folder}",
                 why=error.strerror or str(error),
-                fix="choose a folder that you may write to, on a disk with room",
+                fix="choose a writable folder on a disk with free space",
             ) from error
 
     def write(self, numbers: Mapping[str, float], step: int) -> None:
@@ -57,14 +57,14 @@ class TensorBoardFile:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Write what is left, if the disk takes it."""
+        """Flush the remaining points, if the disk permits."""
         with suppress(Exception):
             self._writer.close()
 
 
 _log = logging.getLogger(__name__)
 
-# How scripts call what the catalogue knows; any other number is told as a result of the training.
+# Names in scripts of the catalogue's metrics; any other name is exported as an evaluation result.
 _KNOWN: Mapping[str, Metric] = {
     "loss": catalogue.LOSS,
     "epoch": catalogue.EPOCH,
@@ -82,13 +82,14 @@ _WAIT_FOR_LOOK_S = 5.0
 
 
 class GPUMonitor:
-    """Watches the GPUs that this process may see, and takes what the training loop logs.
+    """Monitors the GPUs visible to this process, and records what the training loop logs.
 
-    ``tensorboard_folder`` gets curves, ``prometheus_port`` serves metrics on this machine's loopback address (0 takes a
-    free port, see ``port``), and ``on_alert`` is called with a text when something is wrong or over; without it the
-    log is told. GPUs are looked at beside the training, every ``look_every_s`` seconds: ``log_metrics`` does not wait
-    for them. Under torchrun the first rank of each machine does all this, only rank 0 writes curves, and on
-    the others ``log_metrics`` does nothing but return::
+    ``tensorboard_folder`` gets curves, ``prometheus_port`` serves metrics on the loopback address
+    (0 picks a free port, see ``port``), and ``on_alert`` is called with a text when an alert is
+    raised or resolved; without it, alerts are logged. A background thread polls the GPUs every
+    ``look_every_s`` seconds; ``log_metrics`` does not wait for it. Under torchrun the first rank of
+    each host does this, only rank 0 writes curves, and on the other ranks ``log_metrics`` returns
+    immediately::
 
         with GPUMonitor(tensorboard_folder="curves", prometheus_port=9478) as monitor:
             for step, batch in enumerate(loader):
@@ -128,7 +129,7 @@ class GPUMonitor:
                     self._board = TensorBoardFile(tensorboard_folder)
                     stack.callback(self._board.close)
                 if prometheus_port is not None:
-                    exposition([], "")  # what is missing shows now
+                    exposition([], "")  # fail now if a package is missing
                     self.port = stack.enter_context(
                         serving(
                             Access(port=prometheus_port), {"/metrics": Served(answer=self._answer)}
@@ -139,12 +140,12 @@ class GPUMonitor:
                 thread.start()
                 stack.callback(thread.join, _WAIT_FOR_LOOK_S)
             self._stack = stack.pop_all()
-        atexit.register(self.close)  # so that a script that does not close it loses no curve
+        atexit.register(self.close)  # scripts that do not call close() lose no data
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Log numbers of a step; return them together with those of the GPUs and ``steps_per_s``.
+        """Log values of a step; return them together with the GPU values and ``steps_per_s``.
 
-        With ``every=N`` only every N-th step is logged, and for others nothing is returned.
+        With ``every=N`` only every N-th step is logged; other steps return an empty result.
         """
         if step % self._every:
             return {}
@@ -161,12 +162,12 @@ class GPUMonitor:
 
     @property
     def alerts(self) -> list[str]:
-        """What is wrong now, a sentence each."""
+        """The active alerts, one sentence each."""
         with self._lock:
             return [one.summary for one in self._watching.raised]
 
     def close(self) -> None:
-        """Take a last look, write what is left, and end the server; may be called twice."""
+        """Poll once more, flush, and stop the server; may be called twice."""
         if not self._over.is_set():
             self._over.set()
             self._stack.close()
@@ -184,14 +185,14 @@ class GPUMonitor:
         self.close()
 
     def _draw(self, numbers: Mapping[str, float], step: int) -> None:
-        """Add to the curves; a full disk must not end the training."""
+        """Append to the curves; a full disk must not stop the training."""
         if self._board is None:
             return
         try:
             self._board.write(numbers, step)
-        except Exception as error:  # whatever happened in the writer's thread comes out here
+        except Exception as error:  # errors of the writer thread are raised here
             self._board = None
-            _log.warning("curves are not written any more: %s", error)
+            _log.warning("stopped writing TensorBoard curves: %s", error)
 
     def _watch(self) -> None:
         while not self._over.wait(self._look_every_s):
@@ -223,7 +224,7 @@ class GPUMonitor:
         return exposition(samples, accept)
 
     def _samples(self) -> Iterator[Sample]:
-        """Yield what is known now, as the exporter does; to be called with the lock held."""
+        """Yield the current samples, like the exporter; call with the lock held."""
         if self._node is not None:
             yield from collector.device_samples(self._node)
         yield Sample(catalogue.RUN_PHASE, (*self._labels, "running"), 1.0)
@@ -245,26 +246,26 @@ class GPUMonitor:
 
 
 def _is_about(metrics: frozenset[Metric]) -> bool:
-    """Say whether an alert is about what is known here."""
+    """Return whether an alert uses only metrics that are available here."""
     return all(one.scope is Scope.DEVICE or one in _OF_RUNS for one in metrics)
 
 
 def _text_of(news: AlertNews) -> str:
     if not news.raised:
-        return f"over: {news.summary}"
-    # What to do about a run of the launcher is of no use here.
+        return f"resolved: {news.summary}"
+    # Fixes for runs of the launcher do not apply here.
     fix = "" if "{run}" in news.alert.fix else f"; fix: {news.fix}"
     return f"{news.alert.severity}: {news.summary}: {news.alert.why}{fix}"
 
 
 def _gpu_monitor_number(name: str, value: object) -> float:
     try:
-        return float(value)  # type: ignore[arg-type]  # a tensor of one number is one, too
+        return float(value)  # type: ignore[arg-type]  # also accepts one-element tensors
     except (TypeError, ValueError, RuntimeError) as error:
         raise Impossible(
-            f"the metric {name!r} is no number",
+            f"the metric {name!r} is not a number",
             why=f"it is {type(value).__name__}: {error}",
-            fix="log a number, or a tensor of one",
+            fix="log a number or a one-element tensor",
         ) from error
 
 

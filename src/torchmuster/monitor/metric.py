@@ -1,4 +1,4 @@
-"""What a metric is: a name that keeps its meaning, a unit, and who it speaks about."""
+"""Metrics: name, unit, scope and labels; their text format."""
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,14 +9,14 @@ from torchmuster.errors import Impossible
 
 
 class MetricKind(enum.StrEnum):
-    """What Prometheus calls the type: a gauge goes up and down, a counter only up until it begins anew."""
+    """Prometheus' metric type: a gauge goes up and down, a counter increases until reset."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
 
 
 class Scope(enum.Enum):
-    """What one series of a metric is about; its value are the labels that name it."""
+    """What one series of a metric describes; the value lists its labels."""
 
     HOST = ("host",)
     RUN = ("job", "run")
@@ -25,18 +25,18 @@ class Scope(enum.Enum):
 
 
 class Level(enum.StrEnum):
-    """When a metric is there."""
+    """When a metric is available."""
 
-    ALWAYS = "always"  # with every run of `muster train`, from its first line on
-    SOMETIMES = "sometimes"  # where a run has it: a gradient norm where gradients are clipped
-    DEVICE = "device"  # on machines with an accelerator whose driver tells
+    ALWAYS = "always"  # in every `muster train` run, from its first step line on
+    SOMETIMES = "sometimes"  # if the run has it: a gradient norm if gradients are clipped
+    DEVICE = "device"  # on hosts with an accelerator whose driver reports it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric: how it is called, what it counts in, and what it says.
+    """One metric: name, unit and meaning.
 
-    ``labels`` are those besides its scope's; each has few values, which ``help`` names.
+    ``labels`` are those in addition to its scope's; each has few values, listed in ``help``.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a metric is at one moment, for one thing it speaks about."""
+    """The value of a metric at one moment, for one label set."""
 
     metric: Metric
     labels: tuple[str, ...]  # in the order of ``metric.all_labels``
@@ -63,13 +63,13 @@ class Sample:
 
 
 def exposition(samples: Sequence[Sample], accept: str) -> tuple[bytes, str]:
-    """Return the text and its content type: OpenMetrics for who accepts it, else Prometheus' own."""
+    """Return the text and its content type: OpenMetrics if accepted, else Prometheus."""
     try:
         from prometheus_client.exposition import choose_encoder
     except ImportError as error:
         raise Impossible(
-            "metrics cannot be served: the package prometheus_client is not installed here",
-            why="it writes the format that Prometheus reads",
+            "cannot serve metrics: the package prometheus_client is not installed",
+            why="it writes the Prometheus text format",
             fix="pip install 'torchmuster[watch]'",
         ) from error
     encode, content_type = choose_encoder(accept)
@@ -77,7 +77,7 @@ def exposition(samples: Sequence[Sample], accept: str) -> tuple[bytes, str]:
 
 
 class _Families:
-    """What the client library asks for metrics: a registry, as far as it is used."""
+    """The part of a registry that the client library uses."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._samples = samples

@@ -1,7 +1,7 @@
-"""The server of metrics and pages: it answers a few questions, and only those who may ask.
+"""The HTTP server of metrics and pages, with access control.
 
-On loopback everybody on this machine may. Elsewhere a token and TLS are demanded. A browser that another site's
-page sends here is refused everywhere: by the name that it asks for, and by where it comes from.
+On loopback, every local user has access. On other addresses a token and TLS are required.
+Cross-site browser requests are always refused, based on the Host header and the request's origin.
 """
 
 import hmac
@@ -22,26 +22,26 @@ from urllib.parse import urlsplit
 from torchmuster.errors import Impossible
 
 Answer = Callable[[str], tuple[bytes, str]]
-_AT_ONCE = 8  # who comes when so many are being served waits for the system's queue
-_PATIENCE_S = 10.0  # with a client that sends or takes nothing
-_AT_MOST_S = 30.0  # with one that sends a byte now and then
-_SAME_SITE = ("", "none", "same-origin")  # "": no browser
+_AT_ONCE = 8  # further connections wait in the listen queue
+_PATIENCE_S = 10.0  # for a client that neither sends nor receives
+_AT_MOST_S = 30.0  # in total, for a client that sends slowly
+_SAME_SITE = ("", "none", "same-origin")  # "": not a browser
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is given at one path; ``answer`` is told what the client accepts."""
+    """The response at one path; ``answer`` gets the client's Accept header."""
 
     answer: Answer
-    needs_token: bool = True  # not where it holds nothing of any run
-    policy: str = "default-src 'none'"  # what a browser may do with it
+    needs_token: bool = True  # False if it contains no run data
+    policy: str = "default-src 'none'"  # Content-Security-Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Where the server listens, and what it demands of those who ask."""
+    """The server's address, and what it requires from clients."""
 
-    what: str = "metrics"  # is served, in a word
+    what: str = "metrics"  # what is served, for error texts
     address: str = "127.0.0.1"
     port: int = 0
     token: str | None = None
@@ -49,7 +49,7 @@ class Access:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody but this machine can reach it."""
+        """Whether only this host can reach it."""
         try:
             return ip_address(self.address).is_loopback
         except ValueError:
@@ -57,7 +57,7 @@ class Access:
 
 
 def check_access(access: Access) -> None:
-    """Refuse to be open to others without a token and TLS."""
+    """Refuse to listen on other addresses than loopback without a token and TLS."""
     if access.is_loopback:
         return
     missing = [
@@ -68,24 +68,27 @@ def check_access(access: Access) -> None:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise Impossible(
-            f"{access.what} are not served on {access.address}: {' and '.join(missing)} {verb} missing",
-            why="whoever reaches that address could read them, and others could read along",
-            fix="give --token-file FILE and --certificate FILE (with its key), or serve on 127.0.0.1 and "
-            "come by ssh or a proxy of yours",
+            f"refusing to serve {access.what} on {access.address}: {' and '.join(missing)} {verb} "
+            "missing",
+            why="any client that reaches this address could read them, and the traffic would be "
+            "unencrypted",
+            fix="pass --token-file FILE and --certificate FILE (with its key), or serve on "
+            "127.0.0.1 and "
+            "connect through ssh or a proxy",
         )
 
 
 @contextmanager
 def serving(access: Access, served: Mapping[str, Served]) -> Iterator[int]:
-    """Serve these paths in threads of its own for as long as this lasts; gives the port."""
+    """Serve these paths in background threads within this context; yield the port."""
     check_access(access)
     try:
         server = _Server((access.address, access.port), access, served)
     except OSError as error:
         raise Impossible(
-            f"{access.what} cannot be served on {access.address}:{access.port}",
+            f"cannot serve {access.what} on {access.address}:{access.port}",
             why=error.strerror or str(error),
-            fix="choose another port: --port 0 takes a free one and says which",
+            fix="choose another port: --port 0 picks a free port and prints it",
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
     thread.start()
@@ -108,28 +111,28 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.access = access
         self.served = served
         self._places = threading.BoundedSemaphore(_AT_ONCE)
-        self._until: dict[socket.socket, float] = {}  # whom it serves, and how long at most
+        self._until: dict[socket.socket, float] = {}  # deadlines of the open connections
         self._turn = threading.Lock()
         if ":" in where[0]:
             self.address_family = socket.AF_INET6
         super().__init__(where, _Handler)
 
     def server_bind(self) -> None:
-        """Bind without asking a name server who this machine is."""
+        """Bind without a DNS lookup of this host's name."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve in a thread, if there is a place; who is one too many is sent away."""
+        """Serve in a thread; close the connection if there are too many."""
         if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Speak TLS here, not where others are waiting to be let in."""
+        """Do the TLS handshake in this thread, so that it does not block accepting others."""
         try:
             request.settimeout(_PATIENCE_S)
             if (tls := self.access.tls) is not None:
@@ -138,7 +141,7 @@ class _Server(ThreadingMixIn, HTTPServer):
                 if tls is not None:
                     request.do_handshake()
                 super().process_request_thread(request, client_address)
-        except OSError:  # it went away, or does not speak TLS
+        except OSError:  # the client disconnected, or does not use TLS
             self.shutdown_request(request)
         finally:
             self._places.release()
@@ -154,15 +157,15 @@ class _Server(ThreadingMixIn, HTTPServer):
                 del self._until[request]
 
     def service_actions(self) -> None:
-        """Send away who has been served for too long; asked about twice a second."""
+        """Close connections past their deadline; called about twice a second."""
         with self._turn:
             late = [one for one, until in self._until.items() if time.monotonic() > until]
         for request in late:
-            with suppress(OSError):  # the system's: TLS may be in the middle of a word
+            with suppress(OSError):  # the raw socket: TLS may be in the middle of a record
                 socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that go away in the middle."""
+        """Do not log clients that disconnect during a request."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -172,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer, or say why not."""
+        """Send the response, or an error status."""
         served = self.server.served.get(self.path.partition("?")[0])
         refused = self._refused(served)
         if refused is not None or served is None:
@@ -180,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             body, content_type = served.answer(self.headers.get("Accept", ""))
-        except Exception:  # a run must not suffer from it, and a stranger must not read why
+        except Exception:  # must not affect the run, and must not leak details
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR)
             return
         self._send(HTTPStatus.OK, body, content_type, served.policy)
@@ -191,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(hosts) != 1 or not _is_meant(hosts[0], access):
             return HTTPStatus.MISDIRECTED_REQUEST
         if self.headers.get("Origin") or self.headers.get("Sec-Fetch-Site", "") not in _SAME_SITE:
-            return HTTPStatus.FORBIDDEN  # no page reads this but our own
+            return HTTPStatus.FORBIDDEN  # only our own pages may read this
         if access.token is not None and (served is None or served.needs_token):
             given = self.headers.get("Authorization", "").encode("utf-8", errors="replace")
             if not hmac.compare_digest(given, f"Bearer {access.token}".encode()):
@@ -219,17 +222,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *words: object) -> None:
-        """Keep no log of who asks."""
+        """Do not log requests."""
 
 
 def _is_meant(host: str, access: Access) -> bool:
-    """Say whether a request was meant for this server, not for a name that was made to lead here."""
+    """Return whether the Host header names this server (protects against DNS rebinding)."""
     name = urlsplit(f"//{host}").hostname or ""
     if access.is_loopback:
         return name in ("localhost", "127.0.0.1", "::1", access.address)
     try:
         ip_address(name)
-    except ValueError:  # a name: that of this machine
+    except ValueError:  # a name: must be this host's
         own = socket.gethostname().lower()
         return name in (own, own.partition(".")[0], socket.getfqdn().lower(), access.address)
     return True

@@ -1,4 +1,4 @@
-"""Running a cell in a rank: its last expression as text, its traceback without what is not the user's."""
+"""Run a cell in a rank: its last expression as text, its traceback reduced to the user's code."""
 
 import ast
 import linecache
@@ -13,18 +13,18 @@ from torchmuster.launch.job import JobSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RanksRequest:
-    """Ranks as for ``muster run``, or with guests as for ``muster host``; the command is added later."""
+    """The ranks to start, as for ``muster run`` or ``muster host``; the command is added later."""
 
     spec: JobSpec
     guests: int = 0
 
     @property
     def many(self) -> bool:
-        """Whether ranks are on other machines as well."""
+        """Whether there are ranks on other hosts."""
         return bool(self.guests or self.spec.hosts)
 
 
-# Also what tells a frame of a cell from others. No "<" in front: hangs name a rank's place by such files.
+# Also identifies frames of cells. Without a leading "<": hang reports show such file names.
 CELL = "cell-"
 _LONGEST_VALUE = 20_000
 _LONGEST_TRACEBACK = 16_000
@@ -33,7 +33,7 @@ _WIDTH = 88
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome:
-    """What a cell came to."""
+    """The result of a cell."""
 
     value: str = ""
     error: str = ""
@@ -41,12 +41,12 @@ class CellOutcome:
 
 
 def run_cell(code: str, name: str, space: dict[str, Any]) -> CellOutcome:
-    """Run a cell among the names of earlier ones."""
-    # So that tracebacks, inspect and the names of hangs find its lines.
+    """Run a cell in the namespace of the earlier cells."""
+    # So that tracebacks, inspect and hang reports find its lines.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         statements, last = _parsed(code, name)
-        exec(compile(statements, name, "exec"), space)  # noqa: S102  # what the notebook's user typed
+        exec(compile(statements, name, "exec"), space)  # noqa: S102  # code of the notebook's user
         if last is None:
             return CellOutcome()
         value = eval(compile(last, name, "eval"), space)  # noqa: S307  # the same
@@ -56,7 +56,7 @@ def run_cell(code: str, name: str, space: dict[str, Any]) -> CellOutcome:
         return CellOutcome(value=_cell_shown(value))
     except KeyboardInterrupt as error:
         return CellOutcome(error=_cell_message(error), interrupted=True)
-    except BaseException as error:  # a cell must not end its rank, not even by sys.exit
+    except BaseException as error:  # a cell must not stop its rank, not even with sys.exit
         return CellOutcome(error=_cell_message(error))
 
 
@@ -74,11 +74,11 @@ def _cell_shown(value: object) -> str:
     plain = type(value) in (list, tuple, dict, set)
     text = pprint.pformat(value, width=_WIDTH, sort_dicts=False) if plain else repr(value)
     more = len(text) - _LONGEST_VALUE
-    return text if more <= 0 else f"{text[:_LONGEST_VALUE]}… {more:,} characters more"
+    return text if more <= 0 else f"{text[:_LONGEST_VALUE]}… {more:,} more characters"
 
 
 def _cell_message(error: BaseException) -> str:
-    """Return the traceback: the lines of cells, and the innermost one wherever it is."""
+    """Return the traceback: the lines of cells, and the innermost line."""
     told = traceback.TracebackException.from_exception(error, compact=True)
     seen: set[int] = set()
     part: traceback.TracebackException | None = told
@@ -90,7 +90,7 @@ def _cell_message(error: BaseException) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    """Say whether a file is what runs cells: also the handler that interrupts them."""
+    """Return whether a file belongs to the code that runs or interrupts cells."""
     return Path(file).parent == Path(__file__).parent
 
 

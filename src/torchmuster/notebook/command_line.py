@@ -1,4 +1,4 @@
-"""The words after ``%muster`` and ``%%rank``, and what they ask for."""
+"""The arguments of ``%muster`` and ``%%rank``."""
 
 import argparse
 from pathlib import Path
@@ -10,11 +10,11 @@ from torchmuster.launch.launcher.console import rank_text
 from torchmuster.notebook.cell import RanksRequest
 
 _GRACE_S = 2.0
-_JOIN_WITHIN_S = 1800.0  # people walk from one machine to the next
+_JOIN_WITHIN_S = 1800.0  # time for the user to type the command on each host
 
 
 class HelpShown(Exception):
-    """Somebody asked for help, and there is nothing else to do."""
+    """Raised after printing help."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,35 +26,39 @@ class _Parser(argparse.ArgumentParser):
 
 
 def magic_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``%muster``; ``command`` says what is asked for."""
-    words = _Parser(prog="%muster", description="The ranks of this notebook.")
+    """Return the parser of ``%muster``; the action is in ``command``."""
+    words = _Parser(prog="%muster", description="Manage the ranks of this notebook.")
     commands = words.add_subparsers(
         dest="command", required=True, metavar="start|stop|restart|status|pull"
     )
     start = commands.add_parser("start", help="start ranks")
-    start.add_argument("--ranks", type=_positive, metavar="N", help="on each machine")
+    start.add_argument("--ranks", type=_positive, metavar="N", help="number of ranks on each host")
     start.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
     start.add_argument("--gpu-ids", nargs="+", metavar="ID")
     where = start.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="A,B:4", help="machines that ssh knows")
-    where.add_argument("--nnodes", type=_positive, metavar="N", help="machines that join by a code")
-    commands.add_parser("stop", help="end them")
-    commands.add_parser("restart", help="end them and start the same anew")
-    commands.add_parser("status", help="what runs")
-    pull = commands.add_parser("pull", help="bring a variable into the notebook")
+    where.add_argument("--hosts", metavar="A,B:4", help="hosts to connect to by ssh")
+    where.add_argument(
+        "--nnodes", type=_positive, metavar="N", help="number of hosts that join with a code"
+    )
+    commands.add_parser("stop", help="stop the ranks")
+    commands.add_parser("restart", help="stop the ranks and start new ones")
+    commands.add_parser("status", help="show the running ranks")
+    pull = commands.add_parser("pull", help="copy a variable into the notebook")
     pull.add_argument("name")
-    pull.add_argument("--rank", type=int, metavar="N", help="of this one; else a list, by rank")
+    pull.add_argument(
+        "--rank", type=int, metavar="N", help="from this rank only; default: a list, by rank"
+    )
     return words
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
     return int(text)
 
 
 def requested_ranks(options: argparse.Namespace) -> RanksRequest:
-    """Return the ranks that ``%muster start`` asks for."""
+    """Return the ranks requested by ``%muster start``."""
     spec = JobSpec(
         name="notebook",
         command=(),
@@ -71,7 +75,7 @@ def requested_ranks(options: argparse.Namespace) -> RanksRequest:
 
 
 def chosen_ranks(line: str, world_size: int) -> list[int]:
-    """Read ``0`` or ``0,2-3``."""
+    """Parse ``0`` or ``0,2-3``."""
     ranks: set[int] = set()
     for word in line.replace(",", " ").split():
         first, dash, last = word.partition("-")
@@ -80,12 +84,12 @@ def chosen_ranks(line: str, world_size: int) -> list[int]:
             raise Impossible(f"{word!r} is not a rank", fix="%%rank 0, or %%rank 0,2-3")
         ranks |= set(range(int(first), int(last) + 1))
     if not ranks:
-        raise Impossible("%%rank needs a rank", fix="%%rank 0, or %%ranks for all of them")
+        raise Impossible("%%rank requires a rank", fix="%%rank 0, or %%ranks for all of them")
     if max(ranks) >= world_size:
         raise no_such_rank(max(ranks), world_size)
     return sorted(ranks)
 
 
 def no_such_rank(rank: int, world_size: int) -> Impossible:
-    """Return the refusal of a rank that is not there."""
-    return Impossible(f"there is no rank {rank}", why=f"{rank_text(range(world_size))} run")
+    """Return the error for a rank that does not exist."""
+    return Impossible(f"there is no rank {rank}", why=f"running: {rank_text(range(world_size))}")

@@ -1,4 +1,4 @@
-"""A connection between the notebook and one rank, after both have proved who they are."""
+"""An authenticated connection between the notebook and one rank."""
 
 import contextlib
 import queue
@@ -18,7 +18,7 @@ from torchmuster.notebook.messages import NotTheOther, admit_rank
 _HEADER_BYTES = 4
 LONGEST_MESSAGE = 2**31
 _PIECE_BYTES = 2**20
-# So many messages wait to be sent before whoever sends another one is held up.
+# Maximum queued messages before the sender blocks.
 _MOST_WAITING = 1000
 _LOOK_AGAIN_S = 0.01
 _DELIVER_WITHIN_S = 2.0
@@ -29,28 +29,28 @@ _NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 class Connection:
     """Messages over a socket, plain or TLS; one thread may receive.
 
-    A thread of its own sends, so that Ctrl-C in the middle of a ``print`` cannot cut a message in two.
+    A separate thread sends, so that Ctrl-C during a ``print`` cannot split a message.
     """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._end = end
-        # OpenSSL does not bear two threads in one connection; nobody waits while holding it.
+        # OpenSSL does not support two threads in one connection; no thread blocks while holding it.
         self._turn = threading.Lock()
-        # A put into this kind of queue is one step, also when a signal comes.
+        # SimpleQueue.put is reentrant, so a signal cannot break it.
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_on, name="notebook-sender", daemon=True)
         self._sender.start()
 
     def send(self, message: object) -> None:
-        """Send a message; nothing happens if the other side has gone."""
+        """Send a message; does nothing if the other side has disconnected."""
         data = msgspec.msgpack.encode(message)
         while self._waiting.qsize() >= _MOST_WAITING and self._sender.is_alive():
             time.sleep(_LOOK_AGAIN_S)
         self._waiting.put(data)
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-        """Wait for the next message; None when the other side has gone."""
+        """Wait for the next message; None after the other side has disconnected."""
         try:
             size = int.from_bytes(self._read(_HEADER_BYTES), "big")
             if size > LONGEST_MESSAGE:
@@ -60,11 +60,11 @@ class Connection:
             return None
 
     def close(self) -> None:
-        """Deliver what was sent, then end the connection."""
+        """Flush the queue, then close the connection."""
         self._waiting.put(None)
         self._sender.join(_DELIVER_WITHIN_S)
         with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)  # wakes whoever receives
+            self._end.shutdown(socket.SHUT_RDWR)  # wakes up the receiver
         self._end.close()
 
     def _read(self, size: int) -> bytearray:
@@ -83,13 +83,13 @@ class Connection:
         return data
 
     def _wait_for(self, event: int) -> None:
-        # Not select(), which knows only the first 1024 of a process's open files.
+        # Not select(), which supports only the first 1024 file descriptors.
         poll = select.poll()
         poll.register(self._end, event)
         poll.poll()
 
     def _send_on(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it has gone, which receiving tells
+        with contextlib.suppress(OSError, ValueError):  # disconnected; the receiver notices
             while (data := self._waiting.get()) is not None:
                 self._write(len(data).to_bytes(_HEADER_BYTES, "big"))
                 self._write(data)
@@ -106,15 +106,15 @@ class Connection:
             room = room[count:]
 
 
-# For a stranger as for a rank: the proof is a few bytes, and a rank sends it at once.
+# For unauthenticated clients too: the proof is a few bytes, and a rank sends it immediately.
 _PROVE_WITHIN_S = 5.0
 _MOST_AT_ONCE = 64
 
 
 class RankListener:
-    """Listens at addresses of this machine; ``on_rank`` is told of each rank, in a thread.
+    """Listens on local addresses; ``on_rank`` is called for each rank, in a thread.
 
-    Without a TLS context only loopback makes sense: what is said could be read on the way.
+    Without a TLS context, use loopback only: the traffic is not encrypted.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RankListener:
         self._secret = secret
         self._on_rank = on_rank
         self._context = context
-        self.refused: list[str] = []  # whence, and why
+        self.refused: list[str] = []  # source address and reason
         self._listening = [_listen_connection(address) for address in addresses]
         self._here: set[int] = set()
         self._turn = threading.Lock()
@@ -143,7 +143,7 @@ class RankListener:
         return tuple(one.getsockname()[:2] for one in self._listening)
 
     def close(self) -> None:
-        """Listen no more; connections that were let in stay."""
+        """Stop listening; accepted connections stay open."""
         self._wake.close()
         self._thread.join()
         self._woken.close()
@@ -160,7 +160,7 @@ class RankListener:
                     return
                 for one in self._listening:
                     if one in some:
-                        with contextlib.suppress(OSError):  # it has gone again
+                        with contextlib.suppress(OSError):  # already disconnected
                             self._hear(*one.accept())
 
     def _hear(self, end: socket.socket, source: tuple[str, int]) -> None:
@@ -179,7 +179,7 @@ class RankListener:
             rank = admit_rank(end, self._secret)
             with self._turn:
                 if rank in self._here:
-                    raise NotTheOther(f"rank {rank} is here already")
+                    raise NotTheOther(f"rank {rank} is already connected")
                 self._here.add(rank)
         except (OSError, NotTheOther) as error:
             self.refused.append(f"{source}: {error}")

@@ -1,4 +1,4 @@
-"""The kernel's end of the launcher beside it."""
+"""The kernel's side of the launcher process."""
 
 import contextlib
 import subprocess
@@ -14,7 +14,7 @@ from torchmuster.runfolder import RunFolder
 
 
 class LauncherOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What to launch: the first line. ``guests`` are machines that join by a code."""
+    """What to launch: the first line. ``guests`` are hosts that join with a code."""
 
     spec: JobSpec
     run: str
@@ -26,43 +26,43 @@ class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
 
 
 class EndLauncher(msgspec.Struct, frozen=True, tag="end"):
-    """End the ranks; a second time, at once."""
+    """Stop the ranks; the second time, kill them."""
 
 
 class Said(msgspec.Struct, frozen=True, tag="said"):
-    """What the launcher says of its own."""
+    """A message of the launcher itself."""
 
     text: str
 
 
 class Code(msgspec.Struct, frozen=True, tag="code"):
-    """The line to paste on another machine."""
+    """The command to paste on another host."""
 
     machine: int
     line: str
 
 
 class HostsFound(msgspec.Struct, frozen=True, tag="found"):
-    """What the launcher found: a hang, or why the ranks ended."""
+    """A finding of the launcher: a hang, or why the ranks exited."""
 
     findings: tuple[Finding, ...]
 
 
 class WorldReady(msgspec.Struct, frozen=True, tag="world"):
-    """How many ranks there are."""
+    """The number of ranks."""
 
     size: int
 
 
 class Printed(msgspec.Struct, frozen=True, tag="printed"):
-    """Lines that a rank wrote to its log: libraries and programs do, cells do not."""
+    """Lines in a rank's log, written by libraries and programs, not by cells."""
 
     rank: int
     text: str
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """None of the ranks is left."""
+    """All ranks have exited."""
 
     exit_code: int
 
@@ -76,7 +76,10 @@ _HEARD = msgspec.json.Decoder(FromLauncher)
 
 
 class Launcher:
-    """The process that launches the ranks; ``hear`` gets what it says, and None when it has gone."""
+    """The process that launches the ranks.
+
+    ``hear`` gets its messages, and None when it has exited.
+    """
 
     def __init__(self, run: RunFolder, hear: Callable[[FromLauncher | None], None]) -> None:
         self._hear = hear
@@ -98,16 +101,16 @@ class Launcher:
         return self._process.poll() is None
 
     def tell(self, message: LauncherOrder | ToLauncher) -> None:
-        """Tell it something; one that has gone is noticed by its silence."""
+        """Send it a message; errors are ignored, as its exit is noticed by the reader."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
 
     def end(self) -> None:
-        """Have it end all ranks, and wait for that."""
+        """Make it stop all ranks, and wait for that."""
         self.tell(EndLauncher())
-        self.tell(EndLauncher())  # asked twice, it waits for none of them
+        self.tell(EndLauncher())  # the second request kills the ranks
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -115,7 +118,7 @@ class Launcher:
             self._process.wait(_END_WITHIN_S)
         except (
             subprocess.TimeoutExpired
-        ):  # its node agents end the ranks when they no longer hear it
+        ):  # its node agents stop the ranks when its heartbeat is missing
             self._process.kill()
             self._process.wait()
         self._thread.join(_END_WITHIN_S)

@@ -1,8 +1,8 @@
-"""The process beside the notebook's kernel that launches its ranks, as ``muster run`` would.
+"""The sidecar process of the notebook's kernel that launches its ranks, like ``muster run``.
 
-It is one of its own because the launcher wants the signals of its process, and the kernel has its own use
-for them. Both speak lines of JSON: the kernel through this one's standard input, this one through its
-standard output. When the kernel has gone, however it went, the ranks are ended.
+It is a separate process because the launcher handles signals, and the kernel has its own handlers.
+Both exchange lines of JSON over this process's standard input and output. When the kernel exits for
+any reason, the ranks are stopped.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _PIECE_BYTES = 65536
 
 
 class _ToKernel(TerminalConsole):
-    """A voice that tells the kernel everything."""
+    """A console that sends everything to the kernel."""
 
     def __init__(self, run: RunFolder, tell: Callable[[FromLauncher], None]) -> None:
         super().__init__(run)
@@ -54,32 +54,32 @@ class _ToKernel(TerminalConsole):
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
-        """Need no console."""
+        """Do nothing."""
         yield
 
     def world(self, size: int) -> None:
-        """Tell how many ranks there are."""
+        """Send the number of ranks."""
         self._tell(WorldReady(size))
 
     def say(self, text: str) -> None:
-        """Tell what the launcher says."""
+        """Send a message of the launcher."""
         self._tell(Said(text))
 
     def output(self, rank: int, text: str) -> None:
-        """Tell what a rank wrote to its log."""
+        """Send lines of a rank's log."""
         self._tell(Printed(rank, text))
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Tell what was found."""
+        """Send a finding."""
         if findings:
             self._tell(HostsFound(tuple(findings)))
 
     def finish(self) -> None:
-        """Have nothing left to show."""
+        """Do nothing."""
 
 
 class _Kernel:
-    """The other end: what it asks for, and whether it is there."""
+    """The kernel's side: its requests, and whether it is alive."""
 
     def __init__(self, asked: int, told: IO[bytes]) -> None:
         self._asked = asked
@@ -89,15 +89,15 @@ class _Kernel:
         self._unread = b""
 
     def tell(self, event: FromLauncher) -> None:
-        """Tell the kernel; one that has gone is noticed elsewhere."""
+        """Send to the kernel; its exit is noticed elsewhere."""
         with self._turn, contextlib.suppress(OSError):
             self._told.write(msgspec.json.encode(event) + b"\n")
             self._told.flush()
 
     def line(self) -> bytes:
-        """Wait for the next line; empty when the kernel has gone.
+        """Wait for the next line; empty after the kernel has exited.
 
-        Its pipe need not end with it: a child that it forked may hold that open.
+        The pipe may stay open: a forked child of the kernel may hold it.
         """
         while b"\n" not in self._unread:
             readable, _, _ = select.select([self._asked], [], [], _LOOK_EVERY_S)
@@ -109,15 +109,15 @@ class _Kernel:
         return line
 
     def obey(self, course: JobRunner, loop: asyncio.AbstractEventLoop) -> None:
-        """Do what the kernel asks, in a thread, until it has gone."""
-        with contextlib.suppress(RuntimeError):  # the ranks have ended, and the loop with them
+        """Process the kernel's requests in a thread until it exits."""
+        with contextlib.suppress(RuntimeError):  # the ranks and the loop have stopped
             while line := self.line():
                 match msgspec.json.decode(line, type=ToLauncher):
                     case Interrupt():
                         loop.call_soon_threadsafe(course.pass_on, "SIGINT")
                     case EndLauncher():
-                        loop.call_soon_threadsafe(course.stop, "the notebook stopped them")
-            loop.call_soon_threadsafe(course.stop, "the notebook's kernel has gone")
+                        loop.call_soon_threadsafe(course.stop, "stopped by the notebook")
+            loop.call_soon_threadsafe(course.stop, "the notebook's kernel exited")
 
 
 def _transport(order: LauncherOrder, tell: Callable[[FromLauncher], None]) -> Transport:
@@ -139,9 +139,9 @@ def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
     addresses = [one.address for one in interfaces.interface_candidates()]
     if not addresses:
         raise Impossible(
-            "this machine has no network address",
-            why="others cannot join over loopback",
-            fix="connect it to a network; ip address  # shows what it has",
+            "this host has no network address",
+            why="other hosts cannot join over loopback",
+            fix="connect it to a network; ip address  # shows its addresses",
         )
     return HostTransport(
         socket.gethostname(),
@@ -157,7 +157,7 @@ def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
 
 
 def main() -> int:
-    """Launch what the first line orders; return as a command would."""
+    """Launch the job of the first line; return the exit code."""
     kernel = _Kernel(sys.stdin.fileno(), sys.stdout.buffer)
     line = kernel.line()
     if not line:

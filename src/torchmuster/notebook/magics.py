@@ -16,11 +16,11 @@ from torchmuster.notebook.ranks import OutputListener, Ranks
 from torchmuster.units import plural
 
 _PROGRESS_S = 1.0
-_PROGRESS_ON_A_TERMINAL_S = 10.0  # where a line cannot be replaced
+_PROGRESS_ON_A_TERMINAL_S = 10.0  # if a line cannot be replaced
 
 
 class Shell(Protocol):
-    """What is used of IPython."""
+    """The part of IPython that is used."""
 
     user_ns: dict[str, Any]
 
@@ -29,7 +29,7 @@ class Shell(Protocol):
 
 
 class RanksError(Exception):
-    """What a cell ends with: told as it is, without the way through this file."""
+    """The error of a cell, shown without frames of this file."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
@@ -66,50 +66,51 @@ class Notebook:
         with _magics_message():
             if line.strip():
                 raise Impossible(
-                    "%%ranks runs a cell on every rank, and takes no words",
-                    fix=f"%%rank {line.strip()}  # for some of them",
+                    "%%ranks runs a cell on every rank and takes no arguments",
+                    fix=f"%%rank {line.strip()}  # for some ranks",
                 )
             ranks = self._running()
             self._run(ranks, code, range(ranks.world_size))
 
     def some_ranks(self, line: str, code: str) -> None:
-        """``%%rank 0`` or ``%%rank 0,2-3``: run the cell on these ranks alone."""
+        """``%%rank 0`` or ``%%rank 0,2-3``: run the cell on these ranks only."""
         with _magics_message():
             ranks = self._running()
             self._run(ranks, code, command_line.chosen_ranks(line, ranks.world_size))
 
     def stop(self) -> None:
-        """End the ranks, if there are some."""
+        """Stop the ranks, if there are any."""
         if self._ranks is not None:
             self._ranks.stop()
 
     def _start_first(self, asked: RanksRequest) -> None:
         if self._ranks is not None and self._ranks.alive:
             raise Impossible(
-                f"{_magics_count(self._ranks.world_size)} run already",
+                f"{_magics_count(self._ranks.world_size)} already running",
                 why="a notebook has one group of ranks at a time",
-                fix="%muster stop, then %muster start …; or %muster restart for the same ones anew",
+                fix="%muster stop, then %muster start …; or %muster restart for the same "
+                "configuration",
             )
         self.stop()
         self._start(asked)
 
     def _restart(self) -> None:
         if self._ranks is None:
-            raise Impossible("no ranks were started yet", fix="%muster start --ranks 2")
+            raise Impossible("no ranks started yet", fix="%muster start --ranks 2")
         self.stop()
         self._start(self._ranks.asked)
 
     def _show_status(self) -> None:
         ranks = self._ranks
         if ranks is None or not ranks.alive:
-            print("no ranks run; %muster start --ranks 2")
+            print("no ranks running; %muster start --ranks 2")
             return
         print(f"{_magics_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
         if ranks.refused:
-            print(f"connections without the key, refused: {'; '.join(ranks.refused)}")
+            print(f"refused connections without the key: {'; '.join(ranks.refused)}")
 
     def _pull(self, name: str, rank: int | None) -> None:
-        """Bring a variable into the notebook: a list by rank, or one rank's value."""
+        """Copy a variable into the notebook: a list by rank, or one rank's value."""
         ranks = self._running()
         everybody = range(ranks.world_size)
         if rank is not None and rank not in everybody:
@@ -125,8 +126,8 @@ class Notebook:
             self._ranks.catch_up()
         if self._ranks is None or not self._ranks.alive:
             raise Impossible(
-                "no ranks run",
-                why="they were ended" if self._ranks is not None else "none were started yet",
+                "no ranks running",
+                why="the ranks have exited" if self._ranks is not None else "none were started yet",
                 fix="%muster restart" if self._ranks is not None else "%muster start --ranks 2",
             )
         return self._ranks
@@ -142,16 +143,16 @@ class Notebook:
             place("\n".join([*codes, said[-1]]))
 
         def show_code(machine: int, line: str) -> None:
-            where = f"on machine {machine}, in a folder with the same code, paste:\n  {line}"
+            where = f"on host {machine}, in a folder with the same code, run:\n  {line}"
             codes.append(where)
             place("\n".join(codes))
 
         last = "not started"
         try:
             ranks.wait_until_here(say, show_code)
-            last = f"{_magics_count(ranks.world_size)} here; %%ranks runs a cell on them"
+            last = f"{_magics_count(ranks.world_size)} ready; %%ranks runs a cell on them"
         finally:
-            # In place of the codes, which are not to be kept in the notebook.
+            # Replaces the codes, which must not be saved in the notebook.
             reasons = [text for text in said if not text.startswith(("run ", "waiting"))]
             place("\n".join([*reasons, last]))
 
@@ -174,20 +175,20 @@ class Notebook:
             self._start_again(ranks, result.stuck, errors)
         if errors:
             raise RanksError(errors)
-        if result.interrupted:  # just when all had ended
+        if result.interrupted:  # after all ranks had finished
             raise RanksError("interrupted")
 
     def _start_again(self, ranks: Ranks, stuck: Sequence[int], errors: str) -> NoReturn:
-        """End ranks that did not hear the interrupt, for they never will, and start new ones."""
+        """Kill ranks that did not react to the interrupt, and start new ones."""
         where = shown.progress_html(stuck, stuck, shown.heartbeats_html(ranks.run_folder))
         ranks.stop()
         self._start(ranks.asked)
         told = [errors] if errors else []
         told += [
-            f"interrupted, but {where}, and did not come back",
-            "a rank that waits for others in a collective does not hear Ctrl-C; so all ranks were "
-            "ended and started anew: their variables are gone",
-            "run again the cells that define what you need, from init_process_group on",
+            f"interrupted, but {where} and did not return",
+            "Ctrl-C does not interrupt a rank that waits in a collective; so all ranks were "
+            "restarted: their variables are lost",
+            "rerun the cells that define what you need, starting with init_process_group",
         ]
         raise RanksError("\n".join(told))
 
@@ -196,7 +197,7 @@ class Notebook:
         return hasattr(self.shell, "kernel")
 
     def _place(self) -> Callable[[str], None]:
-        """Return what shows a text in place of the one that it showed before."""
+        """Return a function that replaces the text that it showed before."""
         from IPython.display import DisplayHandle
 
         handle = DisplayHandle()
@@ -215,21 +216,21 @@ class Notebook:
         return show
 
 
-# A kernel has one.
+# One per kernel.
 _LOADED: dict[str, Notebook] = {}
 
 
 def load(shell: object) -> None:
-    """Add the commands to a kernel; its ranks end with it."""
+    """Add the magics to a kernel; its ranks stop when it exits."""
     if importlib.util.find_spec("IPython") is None:
         raise Impossible(
-            "cells on ranks need IPython, which is not installed here",
+            "running cells on ranks requires IPython, which is not installed",
             fix="pip install 'torchmuster[notebook]'",
         )
     if (earlier := _LOADED.pop("notebook", None)) is not None:  # %reload_ext
         earlier.stop()
     notebook = _LOADED["notebook"] = Notebook(cast(Shell, shell))
-    # The launcher notices as well when the kernel has gone; this way, they are gone when it is.
+    # The launcher also notices when the kernel exits; this stops the ranks before it does.
     atexit.register(notebook.stop)
     for kind, name, function in (
         ("line", "muster", notebook.muster),
@@ -241,7 +242,7 @@ def load(shell: object) -> None:
 
 @contextlib.contextmanager
 def _magics_message() -> Iterator[None]:
-    """Show an error by its own words: what was asked, what is true, what to do."""
+    """Show an error as its text: what, why and fix."""
     try:
         yield
     except MusterError as error:

@@ -1,8 +1,8 @@
-"""What the notebook and its ranks say to each other, and how each knows that it speaks to the other.
+"""The messages between the notebook and its ranks, and their authentication.
 
-A message is four bytes of length, the most significant first, and that many bytes of MessagePack, decoded
-into these types and no others: nothing is ever unpickled. Before the first message both sides prove that they
-have the key, with fixed numbers of bytes that need no parser. The key itself never travels.
+A message is four bytes of length, big endian, and that many bytes of MessagePack, decoded into
+these types only: nothing is unpickled. Before the first message both sides prove that they have the
+key, with a fixed number of bytes that need no parser. The key itself is never sent.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import socket
 
 import msgspec
 
-# Redacted by its name wherever it would be written; taken out of a rank's environment at once.
+# Redacted by name in all output; removed from a rank's environment at startup.
 SECRET_VARIABLE = "TORCHMUSTER_NOTEBOOK_SECRET"  # noqa: S105  # a variable's name
 SECRET_BYTES = 32
 _NONCE_BYTES = 32
@@ -21,14 +21,14 @@ _RANK_BYTES = 4
 
 
 class NotebookAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the notebook listens; with a fingerprint, by TLS with the certificate that has it."""
+    """The notebook's addresses; with a fingerprint, TLS with that certificate."""
 
     addresses: tuple[tuple[str, int], ...]
     fingerprint: str = ""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
-    """Run a cell; ``name`` stands for it in tracebacks."""
+    """Run a cell; ``name`` is its file name in tracebacks."""
 
     request: int
     name: str
@@ -49,9 +49,9 @@ class Wrote(msgspec.Struct, frozen=True, kw_only=True, tag="wrote"):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """A cell has ended: its last expression as text, or the traceback.
+    """A cell has finished: its last expression as text, or the traceback.
 
-    ``wrote_to_log``: something in the process wrote beside Python; it comes by way of the rank's log.
+    ``wrote_to_log``: output that bypassed Python; it arrives through the rank's log.
     """
 
     request: int
@@ -62,7 +62,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
-    """A variable (see values.py), or what, why and fix of the refusal."""
+    """A variable (see values.py), or what, why and fix of the error."""
 
     request: int
     content: bytes = b""
@@ -74,7 +74,7 @@ FromRank = Wrote | Done | Fetched
 
 
 class NotTheOther(Exception):
-    """Who is at the other end does not have the key."""
+    """The other side does not have the key."""
 
 
 def new_secret() -> bytes:
@@ -83,29 +83,29 @@ def new_secret() -> bytes:
 
 
 def admit_rank(end: socket.socket, secret: bytes) -> int:
-    """Let a rank prove that it has the key, and prove the same to it; return its number."""
+    """Verify that a rank has the key, prove the same to it, and return its number."""
     challenge = os.urandom(_NONCE_BYTES)
     end.sendall(challenge)
     answer = _read_messages(end, _RANK_BYTES + _NONCE_BYTES + _MAC_BYTES)
     said, mac = answer[:-_MAC_BYTES], answer[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(secret, b"rank", challenge + said)):
-        raise NotTheOther("it does not have this notebook's key")
+        raise NotTheOther("it does not have the key of this notebook")
     end.sendall(_mac(secret, b"notebook", said + challenge))
     return int.from_bytes(said[:_RANK_BYTES], "big")
 
 
 def introduce_rank(end: socket.socket, secret: bytes, rank: int) -> None:
-    """Prove to the notebook that this rank has the key, and let it prove the same."""
+    """Prove to the notebook that this rank has the key, and verify the notebook."""
     challenge = _read_messages(end, _NONCE_BYTES)
     said = rank.to_bytes(_RANK_BYTES, "big") + os.urandom(_NONCE_BYTES)
     end.sendall(said + _mac(secret, b"rank", challenge + said))
     proof = _read_messages(end, _MAC_BYTES)
     if not hmac.compare_digest(proof, _mac(secret, b"notebook", said + challenge)):
-        raise NotTheOther("what listens there is not the notebook that started this rank")
+        raise NotTheOther("the listener is not the notebook that started this rank")
 
 
 def _mac(secret: bytes, who: bytes, said: bytes) -> bytes:
-    # Who speaks is part of it, so that a proof cannot be sent back to whoever gave it.
+    # The sender's role is part of the proof, so that it cannot be reflected.
     return hmac.digest(secret, who + said, hashlib.sha256)
 
 
@@ -114,6 +114,6 @@ def _read_messages(end: socket.socket, size: int) -> bytes:
     while len(data) < size:
         piece = end.recv(size - len(data))
         if not piece:
-            raise NotTheOther("it closed the connection before it had proved anything")
+            raise NotTheOther("it closed the connection before authentication")
         data += piece
     return data

@@ -1,7 +1,7 @@
-"""What each rank of a notebook runs: it goes to the notebook, and runs the cells that it is sent.
+"""The main loop of a notebook's rank: connect to the notebook, and run the received cells.
 
-Cells run in the main thread, as a script would, so that Ctrl-C ends them and the hang monitor sees
-where they are. The end of the connection ends the rank.
+Cells run in the main thread, like a script, so that Ctrl-C interrupts them and the hang monitor
+sees their position. The rank exits when the connection is closed.
 """
 
 import contextlib
@@ -49,15 +49,15 @@ class _ToNotebook(io.TextIOBase):
         self._pid = os.getpid()
 
     def writable(self) -> bool:
-        """Say that it can be written to."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """Return the log's, for programs that are started with it."""
+        """Return the file descriptor of the log, for child processes."""
         return 1
 
     def write(self, text: str) -> int:
-        """Send what is printed."""
+        """Send the printed text."""
         if os.getpid() == self._pid:
             self._connection.send(Wrote(text=text))
         elif sys.__stdout__ is not None:
@@ -71,7 +71,7 @@ class RankLoop:
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
         self._busy = False
-        # What Python itself does for a script, so that pickling and multiprocessing find the cells' names.
+        # As Python does for a script, so that pickle and multiprocessing find the cells' names.
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         self._space: dict[str, Any] = main.__dict__
@@ -80,7 +80,7 @@ class RankLoop:
         self._space["world_size"] = int(os.environ["WORLD_SIZE"])
 
     def serve(self) -> None:
-        """Do what is asked until the notebook has gone."""
+        """Process requests until the notebook disconnects."""
         sys.stdout = sys.stderr = _ToNotebook(self._connection)
         while (asked := self.wait_for_a_cell()) is not None:
             match asked:
@@ -91,17 +91,17 @@ class RankLoop:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
     def wait_for_a_cell(self) -> ToRank | None:
-        """Wait; its name is what people read of a rank that others wait for in vain."""
+        """Wait for a request; hang reports show this function's name."""
         return self._connection.receive(_ASKED)
 
     def _run(self, asked: Run) -> Done:
-        # Anew for each cell: an earlier one may have changed it.
+        # Set for each cell: an earlier one may have changed it.
         signal.signal(signal.SIGINT, self._interrupted)
         logged = _log_bytes()
         self._busy = True
         try:
             outcome = cell.run_cell(asked.code, asked.name, self._space)
-        except KeyboardInterrupt:  # just when it had ended
+        except KeyboardInterrupt:  # after the cell had finished
             outcome = cell.CellOutcome(error="KeyboardInterrupt", interrupted=True)
         finally:
             self._busy = False
@@ -118,7 +118,7 @@ class RankLoop:
         )
 
     def _interrupted(self, *_: object) -> None:
-        if self._busy:  # else it came too late, and there is nothing to interrupt
+        if self._busy:  # otherwise the cell has already finished
             raise KeyboardInterrupt
 
     def _fetch(self, asked: Fetch) -> Fetched:
@@ -126,14 +126,14 @@ class RankLoop:
             if asked.name not in self._space:
                 raise Impossible(
                     f"there is no variable {asked.name!r}",
-                    why=f"its cells have defined {self._defined()}",
-                    fix="define it in a cell that begins with %%ranks",
+                    why=f"defined by its cells: {self._defined()}",
+                    fix="define it in a cell that starts with %%ranks",
                 )
             content = values.encode_value(asked.name, self._space[asked.name])
         except MusterError as error:
             return Fetched(request=asked.request, refusal=(error.what, error.why, error.fix))
-        except Exception as error:  # such as memory that runs out, on a GPU
-            refusal = (f"{asked.name} cannot be pulled: {error!r}", "", "")
+        except Exception as error:  # such as out of memory on a GPU
+            refusal = (f"cannot pull {asked.name}: {error!r}", "", "")
             return Fetched(request=asked.request, refusal=refusal)
         return Fetched(request=asked.request, content=content)
 
@@ -151,12 +151,12 @@ _ASKED: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
 def _log_bytes() -> int:
-    """Return how much was written beside Python: by libraries and by programs that a cell started."""
+    """Return how much was written without Python: by libraries and child processes."""
     return os.fstat(1).st_size
 
 
 def connect(meeting: NotebookAddress, secret: bytes, rank: int) -> Connection:
-    """Go to the notebook that started this rank, by whichever of its addresses leads there."""
+    """Connect to the notebook that started this rank, through the first reachable address."""
     deadline = time.monotonic() + _COME_WITHIN_S
     tried: dict[str, str] = {}
     while time.monotonic() < deadline:
@@ -167,9 +167,11 @@ def connect(meeting: NotebookAddress, secret: bytes, rank: int) -> Connection:
                 tried[f"{address} port {port}"] = str(error)
         time.sleep(_TRY_AGAIN_S)
     raise Impossible(
-        f"rank {rank} did not reach the notebook",
+        f"rank {rank} cannot connect to the notebook",
         why="; ".join(f"{place}: {error}" for place, error in tried.items()),
-        fix="let this machine reach the notebook's: muster check --hosts … says what is in between",
+        fix="open the network path from this host to the notebook's host: muster check --hosts … "
+        "shows what "
+        "blocks it",
     )
 
 
@@ -179,7 +181,7 @@ def _open(address: str, port: int, fingerprint: str, secret: bytes, rank: int) -
         if fingerprint:
             end = certificate.client_context().wrap_socket(end)
             if not certificate.is_known(end.getpeercert(True), bytes.fromhex(fingerprint)):
-                raise NotTheOther("its certificate is not the notebook's")
+                raise NotTheOther("its certificate is not that of the notebook")
         introduce_rank(end, secret, rank)
     except BaseException:
         end.close()
@@ -188,8 +190,8 @@ def _open(address: str, port: int, fingerprint: str, secret: bytes, rank: int) -
 
 
 def main(words: list[str]) -> None:
-    """Run as a rank; the word says where the notebook is, the environment has the key."""
-    # Not inherited by what cells start.
+    """Run as a rank; the argument has the notebook's addresses, the environment the key."""
+    # Not inherited by child processes of cells.
     secret = bytes.fromhex(os.environ.pop(SECRET_VARIABLE))
     rank = int(os.environ["RANK"])
     connection = connect(msgspec.json.decode(words[0], type=NotebookAddress), secret, rank)

@@ -1,7 +1,7 @@
-"""The ranks of a notebook as the kernel has them: started, asked, interrupted, ended.
+"""The ranks of a notebook from the kernel's side: start, run cells, interrupt, stop.
 
-Everything that happens arrives in one queue, from a thread for each rank and one for the launcher; whoever
-waits reads it in the kernel's main thread, which Ctrl-C interrupts.
+All events arrive in one queue, from a thread for each rank and one for the launcher; the kernel's
+main thread reads it and can be interrupted with Ctrl-C.
 """
 
 import contextlib
@@ -42,22 +42,22 @@ from torchmuster.runfolder import DEFAULT_ROOT, create_run_folder
 
 
 class Interrupts:
-    """How often an interrupt was asked for."""
+    """The number of interrupts requested."""
 
     count = 0
 
     def take_note(self, *_: object) -> None:
-        """Count one: the handler of the signal."""
+        """Count an interrupt; the signal handler."""
         self.count += 1
 
 
 @contextlib.contextmanager
 def collect_interrupts() -> Iterator[Interrupts]:
-    """Collect interrupts meanwhile: an exception in any line could leave ranks half asked."""
+    """Collect interrupts: an exception at any line could leave ranks in different states."""
     asked = Interrupts()
     try:
         before = signal.signal(signal.SIGINT, asked.take_note)
-    except ValueError:  # a cell in another thread than the main one, which hears no signals
+    except ValueError:  # not in the main thread, which alone receives signals
         yield asked
         return
     try:
@@ -68,7 +68,7 @@ def collect_interrupts() -> Iterator[Interrupts]:
 
 LOOPBACK = "127.0.0.1"
 _LOOK_EVERY_S = 0.1
-# SIGINT ends Python code at once; a rank that waits in a collective does not hear it.
+# SIGINT interrupts Python code immediately, but not a rank that waits in a collective.
 _INTERRUPT_WITHIN_S = 5.0
 _LATE_OUTPUT_S = 0.6
 _VERDICT_WITHIN_S = 10.0
@@ -76,25 +76,25 @@ _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 
 
 class Arrived(NamedTuple):
-    """A rank is here."""
+    """A rank has connected."""
 
     rank: int
     connection: Connection
 
 
 class Heard(NamedTuple):
-    """A rank said something; None: it has gone."""
+    """A message of a rank; None: it has disconnected."""
 
     rank: int
     message: FromRank | None
 
 
-Event = Arrived | Heard | words.FromLauncher | None  # None: the launcher has gone
+Event = Arrived | Heard | words.FromLauncher | None  # None: the launcher has exited
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputListener:
-    """Who is told while a cell runs: of what ranks print, of what is found, and who is done so far."""
+    """Callbacks while a cell runs: printed text, findings, and finished ranks."""
 
     wrote: Callable[[int, str], None]
     found: Callable[[Sequence[Finding]], None]
@@ -103,7 +103,7 @@ class OutputListener:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksResult:
-    """How a cell went on the ranks that came back; ``stuck`` did not, though interrupted."""
+    """The results of the ranks that returned; ``stuck`` did not return after an interrupt."""
 
     done: dict[int, Done]
     interrupted: bool = False
@@ -111,7 +111,7 @@ class RanksResult:
 
 
 class Ranks:
-    """Ranks: started when this is made, usable after :meth:`wait_until_here`, ended by :meth:`stop`."""
+    """Started by the constructor, usable after :meth:`wait_until_here`, stopped by :meth:`stop`."""
 
     def __init__(self, asked: RanksRequest, root: Path = DEFAULT_ROOT) -> None:
         self.asked = asked
@@ -152,13 +152,13 @@ class Ranks:
 
     @property
     def refused(self) -> Sequence[str]:
-        """Whence connections came that had no key."""
+        """The sources of refused connections without the key."""
         return tuple(self._entrance.refused)
 
     def wait_until_here(
         self, say: Callable[[str], None], show_code: Callable[[int, str], None]
     ) -> None:
-        """Wait for all ranks; then nothing listens any more. What fails leaves nothing behind."""
+        """Wait for all ranks, then stop listening; on failure, clean up everything."""
         try:
             while not self.world_size or len(self._here) < self.world_size:
                 match self._events.get():
@@ -174,7 +174,7 @@ class Ranks:
         self._entrance.close()
 
     def catch_up(self) -> None:
-        """Take in what happened since the last cell; if the ranks have ended, this tells why."""
+        """Process the events since the last cell; raise the reason if the ranks have exited."""
         shown_with_the_next_cell: list[Event] = []
         while not self._over and not self._events.empty():
             event = self._events.get()
@@ -197,7 +197,7 @@ class Ranks:
         with collect_interrupts() as asked:
             for rank in ranks:
                 self._here[rank].send(Run(request=request, name=name, code=code))
-            # Asked twice, nobody waits any longer.
+            # After the second interrupt, stop waiting.
             while running and asked.count < 2 and time.monotonic() < give_up_s:
                 if asked.count > told:
                     told = asked.count
@@ -233,7 +233,7 @@ class Ranks:
         return found
 
     def stop(self) -> None:
-        """End the ranks, on all machines; ask twice, so that none is waited for."""
+        """Stop the ranks on all hosts; request it twice, so that they are killed."""
         self._over = True
         self._launcher.end()
         for connection in self._here.values():
@@ -241,7 +241,7 @@ class Ranks:
         self._here.clear()
         self._entrance.close()
 
-    # ---- what arrives
+    # ---- events
 
     def _next(self) -> Event | Heard:
         try:
@@ -262,7 +262,7 @@ class Ranks:
                 self._note(event)
 
     def _note(self, event: Event) -> None:
-        """Take in what concerns all that waits: who came, who went."""
+        """Process events that concern every wait: connected and disconnected ranks."""
         match event:
             case Arrived(rank=rank, connection=connection):
                 self._here[rank] = connection
@@ -277,15 +277,15 @@ class Ranks:
                 self._await_verdict(rank)
             case words.Ended() | None:
                 self._over = True
-                raise self._why_over("the ranks have ended")
+                raise self._why_over("the ranks have exited")
 
     def _keep(self, findings: Sequence[Finding]) -> None:
-        """Keep why the ranks end; a hang that may pass is no reason."""
+        """Store why the ranks exit; a hang that may recover is not a reason."""
         failures = [one for one in findings if one.status is Status.FAILURE]
         self._found = failures[-1] if failures else self._found
 
     def _await_verdict(self, rank: int) -> None:
-        """A rank has gone: the launcher ends the others, and knows best why."""
+        """Handle an exited rank: the launcher stops the others, and knows the reason."""
         deadline = time.monotonic() + _VERDICT_WITHIN_S
         while time.monotonic() < deadline:
             match self._next():
@@ -294,10 +294,10 @@ class Ranks:
                 case words.Ended() | None:
                     break
         self._over = True
-        raise self._why_over(f"rank {rank} has gone")
+        raise self._why_over(f"rank {rank} has exited")
 
     def _why_over(self, what: str) -> MusterError:
-        again = "%muster restart  # then run again the cells that define what you need"
+        again = "%muster restart  # then rerun the cells that define what you need"
         logs = f"logs: {self.run_folder.logs}"
         found = self._found
         if found is None:
@@ -307,7 +307,7 @@ class Ranks:
         )
 
     def _take_late_output(self, done: dict[int, Done], listener: OutputListener) -> None:
-        """Wait for what went by way of the logs, which takes a moment longer than the cell's end."""
+        """Wait for output through the logs, which arrives shortly after the cell's end."""
         late = {rank for rank, one in done.items() if one.wrote_to_log}
         deadline = time.monotonic() + _LATE_OUTPUT_S
         while late and time.monotonic() < deadline:

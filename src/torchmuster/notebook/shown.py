@@ -1,4 +1,4 @@
-"""What people see of a cell that runs on ranks: lines folded, values and errors once, where ranks stand."""
+"""The output of a cell on ranks: merged lines, values and errors, and the ranks' positions."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,15 +13,15 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
 
 _PROGRESS_AFTER_S = 3.0
-# A heartbeat is a second or two old: what it says of a cell that has just begun is of the one before.
+# Heartbeats are a second or two old: at first they still describe the previous cell.
 _PLACES_AFTER_S = 5.0
-# A mistake in a cell is mostly made by all ranks, and shown once then.
+# An error in a cell usually occurs on all ranks, and is then shown once.
 _OTHERS_FOLLOW_WITHIN_S = 2.0
 _GROUPS_SHOWN = 6
 
 
 class Lines:
-    """What the ranks print, line by line; equal lines of several ranks are one."""
+    """The ranks' output by line; equal lines of several ranks are merged."""
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class Lines:
         self._unfinished: dict[int, str] = {}
 
     def add(self, rank: int, text: str) -> None:
-        """Take what a rank printed; what has no end of line yet waits for it."""
+        """Add printed text of a rank; incomplete lines wait for their end."""
         whole, end, rest = (self._unfinished.get(rank, "") + text).rpartition("\n")
         self._unfinished[rank] = rest.rpartition("\r")[2] if rest.strip("\r") else ""
         if end:
             self._folder.add(rank, whole + end, self._clock())
 
     def unfinished(self, rank: int) -> str:
-        """Return what a rank has begun to print: often a progress bar."""
+        """Return a rank's incomplete line, often a progress bar."""
         return self._unfinished.get(rank, "")
 
     def show_due(self) -> None:
-        """Show what has waited long enough for its like."""
+        """Show lines that have waited long enough for equal lines of other ranks."""
         self._show(self._folder.due(self._clock()))
 
     def show_all(self) -> None:
-        """Show all that is left."""
+        """Show all remaining lines."""
         for rank, text in self._unfinished.items():
             if text:
                 self._folder.add(rank, f"{text}\n", self._clock())
@@ -64,9 +64,9 @@ class Lines:
 
 
 class CellShown:
-    """What is seen of one cell while it runs: lines, what is found, and after a while where the ranks stand.
+    """The display of one running cell: lines, findings, and after a while the ranks' positions.
 
-    ``write`` adds to what is below the cell, ``place`` puts a text in place of the one before.
+    ``write`` appends to the cell's output, ``place`` replaces the previous status text.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CellShown:
         self._done: Mapping[int, Done] = {}
 
     def found(self, findings: Sequence[Finding]) -> None:
-        """Show what the launcher found; it does not know that a rank has ended its cell."""
+        """Show a finding of the launcher, which does not know which ranks have finished."""
         self.lines.show_due()
         self._write(f"{render(findings)}\n")
         if self._done and any(one.name in KEEPS_WAITING.values() for one in findings):
@@ -104,7 +104,7 @@ class CellShown:
             self._write(f"{ended}, and {'comes' if len(self._done) == 1 else 'come'} no more\n")
 
     def passing(self, done: Mapping[int, Done]) -> None:
-        """Show what is due, now that these ranks are done."""
+        """Update the display, given the ranks that have finished."""
         self._done = done
         self.lines.show_due()
         now = self._clock()
@@ -114,13 +114,13 @@ class CellShown:
             self._place(f"{format_seconds(now - self._began_s)}: {self._standing(now)}")
 
     def end(self) -> None:
-        """Show all that is left, and how long it took."""
+        """Show all remaining output, and the duration."""
         self.lines.show_all()
         if self._placed:
             self._place(f"took {format_seconds(self._clock() - self._began_s)}")
 
     def errors(self, done: Mapping[int, Done]) -> str:
-        """Return the tracebacks of ranks whose were not shown while others still ran."""
+        """Return the tracebacks that were not shown while the cell ran."""
         text = errors_html(
             {r: one for r, one in done.items() if r not in self._told}, self._world_size
         )
@@ -129,7 +129,7 @@ class CellShown:
         return f"{rank_text(self._told)} failed, as shown above"
 
     def _tell_of_failures(self, now: float) -> None:
-        """Show the traceback of a rank before the others are done: they may wait for it in vain."""
+        """Show the traceback of a rank before the others finish: they may wait for it forever."""
         for rank, one in self._done.items():
             if one.error and not one.interrupted:
                 self._failed_s.setdefault(rank, now)
@@ -161,7 +161,7 @@ def progress_html(
     places: Mapping[int, Heartbeat],
     unfinished: Callable[[int], str] = lambda _: "",
 ) -> str:
-    """Say where the ranks stand: ``rank 0 waits in all_reduce at cell-3:2; rank 1 has ended the cell``."""
+    """Return the ranks' positions, such as ``rank 0 waits in all_reduce at cell-3:2``."""
     by_words: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(everybody):
         by_words.setdefault(
@@ -178,9 +178,9 @@ def progress_html(
 def _shown_text(
     rank: int, running: Collection[int], heartbeat: Heartbeat | None, unfinished: str
 ) -> tuple[str, str]:
-    """Say it of one rank, and of several."""
+    """Return the text for one rank, and for several."""
     if rank not in running:
-        return "has ended the cell", "have ended the cell"
+        return "has finished the cell", "have finished the cell"
     if unfinished:
         return f"shows {unfinished}", f"show {unfinished}"
     if heartbeat is None or not heartbeat.place:
@@ -193,12 +193,12 @@ def _shown_text(
 
 
 def values_html(done: Mapping[int, Done], world_size: int) -> str:
-    """Return the values of the last expressions, those that are alike once."""
+    """Return the values of the last expressions, merged if equal."""
     return _folded({rank: one.value for rank, one in done.items()}, world_size)
 
 
 def errors_html(done: Mapping[int, Done], world_size: int) -> str:
-    """Return the tracebacks, those that are alike once."""
+    """Return the tracebacks, merged if equal."""
     return _folded({rank: one.error for rank, one in done.items()}, world_size)
 
 

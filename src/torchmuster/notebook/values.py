@@ -1,4 +1,4 @@
-"""Variables on their way from a rank to the notebook: data and arrays as MessagePack, never code."""
+"""Transfer of variables from a rank to the notebook: data and arrays as MessagePack, never code."""
 
 import sys
 from collections import OrderedDict
@@ -24,22 +24,22 @@ class _Array(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_value(name: str, value: object) -> bytes:
-    """Return a variable as bytes; what is not data is refused by name."""
+    """Return a variable as bytes; reject non-data with its name."""
     try:
         content = msgspec.msgpack.encode(_packed(value, name))
     except (OverflowError, ValueError, RecursionError) as error:
-        raise _refusal(f"{name} cannot be pulled: {error or type(error).__name__}") from error
+        raise _refusal(f"cannot pull {name}: {error or type(error).__name__}") from error
     if len(content) >= LONGEST_MESSAGE:
         raise Impossible(
-            f"{name} cannot be pulled: it has {format_bytes(len(content))}",
-            why=f"at most {format_bytes(LONGEST_MESSAGE)} are pulled at once",
-            fix="pull a part of it, or have the rank save it to a file",
+            f"cannot pull {name}: its size is {format_bytes(len(content))}",
+            why=f"the limit is {format_bytes(LONGEST_MESSAGE)}",
+            fix="pull a part of it, or save it to a file on the rank",
         )
     return content
 
 
 def decode_value(content: bytes) -> object:
-    """Return what was encoded; tensors are on the CPU."""
+    """Decode a variable; tensors are on the CPU."""
     return msgspec.msgpack.decode(content, ext_hook=_unpacked)
 
 
@@ -52,10 +52,10 @@ def _packed(value: Any, where: str) -> object:
     if kind is tuple:
         items = [_packed(item, f"{where}[{place}]") for place, item in enumerate(value)]
         return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(items))
-    if kind in (dict, OrderedDict):  # which a state_dict is
+    if kind in (dict, OrderedDict):  # such as a state_dict
         odd = [key for key in value if type(key) not in _PLAIN]
         if odd:
-            raise _refusal(f"{where} cannot be pulled: {odd[0]!r} among its keys is not plain")
+            raise _refusal(f"cannot pull {where}: unsupported key {odd[0]!r}")
         return {key: _packed(item, f"{where}[{key!r}]") for key, item in value.items()}
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
@@ -65,15 +65,15 @@ def _packed(value: Any, where: str) -> object:
         return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(array))
     if numpy is not None and isinstance(value, numpy.generic):
         return _packed(value.item(), where)
-    raise _refusal(f"{where} cannot be pulled: it is a {kind.__module__}.{kind.__qualname__}")
+    raise _refusal(f"cannot pull {where}: it is a {kind.__module__}.{kind.__qualname__}")
 
 
 def _of_tensor(tensor: Any, where: str) -> msgspec.msgpack.Ext:
     from torchmuster.train.checkpointing.storage import WORDS, byte_pieces
 
     if tensor.dtype not in WORDS or not _is_strided(tensor):
-        raise _refusal(f"{where} cannot be pulled: it is {tensor.dtype}, {tensor.layout}")
-    # Each is copied while it is there: the memory goes with the last one.
+        raise _refusal(f"cannot pull {where}: it is {tensor.dtype}, {tensor.layout}")
+    # Copied while the message exists: its memory is freed with it.
     content = b"".join(bytes(one) for one in byte_pieces(tensor.resolve_conj().resolve_neg()))
     array = _Array(WORDS[tensor.dtype], tuple(tensor.shape), content)
     return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(array))
@@ -93,7 +93,7 @@ def _unpacked(code: int, data: memoryview) -> object:
         import numpy
 
         return numpy.ndarray(array.shape, array.dtype, bytearray(array.content))
-    raise ValueError(f"an unknown kind of value: {code}")
+    raise ValueError(f"unknown kind of value: {code}")
 
 
 def _to_tensor(array: _Array) -> object:
@@ -102,7 +102,7 @@ def _to_tensor(array: _Array) -> object:
     from torchmuster.train.checkpointing.storage import DTYPES
 
     dtype = DTYPES[array.dtype]
-    if not array.content:  # frombuffer takes no empty one
+    if not array.content:  # frombuffer does not accept empty buffers
         return torch.empty(array.shape, dtype=dtype)
     return torch.frombuffer(bytearray(array.content), dtype=dtype).view(array.shape)
 
@@ -110,6 +110,6 @@ def _to_tensor(array: _Array) -> object:
 def _refusal(what: str) -> Impossible:
     return Impossible(
         what,
-        why=f"what can be pulled is data: {CAN_BE_PULLED}",
-        fix="make it data on the rank first, such as model.state_dict() or a list, and pull that",
+        why=f"only data can be pulled: {CAN_BE_PULLED}",
+        fix="convert it to data on the rank, such as model.state_dict() or a list, and pull that",
     )

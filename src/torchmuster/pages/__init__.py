@@ -1,1 +1,1 @@
-"""How every page of the product looks: its frame, and pictures as SVG."""
+"""HTML pages: the page frame, and charts as SVG."""

@@ -1,4 +1,4 @@
-"""Pictures of measurements: SVG that needs nothing else, readable in light and dark and without colours."""
+"""Charts as self-contained SVG, readable in light and dark mode and without colours."""
 
 import itertools
 import math
@@ -13,9 +13,9 @@ _SMALL = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def amount_text(value: float, unit: str) -> str:
-    """Write an amount with three figures and its unit: ``1.24 ms``, ``87.1 GFLOP/s``, ``79.2 GiB``.
+    """Format an amount with three digits and its unit: ``1.24 ms``, ``87.1 GFLOP/s``, ``79.2 GiB``.
 
-    ``1`` is the unit of what has none, ``%`` that of a share; a unit that is not one of a record's stands as it is.
+    ``1`` means no unit, ``%`` a share; unknown units are printed unchanged.
     """
     if unit == "B":
         return format_bytes(round(value))
@@ -33,7 +33,7 @@ def amount_text(value: float, unit: str) -> str:
 
 
 def tick_text(value: float, unit: str) -> str:
-    """Write a round amount at an axis, without the zeros that say how exact it is."""
+    """Format a round amount for an axis, without trailing zeros."""
     if value == 0:
         return "0"
     number, space, name = amount_text(value, unit).partition(" ")
@@ -41,20 +41,20 @@ def tick_text(value: float, unit: str) -> str:
 
 
 def _three(value: float) -> str:
-    """Three figures without an exponent, more before the point."""
+    """Format with three significant digits, or more before the point, without exponent."""
     size = abs(value)
     if size >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
-_MOST_OF_THE_DATA = 14  # so many values at most are their own ticks
-_NARROW = 1.15  # ticks closer together than this factor would be written over each other
+_MOST_OF_THE_DATA = 14  # up to this many values are used as ticks
+_NARROW = 1.15  # labels of closer ticks would overlap
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """From values to places, and the values that are written on the axis."""
+    """Maps values to positions; has the ticks of the axis."""
 
     place: Callable[[float], float]
     ticks: tuple[float, ...]
@@ -66,7 +66,7 @@ def linear_scale(
     """Return a scale from 0, or from below the least value, to above the largest."""
     low = min([0.0, *values]) if from_zero else min(values)
     high = max(values)
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):  # too close to be told apart
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):  # indistinguishable
         high = low + (abs(low) or 1.0)
     step = _charts_step(high - low)
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
@@ -78,7 +78,7 @@ def linear_scale(
 
 
 def logarithmic_scale(values: Sequence[float], start: float, end: float) -> Scale:
-    """Return a scale on which equal factors are equally far apart; its ticks are the values, if they are few."""
+    """Return a logarithmic scale; its ticks are the values, if they are few."""
     values = sorted({value for value in values if value > 0}) or [1.0]
     low, high = values[0], values[-1]
     if high <= low:
@@ -93,7 +93,7 @@ def logarithmic_scale(values: Sequence[float], start: float, end: float) -> Scal
 
 
 def _round(value: float, step: float) -> float:
-    """Return a tick without the last digits, which sums leave behind."""
+    """Return a tick without floating-point noise."""
     return 0.0 if abs(value) < 1e-6 * step else float(f"{value:.12g}")
 
 
@@ -118,8 +118,8 @@ def _decades(low: float, high: float) -> tuple[float, ...]:
 
 _WIDTH, _LEFT, _TOP, _HEIGHT = 860, 84, 46, 300
 _ROW, _BAR_HEIGHT = 30, 18
-_LETTER = 6.4  # the width of a letter of 11 px
-# Okabe and Ito's colours, which also those tell apart who cannot tell red from green; lighter ones for dark paper.
+_LETTER = 6.4  # the width of a character of 11 px
+# The Okabe-Ito palette, distinguishable with colour blindness; lighter colours for dark mode.
 _LIGHT = (
     "#0072b2",
     "#c04e00",
@@ -143,7 +143,7 @@ _DARK = (
     "#8fd3e0",
 )
 _FONT = "font-family:system-ui,sans-serif;font-size:11px"
-# The colours var(--c0) and on, --ink, --paper and --grid, for whatever is in the class "chart".
+# The colours var(--c0) and on, --ink, --paper and --grid, for the class "chart".
 RULES = (
     f".chart text{{{_FONT};fill:var(--ink)}}.chart .title{{font-size:14px;font-weight:600}}"
     ".chart{--ink:#1a1a1a;--paper:#ffffff;--grid:#0002;"
@@ -156,19 +156,19 @@ RULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What an axis shows. ``unit`` as in :func:`figures.amount`; ``log``: equal factors are equally far apart."""
+    """An axis. ``unit`` as in :func:`amount_text`; ``log`` for a logarithmic scale."""
 
     title: str
     unit: str = ""
     log: bool = False
-    from_zero: bool = True  # where it is not ``log``
+    from_zero: bool = True  # if not ``log``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Points (x, y); ``low`` and ``high`` are the ends of y's interval, point by point.
+    """Points (x, y); ``low`` and ``high`` are the interval of each y.
 
-    A y that is no finite number leaves a gap, with a cross at its x. A curve without a name is the only one.
+    A non-finite y leaves a gap, with a cross at its x. Only a single curve may have no name.
     """
 
     name: str
@@ -176,12 +176,12 @@ class Curve:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     dashed: bool = False
-    marked: bool = True  # each point, which hundreds of them do not need
+    marked: bool = True  # whether to mark each point
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One value; ``label`` is written beside it instead of the value with its unit."""
+    """One value; ``label`` is shown next to it instead of the value with its unit."""
 
     name: str
     value: float
@@ -207,7 +207,7 @@ def line_chart(
     width: int = _WIDTH,
     height: int = _HEIGHT,
 ) -> str:
-    """Draw curves over a common x axis, with the intervals of their points where they are given."""
+    """Draw curves over a common x axis, with the intervals of their points if given."""
     names = [curve.name for curve in curves if curve.name]
     right = width - (156 if names else 24)
     bottom = _TOP + height
@@ -228,7 +228,7 @@ def line_chart(
 
 
 def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> str:
-    """Draw a bar for each value, one below the other, with its interval where it is given."""
+    """Draw a horizontal bar for each value, with its interval if given."""
     left = _charts_room([one.name for one in bars])
     ends = [end for one in bars for end in (one.value, one.low, one.high) if end is not None]
     along = linear_scale(ends or [1.0], left, _WIDTH - 130)
@@ -252,7 +252,7 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> str:
 
 
 def stacked_chart(title: str, unit: str, stacks: Sequence[Stack]) -> str:
-    """Draw wholes as bars that are made of their parts; equal names have equal colours."""
+    """Draw stacked bars; equal names have equal colours."""
     left = _charts_room([one.name for one in stacks])
     names = list(dict.fromkeys(name for one in stacks for name in one.parts))
     along = linear_scale([sum(one.parts.values()) for one in stacks] or [1.0], left, _WIDTH - 130)
@@ -291,7 +291,10 @@ def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> Sca
 
 
 def svg_chart(title: str, width: float, height: float, body: Sequence[str]) -> str:
-    """Return a picture that is made of these parts; ``var(--c0)`` and on are its colours, in light and dark."""
+    """Return an SVG of these parts.
+
+    ``var(--c0)`` and on are its colours, in light and dark mode.
+    """
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {height:g}" '
@@ -317,7 +320,7 @@ def _grid_of_lines(
         place, words = across.place(value), tick_text(value, x.unit)
         yield _charts_line(place, _TOP, place, bottom, "var(--grid)")
         half = _LETTER * len(words) / 2 + 3
-        if place - half > last:  # a label that would be written over the one before is left out
+        if place - half > last:  # a label that would overlap the previous one is left out
             yield _charts_text(place, bottom + 16, words, anchor="middle")
             last = place + half
     yield _charts_text((_LEFT + right) / 2, bottom + 36, x.title, anchor="middle")
@@ -347,8 +350,8 @@ def _charts_curve(curve: Curve, place: int, across: Scale, up: Scale) -> Iterato
 
 
 def _no_number(x: float, at: float) -> str:
-    """Return a cross at the top, where a value is missing."""
-    tip = f"<title>not a number at {at:g}</title>"
+    """Return a cross at the top for a missing value."""
+    tip = f"<title>NaN at {at:g}</title>"
     style = "stroke:var(--c1);stroke-width:2;fill:none"
     return f'<path d="M{x - 3:.1f} {_TOP + 2}l6 6m0 -6l-6 6" style="{style}">{tip}</path>'
 
@@ -360,7 +363,7 @@ def _charts_names(names: Sequence[str], x: float, y: float) -> Iterator[str]:
 
 
 def _shape(x: float, y: float, place: int, tip: str) -> str:
-    """Return a mark; each curve has its own, for those who print without colours."""
+    """Return a marker; each curve has its own shape, for printing without colours."""
     fill = f'style="fill:var(--c{place % len(_LIGHT)})"'
     title = f"<title>{escape(tip)}</title>"
     match place % 4:

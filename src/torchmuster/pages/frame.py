@@ -1,13 +1,13 @@
-"""The frame of every page: one file that needs no other one and no network."""
+"""The frame of every page: one self-contained file."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from torchmuster.finding import Finding
 
-# Nothing may be loaded from anywhere, and no script may run, whatever a machine calls itself.
+# No external resources and no scripts, whatever text from outside the page contains.
 STRICT = "default-src 'none'; style-src 'unsafe-inline'"
-# For a page that is served: it may ask its own server, by the script that this server gives it.
+# For a served page: it may run scripts from its own server, and send requests to it.
 ASKS_ITS_SERVER = (
     f"{STRICT}; script-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'"
 )
@@ -48,16 +48,16 @@ SCRIPT</head>
 
 
 def html_page(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
-    """Return a whole page; its parts are markup of ours, ``style`` are rules besides those that all pages have.
+    """Return a whole page; its parts are trusted markup, ``style`` are additional CSS rules.
 
-    ``script`` is the path of a script on the server that the page comes from; without one, none may run.
+    ``script`` is the path of a script on the same server; without it, no script may run.
     """
     policy = ASKS_ITS_SERVER if script else STRICT
     head = _HEAD.replace("POLICY", policy, 1).replace("MORE", style, 1)
     head = head.replace(
         "SCRIPT", f'<script src="{escape(script)}" defer></script>\n' if script else "", 1
     )
-    # What comes from outside is put in last, so that nothing in it is taken for a place to fill.
+    # Text from outside is inserted last, so that it cannot contain placeholders.
     return head.replace("TITLE", escape(title), 1) + "\n".join(parts) + "\n</body>\n</html>\n"
 
 
@@ -84,5 +84,5 @@ def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def html_details(title: str, body: str, *, opened: bool = False) -> str:
-    """Return a part of a page that is opened and closed by a click; its body is markup."""
+    """Return a collapsible section; its body is markup."""
     return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"

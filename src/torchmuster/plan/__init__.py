@@ -1,1 +1,1 @@
-"""Will it fit, how should it be split, how fast will it be."""
+"""Plan a training: whether it fits, how to split it, and how fast it will be."""

@@ -1,4 +1,4 @@
-"""What a plan answers: ways to train with their figures, the chosen one, and what would change it."""
+"""The result of a plan: forecast candidates, the chosen one, and what would change the choice."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,62 +16,62 @@ from torchmuster.plan.timing.forecast import StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One way to train, and what it would take."""
+    """One candidate with its memory and time."""
 
     candidate: Candidate
     memory: Memory
     time: StepTime | None  # None: the model could not be traced
-    spare_bytes: int  # of a card, above the high end of the band; negative: so much is missing
-    host_spare_bytes: int | None  # of a machine; None: its memory is not known
+    spare_bytes: int  # of a GPU, above the high end of the band; negative: this much is missing
+    host_spare_bytes: int | None  # of a machine; None: its memory is unknown
     samples_per_s: float | None
 
     @property
     def could_fit(self) -> bool:
-        """Whether it fits if the low end of the band comes true."""
+        """Whether it fits at the low end of the band."""
         band_bytes = self.memory.high_bytes - self.memory.low_bytes
         return self.spare_bytes + band_bytes >= 0
 
     @property
     def fits(self) -> bool:
-        """Whether it fits even if the high end of the band comes true."""
+        """Whether it fits even at the high end of the band."""
         return self.spare_bytes >= 0 and (self.host_spare_bytes or 0) >= 0
 
     @property
     def is_tight(self) -> bool:
-        """Whether it fits only if the high end of the band does not come true."""
+        """Whether it fits at the low end of the band, but not at the high end."""
         band_bytes = self.memory.high_bytes - self.memory.total_bytes
         return not self.fits and self.spare_bytes + band_bytes >= 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassedOver:
-    """Ways that were not looked at closely, and why: a bound said enough."""
+    """A candidate that was skipped because of a bound, and why."""
 
     name: str
     why: str
-    needs_bytes: int | None = None  # of a card, at the least; where that is what was in the way
+    needs_bytes: int | None = None  # least memory of a GPU, if memory was the reason
     of_states: bool = False  # these are weights, gradients and moments alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The chosen way, the others beside it, and what would change the choice."""
+    """The chosen candidate, the others, and what would change the choice."""
 
     asked: PlanRequest
     chosen: Decision[Forecast]
-    runner_up: Decision[Forecast] | None  # its reason says why it was not taken
-    table: tuple[Forecast, ...]  # the best of each way, the fastest that fits first
+    runner_up: Decision[Forecast] | None  # its reason says why it was not chosen
+    table: tuple[Forecast, ...]  # the best of each candidate, the fastest that fits first
     passed_over: tuple[PassedOver, ...]
     would_change: tuple[str, ...]
     findings: tuple[Finding, ...]
     parameter_count: int | None
     tokens_per_sample: int | None
-    sources: tuple[tuple[str, str], ...]  # of each kind of figure: memory, time, card, links
+    sources: tuple[tuple[str, str], ...]  # of each kind of figure: memory, time, GPU, links
     took_s: float = 0.0
 
 
 def candidate_name(candidate: Candidate) -> str:
-    """Name a way to spread a model: ``ddp``, ``fsdp``, ``shard_grad_op``, ``hybrid 4 x 8``."""
+    """Return the name of a strategy: ``ddp``, ``fsdp``, ``shard_grad_op``, ``hybrid 4 x 8``."""
     layout = candidate.layout
     name: str = candidate.strategy
     if candidate.strategy == "fsdp" and not candidate.reshard:
@@ -82,22 +82,22 @@ def candidate_name(candidate: Candidate) -> str:
 
 
 def recompute_of(candidate: Candidate) -> str:
-    """Name how activations are kept, for people."""
+    """Return how activations are kept, as shown to users."""
     how = candidate.recompute
     return f"every {how}." if isinstance(how, int) else how
 
 
 def short_name(candidate: Candidate) -> str:
-    """Name a way with what it computes again."""
+    """Return the name of a strategy with its recompute mode."""
     return f"{candidate_name(candidate)} with recompute {recompute_of(candidate)}"
 
 
 def as_settings(
     candidate: Candidate, asked: PlanRequest, *, gpu_ids: Sequence[GpuId] | None = None
 ) -> dict[str, str]:
-    """Return the settings that make a training go this way, by their paths, as text.
+    """Return the settings that train with this candidate, by their paths, as text.
 
-    ``gpu_ids`` are the GPUs that were asked for: as many of them as the way takes.
+    ``gpu_ids`` are the requested GPUs; only as many as the candidate uses are set.
     """
     chosen: dict[str, str] = {}
     if candidate.strategy != "single":
@@ -139,7 +139,7 @@ def line_to_paste(
     *,
     config: str | None,
 ) -> str:
-    """Return the command that trains so; ``given`` is what flags of the plan said beside the file."""
+    """Return the train command; ``given`` are the plan's flags in addition to the file."""
     words = ["muster", "train"]
     if config is not None:
         words += ["--config", config]

@@ -1,4 +1,4 @@
-"""From a question to an answer: explore, choose, and say why; or refuse, and say what would help."""
+"""Make a plan: search, choose and give the reason; or refuse, and report what would help."""
 
 import dataclasses
 import math
@@ -28,14 +28,15 @@ from torchmuster.plan.timing import forecast
 from torchmuster.plan.timing.rates import Rates
 from torchmuster.units import format_bytes
 
-# What the allocator keeps (a tenth of the tensors, where it was simulated) and the band of that simulation.
+# Memory cached by the allocator (10 % of the tensors, where simulated) and the simulation's band.
 _LEAST_RESERVED = 1.15
 
 
 def make_plan(asked: PlanRequest, look: Look, *, rates: Rates, simulate: bool = True) -> Answer:
-    """Answer how to train; raise :class:`Impossible` with what would help where nothing fits.
+    """Return how to train; raise :class:`Impossible` with what would help if nothing fits.
 
-    ``simulate`` decides by what PyTorch's allocator makes of the preferred ways, instead of by a usual share.
+    ``simulate``: simulate PyTorch's allocator for the preferred candidates, instead of assuming a
+    typical share.
     """
     begun = time.monotonic()
     explored = explore_candidates(asked, look, rates=rates)
@@ -67,10 +68,10 @@ def make_plan(asked: PlanRequest, look: Look, *, rates: Rates, simulate: bool = 
 
 
 def cost_of(one: Forecast, asked: PlanRequest) -> forecast.CostForecast | None:
-    """Return what the whole training takes; None where its length or its speed is not known."""
+    """Return hours and cost of the whole training; None if its length or speed is unknown."""
     if asked.tokens is None or one.time is None:
         return None
-    # A way may leave cards alone; they cost nothing.
+    # A candidate may use only some of the GPUs; unused ones cost nothing.
     machines = math.ceil(one.candidate.layout.ranks / asked.hardware.cards_per_machine)
     on_each = min(one.candidate.layout.ranks, asked.hardware.cards_per_machine)
     used = dataclasses.replace(asked.hardware, machines=machines, cards_per_machine=on_each)
@@ -78,7 +79,7 @@ def cost_of(one: Forecast, asked: PlanRequest) -> forecast.CostForecast | None:
 
 
 def _with_allocator(asked: PlanRequest, explored: Explored) -> None:
-    """Simulate the allocator for what is preferred; where that does not fit, for what is taken instead, and so on."""
+    """Simulate the allocator for the preferred candidate; if it does not fit, for the next one."""
     card_bytes = asked.hardware.card.memory_bytes
     hopeful = [
         one
@@ -98,7 +99,7 @@ def _with_allocator(asked: PlanRequest, explored: Explored) -> None:
 
 
 def _by_formula(asked: PlanRequest, explored: Explored) -> None:
-    """Estimate what cannot be traced, with a wide band and no time."""
+    """Estimate a model that cannot be traced, with a wide band and no time."""
     for way in search_order(asked):
         for candidate in batch_splits(way, asked):
             needed = by_formula(candidate, asked)
@@ -115,7 +116,7 @@ def _planning_findings(best: Forecast, asked: PlanRequest, explored: Explored) -
         yield Finding(
             name="not-traced",
             status=Status.WARNING,
-            what="this model cannot be traced: memory is estimated by a formula, time not at all",
+            what="this model cannot be traced: memory is estimated by a formula, time is unknown",
             why=explored.refused.what,
             fix=explored.refused.fix,
         )
@@ -123,9 +124,9 @@ def _planning_findings(best: Forecast, asked: PlanRequest, explored: Explored) -
         yield Finding(
             name="not-timed",
             status=Status.NOTE,
-            what=f"no times are given: too little is known of {asked.hardware.card.name}",
-            why="it takes the rates of its products and of its memory",
-            fix="write them into a cluster file, or muster plan --calibrate on the machine itself",
+            what=f"no times are forecast: the rates of {asked.hardware.card.name} are unknown",
+            why="a forecast needs the rate of matrix products and the memory bandwidth",
+            fix="write them into a cluster file, or run muster plan --calibrate on that machine",
         )
     for doubt in explored.doubts[:1]:
         yield Finding(
@@ -144,17 +145,17 @@ def _of_portions(best: Forecast, asked: PlanRequest) -> Iterator[Finding]:
         yield Finding(
             name="batch-left-open",
             status=Status.NOTE,
-            what=f"a step has {given:,} samples: no global batch was given"
-            + (f", and a rank has at most {USUAL_MICRO_BATCH_SIZE} then" if is_open else ""),
-            fix="--set train.global_batch_size=N: how many samples a step has changes what is learnt",
+            what=f"a step has {given:,} samples, because no global batch size was given"
+            + (f"; the default is at most {USUAL_MICRO_BATCH_SIZE} per rank" if is_open else ""),
+            fix="--set train.global_batch_size=N: samples per step affect convergence",
         )
     elif wanted != given:
         yield Finding(
             name="uneven-portions",
             status=Status.NOTE,
-            what=f"{wanted} samples of a step are not evenly many for "
-            f"{best.candidate.layout.ranks} ranks: some wait",
-            fix=f"a global batch of {given} keeps all of them busy",
+            what=f"a global batch of {wanted} samples does not divide evenly among "
+            f"{best.candidate.layout.ranks} ranks: some ranks wait",
+            fix=f"use a global batch size of {given}, which keeps all ranks busy",
         )
 
 
@@ -165,10 +166,10 @@ def _of_saving(best: Forecast, asked: PlanRequest) -> Iterator[Finding]:
         yield Finding(
             name="save-waits",
             status=Status.NOTE,
-            what="the training waits while it is saved",
-            why=f"saving beside it takes {format_bytes(best.memory.save_host_bytes)} of a machine's "
-            f"memory ({format_bytes(host)})",
-            fix="save less often, or more memory in the machines",
+            what="training stops while a checkpoint is saved",
+            why=f"an async save needs {format_bytes(best.memory.save_host_bytes)} of host memory; "
+            f"each machine has {format_bytes(host)}",
+            fix="save less often, or add memory to the machines",
         )
 
 
@@ -177,8 +178,8 @@ def _sources(best: Forecast, asked: PlanRequest) -> Iterator[tuple[str, str]]:
     yield "memory", best.memory.origin
     if best.time is not None:
         yield "time", best.time.origin
-    label = "processor" if hardware.card.kind == "cpu" else "card"
-    yield label, f"{hardware.card.name}: {hardware.card.source or 'not said'}"
+    label = "CPU" if hardware.card.kind == "cpu" else "GPU"
+    yield label, f"{hardware.card.name}: {hardware.card.source or 'unknown source'}"
     if hardware.cards_per_machine > 1 and hardware.within.source:
         yield "links within a machine", hardware.within.source
     if hardware.machines > 1 and hardware.between.source:

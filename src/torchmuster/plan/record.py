@@ -1,7 +1,7 @@
-"""What a trace of training steps found: plain values, written by the probe, read without torch.
+"""The record of a trace of training steps: plain values, written by the probe, read without torch.
 
-Sizes are those of the traced rank (rank 0), which has the largest shards. A *block* is one of the model's
-repeated layers; everything is noted with the block in which it happened, so that other depths can be computed.
+Sizes are those of the traced rank (rank 0), which has the largest shards. A *block* is one of the
+model's repeated layers; everything is recorded with its block, to compute other depths.
 """
 
 from collections.abc import Mapping
@@ -17,24 +17,24 @@ CATEGORIES: tuple[Category, ...] = (
     *("parameters", "gradients", "optimizer", "activations", "logits", "collectives"),
     "temporaries",
 )
-# What a step does, in this order; forward, backward and recomputing happen once for each micro-batch.
+# The phases of a step, in this order; forward, backward and recompute occur per micro-batch.
 PhaseName: TypeAlias = Literal["forward", "loss", "backward", "check", "update"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRequest:
-    """What is to be traced."""
+    """A request for a trace."""
 
     work: Work
     candidate: Candidate
-    blocks: int | None = None  # so many of the model's repeated layers; None: all
-    kernels: Literal["cpu", "cuda"] = "cpu"  # whose operations: fused norms, for one
-    keep_log: bool = False  # also the log of all allocations, for the allocator
+    blocks: int | None = None  # number of the model's repeated layers to use; None: all
+    kernels: Literal["cpu", "cuda"] = "cpu"  # which device's operations, such as fused norms
+    keep_log: bool = False  # also the log of all allocations, to simulate the allocator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The most that was alive at once in one part of a step."""
+    """The peak of live memory in one part of a step."""
 
     phase: PhaseName
     micro_batch: int  # counted from 0; 0 in check and update
@@ -42,48 +42,48 @@ class Peak:
     after_block: int | None  # where block is None: the block before it in time; None: the beginning
     peak_bytes: int
     by_category: Mapping[str, int]  # at that moment
-    operation: str  # that made the peak
+    operation: str  # that caused the peak
     module: str  # in which it happened
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedOperation:
-    """Operations of one kind in one stretch, added up."""
+    """Operations of one kind in one section, added up."""
 
     name: str  # aten.mm
     dtype: str  # of its result: float32, bfloat16
     count: int
     flops: int
     moved_bytes: int  # read and written
-    made_bytes: int = 0  # of results that are new tensors: what is written in place is none
+    made_bytes: int = 0  # of results that are new tensors, without in-place writes
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedCollective:
-    """One collective, where it was begun."""
+    """One collective, at its launch."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
     ranks: int
-    between_copies: bool  # hybrid sharding: over the copies instead of over the shards
+    between_copies: bool  # hybrid sharding: over copies instead of shards
     moved_bytes: int  # the whole result of a gather, the whole input of a reduction
     dtype: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """What happens between two collectives or borders of blocks, in the order of the step."""
+    """A section between two collectives or borders of blocks, in the order of the step."""
 
     phase: PhaseName
     micro_batch: int
     block: int | None
     operations: tuple[TracedOperation, ...] = ()
     collective: TracedCollective | None = None  # then there are no operations
-    recomputed: bool = False  # a forward that is computed again in the backward
+    recomputed: bool = False  # a forward that is recomputed in the backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One event of the log: memory taken, given back, or a border between parts of the step."""
+    """One event of the log: an allocation, a free, or a border between parts of the step."""
 
     kind: Literal["take", "give", "mark"]
     number: int = 0  # of the storage
@@ -115,7 +115,7 @@ class TraceRecord:
     torch: str
     blocks_traced: int
     blocks: int  # of the whole model
-    blocks_alike: bool  # all have parameters of the same shapes: other depths can be computed
+    blocks_alike: bool  # all have the same parameter shapes: other depths can be computed
     parameters: tuple[Shape, ...]  # of the traced model, each once
     parameter_count: int  # of the whole model
     trained_count: int
@@ -125,11 +125,11 @@ class TraceRecord:
     first_step_peak_bytes: int
     peaks: tuple[Peak, ...]  # of the second step, the steady state
     timeline: tuple[Stretch, ...]  # of the second step
-    host_bytes: int  # what cpu_offload keeps in the host's memory, for this rank
+    host_bytes: int  # host memory of cpu_offload, for this rank
     log: str | None = None  # file with the allocations, JSON lines
     took_s: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive in a step."""
+        """The peak of live bytes in a step."""
         return max(one.peak_bytes for one in self.peaks)

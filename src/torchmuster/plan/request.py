@@ -1,4 +1,4 @@
-"""What a plan is asked for: what is fixed by settings, and what is left to the search."""
+"""The plan request: what the settings fix, and what is left to the search."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -19,7 +19,7 @@ _FULL_RATE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The question. What is None is searched; everything else is taken as it is."""
+    """A plan request. Fields that are None are searched; all others are fixed."""
 
     work: Work
     hardware: Hardware
@@ -31,29 +31,30 @@ class PlanRequest:
     recompute: Recompute | None = None
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
-    tokens: int | None = None  # how much is to be trained on, for hours and cost
+    tokens: int | None = None  # length of the training, for hours and cost
 
     @property
     def kernels(self) -> Literal["cpu", "cuda"]:
-        """Whose operations are traced."""
+        """Which device's operations are traced."""
         return "cpu" if self.hardware.card.kind == "cpu" else "cuda"
 
 
 def request_from_settings(
     resolved: Resolved, hardware: Hardware, *, folder: str, tokens: int | None = None
 ) -> PlanRequest:
-    """Translate settings: what they fix is fixed, the rest is searched.
+    """Build a plan request from settings: what they fix is fixed, the rest is searched.
 
-    A file may write defaults out, as that of a run's folder does: they fix nothing. A flag or a variable does.
+    Defaults that a settings file writes out, as in a run folder, fix nothing. A flag or an
+    environment variable always fixes.
     """
     settings = resolved.settings
     distributed, train = settings.distributed, settings.train
     if train.micro_batch_sizes is not None:
         raise Impossible(
-            "a plan cannot follow train.micro_batch_sizes",
-            why=f"it gives each rank a size of its own "
-            f"({resolved.sources['train.micro_batch_sizes'].where}), and a plan is for ranks that are alike",
-            fix="--set train.micro_batch_sizes=null, and train.micro_batch_size for one size on all ranks",
+            "a plan does not support train.micro_batch_sizes",
+            why=f"it gives each rank its own size "
+            f"({resolved.sources['train.micro_batch_sizes'].where}), and a plan needs equal ranks",
+            fix="--set train.micro_batch_sizes=null, and train.micro_batch_size for all ranks",
         )
     return PlanRequest(
         work=work_from_settings(resolved, folder=folder),
@@ -84,27 +85,27 @@ def _strategy(resolved: Resolved, hardware: Hardware) -> Literal["single", "ddp"
 
 
 def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
-    """Return what is trained, as settings name it."""
+    """Return what is trained, from the settings."""
     model, data = resolved.settings.model, resolved.settings.data
     if model.model_name_or_path is None and model.build is None:
         raise Impossible(
-            "there is no model to plan for",
+            "no model to plan for",
             fix="--model FOLDER_OR_NAME, --build module:function, or --config with one of them",
         )
     has_length = resolved.sources["data.sequence_length"].strength is not Strength.DEFAULT
     is_text = model.build is None or data.files or data.hugging_face or has_length
     if data.dataset is None and not is_text:
         raise Impossible(
-            "what a batch of this model looks like is not known",
-            why="a model of your own says nothing about what goes into it",
-            fix="--dataset module:function (its first sample shows it), or --sequence-length N for "
-            "rows of tokens",
+            "the shape of a batch for this model is unknown",
+            why="a custom model does not describe its inputs",
+            fix="--dataset module:function (the shape of its first sample is used), or "
+            "--sequence-length N for rows of tokens",
         )
     return work_from_values(resolved.settings, folder=folder)
 
 
 def work_from_values(settings: Settings, *, folder: str) -> Work:
-    """Return what is trained by settings that name a model and data."""
+    """Return what is trained, from setting values for the model and the data."""
     model, data, train = settings.model, settings.data, settings.train
     return Work(
         build=model.build,
@@ -132,37 +133,37 @@ def _is_fixed(resolved: Resolved, path: str) -> bool:
 
 
 def _precision(asked: Literal["auto", "fp32", "bf16", "fp16"], card: Gpu) -> Decision[Precision]:
-    """Choose as a training does: bf16 where the card has it, then fp16; fp32 on CPUs."""
+    """Choose as ``muster train`` does: bf16 if the GPU has it, then fp16; fp32 on CPUs."""
     if card.kind == "cpu":
         if asked == "auto":
             return Decision(value="fp32", reason="fp32: CPUs seldom gain from bf16")
-        return Decision(value=asked, reason=f"{asked}: asked for")
+        return Decision(value=asked, reason=f"{asked}: requested")
     if asked == "auto":
         chosen, why = _automatic(card)
         return Decision(value=chosen, reason=f"{chosen}: {why}{_of_speed(chosen, card)}")
     if asked == "bf16" and card.number_types is not None and "bfloat16" not in card.number_types:
         raise Impossible(
-            f"precision bf16 was asked for, but {card.name} has no bf16",
-            fix="precision auto or fp16, or another card",
+            f"precision bf16 was requested, but {card.name} has no bf16",
+            fix="use precision auto or fp16, or another GPU",
         )
-    return Decision(value=asked, reason=f"{asked}: asked for{_of_speed(asked, card)}")
+    return Decision(value=asked, reason=f"{asked}: requested{_of_speed(asked, card)}")
 
 
 def _automatic(card: Gpu) -> tuple[Precision, str]:
     types = card.number_types or tuple(card.flops)
     if not types:
-        return "bf16", f"assumed, since nothing says which types {card.name} has"
+        return "bf16", f"assumed, since the dtypes of {card.name} are unknown"
     if "bfloat16" in types:
-        return "bf16", f"{card.name} has it"
+        return "bf16", f"{card.name} supports it"
     if "float16" in types:
-        return "fp16", f"{card.name} has it, and no bf16"
-    return "fp32", f"{card.name} has no faster type"
+        return "fp16", f"{card.name} supports it, but not bf16"
+    return "fp32", f"{card.name} has no faster dtype"
 
 
 def _of_speed(precision: Precision, card: Gpu) -> str:
-    """Say so where nobody knows how fast a card computes in this precision."""
+    """Return a remark if the rate of a GPU in this precision is unknown."""
     if card.flops.get(_FULL_RATE[precision]):
         return ""
     if card.flops.get("float32"):
-        return "; its rate is not known, and that of float32 is computed with"
-    return "; its rate is not known, so no speed is forecast"
+        return "; its rate is unknown, so the float32 rate is used"
+    return "; its rate is unknown, so no speed is forecast"

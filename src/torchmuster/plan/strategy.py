@@ -1,7 +1,8 @@
-"""Whether every rank can hold a copy of a model: by its states where these decide, else by a trace.
+"""Decide whether every rank can hold a copy of a model: by its states if clear, else by a trace.
 
-States (parameters, gradients, the optimiser's) are known at once. Where they are a small part of the memory, a copy
-fits; where they are more than it, none does. In between the activations decide, and these are traced.
+The size of the states (parameters, gradients, optimiser) is known without a trace. If they are a
+small part of the memory, a copy fits; if they exceed it, none does. In between the activations
+decide, which are traced.
 """
 
 from dataclasses import dataclass
@@ -26,13 +27,13 @@ _UNUSED = Link(latency_s=0.0, bytes_s=1.0)  # memory does not depend on links
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A model that is to be spread over ranks, and what there is for it on each."""
+    """A model to spread over ranks, and the memory of each rank."""
 
     work: Work
     ranks: int
     ranks_per_machine: int
     states_bytes: int
-    memory_bytes: int  # of the rank that has least
+    memory_bytes: int  # of the rank with the least
     device: str  # cuda, rocm, xpu, cpu
     precision: Literal["fp32", "bf16", "fp16"]
     recompute: Literal["none", "full", "selective"] | int
@@ -58,7 +59,7 @@ class Question:
 
     @property
     def hardware(self) -> Hardware:
-        """What there is, as far as memory goes."""
+        """The hardware, with its memory only."""
         return Hardware(
             card=Gpu(
                 name=self.device,
@@ -76,16 +77,16 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How to spread a model, and what was promised of it, where it was traced."""
+    """How to spread a model, and its forecast if it was traced."""
 
     name: Name
     promise: Promise | None = None
 
 
 def strategy_for(question: Question, by_states: Decision[Name], look: Look) -> Decision[Spread]:
-    """Decide between a copy on each rank and shards; ``by_states`` is what sizes alone say, and stays if clear.
+    """Decide between ddp and fsdp; ``by_states`` is the decision by sizes, kept if it is clear.
 
-    ``look`` traces. Where it cannot, for whatever reason, the sizes decide and the reason says so.
+    ``look`` traces. If that fails for any reason, the sizes decide and the reason says so.
     """
     if question.is_clear:
         return Decision(value=Spread(name=by_states.value), reason=by_states.reason)
@@ -109,7 +110,7 @@ def _needed(question: Question, look: Look) -> memory.Memory:
 def _by_trace(question: Question, needed: memory.Memory) -> Decision[Spread]:
     has = format_bytes(question.memory_bytes)
     takes = (
-        f"takes {format_bytes(needed.total_bytes)} of the {has} of each rank with micro-batches of "
+        f"takes {format_bytes(needed.total_bytes)} of {has} per rank with micro-batches of "
         f"{question.micro_batch_size} ({format_bytes(question.states_bytes)} of it states)"
     )
     promise = Promise(
@@ -124,7 +125,7 @@ def _by_trace(question: Question, needed: memory.Memory) -> Decision[Spread]:
         )
     return Decision(
         value=Spread(name="fsdp"),
-        reason=f"fsdp: traced, a whole copy {takes}, up to {format_bytes(needed.high_bytes)}: too much; "
-        f"sharded over {question.ranks} ranks the states take "
+        reason=f"fsdp: traced, a whole copy {takes}, up to {format_bytes(needed.high_bytes)}: "
+        f"too much; sharded over {question.ranks} ranks the states take "
         f"{format_bytes(question.states_bytes // question.ranks)}",
     )

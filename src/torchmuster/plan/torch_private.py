@@ -1,4 +1,4 @@
-"""The private names of torch that the planner uses, beside those of training."""
+"""The private torch names that the planner uses, in addition to those of training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +14,11 @@ _aten = torch.ops.aten
 NAMES = (
     PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode",
-        "run a training on tensors that have shapes and no memory, as torch.compile does",
+        "run a training on tensors with shapes but without memory, as torch.compile does",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.unset_fake_temporarily",
-        "compute with real values in the middle of that",
+        "compute with real values inside such a training",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.DataDependentOutputException",
@@ -34,49 +34,45 @@ NAMES = (
     ),
     PrivateName(
         "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
-        "leave out the tensors of the whole model's size with which DTensor works out shapes",
+        "ignore the full-size tensors with which DTensor computes shapes",
     ),
     PrivateName("torch._C._current_graph_task_id", "know that a backward is running"),
     PrivateName("torch._C._current_autograd_node", "know which operation's backward is running"),
-    PrivateName("torch.autograd.graph.Node._sequence_nr", "tell the backwards of operations apart"),
+    PrivateName("torch.autograd.graph.Node._sequence_nr", "distinguish operations' backwards"),
     PrivateName(
         "torch.distributed.Reducer._rebuild_buckets",
-        "keep DDP from sorting gradients into other buckets after the first step, which reads values",
+        "prevent DDP from rebuilding its buckets after the first step, which reads values",
     ),
     PrivateName(
         "torch.utils._pytree.tree_leaves", "find the tensors among an operation's arguments"
     ),
     PrivateName("torch.utils._pytree.tree_map", "replace the arguments of an operation"),
-    PrivateName("torch.UntypedStorage._cdata", "tell storages apart, also those without memory"),
+    PrivateName("torch.UntypedStorage._cdata", "distinguish storages, also those without memory"),
+    PrivateName("torch.nn.Module._parameters", "replace a parameter by one without memory"),
+    PrivateName("torch.nn.Module._buffers", "replace a buffer by one without memory"),
     PrivateName(
-        "torch.nn.Module._parameters", "put a parameter without memory in the place of another"
+        "torch.ops.aten.add.Tensor._schema", "know which of its arguments an operation writes"
     ),
-    PrivateName("torch.nn.Module._buffers", "put a buffer without memory in the place of another"),
-    PrivateName(
-        "torch.ops.aten.add.Tensor._schema", "know which of its arguments an operation writes into"
-    ),
-    PrivateName("torch.nn.Module._modules", "cut a model to fewer layers, and put the others back"),
+    PrivateName("torch.nn.Module._modules", "reduce a model to fewer layers, and restore them"),
     PrivateName(
         "torch.ops.aten._local_scalar_dense",
-        "answer for a value that a training reads, such as a loss",
+        "supply a value that a training reads, such as a loss",
     ),
     PrivateName(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-        "count what attention computes",
+        "count the flops of attention",
     ),
     PrivateName(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-        "count what attention's backward computes and takes",
+        "count the flops and memory of attention's backward",
     ),
-    PrivateName(
-        "torch.ops.aten._safe_softmax", "measure the memory that softmax takes for a moment"
-    ),
+    PrivateName("torch.ops.aten._safe_softmax", "measure the temporary memory of softmax"),
     PrivateName(
         "torch.ops.aten._native_batch_norm_legit",
-        "correct the dtype of the statistics that batch normalisation keeps",
+        "correct the dtype of the statistics of batch normalisation",
     ),
-    PrivateName("torch.ops.c10d._allgather_base_", "count what a gather moves"),
-    PrivateName("torch.ops.c10d._reduce_scatter_base_", "count what a reduce-scatter moves"),
+    PrivateName("torch.ops.c10d._allgather_base_", "count the bytes of a gather"),
+    PrivateName("torch.ops.c10d._reduce_scatter_base_", "count the bytes of a reduce-scatter"),
     PrivateName("torch.ops.aten._unsafe_view", "know that this operation moves no memory"),
     PrivateName("torch.ops.aten._foreach_zero_", "know that this operation reads no memory"),
     PrivateName(
@@ -97,7 +93,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 __all__ = ["FakeTensorMode", "tree_leaves", "tree_map", "with_memory"]
 
-# What is raised where something depends on the values of tensors, or has no rule for tensors without memory.
+# Raised if something depends on tensor values, or has no rule for tensors without memory.
 CANNOT_FOLLOW = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -109,7 +105,7 @@ ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 SAFE_SOFTMAX = _aten._safe_softmax.default
 BATCH_NORM = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
-# Operations by name: those that move no memory, and those that do not look at what they overwrite.
+# Operations by name: those that move no memory, and those that do not read what they overwrite.
 MOVE_NOTHING = ("_unsafe_view",)
 OVERWRITE = ("_foreach_zero_", "_foreach_copy_")
 
@@ -118,39 +114,39 @@ ALL_GATHER, REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
 def arguments_of(operation: Any) -> Sequence[Any]:
-    """Return the arguments of an operation as its schema has them."""
+    """Return the arguments of an operation from its schema."""
     arguments: Sequence[Any] = operation._schema.arguments
     return arguments
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other living storage has, with or without memory."""
+    """Return a number that is unique among live storages, with or without memory."""
     return int(storage._cdata)
 
 
 def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dictionaries in which a module itself keeps its parameters and its buffers."""
+    """Return a module's own dictionaries of parameters and buffers."""
     return module._parameters, module._buffers
 
 
 def computing_backward() -> bool:
-    """Say whether a backward is running in this thread; torch's own checkpointing asks in the same way.
+    """Return whether a backward is running in this thread, as torch's checkpointing does.
 
-    Hooks tell of a backward's parts, not of its end.
+    Hooks report parts of a backward, not its end.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_under_way() -> int | None:
-    """Return which operation's backward is running, or has just given what is passed on; None outside of a backward."""
+    """Return the operation whose backward is running or has just returned; None outside."""
     node: Any = torch._C._current_autograd_node() if computing_backward() else None
     return None if node is None else int(node._sequence_nr())
 
 
 def single_allocations(seen: torch.profiler.profile) -> list[int]:
-    """Return what was taken (more than 0) and given back (less), in order.
+    """Return allocated (positive) and freed (negative) bytes, in order.
 
-    The profiler's public tables have sums only; this is the one list of single events.
+    The profiler's public tables have only sums; this is the only list of single events.
     """
     events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     return [one.nbytes() for one in events if one.name() == "[memory]"]
@@ -160,7 +156,7 @@ def single_allocations(seen: torch.profiler.profile) -> list[int]:
 def paused_in_sharding_propagation(
     pause: Callable[[], Any], go_on: Callable[[], Any]
 ) -> Iterator[None]:
-    """Call these around each computation of shapes by DTensor."""
+    """Call these before and after each shape computation of DTensor."""
     computed = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def paused(*args: Any, **kwargs: Any) -> Any:
@@ -178,7 +174,7 @@ def paused_in_sharding_propagation(
 
 
 class ReducerWithFixedBuckets:
-    """DDP's reducer without what reads values: sorting gradients into other buckets after the first step."""
+    """DDP's reducer without rebuilding buckets after the first step, which reads values."""
 
     def __init__(self, reducer: Any) -> None:
         self.reducer = reducer
@@ -196,5 +192,5 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def put_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:
-    """Let a module hold these modules and no others."""
+    """Replace all child modules of a module."""
     module._modules = children

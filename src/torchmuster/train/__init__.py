@@ -1,4 +1,4 @@
-"""Training: parts that each work alone in a hand-written loop, and ``Trainer``, which puts them in order.
+"""Training: parts that each work in a hand-written loop, and ``Trainer``, which combines them.
 
-Import from the modules; the README of this folder says which one has what.
+Import from the modules; the README of this folder lists their contents.
 """

@@ -1,8 +1,8 @@
-"""NaN or Inf: every rank leaves the same step out, and all say whose it was, in which batch and layer.
+"""Find the source of a NaN or Inf: all ranks skip the step and report rank, batch and layer.
 
-That a step is bad costs nothing to know: the strategies agree on it before weights change, see
-:class:`torchmuster.train.step.TrainStep`. Only then the ranks look for the cause, all together: they compute the
-step's micro-batches again and watch every layer::
+Detecting a bad step costs nothing: the strategies agree on it before weights change, see
+:class:`torchmuster.train.step.TrainStep`. Only then do all ranks look for the cause: they compute
+the step's micro-batches again with hooks on every layer::
 
     outcome = update.apply()
     if not outcome.applied and not outcome.overflowed:
@@ -40,7 +40,7 @@ def worst(tensor: torch.Tensor) -> str | None:
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of nested tuples, lists, mappings and dataclasses, each with its place."""
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, each with its path."""
     if isinstance(value, torch.Tensor):
         yield path or "the tensor", value
     elif isinstance(value, Mapping):
@@ -55,7 +55,7 @@ def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def bad_rows(batch: Any) -> dict[str, Any] | None:
-    """Return the first tensor of a batch that is not finite: its place, the kind, and which rows."""
+    """Return the first non-finite tensor of a batch: its path, the kind, and which rows."""
     for place, tensor in tensors_of(batch, "batch"):
         if (kind := worst(tensor)) is not None:
             bad = ~torch.isfinite(tensor)
@@ -65,7 +65,7 @@ def bad_rows(batch: Any) -> dict[str, Any] | None:
 
 
 class _NanHooks:
-    """Hooks on every module while the ``with`` lasts."""
+    """Install hooks on every module for the duration of the ``with`` block."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -78,9 +78,9 @@ class _NanHooks:
 
 
 class ForwardNanHooks(_NanHooks):
-    """Keeps the first layer whose output is bad though all before it were fine.
+    """Records the first layer with non-finite output and finite inputs.
 
-    A -Inf counts only if nothing worse comes: masks are often made of them.
+    A -Inf counts only if no NaN or Inf follows: masks often contain -Inf.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +89,7 @@ class ForwardNanHooks(_NanHooks):
 
     def __enter__(self) -> "ForwardNanHooks":
         for name, module in self._model.named_modules():
-            # A module's hook comes after those of the modules inside it: the innermost is first.
+            # A module's hook runs after those of its submodules: the innermost is first.
             self._handles.append(module.register_forward_hook(self._hook(own_name(name))))
         return self
 
@@ -113,7 +113,7 @@ class ForwardNanHooks(_NanHooks):
 
 
 class BackwardNanHooks(_NanHooks):
-    """Keeps the first gradient that is bad, in the order of the backward."""
+    """Records the first non-finite gradient, in backward order."""
 
     def __enter__(self) -> "BackwardNanHooks":
         for name, module in self._model.named_modules():
@@ -148,27 +148,27 @@ class BackwardNanHooks(_NanHooks):
 _SKIPPED = "all ranks skipped this step"
 _SHOWN = 8  # indices of samples, at most
 
-# A rank's own view of what went wrong. The first of these that any rank has seen is the verdict: what
-# comes later follows from it.
+# What one rank found. The first of these kinds that any rank found is the root cause: the
+# later ones follow from it.
 _CAUSES = ("weights", "input", "layer", "loss", "gradient")
 
 _FIXES = {
-    "weights": "go back to a checkpoint from before; then a lower learning rate or clipping",
-    "input": "clean these samples, or leave them out",
+    "weights": "resume from an earlier checkpoint with a lower learning rate or gradient clipping",
+    "input": "clean or remove these samples",
     "layer": "look for a division, logarithm, root or exponential there; lower the learning rate, clip "
     "gradients, or compute this layer in fp32",
     "loss": "look for a logarithm of 0 or a division by a count of 0 in the loss function",
     "gradient": "look for a root or norm at 0, or a division, at this point of the forward or just after it; "
-    "add a small number there",
+    "add a small epsilon there",
 }
 _NOT_AGAIN = (
-    "lower the learning rate or clip gradients if it comes back; if it is always the same rank, "
+    "lower the learning rate or clip gradients if it recurs; if it is always the same rank, "
     "test its device: muster doctor"
 )
 
 
 class BadNumbers:
-    """Looks for the cause of a bad step, and says when there have been too many in a row."""
+    """Finds the cause of a bad step, and raises after too many in a row."""
 
     def __init__(
         self,
@@ -196,8 +196,8 @@ class BadNumbers:
     ) -> Finding:
         """Find the cause of a step that was not applied; the same finding on every rank.
 
-        It is raised as an error, on all ranks, when the run is to stop. Weights, buffers and torch's random
-        state are left as they were, and no gradients.
+        Raises it on all ranks when the run must stop. Restores weights, buffers and torch's random
+        state, and clears the gradients.
         """
         follows = self._last_bad is not None and step_number == self._last_bad + 1
         self._in_a_row = self._in_a_row + 1 if follows else 1
@@ -214,7 +214,7 @@ class BadNumbers:
     def _look(
         self, micro_batches: Sequence[MicroBatch], loss_fn: Callable[[nn.Module, Any], Any]
     ) -> dict[str, Any]:
-        """Return what this rank sees, as plain JSON types. Ranks compute together, step for step."""
+        """Return what this rank found, as plain JSON types (a collective)."""
         seen: dict[str, Any] = {"buffers": _bad_names(self._model.named_buffers())}
         if bad := _bad_names(self._model.named_parameters()):
             seen["weights"] = {"what": bad[0], "more": len(bad) - 1}
@@ -228,7 +228,7 @@ class BadNumbers:
                 if forward.culprit is not None:
                     seen["layer"] = {**forward.culprit, "samples": _samples(micro)}
                 _look_at_input(micro, seen)
-            # Only if all ranks' losses are finite: a backward is one that all ranks take part in.
+            # Only if all ranks' losses are finite: all ranks must take part in a backward.
             if not any("loss" in one for one in all_gather_object(seen, self._world)):
                 for micro in micro_batches:
                     with BackwardNanHooks(self._model) as backward:
@@ -248,8 +248,11 @@ class BadNumbers:
         cause = next((one for one in _CAUSES if any(one in seen for seen in of_ranks)), None)
         ranks = [rank for rank, seen in enumerate(of_ranks) if cause in seen]
         if cause is None:
-            what = f"{where}: a gradient was not finite, but all is when computed again; {end}"
-            why = "random numbers (dropout) fell otherwise, numbers are at the edge, or a device erred"
+            what = (
+                f"{where}: a gradient was not finite, but all values are finite when recomputed; "
+                f"{end}"
+            )
+            why = "different random numbers (dropout), values near overflow, or a faulty device"
         else:
             seen = of_ranks[ranks[0]][cause]
             what = f"{where}: {_bad_numbers_message(cause, ranks[0], seen)}; {end}"
@@ -259,8 +262,8 @@ class BadNumbers:
             also.append(f"{self._in_a_row} bad steps in a row")
         if buffers := next((seen["buffers"] for seen in of_ranks if seen["buffers"]), None):
             also.append(
-                f"the buffer {buffers[0]} is not finite either: it keeps what it took in "
-                "until it is set anew"
+                f"the buffer {buffers[0]} is not finite either: it keeps the bad values "
+                "until it is reset"
             )
         return Finding(
             name="bad-numbers",
@@ -274,12 +277,12 @@ class BadNumbers:
 def _bad_numbers_message(cause: str, rank: int, seen: dict[str, Any]) -> str:
     kind, what = seen.get("kind", ""), seen.get("what", "")
     return {
-        "weights": f"the weights are not finite already: {what} on rank {rank}"
+        "weights": f"the weights are already not finite: {what} on rank {rank}"
         + (f" and {seen.get('more')} more" if seen.get("more") else ""),
         "input": f"rank {rank}'s input batch has {kind} ({what})",
-        "layer": f"rank {rank}'s layer {what} gave {kind} from finite inputs",
-        "loss": f"rank {rank}'s loss function gave {kind} from finite outputs of all layers",
-        "gradient": f"rank {rank}'s backward gave {kind}, first in the gradient of {what}",
+        "layer": f"rank {rank}'s layer {what} returned {kind} for finite inputs",
+        "loss": f"rank {rank}'s loss function returned {kind} for finite outputs of all layers",
+        "gradient": f"rank {rank}'s backward produced {kind}, first in the gradient of {what}",
     }[cause]
 
 
@@ -295,13 +298,13 @@ def _where_from(ranks: list[int], seen: dict[str, Any]) -> str:
 
 
 def _look_at_input(micro: MicroBatch, seen: dict[str, Any]) -> None:
-    """Look at a batch that led to bad numbers; in others they may be meant, as masks are."""
+    """Check a batch that led to a bad step; in other batches -Inf may be intended, as in masks."""
     if (rows := bad_rows(micro.batch)) is not None:
         seen["input"] = {**rows, "samples": _samples(micro, rows["rows"])}
 
 
 def _samples(micro: MicroBatch, rows: Sequence[int] | None = None) -> list[int]:
-    """Return the dataset's indices of a batch's rows; nothing where they are not known."""
+    """Return the dataset indices of a batch's rows; empty if unknown."""
     indices = list(micro.indices)
     if rows is None:
         return indices
@@ -314,7 +317,7 @@ def _bad_names(named: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
 
 @contextmanager
 def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put what is not trained and torch's random state back, and leave no gradients."""
+    """Restore untrained tensors and torch's random state, and clear the gradients."""
     kept = [(one, one.detach().clone()) for one in untrained(model)]
     accelerators = [] if device.type == "cpu" else [device]
     try:

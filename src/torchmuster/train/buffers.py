@@ -1,4 +1,4 @@
-"""What a model has but no optimiser trains, such as BatchNorm's running means: rank 0's are the run's."""
+"""Tensors that no optimiser trains, such as BatchNorm's running means: all ranks use rank 0's."""
 
 from collections.abc import Iterable
 
@@ -11,9 +11,10 @@ from torchmuster.train.world import World
 
 
 def untrained(model: nn.Module) -> list[torch.Tensor]:
-    """Return what a forward or a loss may change: buffers, and frozen parameters such as a teacher's.
+    """Return tensors that a forward or a loss may change: buffers and frozen parameters.
 
-    Those of a model that LoRA was added to are all of its weights, and nothing changes them.
+    Frozen parameters of a model with LoRA are excluded: they are all its weights, and nothing
+    changes them.
     """
     if peft_config(model) is not None:
         return list(model.buffers())
@@ -21,21 +22,21 @@ def untrained(model: nn.Module) -> list[torch.Tensor]:
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
-    """Give rank 0's buffers to all (a collective), as DDP does before each forward.
+    """Broadcast rank 0's buffers to all ranks, as DDP does before each forward.
 
-    Else each rank would evaluate with what it has seen itself, and with other numbers than are saved.
+    Otherwise each rank would evaluate with its own running statistics, not with the saved ones.
     """
     share(model.buffers(), world)
 
 
 def share(buffers: Iterable[torch.Tensor], world: World) -> None:
-    """Give rank 0's values of some buffers to all, in one message."""
+    """Broadcast rank 0's values of some buffers to all ranks, in one message."""
     filled = [one for one in buffers if one.numel()]
     if world.world_size == 1 or not filled:
         return
     with torch.no_grad():
         values = [one.detach().to(world.device).contiguous() for one in filled]
-        as_bytes = [one.view(-1).view(torch.uint8) for one in values]  # gloo lacks some types
+        as_bytes = [one.view(-1).view(torch.uint8) for one in values]  # gloo lacks some dtypes
         together = torch.cat(as_bytes)
         dist.broadcast(together, src=0)
         for buffer, value, own, heard in zip(

@@ -1,7 +1,7 @@
-"""The floating-point operations of a training, counted once by torch's ``FlopCounterMode``.
+"""Count the floating-point operations of a training once, with torch's ``FlopCounterMode``.
 
-Counted is what is computed: products of matrices, convolutions and attention, forward and backward, and once more
-where activations are recomputed. Code that ``torch.compile`` makes is not looked into: then nothing is counted.
+The count includes matrix products, convolutions and attention, forward and backward, and recomputed
+activations. Operations compiled by ``torch.compile`` are not visible: then nothing is counted.
 """
 
 from collections import Counter
@@ -20,16 +20,16 @@ _NOTHING = nullcontext()
 
 
 class FlopsPerSample:
-    """Counts the first micro-batch that has samples, and leaves all others alone."""
+    """Counts the first micro-batch that has samples, and ignores all others."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Prepare to count a model's; one that is compiled is not counted."""
+        """Prepare to count a model's operations; a compiled model is not counted."""
         self._wanted = not is_compiled(model)
         self.value: float | None = None
 
     def counting(self, samples: int) -> AbstractContextManager[None]:
-        """Count what is computed inside the ``with``, if that has not been done: so many samples."""
-        # Asked at every micro-batch: where nothing is counted, nothing is made either.
+        """Count the operations inside the ``with`` for N samples, unless already counted."""
+        # Called at every micro-batch, so it creates nothing unless it counts.
         return self._count(samples) if self._wanted and samples else _NOTHING
 
     @contextmanager
@@ -41,12 +41,12 @@ class FlopsPerSample:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Say whether ``torch.compile`` has made code for a model or a part of it."""
+    """Return whether ``torch.compile`` has compiled a model or a part of it."""
     return any(is_compiled_part(part) for part in model.modules())
 
 
 class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in which types products are computed."""
+    """Records the dtypes in which products are computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CountedFlops:
-    """Counts all that happens from :meth:`begin` to :meth:`end`; ``flops`` is None where that was nothing."""
+    """Counts operations from :meth:`begin` to :meth:`end`; ``flops`` is None if there were none."""
 
     def __init__(self) -> None:
         self._modes: list[Any] = []
@@ -70,7 +70,7 @@ class CountedFlops:
         self.flops: int | None = None
 
     def begin(self) -> None:
-        """Begin to count what this thread computes, and the backward of it."""
+        """Start counting this thread's operations and their backward."""
         modes: tuple[Any, ...] = (self._types, self._counter)
         for mode in modes:
             mode.__enter__()
@@ -85,6 +85,6 @@ class CountedFlops:
 
     @property
     def lower_type(self) -> str | None:
-        """The 16-bit type in which products were computed; None if none was."""
+        """The 16-bit dtype in which products were computed; None if there was none."""
         found = [one for one in _LOWER if self._types.seen[one]]
         return str(found[0]).removeprefix("torch.") if found else None

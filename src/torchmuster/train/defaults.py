@@ -1,4 +1,4 @@
-"""What :class:`torchmuster.train.trainer.Trainer` was given, completed: a model, a strategy, a precision."""
+"""Defaults for :class:`torchmuster.train.trainer.Trainer`: model, strategy, precision."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,19 +19,19 @@ from torchmuster.train.world import World
 
 
 def check_trained(model: nn.Module) -> None:
-    """Refuse a model that has nothing to train."""
+    """Reject a model without trainable parameters."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Impossible(
-            f"{type(model).__name__} has nothing to train",
+            f"{type(model).__name__} has no trainable parameters",
             why="none of its parameters requires a gradient",
-            fix="model.requires_grad_(True), for all of it or for the part that is to be trained",
+            fix="call requires_grad_(True) on the model or on the part to train",
         )
 
 
 def with_values(
     model: nn.Module | Callable[[], nn.Module], strategy: Strategy, world: World, *, seed: int
 ) -> nn.Module:
-    """Return a model as it is; a function is called, and for fsdp only rank 0's model has values."""
+    """Return the model; a function is called, and for fsdp only rank 0's model has values."""
     if isinstance(model, nn.Module):
         return model
     return build_for(strategy.name, model, world, seed=seed)
@@ -40,11 +40,11 @@ def with_values(
 def default_precision(
     asked: Decision[Precision] | Precision | Literal["auto"], world: World
 ) -> Decision[Precision]:
-    """Return a precision with its reason; ``auto`` asks all ranks for their cards."""
+    """Return a precision with its reason; ``auto`` depends on the GPUs of all ranks."""
     if asked == "auto":
         return precisions.choose_precision("auto", precisions.precision_support(world))
     if isinstance(asked, Precision):
-        return Decision(value=asked, reason=f"{asked.name}: it was asked for")
+        return Decision(value=asked, reason=f"{asked.name}: requested")
     return asked
 
 
@@ -54,7 +54,7 @@ def default_strategy(
     model: nn.Module | Callable[[], nn.Module],
     world: World,
 ) -> Decision[Strategy]:
-    """Return a strategy with its reason; ``auto`` looks at the model's size and the devices' memory."""
+    """Return a strategy with its reason; ``auto`` depends on model size and device memory."""
     if asked == "auto":
         sketch = model if isinstance(model, nn.Module) else build_on_meta(model)
         choice = strategies.choose_strategy(
@@ -67,27 +67,27 @@ def default_strategy(
         return Decision(value=strategy, reason=choice.reason)
     if isinstance(asked, Decision):
         return asked
-    return Decision(value=asked, reason=f"{asked.name}: it was asked for")
+    return Decision(value=asked, reason=f"{asked.name}: requested")
 
 
 def portions_of(loader: Loader) -> BatchSplit | None:
-    """Return how a loader cuts its batches; None for one that cannot tell before it reads."""
+    """Return how a loader splits its batches; None if unknown before reading."""
     return getattr(loader, "portions", None)
 
 
 def micro_batch_size(loader: Loader, world: World) -> int | None:
-    """Return how many samples this rank computes at once, if the loader can tell."""
+    """Return this rank's micro-batch size, if the loader knows it."""
     portions = portions_of(loader)
     return None if portions is None else portions.micro_batch_sizes[world.global_rank]
 
 
 def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, Any] | None) -> None:
-    """Raise if a training had a schedule and has none now, or the other way round."""
+    """Raise if a checkpoint has a schedule and this training has none, or vice versa."""
     if (schedule is None) == (saved is None):
         return
     had, has = ("no schedule", "has one") if saved is None else ("a schedule", "has none")
     raise Impossible(
-        f"what is to go on was trained with {had}, and this training {has}",
-        why="its learning rates would be others from here on",
-        fix="train with the schedule that it had, or begin a new run",
+        f"the checkpoint was trained with {had}, and this training {has}",
+        why="the learning rates would differ from here on",
+        fix="use the same schedule, or start a new run",
     )

@@ -1,7 +1,8 @@
-"""Whether ranks that should hold the same weights still do: a digest of the bits, every so many steps.
+"""Check every N steps, by a digest of the bits, that replicas still have the same weights.
 
-Compared are parameters: whole ones over all ranks, sharded ones over the replicas of the same shard (hybrid).
-Buffers are not: DDP lets running statistics differ between ranks until it sends rank 0's in the next forward.
+It compares parameters: whole ones over all ranks, sharded ones over the replicas of the same shard
+(hybrid). It ignores buffers: in DDP, running statistics differ between ranks until the next forward
+broadcasts rank 0's.
 """
 
 from collections import defaultdict
@@ -16,19 +17,19 @@ from torchmuster.finding import Finding, Status
 from torchmuster.train.weights import own_name
 from torchmuster.train.world import World, all_gather_object
 
-_PIECE = 2**22  # so many numbers at a time: what is computed takes eight bytes for each
-_ODD = 0x1E3779B97F4A7C15  # to mix bits with; sums and products go round at 64 bits
+_PIECE = 2**22  # elements at a time: the computation takes eight bytes for each
+_ODD = 0x1E3779B97F4A7C15  # to mix bits with; sums and products wrap at 64 bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Divergence:
-    """Compares the ranks' weights; a handful of small operations and one collective for all tensors."""
+    """Compares the ranks' weights with a few small operations and one collective."""
 
     def __init__(self, model: nn.Module, world: World, *, every_steps: int = 100) -> None:
         self._world = world
         self._every_steps = every_steps
         self._same_up_to: int | None = None
-        # By the ranks that hold replicas (None: all): names and parameters.
+        # Names and parameters by the ranks that hold replicas (None: all).
         self._replicated: dict[dist.ProcessGroup | None, list[tuple[str, nn.Parameter]]] = (
             defaultdict(list)
         )
@@ -39,13 +40,13 @@ class Divergence:
                 self._replicated[group].append((own_name(name), parameter))
 
     def check(self, step_number: int) -> Finding | None:
-        """Compare if it is time to; a failure if weights differ, the same on every rank, else None."""
+        """Compare if due; return a failure, equal on every rank, if weights differ, else None."""
         if self._world.world_size == 1 or step_number % self._every_steps:
             return None
         differing, digests = [], {}
         for group, members in self._replicated.items():
             own = weights_digest([parameter for _, parameter in members]).to(self._world.device)
-            # The highest of ~own is the lowest of own, without a second call.
+            # The maximum of ~own gives the minimum of own, without a second call.
             most = torch.cat((own, ~own))
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             highest, lowest = most.chunk(2)
@@ -72,7 +73,7 @@ class Divergence:
         since = (
             "they have differed since the start or for some steps"
             if self._same_up_to is None
-            else f"at step {self._same_up_to} they were the same"
+            else f"they were equal at step {self._same_up_to}"
         )
         return Finding(
             name="weights-differ",
@@ -80,14 +81,15 @@ class Divergence:
             what=f"the ranks' weights differ at step {step}: first {first}"
             + (f", and {count - 1} more" if count > 1 else ""),
             why=f"{' against '.join(parts)}; {since}",
-            fix="look for what only some ranks do: weights changed outside the optimiser, another "
-            "seed or version, an optimiser step that not all take, a faulty device; "
-            "go back to a checkpoint from before",
+            fix="look for a difference between ranks: weights changed outside the optimiser, "
+            "another "
+            "seed or version, an optimiser step that some ranks skip, a faulty device; "
+            "resume from an earlier checkpoint",
         )
 
 
 def weights_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one whole number for each tensor's bits, on its device: a sum in which every place has a weight."""
+    """Return one integer for each tensor's bits, on its device: a position-weighted sum."""
     own = []
     weights: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
@@ -105,13 +107,13 @@ def weights_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _divergence_weights(count: int, device: torch.device) -> torch.Tensor:
-    """Return a number for each place, so that the same values in another order give another sum."""
+    """Return a weight for each position, so that reordered values give another sum."""
     places = torch.arange(1, count + 1, device=device) * _ODD
     return places ^ (places >> 29)
 
 
 def _replicas(parameter: DTensor) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the same shard; None where every rank has its own."""
+    """Return the ranks that hold the same shard; None if every rank has its own."""
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             return parameter.device_mesh.get_group(dimension)

@@ -1,7 +1,7 @@
-"""Evaluation over all ranks that gives what one process would give: every sample counts once.
+"""Evaluation over all ranks with the result of a single process: every sample counts once.
 
-A measure says for one batch what it adds up to, and over how many; idle micro-batches (``samples=0``) take
-part in the forward, since all ranks communicate there, and count nothing::
+A measure returns sum and count for one batch; idle micro-batches (``samples=0``) take
+part in the forward, because all ranks communicate there, and count as 0::
 
     def measure(model, batch):
         inputs, labels = batch
@@ -39,11 +39,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each measured value over all samples (or items) of all ranks.
 
-    The same on every rank. A value that nothing was counted for is NaN. All ranks take over the buffers
-    of rank 0, such as BatchNorm's running means.
+    The same on every rank. A value with count 0 is NaN. All ranks get the buffers of rank 0, such
+    as BatchNorm's running means.
     """
     share_buffers(model, world)
-    sums: dict[str, tuple[Any, Any]] = {}  # what was added up, and how many
+    sums: dict[str, tuple[Any, Any]] = {}  # sum and count
     with _evaluating(model):
         for micro in _micro_batches(steps):
             with precision.autocast(world.device):
@@ -68,7 +68,7 @@ def predict(
 ) -> torch.Tensor:
     """Return one row for each sample, in the order of the dataset, on every rank.
 
-    For what cannot be added up batch by batch, such as F1 or AUC: compute it from all rows.
+    For metrics that cannot be summed over batches, such as F1 or AUC: compute them from all rows.
     """
     share_buffers(model, world)
     rows: list[torch.Tensor] = []
@@ -79,14 +79,14 @@ def predict(
                 batch_rows = prediction(model, micro.batch)
             if len(micro.indices) < micro.samples:
                 raise MusterError(
-                    "predictions cannot be put in order: these batches do not say which samples "
-                    "they hold",
-                    fix="a loader over a map-style dataset (BatchLoader) says it; a stream does not",
+                    "cannot order the predictions: these batches have no sample indices",
+                    fix="use a loader over a map-style dataset (BatchLoader); streams have no "
+                    "indices",
                 )
             rows.append(batch_rows[: micro.samples])
             indices.extend(micro.indices[: micro.samples])
     if not rows:
-        raise MusterError("there is nothing to predict: the loader gave no batch")
+        raise MusterError("nothing to predict: the loader yielded no batch")
     return gather_samples(torch.cat(rows), indices, world)
 
 
@@ -94,7 +94,7 @@ def gather_samples(rows: torch.Tensor, indices: Iterable[int], world: World) -> 
     """Return the rows of all ranks in the order of their samples' indices; all ranks call it."""
     places = torch.tensor(list(indices), dtype=torch.int64, device=world.device)
     if len(places) != len(rows):
-        raise MusterError(f"there are {len(rows)} rows for {len(places)} samples")
+        raise MusterError(f"got {len(rows)} rows for {len(places)} samples")
     all_places = torch.cat(gather_rows(places, world))
     all_rows = torch.cat(gather_rows(rows.detach().to(world.device), world))
     return all_rows[torch.argsort(all_places, stable=True)]
@@ -106,11 +106,12 @@ def _micro_batches(steps: Loader | Iterable[Step]) -> Iterator[MicroBatch]:
 
 
 def _counted(name: str, value: Value, micro: MicroBatch) -> tuple[Any, Any]:
-    """Return a batch's sum as exactly as can be, and its count; nothing for an idle micro-batch."""
+    """Return a batch's sum, in the most exact dtype, and its count; 0 for an idle micro-batch."""
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 or len(value) < micro.samples:
             raise MusterError(
-                f"the measure {name!r} gave a tensor of shape {tuple(value.shape)} for a batch of "
+                f"the measure {name!r} returned a tensor of shape {tuple(value.shape)} for a batch "
+                "of "
                 f"{micro.samples} samples",
                 fix="return (sum, count), or one value for each sample",
             )
@@ -130,7 +131,7 @@ def _evaluate_mean(of_ranks: list[list[float]]) -> float:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn off dropout and gradients, and afterwards leave every module in the mode it had."""
+    """Turn off dropout and gradients, and restore every module's mode afterwards."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,8 +1,8 @@
 """fp16's loss scale: large enough that small gradients do not vanish, small enough that none overflows.
 
-torch's ``GradScaler`` does the work. Its finding of overflows is the same on every rank: under DDP because
-all ranks hold the same gradients, and for shards because torch takes the maximum over the ranks when
-``unscale_`` meets DTensors.
+torch's ``GradScaler`` does the work. It detects overflows identically on every rank: under DDP
+because all ranks hold the same gradients, and for shards because ``unscale_`` takes the maximum
+over the ranks for DTensors.
 """
 
 import logging
@@ -21,20 +21,20 @@ _MANY_SKIPPED = 0.05
 
 
 def refuse_half_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse to train weights of 16 bits with a loss scale; those that are frozen do not matter."""
+    """Reject trained 16-bit weights with a loss scale; frozen ones do not matter."""
     for one in parameters:
         if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16):
             raise Impossible(
                 f"precision fp16 with trained weights in {str(one.dtype).removeprefix('torch.')}",
-                why="its loss scale needs gradients in fp32: in 16 bits they cannot be brought back to "
-                "their size",
-                fix="keep the weights in fp32 (model.torch_dtype: float32), or take precision bf16 or "
+                why="the loss scale needs gradients in fp32: they cannot be unscaled in 16 bits",
+                fix="keep the weights in fp32 (model.torch_dtype: float32), or use precision bf16 "
+                "or "
                 "fp32",
             )
 
 
 class LossScale:
-    """Scales losses, unscales gradients, adapts, and warns when fp16 does not suffice for this model."""
+    """Scales losses, unscales gradients, adapts the scale, and warns when fp16 does not suffice."""
 
     def __init__(self, world: World, scaler: torch.amp.GradScaler | None = None) -> None:
         self._world = world
@@ -44,16 +44,16 @@ class LossScale:
         self._warned: set[str] = set()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss as it goes into the backward."""
+        """Return the scaled loss for the backward."""
         scaled: torch.Tensor = self._scaler.scale(loss)
         return scaled
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients back to their size: before they are measured, clipped or applied."""
+        """Unscale the gradients before they are measured, clipped or applied."""
         self._scaler.unscale_(optimizer)
 
     def tensor(self) -> torch.Tensor:
-        """Return the scale as the device has it now."""
+        """Return the current scale as a device tensor."""
         return self.scale(torch.ones((), device=self._world.device))
 
     def adapt(self) -> None:
@@ -61,7 +61,7 @@ class LossScale:
         self._scaler.update()
 
     def settle(self, scale: float, *, applied: bool) -> None:
-        """Count a step that was made with a scale, and warn where fp16 does not suffice."""
+        """Count a scaled step, and warn if fp16 does not suffice."""
         self._steps += 1
         if applied:
             return
@@ -91,11 +91,11 @@ class LossScale:
             _log.warning("%s", text)
 
     def value(self) -> float:
-        """Return the scale as it is now; waits for the device."""
+        """Return the current scale; waits for the device."""
         return float(self._scaler.get_scale())
 
     def state(self) -> dict[str, Any]:
-        """Return the scale and what was counted, as plain JSON types."""
+        """Return the scale and the counters, as plain JSON types."""
         return {
             "scaler": self._scaler.state_dict(),
             "steps": self._steps,
@@ -103,6 +103,6 @@ class LossScale:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self._scaler.load_state_dict(state["scaler"])
         self._steps, self._skipped = state["steps"], state["skipped"]

@@ -1,4 +1,4 @@
-"""Optimisers by the names that settings use."""
+"""Optimisers and learning-rate schedules by the names used in settings."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,9 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def optimizer_named(name: Name, *, learning_rate: float, weight_decay: float) -> MakeOptimizer:
-    """Return what makes the optimiser once the parameters are there; sgd has a momentum of 0.9.
+    """Return a function that creates the optimiser from parameters; sgd has a momentum of 0.9.
 
-    adamw is torch's fused one, which takes it from the device whether a step is to be applied: see
+    adamw is torch's fused one, which reads from the device whether to apply a step: see
     :class:`torchmuster.train.step.TrainStep`. torch's fused SGD cannot do that in its first step, nor for shards.
     """
     if name == "sgd":
@@ -44,9 +44,9 @@ _AFTER_WARM_UP: dict[str, Callable[[float], float]] = {
 def schedule_factor(
     step: int, shape: Shape, *, warmup_steps: int = 0, total_steps: int | None = None
 ) -> float:
-    """Return what the learning rate is multiplied with in a step, counted from 0.
+    """Return the learning-rate factor of a step, counted from 0.
 
-    The warm-up's last step has the whole rate; none has the rate 0, which would be a step for nothing.
+    The warm-up's last step has the full rate; no step has the rate 0, which would have no effect.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -66,21 +66,22 @@ def schedule(
     """Return torch's LambdaLR for a curve; ``total_steps`` counts optimiser steps of the whole run."""
     if shape not in _AFTER_WARM_UP:
         raise Impossible(
-            f"the schedule {shape!r} is not known", fix=f"use one of {', '.join(get_args(Shape))}"
+            f"unknown schedule {shape!r}", fix=f"use one of {', '.join(get_args(Shape))}"
         )
     if total_steps is None and shape != "constant":
         raise Impossible(
             f"the schedule {shape!r} needs the number of steps, which is not known here",
-            why="the data shows only at its end how long it is; without that only a constant rate is "
+            why="the length of the data is known only at its end; without it only a constant rate "
+            "is "
             "possible",
-            fix="say how many steps to train, or use the schedule 'constant'",
+            fix="set the number of steps, or use the schedule 'constant'",
         )
     if total_steps is not None and warmup_steps > total_steps:
         raise Impossible(
             f"a warm-up of {warmup_steps} steps does not fit in {total_steps} steps",
-            fix="fewer warm-up steps, or more steps",
+            fix="use fewer warm-up steps, or more steps",
         )
-    # A plain function is left out of the state dict, so a continued run may change the curve.
+    # A plain function is not in the state dict, so a resumed run may change the curve.
     return LambdaLR(
         optimizer,
         lambda step: schedule_factor(

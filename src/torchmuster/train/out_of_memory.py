@@ -1,4 +1,4 @@
-"""Out of memory, told with who, where, how much was asked for, what takes the room, and what to change."""
+"""Report out-of-memory errors: rank, phase, requested size, memory by category, and fixes."""
 
 import platform
 import re
@@ -27,7 +27,7 @@ except ImportError:  # not on Windows
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTable:
-    """Bytes on this rank; a sharded tensor counts with its shard. What could not be read is None."""
+    """Bytes on this rank; a sharded tensor counts with its shard. Unreadable values are None."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -37,20 +37,20 @@ class MemoryTable:
     used_bytes: int | None  # by tensors on an accelerator, by this process on the CPU
     peak_bytes: int | None
     reserved_bytes: int | None  # from the accelerator, in use or not; None on the CPU
-    limit_bytes: int | None  # what there is for this process
+    limit_bytes: int | None  # available to this process
     gathered_bytes: int | None = (
-        None  # whole copies of sharded parameters, for now; None: unsharded
+        None  # temporary full copies of sharded parameters; None: unsharded
     )
-    address_space_bytes: int | None = None  # in use; only where the limit is one of address space
+    address_space_bytes: int | None = None  # in use; only if address space is limited
 
     @property
     def states_bytes(self) -> int:
-        """What stays between steps: parameters, gradients, optimiser states and buffers."""
+        """Memory kept between steps: parameters, gradients, optimiser states and buffers."""
         return sum(size for _, size in self.states)
 
     @property
     def states(self) -> tuple[tuple[str, int], ...]:
-        """What stays between steps, by name."""
+        """Memory kept between steps, by category."""
         return (
             ("parameters", self.parameters_bytes),
             ("gradients", self.gradients_bytes),
@@ -60,13 +60,13 @@ class MemoryTable:
 
     @property
     def rest_bytes(self) -> int | None:
-        """What is in use beside all that: activations, and on the CPU the program itself."""
+        """All other memory in use: activations, and on the CPU the program itself."""
         if self.used_bytes is None:
             return None
         return max(self.used_bytes - self.states_bytes - (self.gathered_bytes or 0), 0)
 
     def lines(self) -> list[str]:
-        """Return the table for people, aligned."""
+        """Return the table as aligned text lines."""
         own = self.device.type == "cpu"
         rows = [
             *self.states,
@@ -89,10 +89,10 @@ def memory_table(
     *,
     shards: Sequence[nn.Parameter] | None = None,
 ) -> MemoryTable:
-    """Say what this rank's memory is used for at the moment.
+    """Return this rank's current memory use by category.
 
-    ``shards`` are the parameters of a model that FSDP shards, as they are outside of a step: inside of one,
-    whole copies take the places of some.
+    ``shards`` are the parameters of an FSDP model as they are outside of a step; during a step,
+    full copies replace some of them.
     """
     present = list(model.parameters()) if model is not None else []
     parameters = present if shards is None else shards
@@ -126,7 +126,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Add up what tensors take here: shards with their part, what shares memory once."""
+    """Return the bytes of tensors here: local shards only, shared memory counted once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -137,7 +137,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _of_process() -> tuple[int | None, int | None, None, int | None, int | None]:
-    """Return what is in use, the peak, nothing reserved, the limit, and address space if that is limited."""
+    """Return used, peak, reserved (None) and limit bytes, and address space if limited."""
     memory = psutil.Process().memory_info()
     limit, peak, address_space = cpu.read_cpu().total_bytes, None, None
     if resource is not None:
@@ -147,7 +147,7 @@ def _of_process() -> tuple[int | None, int | None, None, int | None, int | None]
             soft = resource.getrlimit(kind)[0]
             if soft != resource.RLIM_INFINITY and (limit is None or soft < limit):
                 limit = soft
-                # It is far more than what is in memory, so only this can be held against the limit.
+                # It is far more than resident memory, so only this is comparable with the limit.
                 address_space = memory.vms if kind == resource.RLIMIT_AS else None
     return memory.rss, peak, None, limit, address_space
 
@@ -156,7 +156,7 @@ def _of_device(device: torch.device) -> tuple[int | None, int | None, int | None
     module = torch.get_device_module(device)
 
     def ask(name: str) -> Any:
-        # Not every kind of accelerator tells everything.
+        # Not every accelerator reports all values.
         asked = getattr(module, name, None)
         return asked(device) if asked is not None else None
 
@@ -179,23 +179,23 @@ _WORDS = (
 )
 _BYTES_ASKED = re.compile(r"tried to allocate (\d+) bytes", re.IGNORECASE)
 _SIZE_ASKED = re.compile(r"tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECASE)
-# The outermost of these in a traceback says what was being done. Paths are those of torch and of this room.
+# The outermost of these in a traceback gives the phase. Paths are those of torch and this package.
 _PHASES = (
-    ("/torchmuster/train/models/meta_init.py", "while the model got its values"),
-    ("/torchmuster/train/strategies/placing.py", "while the model got its values"),
+    ("/torchmuster/train/models/meta_init.py", "while initializing the model's values"),
+    ("/torchmuster/train/strategies/placing.py", "while initializing the model's values"),
     ("/torch/autograd/", "in the backward"),
     ("/torch/_tensor.py", "in the backward"),
-    ("/torch/optim/", "in the optimiser's step"),
-    ("/torch/nn/utils/clip_grad.py", "in clipping the gradients"),
+    ("/torch/optim/", "in the optimiser step"),
+    ("/torch/nn/utils/clip_grad.py", "in gradient clipping"),
     ("/torch/nn/parallel/distributed.py", "in the forward"),
     ("/torch/nn/modules/", "in the forward"),
     ("/torch/distributed/", "in communication"),
-    ("/torch/utils/data/", "in loading data"),
+    ("/torch/utils/data/", "in data loading"),
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error means that memory has run out, on an accelerator or on the host."""
+    """Return whether an error means out of memory, on an accelerator or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
@@ -211,10 +211,10 @@ def oom_report(
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside the ``with`` into one that shows this rank's memory table.
 
-    It leaves as an exception, so that the rank ends at once; ranks that wait for it are ended by the
-    launcher, be it ``muster run`` or torchrun.
+    The exception propagates, so the rank exits at once; the launcher (``muster run`` or torchrun)
+    stops the ranks that wait for it.
     """
-    # In the middle of a step whole copies take the places of some shards, so these are noted before.
+    # During a step, full copies replace some shards, so record the shards before.
     shards = list(model.parameters()) if model is not None and _is_sharded(model) else None
     try:
         yield
@@ -240,9 +240,9 @@ def out_of_memory_error(
     sharded: bool = False,
     micro_batch_size: int | None = None,
 ) -> OutOfMemory:
-    """Return the error that says it all."""
+    """Return the error with the memory table and the fixes."""
     asked = _asked(str(error))
-    amount = f", asked for {format_bytes(asked)}" if asked is not None else ""
+    amount = f", requested {format_bytes(asked)}" if asked is not None else ""
     phase = _out_of_memory_phase(error.__traceback__)
     return OutOfMemory(
         f"rank {world.global_rank} on {platform.node()} ({world.device}) ran out of memory {phase}{amount}",
@@ -271,7 +271,7 @@ def _out_of_memory_phase(trace: TracebackType | None) -> str:
 def _fixes(
     table: MemoryTable, world: World, sharded: bool, micro_batch_size: int | None
 ) -> Iterator[str]:
-    """Yield what to change, what helps most first."""
+    """Yield the fixes, most effective first."""
     rest = table.rest_bytes or 0
     for_states = list(_less_states(table, world, sharded))
     for_activations = list(_less_activations(micro_batch_size))
@@ -281,25 +281,27 @@ def _fixes(
         yield from for_activations + for_states
     if table.reserved_bytes and table.used_bytes and table.reserved_bytes > 1.3 * table.used_bytes:
         yield (
-            f"{format_bytes(table.reserved_bytes - table.used_bytes)} are reserved in pieces that do not "
-            "fit: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+            f"{format_bytes(table.reserved_bytes - table.used_bytes)} are reserved but too "
+            "fragmented "
+            "to use: set PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
 
 
 def _less_states(table: MemoryTable, world: World, sharded: bool) -> Iterator[str]:
     size = format_bytes(table.states_bytes)
     if sharded:
-        yield f"more ranks: each keeps a share of the {size} that stay between steps"
-        yield "shards in the host's memory (distributed.fsdp_cpu_offload: true)"
+        yield f"use more ranks: each keeps a share of the {size} kept between steps"
+        yield "keep the shards in host memory (distributed.fsdp_cpu_offload: true)"
     elif world.world_size > 1:
         share = format_bytes(table.states_bytes // world.world_size)
         yield (
-            f"fsdp: of the {size} that stay between steps, each of {world.world_size} ranks keeps {share} "
+            f"use fsdp: of the {size} kept between steps, each of {world.world_size} ranks keeps "
+            f"{share} "
             "(distributed.strategy: fsdp)"
         )
     else:
         yield (
-            f"fsdp on several ranks: each keeps a share of the {size} that stay between steps "
+            f"use fsdp on several ranks: each keeps a share of the {size} kept between steps "
             "(distributed.strategy: fsdp)"
         )
 
@@ -308,13 +310,15 @@ def _less_activations(micro_batch_size: int | None) -> Iterator[str]:
     if micro_batch_size is not None and micro_batch_size > 1:
         half = micro_batch_size // 2
         yield (
-            f"a micro-batch of {half} instead of {micro_batch_size}, with twice the accumulation: the same "
+            f"use a micro-batch of {half} instead of {micro_batch_size} with twice the "
+            "accumulation: the same "
             f"step with half the activations (train.micro_batch_size: {half})"
         )
     elif micro_batch_size is None:
         yield (
-            "a smaller micro-batch with more accumulation: the same step with fewer activations at a time "
+            "use a smaller micro-batch with more accumulation: the same step with fewer "
+            "activations at a time "
             "(train.micro_batch_size)"
         )
     yield "recompute activations (train.activation_checkpointing: full, or selective)"
-    yield "bf16 instead of fp32: half the activations (train.precision: bf16)"
+    yield "use bf16 instead of fp32: half the activations (train.precision: bf16)"

@@ -1,4 +1,4 @@
-"""The number types of a training run, as a value that is passed in."""
+"""The dtypes of a training run, as a value that is passed in."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,19 +13,19 @@ from torchmuster.train.world import World, all_gather_object
 
 Name = Literal["fp32", "bf16", "fp16"]
 
-_TENSOR_CORES = (7, 0)  # older NVIDIA cards compute fp16 no faster than fp32
+_TENSOR_CORES = (7, 0)  # older NVIDIA GPUs compute fp16 no faster than fp32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What is computed in which number type; weights and their updates stay as the model has them."""
+    """The dtype of computation; weights and their updates keep the model's dtype."""
 
     name: Name
     compute: torch.dtype
     needs_scaler: bool
 
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        """Compute in this precision what can be, inside the ``with``."""
+        """Enable autocast to this precision inside the ``with``."""
         if self.compute is torch.float32:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute)
@@ -39,12 +39,12 @@ PRECISIONS: dict[str, Precision] = {one.name: one for one in (FP32, BF16, FP16)}
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSupport:
-    """What a rank computes on, as far as number types go."""
+    """A rank's device and the dtypes it supports."""
 
     kind: str  # torch's device type: cpu, cuda, xpu …
     name: str
     has_bf16: bool
-    compute_capability: tuple[int, int] | None = None  # NVIDIA's cards only
+    compute_capability: tuple[int, int] | None = None  # NVIDIA GPUs only
 
     def __str__(self) -> str:
         if self.compute_capability is None:
@@ -54,7 +54,7 @@ class PrecisionSupport:
 
 
 def precision_support(world: World) -> list[PrecisionSupport]:
-    """Return what each rank computes on; all ranks call it."""
+    """Return each rank's device; all ranks call it."""
     return [
         PrecisionSupport(
             kind=said["kind"],
@@ -88,21 +88,20 @@ def _look_precision(device: torch.device) -> dict[str, Any]:
 
 
 def choose_precision(asked: str, of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
-    """Choose one precision for all ranks: the weakest card decides, and is named."""
+    """Choose one precision for all ranks: the least capable GPU decides, and is named."""
     if asked == "auto":
         return _automatic(of_ranks)
     if asked not in PRECISIONS:
-        raise Impossible(
-            f"precision {asked!r} is not known", fix=f"use auto, {', '.join(PRECISIONS)}"
-        )
+        raise Impossible(f"unknown precision {asked!r}", fix=f"use auto, {', '.join(PRECISIONS)}")
     without = _first_without_bf16(of_ranks)
     if asked == "bf16" and without is not None:
         raise Impossible(
-            f"precision bf16 was asked for, but {_precision_name(without, of_ranks)} has no bf16",
-            why="all ranks use one type",
-            fix="precision auto or fp16, or leave that card out",
+            f"precision bf16 was requested, but {_precision_name(without, of_ranks)} does not "
+            "support bf16",
+            why="all ranks use one dtype",
+            fix="use precision auto or fp16, or exclude that GPU",
         )
-    return Decision(value=PRECISIONS[asked], reason=f"{asked}: it was asked for")
+    return Decision(value=PRECISIONS[asked], reason=f"{asked}: requested")
 
 
 def _automatic(of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
@@ -110,26 +109,29 @@ def _automatic(of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
         if card.kind == "cpu":
             return Decision(
                 value=FP32,
-                reason="fp32: the ranks compute on CPUs, which seldom gain from bf16"
+                reason="fp32: the ranks compute on CPUs, which rarely gain from bf16"
                 if all(one.kind == "cpu" for one in of_ranks)
-                else f"fp32: rank {rank} computes on a CPU; all ranks use one type",
+                else f"fp32: rank {rank} computes on a CPU; all ranks use one dtype",
             )
     without = _first_without_bf16(of_ranks)
     if without is None:
         every = sorted({str(card) for card in of_ranks})
         return Decision(
-            value=BF16, reason=f"bf16: every card has it ({', '.join(every)}); no loss scale needed"
+            value=BF16,
+            reason=f"bf16: every GPU supports it ({', '.join(every)}); no loss scale needed",
         )
     for rank, card in enumerate(of_ranks):
         if card.compute_capability is not None and card.compute_capability < _TENSOR_CORES:
             return Decision(
                 value=FP32,
-                reason=f"fp32: {_precision_name(rank, of_ranks)} has no bf16 and no fast fp16; "
-                "all ranks use one type",
+                reason=f"fp32: {_precision_name(rank, of_ranks)} supports neither bf16 nor fast "
+                "fp16; "
+                "all ranks use one dtype",
             )
     return Decision(
         value=FP16,
-        reason=f"fp16: {_precision_name(without, of_ranks)} has no bf16; all ranks use one type",
+        reason=f"fp16: {_precision_name(without, of_ranks)} does not support bf16; "
+        "all ranks use one dtype",
     )
 
 

@@ -1,16 +1,16 @@
-"""Where a training is: which step, in which phase of it. Told by ``Trainer``, read by whoever watches the process.
+"""Training progress: the current step and its phase. Written by ``Trainer``, read by monitors.
 
-Attributes that are only written, so that telling costs nothing::
+``Trainer`` only sets attributes, so reporting costs nothing::
 
     progress.step, progress.phase = 120, "loading data"
 """
 
 
 class Progress:
-    """The step that is being done, counted from 1, and its phase; None and "" while nothing is trained.
+    """The current step, counted from 1, and its phase; None and "" outside of training.
 
-    The shares are of this rank's time between the last two lines: how much it waited for data, and for communication
-    that no computing hid. None where that is not measured.
+    The shares are fractions of this rank's time between the last two step lines: waiting for data,
+    and for communication that did not overlap with compute. None if not measured.
     """
 
     __slots__ = ("communication_share", "data_share", "phase", "step")

@@ -1,7 +1,7 @@
-"""Random numbers that differ where they should: by rank, by worker and by epoch.
+"""Seeds and random states that differ by rank, by worker and by epoch.
 
-What all ranks must draw alike (the order of samples, the first weights) is not drawn from these: it has
-seeds of its own, made by :func:`derive` without the rank.
+Random choices that must be equal on all ranks (sample order, initial weights) do not use these:
+they have their own seeds, made by :func:`derive` without the rank.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from torchmuster.train.world import World
 
 
 def save_random_states(world: World) -> dict[str, Any]:
-    """Return the states of Python, torch, the rank's device and numpy where it is in use, as JSON types."""
+    """Return the random states of Python, torch, the device and numpy (if imported), as JSON."""
     kept: dict[str, Any] = {
         "python": random.getstate(),
         "torch": _as_text(torch.get_rng_state()),
@@ -30,7 +30,7 @@ def save_random_states(world: World) -> dict[str, Any]:
 
 
 def load_random_states(kept: dict[str, Any], world: World) -> None:
-    """Go on from kept states; those of a device or library that is not here are left out."""
+    """Restore saved random states; skip those of a device or library that is not available."""
     version, numbers, gauss = kept["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(_as_state(kept["torch"]))
@@ -42,7 +42,7 @@ def load_random_states(kept: dict[str, Any], world: World) -> None:
 
 
 def _seeds_numpy() -> Any:
-    """Return numpy, also where it is imported only later: what it draws then must be what it would have drawn."""
+    """Return numpy, importing it if it has a saved state: later draws must match the saved run."""
     try:
         return importlib.import_module("numpy")
     except ImportError:
@@ -64,19 +64,19 @@ def derive_seed(seed: int, *parts: int | str) -> int:
 
 
 def seed_everything(seed: int, world: World, *, epoch: int = 0) -> int:
-    """Seed Python, numpy where it is in use, and torch on all devices; return this rank's seed."""
+    """Seed Python, numpy (if imported) and torch on all devices; return this rank's seed."""
     own = derive_seed(seed, "rank", world.global_rank, epoch)
     seed_process(own)
     return own
 
 
 def worker_seed(seed: int, *, rank: int, worker: int, epoch: int) -> int:
-    """Return the seed of a loader's worker: another one for each rank, worker and epoch."""
+    """Return the seed of a loader worker, different for each rank, worker and epoch."""
     return derive_seed(seed, "worker", rank, epoch, worker)
 
 
 def seed_process(seed: int) -> None:
-    """Seed Python, numpy where it is in use, and torch on all devices."""
+    """Seed Python, numpy (if imported) and torch on all devices."""
     random.seed(seed)
     torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):  # not imported here: most runs do without it

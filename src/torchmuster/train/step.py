@@ -1,17 +1,17 @@
 """One optimiser step over any number of micro-batches and ranks, equal to one process with the whole batch.
 
-Each loss is weighed by what it counts, against what *all* ranks counted in *all* micro-batches of the
-step; a mean of means would be another number wherever counts differ::
+Each loss is weighted by its count relative to the count of *all* ranks in *all* micro-batches of
+the step; a mean of means would differ wherever counts differ::
 
     for step in loader.epoch(epoch):
         for micro in update.accumulate(step):
             with precision.autocast(device):
                 loss = …                   # the mean over the micro-batch's samples
-            update.backward(loss)          # or backward(total, count): a sum, and of how many
+            update.backward(loss)          # or backward(total, count): a sum and its count
         outcome = update.apply()
 
-The device decides whether a step is applied, so the host need not wait for it: torch's fused Adam and AdamW take
-that from a tensor. For every other optimiser the host reads it, in every step.
+The device decides whether a step is applied, so the host need not wait: torch's fused Adam and
+AdamW read the decision from a tensor. For every other optimiser the host reads it in every step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +35,8 @@ from torchmuster.train.world import World, all_gather_object, is_simulated, most
 class HostCopy:
     """A copy of a few numbers that the device has yet to compute.
 
-    Reading it waits until the device has come this far, not until it has nothing left to do: whoever has given the
-    device more work in the meantime leaves it busy.
+    Reading it waits for this copy only, not for all queued work: the device stays busy if the
+    caller has queued more.
     """
 
     def __init__(self, numbers: torch.Tensor) -> None:
@@ -60,10 +60,11 @@ _LOOP = "for micro in update.accumulate(step): … update.backward(loss); then u
 
 
 class StepResult:
-    """What became of a step; the same on every rank.
+    """The result of a step; the same on every rank.
 
-    ``applied`` and ``overflowed`` wait until the device has made the step, ``norm`` and ``counted`` until it has nothing
-    left to do. After the next step's ``apply()``, the first two are there without waiting.
+    ``applied`` and ``overflowed`` wait until the device has computed the step, ``norm`` and
+    ``counted`` for all queued work. After the next step's ``apply()``, the first two are available
+    without waiting.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class StepResult:
         numbers: Sequence[torch.Tensor] = (),
         settle: Callable[[bool, list[float]], bool],
     ) -> None:
-        """``settle`` is told whether the step was applied, and ``numbers``; it says whether the loss scale overflowed."""
+        """``settle(applied, numbers)`` returns whether the loss scale overflowed."""
         self.found_inf = found_inf  # 1 if the step was skipped, else 0
         self.norm_tensor = norm
-        self.micro_batches = micro_batches  # to look for bad numbers in
+        self.micro_batches = micro_batches  # to search for non-finite values
         self._counted = counted
         self._numbers = HostCopy(
             torch.stack([found_inf, *numbers]) if numbers else found_inf.reshape(1)
@@ -89,7 +90,7 @@ class StepResult:
         self._overflowed = False
 
     def settle(self) -> None:
-        """Learn what became of the step."""
+        """Read the result of the step."""
         if self._settle is None:
             return
         settle, self._settle = self._settle, None
@@ -98,7 +99,7 @@ class StepResult:
         self._overflowed = settle(self._applied, numbers)
 
     def take_as_applied(self) -> None:
-        """Do not read what became of the step."""
+        """Do not read the result of the step."""
         self._settle = None
 
     @property
@@ -115,17 +116,17 @@ class StepResult:
 
     @property
     def norm(self) -> float | None:
-        """Of the gradient before clipping; None where clipping is off."""
+        """Gradient norm before clipping; None if clipping is off."""
         return None if self.norm_tensor is None else float(self.norm_tensor)
 
     @property
     def counted(self) -> float | None:
-        """Samples or items of all ranks; None: means without a known number."""
+        """Samples or items of all ranks; None for means over an unknown number of samples."""
         return None if self._counted is None else float(self._counted)
 
 
 class TrainStep:
-    """Accumulates gradients, weighs them, clips them and applies them; the same on every rank."""
+    """Accumulates, weights, clips and applies gradients; the same on every rank."""
 
     def __init__(
         self,
@@ -154,18 +155,18 @@ class TrainStep:
         self._counts_items: bool | None = None  # unknown until the first loss
         self._on_device = _decides_on_device(optimizer, world.device)
         self._checked = False  # whether every parameter gets a gradient
-        self._step: Step | None = None  # the one that is under way
-        self._micro: MicroBatch | None = None  # the one whose loss is awaited
+        self._step: Step | None = None  # the current one
+        self._micro: MicroBatch | None = None  # the one whose loss is expected next
         self._counted: int | float | torch.Tensor | None = None  # by this rank, in this step
-        self._asked: dist.Work | None = None  # for what all ranks counted
+        self._asked: dist.Work | None = None  # for the count over all ranks
         self._last = False
-        self._seen: list[MicroBatch] = []  # of the step that is under way
+        self._seen: list[MicroBatch] = []  # of the current step
         self._unsettled: StepResult | None = None  # of the last step: the host may not know it yet
 
     def accumulate(self, step: Step) -> Iterator[MicroBatch]:
         """Yield the micro-batches; gradients are communicated in the last one's backward only."""
         if self._step is not None:
-            raise MusterError("a step was begun before the one before it was applied", fix=_LOOP)
+            raise MusterError("a step was started before the previous one was applied", fix=_LOOP)
         self._step = step
         self._strategy.begin_step(self._model)
         self._counted = self._asked = None
@@ -185,23 +186,24 @@ class TrainStep:
             if self._micro is not None:
                 raise MusterError(
                     f"micro-batch {len(seen)} of {rounds} had no backward",
-                    why="all ranks communicate in the backward, so none may leave one out",
+                    why="all ranks communicate in the backward, so no rank may skip one",
                     fix=_LOOP,
                 )
         if len(seen) != rounds:
             raise _wrong_number(step, len(seen))
 
     def backward(self, loss: torch.Tensor, count: int | torch.Tensor | None = None) -> None:
-        """Run the backward of a micro-batch's loss, with its weight.
+        """Run the backward of a micro-batch's weighted loss.
 
         Without ``count`` the loss is the mean over the micro-batch's samples; with it, a sum over that many
-        items (tokens), which the ranks then add up.
+        items (tokens); the ranks sum both.
         """
         step, micro = self._step, self._micro
         if step is None or micro is None:
             raise MusterError(
-                "backward() was called without a micro-batch that awaits its loss",
-                why="each micro-batch has one backward, inside accumulate(); add several losses up",
+                "backward() was called, but no micro-batch expects a loss",
+                why="each micro-batch has one backward, inside accumulate(); add up several losses "
+                "first",
                 fix=_LOOP,
             )
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
@@ -218,7 +220,7 @@ class TrainStep:
                 loss, count = loss * samples, samples
             elif samples == 0:
                 count = 0
-            # What all counted is known only later; until then gradients keep a reasonable size.
+            # The total count is known only later; until then gradients keep a reasonable size.
             weight = (ranks if samples else 0) / step.nominal_samples
             self._count(count)
         if weight != 1.0:
@@ -228,7 +230,7 @@ class TrainStep:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _count(self, count: int | torch.Tensor) -> None:
-        """Add to what was counted; with the last micro-batch, ask the others while the backward runs."""
+        """Add to the count; with the last micro-batch, start its all-reduce during the backward."""
         counted = count if self._counted is None else self._counted + count
         if self._last and self._world.world_size > 1:
             device = self._world.device
@@ -238,10 +240,10 @@ class TrainStep:
         self._counted = counted
 
     def apply(self) -> StepResult:
-        """Weigh, agree that all is finite, clip, step, and clear the gradients.
+        """Weight, check that all ranks' gradients are finite, clip, step, and clear the gradients.
 
-        Then learn what became of the step before; raise if it was skipped because the ranks' gradients do not
-        belong together.
+        Then read the result of the previous step; raise if it was skipped because the ranks have
+        gradients of different parameters.
         """
         step = self._step
         if step is None:
@@ -275,7 +277,7 @@ class TrainStep:
             numbers=numbers,
             settle=lambda applied, numbers: self._settled(applied, numbers, measured),
         )
-        if is_simulated(self._world):  # in the planner's world numbers have no values
+        if is_simulated(self._world):  # in the planner, tensors have no values
             outcome.take_as_applied()
         self._apply(outcome, factor)
         if self._schedule is not None:
@@ -303,13 +305,13 @@ class TrainStep:
             optimizer.step()
 
     def settle(self) -> None:
-        """Learn what became of the last step, if the host does not know it yet."""
+        """Read the result of the last step, if the host does not know it yet."""
         if self._unsettled is not None:
             unsettled, self._unsettled = self._unsettled, None
             unsettled.settle()
 
     def _settled(self, applied: bool, numbers: list[float], measured: GradientNorm) -> bool:
-        """Say whether the loss scale was too large; raise if the ranks' gradients do not belong together."""
+        """Return whether the loss scale was too large; raise if ranks' gradients do not match."""
         if measured.error is not None and numbers[0]:
             raise measured.error()
         if self._scale is None:
@@ -320,7 +322,7 @@ class TrainStep:
     def _correction(
         self, step: Step
     ) -> tuple[torch.Tensor | float | None, torch.Tensor | float | None]:
-        """Return what all ranks counted, and what the gradients must still be multiplied with; None: nothing."""
+        """Return the count over all ranks, and the remaining gradient factor; None: no factor."""
         counted = self._counted
         if counted is None:
             return step.samples, None
@@ -328,48 +330,50 @@ class TrainStep:
             self._asked.wait()
         if not isinstance(counted, torch.Tensor):
             return counted, step.nominal_samples / (counted or 1.0)
-        # Nothing counted: all gradients are 0.
+        # Count 0: all gradients are 0.
         return counted, step.nominal_samples / torch.where(counted == 0, 1.0, counted)
 
     def _agree_on_kind(self, counts_items: bool) -> None:
-        """Refuse a mixture: ranks would wait for a count that others never send."""
+        """Reject a mixture of loss kinds: ranks would wait for a count that others never send."""
         kinds = {True: "(total, count)", False: "a mean"}
         if self._counts_items is not None:
             raise MusterError(
-                f"the loss came as {kinds[counts_items]} now and as {kinds[not counts_items]} before",
-                why="all losses of an update are weighed in one way, on all ranks",
-                fix="return the mean always, or (total, count) always",
+                f"the loss function returned {kinds[counts_items]} now and "
+                f"{kinds[not counts_items]} before",
+                why="all losses of a step must be of one kind, on all ranks",
+                fix="always return the mean, or always (total, count)",
             )
         said = all_gather_object(
             counts_items, self._world
         )  # once in a run, before the first backward
         if len(set(said)) > 1:
             raise MusterError(
-                "the ranks' losses are of two kinds: "
+                "the ranks return losses of two kinds: "
                 + ", ".join(f"rank {rank}: {kinds[one]}" for rank, one in enumerate(said)),
-                why="all losses of an update are weighed in one way, on all ranks",
+                why="all losses of a step must be of one kind, on all ranks",
                 fix="return the mean on every rank, or (total, count) on every rank",
             )
         self._counts_items = counts_items
 
     def loss_scale(self) -> float | None:
-        """Return what losses are multiplied by now (fp16); None where they are not."""
+        """Return the current loss scale (fp16); None for other precisions."""
         return None if self._scale is None else self._scale.value()
 
     def state(self) -> dict[str, Any]:
-        """Return what must be kept besides the optimiser's and the schedule's states: plain JSON types."""
+        """Return the state to save besides those of optimiser and schedule: plain JSON types."""
         self.settle()
         return {"loss_scale": None if self._scale is None else self._scale.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state; one that was saved in another precision changes nothing."""
+        """Restore a state; one that was saved in another precision is ignored."""
         if self._scale is not None and state["loss_scale"] is not None:
             self._scale.restore(state["loss_scale"])
 
 
 def _decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Say whether an optimiser takes it from a tensor of the device whether to apply a step."""
-    # Not SGD: if its first step is skipped, torch's fused one goes on with a momentum that never got a value.
+    """Return whether an optimiser reads from a device tensor whether to apply a step."""
+    # Not SGD: if its first step is skipped, torch's fused SGD uses an uninitialized momentum
+    # buffer.
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
         group["fused"] and all(one.device.type == device.type for one in group["params"])
         for group in optimizer.param_groups
@@ -380,20 +384,20 @@ def scale_gradients(parameters: Sequence[nn.Parameter], by: torch.Tensor | float
     """Multiply all gradients, whole or sharded, in place."""
     if not isinstance(by, torch.Tensor) and by == 1.0:
         return
-    with torch.no_grad():  # without it to_local() would be recorded
+    with torch.no_grad():  # else autograd records to_local()
         gradients = [
             grad.to_local() if isinstance(grad, DTensor) else grad
             for grad in (one.grad for one in parameters)
             if grad is not None
         ]
         if isinstance(by, torch.Tensor) and gradients:
-            # As torch takes a plain number: in single precision for gradients of fewer bits.
+            # As torch treats a Python number: in fp32 for gradients of lower precision.
             by = by.to(torch.promote_types(gradients[0].dtype, torch.float32))
         multiply_all(gradients, by)
 
 
 def _no_loss(given: Any) -> MusterError:
-    """Say why there can be no backward of what was given as the loss."""
+    """Return the error that explains why the loss has no backward."""
     if not isinstance(given, torch.Tensor):
         return MusterError(
             f"the loss is a {type(given).__name__}, not a tensor",
@@ -405,9 +409,9 @@ def _no_loss(given: Any) -> MusterError:
             fix="return the mean, or (total, count)",
         )
     return MusterError(
-        "nothing that is trained went into the loss",
-        why="it needs no gradient",
-        fix="compute it from what the model gives, without no_grad() or detach(), and leave some "
+        "the loss does not depend on any trained parameter",
+        why="it has requires_grad=False",
+        fix="compute it from the model's output, without no_grad() or detach(), and leave some "
         "parameters unfrozen",
     )
 
@@ -417,5 +421,6 @@ def _wrong_number(step: Step, done: int) -> MusterError:
         f"step {step.number} of epoch {step.epoch} has {step.rounds} micro-batches on every rank, "
         f"but {done} were computed on this one",
         why="all ranks communicate in the last one's backward",
-        fix="compute every micro-batch that accumulate() gives; a loader gives as many as rounds says",
+        fix="compute every micro-batch that accumulate() yields; a loader yields as many as rounds "
+        "says",
     )

@@ -1,4 +1,4 @@
-"""A request to end, made by a signal to any one rank, that all ranks follow after the same step.
+"""Stop requests: a signal to any rank makes all ranks stop after the same step.
 
 ::
 
@@ -9,10 +9,11 @@
                 save()
                 raise StoppedAtRequest(step, stop.words)
 
-No collective is needed, and nothing is exchanged while nobody asks. A thread of each rank waits at the store
-that the group met at. Whoever gets the signal writes a request there; every thread answers with the
-number of steps that its loop has done; the step after the highest of them is where all end. A request that
-not all ranks have answered in time is dropped by all of them, and the next signal asks again.
+No collective is needed, and nothing is exchanged without a request. A thread of each rank waits at
+the rendezvous store. The rank that gets the signal writes a request there; every thread answers
+with the number of steps that its loop has done; all ranks stop after the step that follows the
+highest answer. All ranks drop a request that not all have answered in time; the next signal makes a
+new request.
 """
 
 import contextlib
@@ -40,18 +41,18 @@ _BOOT, _NUMBERING = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns
 
 
 def process_address() -> str:
-    """Return what this process can be found by on its machine."""
+    """Return an address that identifies this process: host and process id."""
     return f"{_stop_request_machine()} {os.getpid()}"
 
 
 def process_died(address: str) -> bool:
-    """Say whether a process of this machine is gone; nothing is known of those elsewhere."""
+    """Return whether a process of this host has exited; False for other hosts."""
     machine, _, pid = address.rpartition(" ")
     return machine == _stop_request_machine() and not psutil.pid_exists(int(pid))
 
 
 def _stop_request_machine() -> str:
-    """Name this machine; containers may share their host's name, and number processes on their own."""
+    """Return an id of this host and its PID namespace; containers may share a host name."""
     try:
         return f"{_BOOT.read_text().strip()} {_NUMBERING.readlink()}"
     except OSError:  # not Linux
@@ -62,14 +63,14 @@ _LAST = 0  # no signal has this number
 
 
 class SignalReader:
-    """Reads signals by a thread: Python's own handlers do not run while a collective is waited for."""
+    """Reads signals in a thread: Python's own handlers do not run while a collective blocks."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._ours, self._theirs = socket.socketpair()
         self._theirs.setblocking(False)
         self._former: dict[int, Any] = {}
         for name in names:
-            number = getattr(signal, name, None)  # not every system has them all
+            number = getattr(signal, name, None)  # not every system has all of them
             if number is not None:
                 self._former[number] = signal.signal(number, lambda *_: None)
         self._former_descriptor = signal.set_wakeup_fd(
@@ -80,7 +81,7 @@ class SignalReader:
 
     @property
     def numbers(self) -> list[int]:
-        """The signals that it reads."""
+        """The signals that this object reads."""
         return list(self._former)
 
     def read(self, hear: Any) -> None:
@@ -94,22 +95,22 @@ class SignalReader:
                         hear(signal.Signals(number).name)
 
     def close(self) -> None:
-        """Put everything back as it was."""
+        """Restore the former handlers and stop reading."""
         self.put_back()
         self._theirs.send(bytes([_LAST]))  # a forked process may keep its end open
         self._theirs.close()
         _open.remove(self)
 
     def put_back(self) -> None:
-        """Let signals do again what they did before."""
+        """Restore the former signal handlers."""
         signal.set_wakeup_fd(self._former_descriptor)
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
 
-# Those whose signals a forked process (a loader's worker) must not take for its own.
+# Readers whose signals a forked process (a loader worker) must not handle.
 _open: list[SignalReader] = []
-_masks: list[set[Any]] = []  # of who is forking
+_masks: list[set[Any]] = []  # of the forking threads
 _forks_watched = False
 
 
@@ -123,7 +124,7 @@ def _watch_forks() -> None:
 
 
 def _hold_back() -> None:
-    """Let no signal come before the new process is itself: it would be taken for one to this process."""
+    """Block signals during a fork: the child would otherwise report its signals to this process."""
     if _open:
         numbers = [number for one in _open for number in one.numbers]
         _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
@@ -140,15 +141,15 @@ def _be_another() -> None:
     _let_through()
 
 
-# Ctrl-C; what schedulers end processes with; what they warn of the end with.
+# Ctrl-C; the schedulers' stop signal; the schedulers' early warning.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
-_WISHES = ("SIGUSR1",)  # a process that cannot follow these may go on
-# In the place of a request: the training ended by itself, on its last step or by an error.
+_WISHES = ("SIGUSR1",)  # a process that cannot follow these may continue
+# In place of a request: training finished or failed.
 _OVER, _FAILED = "over", "failed"
-_NEVER = "never"  # in the place of a step: not all ranks have answered
+_NEVER = "never"  # in place of a step: not all ranks have answered
 _VERY_LONG = timedelta(days=20)  # more milliseconds would not fit where torch puts them
-# Threads answer within milliseconds, unless something keeps Python from running (a C extension). Who was
-# told to end is killed soon after; who was only warned has time.
+# Threads answer within milliseconds, unless something blocks Python (a C extension). A process that
+# was asked to stop is killed soon after; one that was only warned has time.
 _USUAL_GRACE_S, _TO_ANSWER = 30.0, 0.8
 _WISHES_ARE_ANSWERED_WITHIN_S = 6 * 3600.0
 _LOOK_EVERY_S = 0.5
@@ -158,49 +159,49 @@ _SECOND_AFTER_S = 0.5
 
 
 class StoppedAtRequest(SystemExit):
-    """Ends the process with exit code 75, which means: saved, start it again to go on.
+    """Exits the process with code 75, which means: checkpointed, rerun to resume.
 
-    It is no error, and Python prints nothing. Its three parts are for whoever launched the process.
+    It is not an error, and Python prints nothing. The launcher reads ``what``, ``why`` and ``fix``.
     """
 
     def __init__(self, step: int, words: str) -> None:
         super().__init__(int(ExitCode.SAVED))
         self.step = step
-        self.what = f"saved at step {step} at a request to end ({words})"
+        self.what = f"saved at step {step} after a stop request ({words})"
         self.why = ""
-        self.fix = "start it again to go on from there"
+        self.fix = "rerun to resume from there"
 
 
 class StopRequest:
-    """Hears signals and the other ranks' requests while it is open; all ranks open it equally often.
+    """Receives signals and other ranks' stop requests while open; all ranks open it equally often.
 
-    Signals are heard only where it is opened by the main thread. SIGTERM and SIGUSR1 may come several times,
-    as schedulers send them to every process; a second Ctrl-C ends the process at once.
+    It receives signals only if the main thread opens it. SIGTERM and SIGUSR1 may arrive several
+    times, as schedulers send them to every process; a second Ctrl-C exits at once.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._done = 0
-        self._agreement: _Agreement | None = None  # there is one while a request is followed
-        self._round = 0  # of requests, counted by all ranks alike
+        self._agreement: _Agreement | None = None  # set while a request is being handled
+        self._round = 0  # number of the request, the same on all ranks
         self._words = ""
         self._heard: dict[str, float] = {}
-        self._last_word: str | None = None  # of one that leaves
+        self._last_word: str | None = None  # written on exit
         self._store: PrefixStore | None = None
         self._is_gone = False  # the store
         self._threads: list[threading.Thread] = []
         self._signals: SignalReader | None = None
 
     def due(self, step: int) -> bool:
-        """Say whether to save and end now that ``step`` steps are done; call it after each of them."""
-        # In this order: who has not seen a request here has said beforehand how far it is.
+        """Return whether to save and stop after ``step`` steps; call it after each step."""
+        # In this order: a rank that sees no request here has already published its step.
         self._done = step
         agreement = self._agreement
         return agreement is not None and agreement.is_due(step)
 
     @property
     def words(self) -> str:
-        """Who asked: ``SIGUSR1 to rank 1``; empty while nobody did."""
+        """The origin of the request: ``SIGUSR1 to rank 1``; empty without a request."""
         return self._words
 
     # ---- opening and closing
@@ -211,7 +212,7 @@ class StopRequest:
             visit = store.add(f"visits/{self._world.global_rank}", 1)
             self._store = PrefixStore(f"{visit}", store)
             self._store.set(f"address/{self._world.global_rank}", process_address())
-            # A connection of its own: the thread's waiting would keep all others from the store.
+            # A separate connection: the thread's wait would block all other uses of the store.
             self._start("stop-request", self._follow, _connected_anew(self._store))
         if threading.current_thread() is threading.main_thread():
             self._signals = SignalReader(_SIGNALS)
@@ -227,11 +228,11 @@ class StopRequest:
         if self._signals is not None:
             self._signals.close()
             if isinstance(error, StoppedAtRequest):
-                _ignore_wishes()  # it is on its way out, and may be warned once more
+                _ignore_wishes()  # it is exiting, and may be warned again
         self._last_word = _OVER if error is None else _FAILED
-        # It lets the threads of all ranks end, this one's too.
+        # This lets the threads of all ranks exit, this one's too.
         self._put_request(self._last_word)
-        # Who has just asked needs this rank's answer, unless this rank has failed.
+        # A rank with a new request needs this rank's answer, unless this rank has failed.
         patience_s = _LEAVE_ALL_WITHIN_S if error is None else _LEAVE_WITHIN_S
         until = time.monotonic() + patience_s
         for thread in self._threads:
@@ -242,10 +243,10 @@ class StopRequest:
         self._threads.append(thread)
         thread.start()
 
-    # ---- what the threads do
+    # ---- in the threads
 
     def _signalled(self, name: str) -> None:
-        """Turn a signal into a request of all ranks."""
+        """Turn a signal into a request to all ranks."""
         now = time.monotonic()
         first = self._heard.setdefault(name, now)
         if name == "SIGINT" and now - first > _SECOND_AFTER_S:
@@ -260,29 +261,29 @@ class StopRequest:
             self._cannot_follow()
 
     def _put_request(self, words: str, *, by_a_thread: bool = False) -> str:
-        """Write a request unless there is one; return what is there then."""
+        """Write a request unless there is one; return the stored one."""
         if self._store is None or self._is_gone:
             return _FAILED
         try:
-            # The loop may be waiting for something else at its own connection.
+            # The training loop may be blocked on its own connection.
             store = _connected_anew(self._store) if by_a_thread else self._store
             return str(store.compare_set(f"{self._round}/request", "", words).decode())
-        except RuntimeError:  # torch's errors of stores
+        except RuntimeError:  # torch's store errors
             return _FAILED
 
     def _follow(self, store: Store) -> None:
-        """Follow requests until there is one that all ranks have answered, or no more can come."""
+        """Handle requests until all ranks have answered one, or no more can come."""
         while True:
             agreement = _Agreement()
             try:
                 answered = self._answer(PrefixStore(f"{self._round}", store), agreement)
-            except RuntimeError:  # rank 0 has gone, and the store with it
+            except RuntimeError:  # rank 0 has exited, and the store with it
                 self._is_gone, answered = True, _NEVER
             if answered != _NEVER:
                 return
             if self._last_word is None:
                 self._cannot_follow()
-            # Before the loop goes on: a signal that comes from then on is a new one.
+            # Before the loop continues: later signals are new requests.
             self._heard.clear()
             self._round += 1
             self._agreement, self._words = None, ""
@@ -291,16 +292,16 @@ class StopRequest:
                 return
 
     def _answer(self, store: PrefixStore, agreement: "_Agreement") -> str:
-        """Wait for a request, answer it, and find out where all ranks end."""
+        """Wait for a request, answer it, and return the step after which all ranks stop."""
         if self._last_word is not None:
             store.compare_set("request", "", self._last_word)
         while not store.check(["request"]):
-            with contextlib.suppress(torch.distributed.DistStoreError):  # the time is up
+            with contextlib.suppress(torch.distributed.DistStoreError):  # timed out
                 store.wait(["request"], _VERY_LONG)
         words = store.get("request").decode()
         if words in (_OVER, _FAILED):
             return words
-        self._agreement = agreement  # before it is said how far this rank is: see due()
+        self._agreement = agreement  # before publishing this rank's step: see due()
         store.set(f"done/{self._world.global_rank}", str(self._done))
         if store.add("answers", 1) == self._world.world_size:
             ranks = range(self._world.world_size)
@@ -313,18 +314,18 @@ class StopRequest:
         return end
 
     def _end_from(self, store: PrefixStore, words: str) -> str:
-        """Return where all end; that they do not is agreed on as well."""
+        """Return the step after which all ranks stop, or ``never``; the ranks agree on both."""
         asked_s, pause_s = time.monotonic(), 0.002
         while not store.check(["end"]):
             if self._is_in_vain(store) or time.monotonic() > self._answered_until(asked_s, words):
                 store.compare_set("end", "", _NEVER)
-            else:  # torch warns of each waiting at the store that comes to nothing
+            else:  # torch warns about each store wait that times out
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LOOK_EVERY_S)
         return store.get("end").decode()
 
     def _is_in_vain(self, store: PrefixStore) -> bool:
-        """Say whether this rank has failed, or one that has not answered is known to be dead."""
+        """Return whether this rank has failed, or a rank without an answer is known to be dead."""
         if self._last_word == _FAILED:
             return True
         first = self._world.global_rank - self._world.local_rank
@@ -335,7 +336,7 @@ class StopRequest:
         return any(process_died(address) for address in addresses)
 
     def _answered_until(self, asked_s: float, words: str) -> float:
-        """Return when it is too late for answers; a demand may follow on a wish."""
+        """Return the deadline for answers; SIGTERM or Ctrl-C may follow an early warning."""
         grace_s = _demands_are_answered_within_s()
         told = [heard_s + grace_s for name, heard_s in self._heard.items() if name not in _WISHES]
         is_wish = words.partition(" ")[0] in _WISHES
@@ -343,14 +344,14 @@ class StopRequest:
         return min([asked_s + patience_s, *told])
 
     def _cannot_follow(self) -> None:
-        """Do what was asked of this process alone: the others are gone, so nothing can be saved."""
+        """Exit if this process was asked to stop: the others are gone, so nothing can be saved."""
         demands = [name for name in self._heard if name not in _WISHES]
         if demands:
             os._exit(128 + signal.Signals[demands[0]])
 
 
 class _Agreement:
-    """What the ranks agree on at one request: the step after which all end, or that none does."""
+    """The ranks' agreement on one request: the step after which all stop, or that none does."""
 
     def __init__(self) -> None:
         self._settled = threading.Event()
@@ -361,20 +362,20 @@ class _Agreement:
         self._settled.set()
 
     def is_due(self, step: int) -> bool:
-        # It depends on threads alone, all of which answer or are given up.
+        # It depends only on threads, which answer or time out.
         self._settled.wait()
         return self._end_at is not None and step >= self._end_at
 
 
 def _demands_are_answered_within_s() -> float:
-    """Return nearly all of the time until this process is killed; some is left for saving."""
+    """Return most of the time until this process is killed; the rest is for saving."""
     with contextlib.suppress(KeyError, ValueError):
         return _TO_ANSWER * float(os.environ[GRACE_VARIABLE])
     return _TO_ANSWER * _USUAL_GRACE_S
 
 
 def _connected_anew(store: PrefixStore) -> Store:
-    return cast(Store, cast(Any, store).clone())  # torch's own description does not have it
+    return cast(Store, cast(Any, store).clone())  # torch's type stubs lack it
 
 
 def _ignore_wishes() -> None:

@@ -13,47 +13,47 @@ from torchmuster.torch_internals import PrivateName, require
 NAMES = (
     PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "see every operation, to count them",
+        "intercept every operation, to count them",
     ),
     PrivateName(
         "torch.nn.Module._compiled_call_impl",
-        "see that a module is compiled, so that its operations cannot be counted",
-        without="a compiled module is not recognised, and fewer operations are counted",
+        "detect that a module is compiled, so that its operations cannot be counted",
+        without="a compiled module is not detected, and fewer operations are counted",
     ),
     PrivateName(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
-        "see that a module is what torch.compile returned",
+        "detect that a module was returned by torch.compile",
         without="as without _compiled_call_impl",
     ),
     PrivateName(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper._checkpoint_wrapped_module",
-        "leave out what torch's checkpoint wrapper adds to the names of parameters",
-        without="such names are shown whole",
+        "remove the prefix that torch's checkpoint wrapper adds to parameter names",
+        without="parameter names are shown with the prefix",
     ),
     PrivateName(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
         "keep the results of attention in selective recomputation",
-        without="attention is computed again",
+        without="attention is recomputed",
     ),
     PrivateName(
         "torch.ops.aten._scaled_dot_product_flash_attention",
         "keep the results of attention in selective recomputation",
-        without="attention is computed again",
+        without="attention is recomputed",
     ),
     PrivateName(
         "torch.ops.aten._scaled_dot_product_efficient_attention",
         "keep the results of attention in selective recomputation",
-        without="attention is computed again",
+        without="attention is recomputed",
     ),
     PrivateName(
         "torch.ops.aten._scaled_dot_product_cudnn_attention",
         "keep the results of attention in selective recomputation",
-        without="attention is computed again",
+        without="attention is recomputed",
     ),
     PrivateName(
         "torch._amp_foreach_non_finite_check_and_unscale_",
-        "find gradients that are not finite in one call, as torch's GradScaler does",
-        without="the largest gradient is looked at, which takes up to five times as long",
+        "find non-finite gradients in one call, as torch's GradScaler does",
+        without="the largest gradient is checked instead, which takes up to five times as long",
     ),
     PrivateName(
         "torch._foreach_mul_",
@@ -62,26 +62,26 @@ NAMES = (
     ),
     PrivateName(
         "torch.Tensor._base",
-        "tell views from tensors with memory of their own, when a plan follows a backward",
-        without="gradients that are added up take a little more in plans",
+        "distinguish views from tensors with their own memory when a plan traces a backward",
+        without="plans overestimate accumulated gradients slightly",
     ),
     PrivateName(
         "torch.Tensor._values",
-        "look at the values of a sparse gradient without waiting for the device",
+        "read the values of a sparse gradient without waiting for the device",
         without="the gradient is coalesced first",
     ),
     PrivateName(
         "torch.utils.data._utils.worker._worker_info",
-        "keep a data set from dividing itself among loader workers that have their shares already",
+        "keep a dataset from splitting itself among loader workers that already have their shares",
     ),
     PrivateName(
         "torch.utils.data.DataLoader._iterator",
-        "stop loader workers although something still refers to their epoch",
+        "stop loader workers while something still refers to their epoch",
         without="they stop when the last reference is gone",
     ),
     PrivateName(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-        "stop loader workers although something still refers to their epoch",
+        "stop loader workers while something still refers to their epoch",
         without="they stop when the last reference is gone",
     ),
     PrivateName(
@@ -102,13 +102,13 @@ from torch.utils.data._utils import worker as _worker  # noqa: E402
 
 __all__ = ["TorchDispatchMode"]
 
-# Marks in its second argument whether any of the tensors in its first is not finite; None if torch does not have it.
+# Sets its second argument if any tensor in its first is not finite; None if torch does not have it.
 non_finite_check: Callable[..., None] | None = getattr(
     torch, "_amp_foreach_non_finite_check_and_unscale_", None
 )
-# What recomputation and torch.compile add to the names of a model's parts.
+# Prefixes that recomputation and torch.compile add to module names.
 WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
-# Attention, by the names of its operations.
+# Attention operations by name.
 ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
@@ -118,7 +118,7 @@ ATTENTION = (
 
 
 def is_compiled_part(module: nn.Module) -> bool:
-    """Say whether ``torch.compile`` has made code for this module."""
+    """Return whether ``torch.compile`` has compiled this module."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
@@ -132,23 +132,23 @@ def multiply_all(tensors: Sequence[torch.Tensor], by: float | torch.Tensor) -> N
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that another is a view of; itself if it is none."""
+    """Return the base tensor of a view; the tensor itself if it is not a view."""
     base: torch.Tensor | None = getattr(tensor, "_base", None)
     return tensor if base is None else base
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a sparse tensor, in which a place may have several."""
+    """Return the values of a sparse tensor, in which a position may have several."""
     return tensor._values() if hasattr(tensor, "_values") else tensor.coalesce().values()
 
 
 def forget_worker_info() -> None:
-    """Let ``get_worker_info()`` return None in this loader worker."""
+    """Make ``get_worker_info()`` return None in this loader worker."""
     _worker._worker_info = None
 
 
 def stop_workers(loader: "DataLoader[Any]") -> None:
-    """Stop a loader's worker processes, also while something still refers to its iterator."""
+    """Stop a loader's worker processes, even if something still refers to its iterator."""
     at_work = getattr(loader, "_iterator", None)
     stop: Callable[[], None] | None = getattr(at_work, "_shutdown_workers", None)
     if stop is not None:
@@ -156,7 +156,7 @@ def stop_workers(loader: "DataLoader[Any]") -> None:
 
 
 def let_ddp_measure(model: DistributedDataParallel, *, every: int) -> bool:
-    """Let DDP measure communication in every Nth iteration; return False if it cannot."""
+    """Make DDP measure communication in every Nth iteration; return False if it cannot."""
     if not hasattr(model, "_get_ddp_logging_data"):
         return False
     if not hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
@@ -166,6 +166,6 @@ def let_ddp_measure(model: DistributedDataParallel, *, every: int) -> bool:
 
 
 def ddp_measurements(model: DistributedDataParallel) -> Mapping[str, Any]:
-    """Return what DDP has measured; :func:`let_ddp_measure` came before."""
+    """Return DDP's measurements; call :func:`let_ddp_measure` first."""
     measured: Mapping[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return measured

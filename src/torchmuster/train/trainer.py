@@ -1,7 +1,7 @@
-"""``Trainer``: the parts of this folder in order.
+"""``Trainer``: the training loop, built from the parts of this package.
 
-Everything it does can be done by hand with the same parts; what it adds is their order, and the lines that
-it prints::
+The same parts work in a hand-written loop; ``Trainer`` adds their order and the printed step
+lines::
 
     with join_world() as world:
         trainer = Trainer(
@@ -13,7 +13,7 @@ it prints::
         )
         trainer.fit(epochs=3)
 
-With ``saving`` its state is kept as it goes, and :meth:`Trainer.resume` goes on from what was kept.
+With ``saving`` it saves checkpoints while it trains, and :meth:`Trainer.resume` resumes from them.
 """
 
 import time
@@ -50,13 +50,13 @@ from torchmuster.train.step import StepResult, TrainStep
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
-# Gives the mean over a batch's samples, or a total over items (tokens) and how many they are.
+# Returns the mean over a batch's samples, or a total over items (tokens) and their count.
 Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, int | torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is measured on which data: every so many steps, or after every epoch."""
+    """What to evaluate on which data: every N steps, or after every epoch."""
 
     loader: Loader
     measure: Measure
@@ -64,7 +64,7 @@ class Evaluation:
 
 
 class Trainer:
-    """Trains a model: reads, computes, updates, and says how it goes."""
+    """Trains a model: loads data, computes, updates, and reports progress."""
 
     def __init__(
         self,
@@ -87,16 +87,17 @@ class Trainer:
     ) -> None:
         """Put the parts together.
 
-        A function as ``model`` is called with torch's generator seeded by ``seed``; for fsdp, only rank 0's
-        model has memory for its parameters before it is sharded.
-        ``optimizer`` is called with the parameters that are trained. ``peak_flop_s`` is what this rank's device can
-        do at most in the precision; lines say then how much of it was used.
+        A function as ``model`` is called with torch's generator seeded by ``seed``; for fsdp, only
+        rank 0's model has memory for its parameters before it is sharded. ``optimizer`` is called
+        with the trained parameters. ``peak_flop_s`` is the peak rate of this rank's device in the
+        precision; with it, step lines report the utilization.
         """
         if evaluation is not None and evaluation.loader is loader:
             raise Impossible(
-                "the training's loader was also given for the evaluation",
-                why="a loader has one position: an evaluation would move that of the training",
-                fix="give Evaluation a loader of its own, which may read the same dataset",
+                "training and evaluation use the same loader",
+                why="a loader has one position: an evaluation would change the position of the "
+                "training",
+                fix="give Evaluation its own loader, which may read the same dataset",
             )
         self.world = world
         self.loader = loader
@@ -130,13 +131,13 @@ class Trainer:
         self.reports = reports or Reports(world)
         self.epoch = 0
         self.step = 0  # optimiser steps so far, over all epochs
-        self._position: dict[str, Any] | None = None  # of the loader, in an epoch that was left
-        self.evaluated = 0  # the step after which that was done last
-        self._goes_on = False  # from what another process has saved
+        self._position: dict[str, Any] | None = None  # of the loader, in an unfinished epoch
+        self.evaluated = 0  # the step of the last evaluation
+        self._goes_on = False  # resumed from another process's checkpoint
         self._tally = StepMetrics(
             world,
             communication_of(self.model, world),
-            workers=getattr(loader, "workers", None),  # not every loader has some
+            workers=getattr(loader, "workers", None),  # not every loader has workers
             peak_flop_s=peak_flop_s,
         )
         self._flops = FlopsPerSample(self.model)
@@ -144,13 +145,13 @@ class Trainer:
         self._saves: CheckpointPolicy | None = None
         self._last_step: int | None = None
         self._introduced = False
-        # The last step's number, epoch and outcome.
+        # The last step's number, epoch and result.
         self._unsettled: tuple[int, int, StepResult] | None = None
 
     def fit(self, *, epochs: int | None = None, steps: int | None = None) -> StepRecord | None:
-        """Train until so many epochs or steps are done in all; return the last record."""
+        """Train until a total of N epochs or steps is done; return the last record."""
         if epochs is None and steps is None:
-            raise Impossible("fit() was not told when to end", fix="give epochs=… or steps=…")
+            raise Impossible("fit() needs epochs or steps", fix="give epochs=… or steps=…")
         self._last_step = steps
         self._lines.last_record = None
         self.model.train()
@@ -158,23 +159,23 @@ class Trainer:
             empty = 0
             while (epochs is None or self.epoch < epochs) and (steps is None or self.step < steps):
                 empty = 0 if self._train_epoch() else empty + 1
-                if empty > 1:  # one is what a run finds that was stopped at an epoch's end
+                if empty > 1:  # one is normal for a run that was stopped at an epoch's end
                     raise Impossible(
-                        f"the loader gave no step in epoch {self.epoch - 1}",
-                        fix="look at what loader.epoch(…) yields",
+                        f"the loader yielded no step in epoch {self.epoch - 1}",
+                        fix="check what loader.epoch(…) yields",
                     )
             self._settle()
             self._lines.finish(self.step)
         return self._lines.last_record
 
     def _train_epoch(self) -> int:
-        """Train to the end of an epoch or of the run; return how many steps that were."""
+        """Train to the end of an epoch or of the run; return the number of steps."""
         tally, move = self._tally, self.reports.screen.move
         if self._position is not None:
             self.loader.restore(self._position)
             self._position = None
         done = 0
-        # Closed at once when it is left early: a loader may have processes at work.
+        # Close it at once on early exit: a loader may have running processes.
         with closing(cast(Any, self.loader.epoch(self.epoch))) as epoch:
             tally.wait()
             for step in epoch:
@@ -189,7 +190,7 @@ class Trainer:
                 move(self.step)
                 if self.step == self._last_step:
                     position = self.loader.state()
-                    # Not every loader knows beforehand which step is the last one of its epoch.
+                    # Not every loader knows in advance which step is the last one of its epoch.
                     if next(epoch, None) is not None:
                         self._position = position
                         return done
@@ -230,9 +231,9 @@ class Trainer:
         self._unsettled = self.step + 1, step.epoch, outcome
 
     def _settle(self) -> None:
-        """Look for the cause if the last step was skipped.
+        """Find the cause if the last step was skipped.
 
-        It is called one step later, when the host can know that without stopping the device.
+        Called one step later, when the host can read the result without stalling the device.
         """
         if self._unsettled is None:
             return
@@ -247,7 +248,7 @@ class Trainer:
         return result if isinstance(result, tuple) else (result, None)
 
     def _rehearsed(self, step: Step) -> Step:
-        """Let the strategy compute the first micro-batch once without effect; return the step, whole."""
+        """Compute the first micro-batch once without effect; return the full step."""
         micro_batches = iter(step)
         first = next(micro_batches)
 
@@ -260,7 +261,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         assert self._evaluation is not None
-        self._lines.flush()  # so that lines come in their order
+        self._lines.flush()  # keeps the lines in order
         now.phase = "evaluating"
         begun = time.perf_counter()
         numbers = evaluate(
@@ -297,7 +298,7 @@ class Trainer:
 
     @contextmanager
     def _reporting(self, epochs: int | None) -> Iterator[None]:
-        """Begin with the banner, and end cleanly whatever happens."""
+        """Print the banner, and clean up at the end, also after an error."""
         in_epoch = self.loader.steps_in_epoch()
         ends = [self._last_step] if self._last_step is not None else []
         if epochs is not None and in_epoch is not None:
@@ -332,9 +333,9 @@ class Trainer:
         return oom_report(self.world, self.model, self.optimizer, micro_batch_size=size)
 
     def state(self) -> dict[str, Any]:
-        """Return everything that must be kept to go on later: tensors, and plain JSON types.
+        """Return everything needed to resume: tensors, and plain JSON types.
 
-        All ranks call it; what is sharded stays sharded.
+        All ranks call it; sharded tensors stay sharded.
         """
         self._settle()
         tensors = self.strategy.value.state_dict(self.model, self.optimizer)
@@ -351,7 +352,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` gave, also on another number of ranks."""
+        """Restore what :meth:`state` returned, also on another number of ranks."""
         progress = state["progress"]
         self._unsettled = None
         defaults.refuse_another_schedule(self.schedule, progress["schedule"])
@@ -369,18 +370,18 @@ class Trainer:
 
     @property
     def reported(self) -> int:
-        """The last step of the last line."""
+        """The last step of the last step line."""
         return self.step - self._tally.unreported
 
     def resume(self) -> Loaded | None:
-        """Go on from the newest good checkpoint of ``saving``, also one of another number of ranks.
+        """Resume from the newest good checkpoint of ``saving``, of any number of ranks.
 
-        Return what was read; None where there is none, and the training begins anew. Metrics that were
-        written about later steps are cut off, as these are made again.
+        Return what was loaded; None if there is no checkpoint and training starts from scratch.
+        Metrics of later steps are deleted, because these steps are repeated.
         """
         if self._saving is None:
             raise Impossible(
-                "there is nothing to resume from",
+                "resume() needs checkpoint settings",
                 fix="give Trainer(saving=CheckpointSettings(to=…, …))",
             )
         return trainer_state.resume_trainer(self, self._saving)

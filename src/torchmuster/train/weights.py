@@ -1,7 +1,7 @@
-"""The weights of a trained model as files that others read: safetensors, in the way of transformers.
+"""Write the weights of a trained model as safetensors files, laid out as transformers does.
 
-A model of more than 2 GB becomes several files and an index. Shards are put together one tensor at a time, so
-that no device ever holds the whole model; rank 0 keeps one file's worth in the host's memory.
+A model of more than 2 GB becomes several files and an index. Shards are gathered one tensor at a
+time, so no device ever holds the whole model; rank 0 keeps one file's content in host memory.
 """
 
 import json
@@ -25,7 +25,7 @@ from torchmuster.train.world import World, all_gather_object
 
 
 def own_name(name: str) -> str:
-    """Return a parameter's or module's name as it is in the model that was written."""
+    """Return a parameter's or module's name in the unwrapped model."""
     parts = name.split(".")
     if parts[0] == "module":  # DDP's
         parts = parts[1:]
@@ -46,8 +46,8 @@ def save_weights(
 ) -> None:
     """Write a model's weights into a folder, under the model's own names; all ranks call it.
 
-    The folder appears when it is complete, in the place of one that is there already, and gets the files of
-    the folder ``beside``. Of tied parameters the first is written, as transformers does it.
+    The folder appears when it is complete, replaces an existing one, and gets the files of the
+    folder ``beside``. Of tied parameters only the first is written, as transformers does.
     """
     state = strategy.state_dict(model)["model"]
     names = [one for one in state if one not in _tied_names(model)]
@@ -63,20 +63,20 @@ def save_weights(
                 )
         except (OSError, SafetensorError) as error:
             problem = str(error)
-    for _ in tensors:  # every rank takes part in putting each tensor together
+    for _ in tensors:  # every rank takes part in gathering each tensor
         pass
     problem = all_gather_object(problem, world)[0]
     if problem:
         raise MusterError(
-            f"the weights could not be written to {folder}",
+            f"cannot write the weights to {folder}",
             why=problem,
-            fix="make room there, or write them elsewhere",
+            fix="free disk space there, or write them to another folder",
         )
 
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder that takes the place of ``folder`` once all is written; after an error nothing changes."""
+    """Yield an empty folder that replaces ``folder`` once complete; not after an error."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.parent / f".{folder.name}.{os.getpid()}.unfinished"
@@ -95,7 +95,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Put the shards of a tensor together, on the device that ranks talk over; all ranks call it."""
+    """Gather the shards of a tensor on the communication device; all ranks call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     home = tensor.device_mesh.device_type
@@ -105,7 +105,7 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tied_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are the same as one with another name before."""
+    """Return the names of parameters that are tied to an earlier one."""
     first: set[int] = set()
     tied = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -118,7 +118,7 @@ def _tied_names(model: nn.Module) -> set[str]:
 def _whole_tensors(
     state: Mapping[str, torch.Tensor], names: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor whole, in the host's memory."""
+    """Yield each full tensor, in host memory."""
     for name in names:
         tensor = whole_tensor(state[name].detach())
         yield name, tensor.to("cpu", copy=True).contiguous()
@@ -127,7 +127,7 @@ def _whole_tensors(
 def _weights_files(
     state: Mapping[str, torch.Tensor], names: list[str], most_bytes: int
 ) -> list[list[str]]:
-    """Divide the names among files, in their order."""
+    """Split the names into files, in their order."""
     files: list[list[str]] = [[]]
     filled = 0
     for name in names:

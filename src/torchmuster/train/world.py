@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, and the group they form."""
+"""The rank of this process, its process group and small collectives."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from torchmuster.launch.probes.process_group import group_store
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One rank's place among all ranks, and the device it computes on."""
+    """One rank's global, local and node rank, and its device."""
 
     global_rank: int
     local_rank: int
@@ -34,7 +34,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which speaks and writes for all."""
+        """Whether this is rank 0, which prints and writes for all ranks."""
         return self.global_rank == 0
 
 
@@ -42,10 +42,10 @@ class World:
 def join_world(
     device: Literal["auto", "cpu"] = "auto", *, timeout_s: float = 600.0
 ) -> Iterator[World]:
-    """Form the group of ranks, or take the one that is there; end it afterwards if it was made here.
+    """Initialize the process group, or use an existing one; destroy it at exit if created here.
 
-    Who takes part is read from what torchrun and ``muster run`` set. One process without a launcher is
-    a group of one.
+    Ranks are read from the environment that torchrun and ``muster run`` set. One process without a
+    launcher is a group of one.
     """
     rank = number_from("RANK", os.environ) or 0
     size = number_from("WORLD_SIZE", os.environ, lowest=1) or 1
@@ -72,17 +72,17 @@ def join_world(
 
 
 def most_exact_type(device: torch.device) -> torch.dtype:
-    """Return the type to add numbers up in: Apple's GPUs have no double precision."""
+    """Return the dtype for sums: Apple's GPUs have no double precision."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def most_exact(numbers: torch.Tensor) -> torch.Tensor:
-    """Return numbers in the most exact type that their device has."""
+    """Return numbers in the most exact dtype that their device has."""
     return numbers.to(most_exact_type(numbers.device))
 
 
 class Totals:
-    """Numbers that are being added up over all ranks, in double precision where the device has it."""
+    """A pending sum of numbers over all ranks, in double precision where the device has it."""
 
     def __init__(self, numbers: Sequence[float], world: World) -> None:
         self._numbers = [float(one) for one in numbers]
@@ -107,20 +107,20 @@ def sum_over_ranks(numbers: Sequence[float], world: World) -> list[float]:
 
 
 def is_simulated(world: World) -> bool:
-    """Say whether this rank is the only one there is of many: in the planner's world all are as this one."""
+    """Return whether the process group is fake, as in the planner: all ranks equal this one."""
     return world.backend == "fake"
 
 
 def all_gather_object(
     value: Any, world: World, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    """Return what each rank has to say (plain JSON types), in the order of ranks.
+    """Return each rank's object (plain JSON types), in rank order.
 
-    Who speaks beside the training, in a thread, has a ``group`` of its own, which is one of the host (gloo).
+    A background thread needs its own ``group``, a CPU one (gloo).
     """
     text = json.dumps(value).encode()
     if world.world_size == 1:
-        return [json.loads(text)]  # as the others would hear it: tuples are lists
+        return [json.loads(text)]  # as other ranks would receive it: tuples become lists
     if is_simulated(world):
         return [json.loads(text)] * world.world_size
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -132,7 +132,7 @@ def all_gather_object(
 def gather_rows(
     own: torch.Tensor, world: World, group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Return each rank's tensor, in the order of ranks; they may differ in their first dimension only."""
+    """Return each rank's tensor, in rank order; only the first dimension may differ."""
     if world.world_size == 1:
         return [own]
     length = torch.tensor([len(own)], device=own.device)
@@ -147,7 +147,7 @@ def gather_rows(
 
 
 def assert_same_on_all_ranks(settings: Mapping[str, object], world: World) -> None:
-    """End all ranks, with the same words, if one of them was started with other settings."""
+    """Raise the same error on all ranks if one of them was started with other settings."""
     told = all_gather_object({name: repr(value) for name, value in settings.items()}, world)
     for rank, theirs in enumerate(told):
         different = [name for name in theirs if theirs[name] != told[0][name]]
@@ -156,7 +156,7 @@ def assert_same_on_all_ranks(settings: Mapping[str, object], world: World) -> No
             raise Impossible(
                 f"rank {rank} has other settings than rank 0: {name} is {theirs[name]}, "
                 f"not {told[0][name]}",
-                why=f"settings that differ: {len(different)}; all ranks must train the same",
+                why=f"settings that differ: {len(different)}; all ranks must use the same settings",
                 fix="start all ranks with the same file, flags and TORCHMUSTER_ variables",
             )
 
@@ -171,14 +171,14 @@ def rank_zero_first(
 ) -> Iterator[None]:
     """Let rank 0, or with ``per="node"`` the first rank of each node, run the body before the others.
 
-    If it fails there, the others fail too, at once, with an error that names that rank and its error.
-    All ranks must come here; inside the body they must not communicate.
+    If it fails there, the other ranks fail at once, with an error that names that rank and its
+    error. All ranks must call this; inside the body they must not communicate.
     """
     if world.world_size == 1:
         yield
         return
     store = PrefixStore("torchmuster/first", group_store())
-    visit = store.add(f"visits/{world.global_rank}", 1)  # all ranks come equally often
+    visit = store.add(f"visits/{world.global_rank}", 1)  # the same count on all ranks
     # The host's name too: not every launcher numbers the nodes.
     node = f"{socket.gethostname()}/{world.node_rank}"
     key = f"{visit}" if per == "run" else f"{visit}/node {node}"
@@ -194,28 +194,29 @@ def rank_zero_first(
         if said != _DONE:
             raise MusterError(
                 f"what rank {world.global_rank} waited for failed on {said}",
-                fix="mend what failed there; the other ranks were only waiting",
+                fix="fix the error on that rank; the other ranks were only waiting",
             )
         yield
 
 
 def _wait_world(store: Store, key: str, timeout_s: float) -> str:
-    """Ask from time to time: a wait at the store lets no signal through, and prints when it ends."""
+    """Poll the store: a blocking wait lets no signal through, and prints when it times out."""
     end = time.monotonic() + timeout_s
     pause_s = 0.01
     try:
         while not store.check([key]):
             if time.monotonic() > end:
                 raise MusterError(
-                    f"waited {timeout_s:g} s for the first rank, which is still not done",
-                    fix="give first() a longer timeout_s, or look at what the first rank does",
+                    f"waited {timeout_s:g} s for the first rank, which has not finished",
+                    fix="give rank_zero_first() a longer timeout_s, or check what the first rank "
+                    "is doing",
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return str(store.get(key).decode())
-    except RuntimeError as error:  # torch's errors of stores
+    except RuntimeError as error:  # torch's store errors
         raise MusterError(
             "the ranks' store is gone while waiting for the first rank",
             why=str(error).splitlines()[0],
-            fix="look at rank 0's log: its process holds the store, and may have ended",
+            fix="check rank 0's log: its process hosts the store, and may have exited",
         ) from error

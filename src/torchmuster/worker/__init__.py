@@ -1,1 +1,1 @@
-"""What each launched process runs to train from settings: ``python -m torchmuster.worker``."""
+"""The program of each rank for training from settings: ``python -m torchmuster.worker``."""

@@ -1,10 +1,11 @@
-"""What each launched process runs to train from settings.
+"""The program of each rank for training from settings.
 
 Also under plain torchrun::
 
     torchrun --nproc-per-node 2 -m torchmuster.worker --config config.yaml --set train.steps=100
 
-``muster train`` starts it on every rank. Settings are translated here; the parts know nothing of them.
+``muster train`` starts it on every rank. It translates settings into the parts of ``train/``, which
+do not see them.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torchmuster.worker.training import train_from_settings
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Train from settings; what stands in the way is said in one text, and ends the process."""
+    """Train from settings; print an error as one message and exit."""
     options = _parser().parse_args(words)
     try:
         resolved = with_absolute_folder(
@@ -44,23 +45,23 @@ def main(words: Sequence[str] | None = None) -> None:
             folder = options.run_folder or _new_folder(resolved, world)
             train_from_settings(resolved.settings, world, folder)
     except MusterError as error:
-        # As the text of the exit: launchers show it as the reason, without a traceback.
+        # As the exit message: launchers show it as the reason, without a traceback.
         sys.exit(str(error))
 
 
 def _refuse_missing_gpu(resolved: Resolved, device: str, world: World) -> None:
     if resolved.settings.model.device_map == "cuda" and world.device.type == "cpu":
         if device == "cpu":
-            return  # a flag wins over the file
+            return  # a flag overrides the file
         raise Impossible(
             f"model.device_map is cuda, but rank {world.global_rank} has no GPU",
-            why="; ".join(world.reasons) or "torch finds none here",
-            fix="muster doctor says why; --device cpu trains without GPUs",
+            why="; ".join(world.reasons) or "torch finds no GPU here",
+            fix="muster doctor shows the cause; --device cpu trains without GPUs",
         )
 
 
 def check_ranks(resolved: Resolved, world: World) -> None:
-    """Compare the settings with the ranks that another launcher has started, which decides how many."""
+    """Compare the settings with the ranks that another launcher has started."""
     wanted, started = resolved.settings.distributed, world.local_world_size
     if not wanted.enabled and world.world_size > 1:
         raise Impossible(
@@ -72,17 +73,17 @@ def check_ranks(resolved: Resolved, world: World) -> None:
         rank_zero_log(
             world,
             f"distributed.num_gpus is {wanted.num_gpus}, but {started} ranks were started on this "
-            "machine: the launcher decides, here --nproc-per-node",
+            "host: the launcher decides, here --nproc-per-node",
         )
     if wanted.gpu_ids is not None and world.device.type != "cpu":
         rank_zero_log(
             world,
-            "distributed.gpu_ids decides nothing under another launcher: CUDA_VISIBLE_DEVICES does",
+            "distributed.gpu_ids has no effect under another launcher: set CUDA_VISIBLE_DEVICES",
         )
 
 
 def _new_folder(resolved: Resolved, world: World) -> Path:
-    """Make a run's folder with its settings, as nobody has given one; all ranks are told which."""
+    """Create a run folder with its settings if none was given; all ranks get its path."""
     path = ""
     if world.is_first:
         run = create_run_folder(DEFAULT_ROOT, resolved.settings.experiment_name)

@@ -1,4 +1,4 @@
-"""The data that the settings name, and how it becomes batches."""
+"""Create the dataset, loaders and evaluation that the settings describe."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _USUAL_MICRO_BATCH_SIZE = 8
 
 
 def rows_of(settings: Settings, world: World) -> TextRows | None:
-    """Return how text becomes rows; None where the data is not text."""
+    """Return how text becomes rows; None if the data is not text."""
     data = settings.data
     if not (data.files or data.hugging_face):
         return None
@@ -35,11 +35,9 @@ def rows_of(settings: Settings, world: World) -> TextRows | None:
 
 
 def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
-    """Return what holds the samples."""
+    """Return the dataset."""
     data = settings.data
-    with rank_zero_first(
-        world, per="node"
-    ):  # whatever is fetched or cached is so once on each machine
+    with rank_zero_first(world, per="node"):  # downloads and caches happen once on each host
         if data.dataset is not None:
             return factory.call_import(data.dataset, "data.dataset")
         assert rows is not None
@@ -50,9 +48,10 @@ def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
 
 
 def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decision[LoaderSpec]:
-    """Return the sizes of batches; ``kept`` is that of a whole step in the run that goes on.
+    """Return the batch sizes; ``kept`` is the global batch size of the resumed run.
 
-    A step stays as large as it was, on whatever ranks: the reason says so where it had to be seen to.
+    The global batch size stays the same on any number of ranks; if that took a change, the reason
+    says so.
     """
     wanted = settings.train
     sizes = (wanted.global_batch_size, wanted.micro_batch_size, wanted.micro_batch_sizes)
@@ -63,15 +62,15 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
     if kept is not None and whole not in (None, kept):
         raise Impossible(
             f"train.global_batch_size is {whole}, but this run's steps have {kept} samples",
-            why="a run goes on as it began: with other steps it would be another training",
-            fix=f"train.global_batch_size={kept}, or begin a new run",
+            why="a resumed run must keep its global batch size",
+            fix=f"set train.global_batch_size={kept}, or start a new run",
         )
     if whole is None and kept is not None:
         at_once = sum(wanted.micro_batch_sizes or (micro or 0,) * world.world_size)
         whole = kept
         if at_once != kept:
             reason = (
-                f"a step keeps its {kept} samples, as this run has had them so far; "
+                f"a step keeps the {kept} samples of the resumed run; "
                 f"the ranks compute at most {at_once} at once"
             )
     return Decision(
@@ -95,7 +94,7 @@ def evaluation_of(
     loss: Loss,
     world: World,
 ) -> Evaluation | None:
-    """Return what is evaluated, and when; None where the settings name nothing."""
+    """Return what to evaluate, and when; None if the settings have no evaluation."""
     data = settings.data
     if data.evaluation_dataset is None and data.evaluation_files is None:
         return None
@@ -107,6 +106,6 @@ def evaluation_of(
             assert data.evaluation_files is not None
             samples = rows.in_order().of_files(data.evaluation_files)
     loader = loader_for(samples, world, batches.in_order())
-    # Without a number: after each epoch, or once at the end where steps are counted.
+    # By default: after each epoch, or once at the end if the run is limited by steps.
     every = settings.train.evaluate_every or settings.train.steps
     return Evaluation(loader=loader, measure=measured_loss(loss), every=every)

@@ -1,8 +1,8 @@
-"""Look at exported weights with the library that will load them, in a process of its own.
+"""Check exported weights with the library that will load them, in a separate process.
 
-``python -m torchmuster.worker.exported FOLDER [--merge --dtype float32]`` prints one line of JSON: ``{}`` if the folder
-loads without a missing or unexpected weight, ``{"unchecked": reason}`` where that cannot be found out here, else the
-error's ``what``, ``why`` and ``fix``.
+``python -m torchmuster.worker.exported FOLDER [--merge --dtype float32]`` prints one line of JSON:
+``{}`` if the folder loads without a missing or unexpected weight, ``{"unchecked": reason}`` if that
+cannot be checked here, else the error's ``what``, ``why`` and ``fix``.
 """
 
 import argparse
@@ -22,11 +22,11 @@ _SHOWN = 5  # names in an error
 
 
 class Unchecked(Exception):
-    """What keeps a folder from being looked at here."""
+    """The reason why a folder cannot be checked here."""
 
 
 def check(folder: Path) -> None:
-    """Raise an error unless transformers, or peft, finds each of its weights in the folder and no others."""
+    """Raise an error unless transformers, or peft, finds exactly its weights in the folder."""
     if (folder / ADAPTER_CONFIG).is_file():
         _check_adapter(folder)
     else:
@@ -34,7 +34,7 @@ def check(folder: Path) -> None:
 
 
 def merge(folder: Path, *, dtype: str) -> None:
-    """Put the whole model in the place of an adapter, its matrices added to the base model's weights."""
+    """Replace an adapter by the full model, merged into the base model's weights."""
     peft, transformers = _library("peft"), _library("transformers")
     config = peft.PeftConfig.from_pretrained(folder)
     base = _base(config)
@@ -44,7 +44,7 @@ def merge(folder: Path, *, dtype: str) -> None:
         base["name"], revision=base["revision"], dtype=dtype, local_files_only=True
     )
     merged = peft.PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)
-    # One that transformers finds fault with could not be saved; the base model's own file stays.
+    # transformers refuses to save an invalid generation config; keep the base model's file.
     merged.generation_config = transformers.GenerationConfig()
     merged.save_pretrained(folder, max_shard_size="2GB")
     if kept is None:
@@ -63,11 +63,12 @@ def _check_model(folder: Path) -> None:
         _, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, output_loading_info=True, **place
         )
-    except Exception as error:  # whatever it is, the user would see it too
+    except Exception as error:  # any error: the user would see it too
         raise MusterError(
-            "the export is wrong: transformers cannot load it",
+            "the export is invalid: transformers cannot load it",
             why=f"{type(error).__name__}: {_first_line(error)}",
-            fix="check that model/ in the run's folder is what the run wrote, and that transformers is the version "
+            fix="check that model/ in the run folder is unchanged, and that transformers has the "
+            "version "
             "that the run used",
         ) from error
     _refuse(
@@ -108,15 +109,15 @@ def _check_adapter(folder: Path) -> None:
 
 
 def _base(config: Any) -> dict[str, Any]:
-    """Return where the base model of an adapter is, which must be on this machine."""
+    """Return the path of an adapter's base model, which must be on this host."""
     transformers = _library("transformers")
     name, revision = config.base_model_name_or_path, config.revision
     if not name:
-        raise Unchecked("its base model is built by code of yours (model.build)")
+        raise Unchecked("its base model is built by your code (model.build)")
     try:
         transformers.AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise Unchecked(f"its base model {name} is not on this machine") from error
+        raise Unchecked(f"its base model {name} is not on this host") from error
     return {"name": name, "revision": revision}
 
 
@@ -124,9 +125,9 @@ def _refuse(wrong: Mapping[str, Sequence[Any]]) -> None:
     lines = [f"{kind}: {_some(names)}" for kind, names in wrong.items() if names]
     if lines:
         raise MusterError(
-            "the export is wrong: its weights are not those of the model next to them",
+            "the export is invalid: its weights do not match the config next to them",
             why="\n".join(lines),
-            fix="check that model/ in the run's folder is what the run wrote",
+            fix="check that model/ in the run folder is unchanged",
         )
 
 
@@ -139,7 +140,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise Unchecked(f"{name} cannot be imported here: {_first_line(error)}") from error
+        raise Unchecked(f"cannot import {name} here: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -147,7 +148,7 @@ def _first_line(error: Exception) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Check, or merge and check, and print the answer."""
+    """Check, or merge and check, and print the result."""
     parser = argparse.ArgumentParser(prog="torchmuster.worker.exported", allow_abbrev=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--merge", action="store_true")

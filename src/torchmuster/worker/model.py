@@ -1,4 +1,4 @@
-"""The model that the settings name, and how it is spread over the ranks."""
+"""Create the model and the strategy that the settings describe."""
 
 from pathlib import Path
 from typing import Literal
@@ -26,11 +26,11 @@ from torchmuster.worker.reporting import rank_zero_log
 
 
 def recipe_of(settings: Settings, world: World) -> ModelRecipe:
-    """Return how the model is made; what must be fetched is."""
+    """Return how to create the model; download it if needed."""
     wanted = settings.model
     files = None
     if wanted.model_name_or_path is not None:
-        with rank_zero_first(world, per="node"):  # one rank fetches it for all of its machine
+        with rank_zero_first(world, per="node"):  # one rank downloads it for its host
             files = hugging_face.find_model(wanted.model_name_or_path)
     adapters = None
     if wanted.lora_rank is not None:
@@ -54,7 +54,7 @@ def model_of(
     portions: BatchSplit | None,
     folder: Path,
 ) -> tuple[nn.Module, Decision[Strategy]]:
-    """Return the model and how it will be spread; for fsdp, only rank 0's model has values."""
+    """Return the model and its strategy; for fsdp, only rank 0's model has values."""
     wanted, asked = settings.train, settings.distributed.strategy
     recipe.check()
     reasons: list[str] = []
@@ -115,7 +115,7 @@ def _recompute(model: nn.Module, how: Literal["full", "selective"] | int) -> Dec
 
 
 def _sharding(settings: Settings) -> Sharding | None:
-    """Return what was asked of fsdp; nothing if the file only repeats the defaults."""
+    """Return the requested fsdp options; None if the file only repeats the defaults."""
     wanted = settings.distributed
     sharding = Sharding(
         kind=wanted.fsdp_sharding_strategy,
@@ -131,7 +131,7 @@ _OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 def write_model_files(
     folder: Path, recipe: ModelRecipe, tokenizer: Tokenizer | None, model: nn.Module, world: World
 ) -> None:
-    """Write the model's config, or that of its LoRA adapter, and the tokenizer; rank 0 writes, all ranks call it."""
+    """Write the config of model or LoRA adapter, and the tokenizer; all ranks call it."""
     with rank_zero_first(world):
         if not world.is_first:
             return
@@ -146,16 +146,16 @@ def write_model_files(
                 _save_tokenizer(unfinished, recipe, tokenizer, world)
         except OSError as error:
             raise MusterError(
-                f"the model's config and tokenizer cannot be written to {folder}",
+                f"cannot write the model's config and tokenizer to {folder}",
                 why=error.strerror or str(error),
-                fix="make room there, or use another folder for runs",
+                fix="free disk space there, or use another folder for runs",
             ) from error
 
 
 def _save_tokenizer(
     folder: Path, recipe: ModelRecipe, tokenizer: Tokenizer | None, world: World
 ) -> None:
-    """Save the tokenizer that the training uses, else the one that the model's folder has."""
+    """Save the tokenizer of the training, else the one in the model's folder."""
     if isinstance(tokenizer, TransformersTokenizer):
         tokenizer.save(folder)
         return
@@ -166,5 +166,5 @@ def _save_tokenizer(
         hugging_face.save_tokenizer(hugging_face.load_tokenizer(str(source)), folder)
     except Impossible as error:
         rank_zero_log(
-            world, f"the weights will have no tokenizer next to them: {error.what} ({error.why})"
+            world, f"no tokenizer will be saved with the weights: {error.what} ({error.why})"
         )

@@ -1,4 +1,4 @@
-"""``strategy: auto`` where a model's size alone does not say whether a copy fits on each rank: it is traced."""
+"""``strategy: auto`` by tracing, if the model's size does not decide whether copies fit."""
 
 import threading
 from pathlib import Path
@@ -13,11 +13,11 @@ from torchmuster.train.progress import progress
 from torchmuster.train.world import World, all_gather_object
 from torchmuster.worker.reporting import rank_zero_log
 
-if TYPE_CHECKING:  # most trainings need no plan, and should not wait for its modules
+if TYPE_CHECKING:  # most runs need no plan, and should not wait for these imports
     from torchmuster.plan.strategy import Question, Spread
 
-# A training that is waited for must not wait long for its plan. Ranks that wait for one at work are told of as a hang
-# after a minute.
+# The plan must not delay the start for long. The hang monitor reports ranks that wait for another
+# rank after one minute.
 TRACED_WITHIN_S = 45.0
 
 
@@ -32,7 +32,7 @@ def planned_strategy(
     world: World,
     folder: Path,
 ) -> Decision[Strategy]:
-    """Return how to spread a model, the same on all ranks; the first one traces it where that is needed."""
+    """Return the strategy of a model, the same on all ranks; rank 0 traces it if needed."""
     if world.world_size == 1 or states_decide(states_bytes, memory_bytes):
         return by_states
     told = None
@@ -68,9 +68,10 @@ def _traced(
     from torchmuster.plan.tracing.cache import cache_folder
     from torchmuster.plan.tracing.tracer import Tracer
 
-    progress.phase = "planning"  # whoever watches this rank sees it wait for other processes
+    progress.phase = "planning"  # shown by monitors while this rank waits for other processes
     rank_zero_log(
-        world, "tracing a few layers of the model: its size does not say whether copies of it fit"
+        world,
+        "tracing a few layers of the model: its size does not decide whether copies of it fit",
     )
     with Tracer(cache=cache_folder(), say=lambda text: rank_zero_log(world, text)) as tracer:
         limit = threading.Timer(TRACED_WITHIN_S, tracer.give_up)

@@ -1,4 +1,4 @@
-"""What a process launched by ``muster bench data`` runs: the data that settings name, read in several ways."""
+"""The program of each rank of ``muster bench data``: read with several loader configurations."""
 
 import sys
 from dataclasses import replace
@@ -20,7 +20,7 @@ _COPIES_TIMED = 15
 
 
 def measure_reading(request: LoaderRequest, world: World) -> LoaderAnswer:
-    """Read in each way; all ranks do, at the same time."""
+    """Read with each configuration, on all ranks at the same time."""
     settings = request.settings
     rows = rows_of(settings, world)
     samples = samples_of(settings, rows, world)
@@ -50,7 +50,7 @@ def measure_reading(request: LoaderRequest, world: World) -> LoaderAnswer:
 
 
 def main() -> None:
-    """Read what is asked for, measure, and leave the answer."""
+    """Read the requested data, measure, and write the result."""
     asked, answers = sys.argv[1:]
     request = msgspec.json.decode(Path(asked).read_bytes(), type=LoaderRequest)
     with join_world(request.device) as world:

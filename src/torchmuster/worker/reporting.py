@@ -1,4 +1,4 @@
-"""What rank 0 says and keeps of a run: lines, the comparison with its plan, and the process that feeds trackers."""
+"""Reports of rank 0: step lines, the comparison with the plan, and the tracker process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,17 +23,17 @@ from torchmuster.train.world import World, all_gather_object
 
 
 def peak_flops(device: torch.device, model: nn.Module, compute: torch.dtype) -> float | None:
-    """Return the device's highest rate in the type that a model is computed in; None where nobody has said it."""
+    """Return the device's peak rate in the dtype of computation; None if unknown."""
     if device.type != "cuda":
         return None
     weights = {one.dtype for one in model.parameters()} - {torch.float32}
     if compute is torch.float32 and weights:
-        return None  # the weights decide, and not all of them need be of one type
+        return None  # the weights decide, and may have several dtypes
     known = catalogue.find_gpu(torch.cuda.get_device_name(device))
     if known is None:
         return None
     if compute is torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return None  # TF32 has a rate of its own, which the catalogue does not have
+        return None  # TF32 has another rate, which the catalogue does not have
     return known.card.flops.get(str(compute).removeprefix("torch."))
 
 
@@ -44,9 +44,9 @@ def rank_zero_log(world: World, text: str) -> None:
 
 
 def reports_for(settings: Settings, world: World, folder: Path) -> Reports:
-    """Return what shows and keeps the lines of a run; after its third step it is held against its plan."""
+    """Return the reports of a run; after the third step it is compared with its plan."""
     promise = _promise(world, folder)
-    # The folder may be on the first machine only, and all ranks make a line after the same step.
+    # The folder may exist on the first host only, and all ranks report after the same step.
     (has_promise, *_) = all_gather_object(promise is not None, world)
 
     def compare(record: StepRecord) -> None:
@@ -68,7 +68,7 @@ def _promise(world: World, folder: Path) -> Promise | None:
         return None
     try:
         promise = comparison.read_promise(folder)
-    except Impossible as error:  # a training must not fail because of its plan
+    except Impossible as error:  # training must not fail because of its plan
         rank_zero_log(world, f"{error.what}: not compared")
         return None
     if promise is not None and promise.candidate.layout.ranks != world.world_size:
@@ -90,7 +90,7 @@ def _measured(record: StepRecord, world: World) -> MeasuredRun:
 
 
 def refuse_missing_sinks(resolved: Resolved, world: World) -> None:
-    """End on all ranks, before anything is trained, where rank 0's machine lacks what a sink needs."""
+    """Raise on all ranks, before training, if rank 0's host lacks a requirement of a sink."""
     if not resolved.settings.metrics.sinks:
         return
     problem = ""
@@ -101,12 +101,12 @@ def refuse_missing_sinks(resolved: Resolved, world: World) -> None:
             problem = error.why
     (problem, *_) = all_gather_object(problem, world)
     if problem:
-        raise Impossible("rank 0 cannot send the run's numbers as asked", why=problem)
+        raise Impossible("rank 0 cannot send metrics to the configured sinks", why=problem)
 
 
 @contextmanager
 def start_sinks(settings: Settings, world: World, folder: Path) -> Iterator[None]:
-    """Have the numbers of a run sent while it goes on; say at its end what could not be sent."""
+    """Send the metrics of a run while it trains; report at its end what could not be sent."""
     wanted = wanted_by(settings)
     if not world.is_first or not wanted.sinks:
         yield

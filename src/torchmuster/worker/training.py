@@ -1,4 +1,4 @@
-"""A training from settings: its parts are put together, it goes on from what was saved, and leaves weights."""
+"""Train from settings: build the parts, resume from a checkpoint, train, and write the weights."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,9 +32,9 @@ from torchmuster.worker.reporting import peak_flops, rank_zero_log, reports_for,
 
 
 def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
-    """Build everything that the settings name, train, and leave the weights in the folder.
+    """Build everything that the settings describe, train, and write the weights to the folder.
 
-    A folder that has checkpoints already is gone on with. A request to end is followed once all is built:
+    A run with checkpoints is resumed. A stop request takes effect once everything is built:
     before that there is nothing to save.
     """
     stop = StopRequest(world) if settings.checkpoint.enabled else None
@@ -54,7 +54,7 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
             last = trainer.fit(epochs=_epochs(settings), steps=settings.train.steps)
         _save(trainer, recipe, place, beside=run.model)
     if trainer.step == begun_at:
-        rank_zero_log(world, f"it had finished: nothing is left to train after step {begun_at}")
+        rank_zero_log(world, f"already finished: nothing left to train after step {begun_at}")
     ended = f", loss {last.loss:.4g}" if last is not None and last.loss is not None else ""
     rank_zero_log(world, f"trained {trainer.step} steps{ended}; the weights are in {place}")
 
@@ -128,7 +128,7 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSe
 
 
 def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
-    """Return the size of a step in the run that goes on; None if it only begins."""
+    """Return the global batch size of a resumed run; None for a new run."""
     kept: int | None = None
     problem = ""
     if world.is_first:
@@ -141,8 +141,9 @@ def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     kept, problem = all_gather_object([kept, problem], world)[0]
     if problem:
         raise MusterError(
-            f"what this run has saved cannot be looked at: {problem}",
-            fix="make the place reachable; a run that does not know of its checkpoints would begin anew",
+            f"cannot read this run's checkpoints: {problem}",
+            fix="make their location reachable; without its checkpoints the run would start from "
+            "scratch",
         )
     return kept
 
@@ -173,7 +174,7 @@ def _schedule(
 
 
 def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -> None:
-    """Leave what was trained: LoRA's matrices alone, or the whole model; with what belongs to it."""
+    """Write the trained weights, LoRA matrices or full model, with config and tokenizer."""
     strategy = trainer.strategy.value
     if recipe.lora is not None:
         state = strategy.state_dict(trainer.model)["model"]

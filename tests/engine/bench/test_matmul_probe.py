@@ -125,5 +125,5 @@ def test_the_classic_function_says_how_fast_and_how_sure() -> None:
     assert found["size"] == 64
     assert found["tflops"] == pytest.approx(2 * 64**3 / found["seconds"] / 1e12)
     assert found["noise"] >= 0
-    with pytest.raises(Impossible, match="size 0 and 100 iterations"):
+    with pytest.raises(Impossible, match="size 0 or iterations 100"):
         distributed.benchmark_matmul("cpu", 0)

@@ -451,7 +451,7 @@ def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAsser
 
 
 def test_many_shards_are_not_traced(llama: Work, snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible, match="128 ranks") as refused:
+    with pytest.raises(Impossible, match="128 shards") as refused:
         trace(TraceRequest(work=llama, candidate=fsdp(1, 128)))
     assert refused.value == snapshot
 

@@ -38,4 +38,4 @@ def test_what_a_loss_does_not_use_is_not_blamed() -> None:
         [masked, spoilt],
         lambda model, batch: model(batch[0]).mean() / (1 if batch is masked.batch else 0),
     )
-    assert "rank 0's loss function gave" in found.what
+    assert "rank 0's loss function returned" in found.what

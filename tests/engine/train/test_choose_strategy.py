@@ -63,8 +63,8 @@ def test_states_are_parameters_and_what_each_trained_one_brings_along() -> None:
             2,
             SMALL,
             None,
-            "ddp: the model's states take 410 MiB, and how much memory each rank has cannot be read "
-            "here; take fsdp if they do not fit",
+            "ddp: the model's states take 410 MiB, and the memory of each rank is unknown; "
+            "use fsdp if they do not fit",
         ),
         (
             8,
@@ -78,8 +78,8 @@ def test_states_are_parameters_and_what_each_trained_one_brings_along() -> None:
             LARGE,
             40 * GiB,
             "fsdp: the model's states take 112 GiB, too much for the 40.0 GiB of each rank; sharded "
-            "over 2 ranks they take 56.0 GiB, which is too much still: more ranks, fsdp_cpu_offload, "
-            "LoRA or a smaller number type",
+            "over 2 ranks they take 56.0 GiB, which is still too much: use more ranks, "
+            "fsdp_cpu_offload, LoRA or a smaller dtype",
         ),
     ],
 )
@@ -106,7 +106,7 @@ def test_frozen_weights_bring_nothing_along() -> None:
 @pytest.mark.parametrize("asked", ["ddp", "fsdp"])
 def test_what_is_asked_for_is_taken(asked: str) -> None:
     decision = choose_strategy(asked, ranks=2, sizes=LARGE, memory_bytes=GiB)  # type: ignore[arg-type]
-    assert (decision.value, decision.reason) == (asked, f"{asked}: asked for")
+    assert (decision.value, decision.reason) == (asked, f"{asked}: requested")
 
 
 def test_options_of_fsdp_ask_for_fsdp(snapshot: SnapshotAssertion) -> None:
@@ -128,7 +128,7 @@ def test_no_shard_is_ddp(snapshot: SnapshotAssertion) -> None:
     decision = choose_strategy("fsdp", ranks=4, sizes=LARGE, memory_bytes=GiB, sharding=none)
     assert decision.value == "ddp"
     assert decision.reason == snapshot
-    with pytest.raises(Impossible, match="fsdp with no_shard") as refused:
+    with pytest.raises(Impossible, match="fsdp was requested with no_shard") as refused:
         Fsdp(WORLD, sharding=none)
     assert refused.value == snapshot
     with pytest.raises(Impossible, match="no_shard") as refused:
@@ -209,21 +209,21 @@ def test_ranks_share_the_model_as_the_kind_of_sharding_says(
         (
             Sharding(kind="hybrid_shard"),
             [4, 2],
-            "asked for hybrid_shard, which shards within each machine\nthe machines have different "
-            "numbers of ranks: 2, 4\ngive each machine as many ranks, set a shard size that divides "
-            "their sum, or take full_shard",
+            "hybrid_shard was requested, which shards within each host\nthe hosts have different "
+            "numbers of ranks: 2, 4\ngive each host the same number of ranks, set a shard size that "
+            "divides their sum, or use full_shard",
         ),
         (
             Sharding(kind="hybrid_shard", shard_size=4),
             [6],
-            "asked for copies that are sharded over 4 ranks each\nthere are 6 ranks, which is no "
-            "multiple of 4\ntake a shard size that divides 6, or full_shard",
+            "copies sharded over 4 ranks each were requested\nthere are 6 ranks, which is not a "
+            "multiple of 4\nuse a shard size that divides 6, or full_shard",
         ),
         (
             Sharding(shard_size=2),
             [4],
-            "asked for shards over 2 ranks with full_shard\nfull_shard shards over all 4 ranks\nleave "
-            "the shard size out, or take hybrid_shard",
+            "a shard size of 2 ranks was requested with full_shard\nfull_shard shards over all 4 "
+            "ranks\nremove the shard size, or use hybrid_shard",
         ),
     ],
 )

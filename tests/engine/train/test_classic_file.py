@@ -97,7 +97,7 @@ def test_a_failed_write_leaves_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_file, "save_file", full)
-    with pytest.raises(MusterError, match=f"the checkpoint {path} could not be written") as caught:
+    with pytest.raises(MusterError, match=f"cannot write the checkpoint {path}") as caught:
         checkpoint_file.write_parts(path, {"epoch": 2})
     assert "No space left on device" in caught.value.why
     assert checkpoint_file.read_file(path) == {"epoch": 1}

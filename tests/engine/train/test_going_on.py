@@ -217,8 +217,7 @@ def test_no_more_than_all_of_the_time_is_waited_for_communication() -> None:
             {"micro_batch_size": "4"},
             32,
             32,
-            "a step keeps its 32 samples, as this run has had them so far; the ranks compute at "
-            "most 8 at once",
+            "a step keeps the 32 samples of the resumed run; the ranks compute at most 8 at once",
         ),
         ({"global_batch_size": "32"}, 32, 32, ""),
     ],

@@ -43,11 +43,11 @@ def test_cross_entropy_is_the_mean_over_the_samples() -> None:
     [
         (
             torch.tensor([0, 3]),
-            "the labels of a batch go from 0 to 3 (int64), but the model has 3 classes, 0 to 2",
+            "the labels of a batch range from 0 to 3 (int64), but the model has 3 classes, 0 to 2",
         ),
         (
             torch.tensor([-1, 2]),
-            "the labels of a batch go from -1 to 2 (int64), but the model has 3 classes, 0 to 2",
+            "the labels of a batch range from -1 to 2 (int64), but the model has 3 classes, 0 to 2",
         ),
         (
             torch.tensor([0.0, 1.0]),

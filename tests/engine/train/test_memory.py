@@ -138,7 +138,7 @@ class AsksInStep(torch.optim.SGD):
     [
         ("forward", "in the forward"),
         ("backward", "in the backward"),
-        ("step", "in the optimiser's step"),
+        ("step", "in the optimiser step"),
         ("none", "outside of the model"),
     ],
 )
@@ -156,7 +156,7 @@ def test_who_what_and_how_much_is_said(phase: str, words: str) -> None:
     with pytest.raises(OutOfMemory) as caught:
         step()
     assert caught.value.what == (
-        f"rank 0 on {platform.node()} (cpu) ran out of memory {words}, asked for 1048576 TiB"
+        f"rank 0 on {platform.node()} (cpu) ran out of memory {words}, requested 1048576 TiB"
     )
     assert caught.value.why.splitlines()[0] == "parameters                        4 B"
     assert "in use by this process" in caught.value.why
@@ -171,7 +171,7 @@ def test_other_errors_are_left_alone() -> None:
 def test_what_to_change_begins_with_what_takes_most(snapshot: SnapshotAssertion) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has …")
     told = out_of_memory_error(error, table(), world(4), micro_batch_size=8)
-    assert told.what.endswith(", asked for 1.5 GiB")
+    assert told.what.endswith(", requested 1.5 GiB")
     settings = re.findall(r"\((\w+\.\w+): ", told.fix)
     assert settings == [
         "distributed.strategy",

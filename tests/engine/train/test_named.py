@@ -54,7 +54,7 @@ def test_a_function_of_the_working_folder_is_called() -> None:
         ),
         (
             "mine_of_named:number",
-            "model.build is 'mine_of_named:number', which is no function but int",
+            "model.build is 'mine_of_named:number', which is not a function but int",
             "it is called without arguments",
         ),
         (
@@ -65,7 +65,7 @@ def test_a_function_of_the_working_folder_is_called() -> None:
         (
             "mine_of_named:nothing",
             "mine_of_named:nothing (model.build) returned None",
-            "what it returns is what is used",
+            "its return value is used",
         ),
     ],
 )
@@ -81,8 +81,8 @@ def test_what_cannot_be_used_is_told(name: str, what: str, why: str) -> None:
     ("name", "kind", "note"),
     [
         ("mine_of_named:wrong", ValueError, "it is called without arguments when the run starts"),
-        ("broken_of_named:make", ModuleNotFoundError, "was found, and failed while Python ran it"),
-        ("syntax_of_named:make", SyntaxError, "was found, and failed while Python ran it"),
+        ("broken_of_named:make", ModuleNotFoundError, "was found, but importing it failed"),
+        ("syntax_of_named:make", SyntaxError, "was found, but importing it failed"),
     ],
 )
 def test_the_users_own_error_stays_and_says_who_called(

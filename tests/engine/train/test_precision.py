@@ -23,21 +23,21 @@ CPU = PrecisionSupport(kind="cpu", name="CPU", has_bf16=True)
     [
         (
             [A100, A100, H100],
-            "bf16: every card has it (NVIDIA A100 (Compute 8.0), NVIDIA H100 (Compute 9.0)); "
+            "bf16: every GPU supports it (NVIDIA A100 (Compute 8.0), NVIDIA H100 (Compute 9.0)); "
             "no loss scale needed",
         ),
-        ([MI250], "bf16: every card has it (AMD Instinct MI250); no loss scale needed"),
+        ([MI250], "bf16: every GPU supports it (AMD Instinct MI250); no loss scale needed"),
         (
             [A100, A100, A100, T4],
-            "fp16: rank 3's Tesla T4 (Compute 7.5) has no bf16; all ranks use one type",
+            "fp16: rank 3's Tesla T4 (Compute 7.5) does not support bf16; all ranks use one dtype",
         ),
         (
             [T4, A100, P40],
-            "fp32: rank 2's Tesla P40 (Compute 6.1) has no bf16 and no fast fp16; "
-            "all ranks use one type",
+            "fp32: rank 2's Tesla P40 (Compute 6.1) supports neither bf16 nor fast fp16; "
+            "all ranks use one dtype",
         ),
-        ([CPU, CPU], "fp32: the ranks compute on CPUs, which seldom gain from bf16"),
-        ([A100, CPU], "fp32: rank 1 computes on a CPU; all ranks use one type"),
+        ([CPU, CPU], "fp32: the ranks compute on CPUs, which rarely gain from bf16"),
+        ([A100, CPU], "fp32: rank 1 computes on a CPU; all ranks use one dtype"),
     ],
 )
 def test_the_weakest_card_decides_and_is_named(
@@ -51,7 +51,7 @@ def test_the_weakest_card_decides_and_is_named(
 
 def test_what_was_asked_for_is_used_where_it_can_be(snapshot: SnapshotAssertion) -> None:
     assert choose_precision("bf16", [CPU]).value.compute is torch.bfloat16
-    assert choose_precision("fp32", [A100]).reason == "fp32: it was asked for"
+    assert choose_precision("fp32", [A100]).reason == "fp32: requested"
     with pytest.raises(Impossible) as refusal:
         choose_precision("bf16", [A100, T4])
     assert "rank 1's Tesla T4" in refusal.value.what

@@ -93,7 +93,7 @@ def test_bytes_are_those_of_the_tensor_for_every_type(word: str) -> None:
 
 
 def test_a_checkpointer_needs_the_group_first() -> None:
-    with pytest.raises(Impossible, match="made before the ranks' group"):
+    with pytest.raises(Impossible, match="created before the process group"):
         Checkpointer(None, None, strategy="single")  # type: ignore[arg-type]
 
 

@@ -116,7 +116,7 @@ def test_ranks_without_lanes_take_part_with_a_sample_that_counts_nothing() -> No
             (micro.samples, micro.batch.tolist()) for step in loading.epoch(0) for micro in step
         ]
 
-    with pytest.warns(UserWarning, match="1 lanes for 3 ranks: 2 of them compute nothing"):
+    with pytest.warns(UserWarning, match="1 lanes for 3 ranks: 2 ranks stay idle"):
         first, *others = run_in_lockstep(3, program)
     assert [samples for samples, _ in first] == [1, 1, 1, 1, 1]
     assert others == [[(0, [0])] * 5] * 2

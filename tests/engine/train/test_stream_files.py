@@ -114,41 +114,41 @@ def test_the_order_of_files_changes_with_the_epoch_unless_told_otherwise(tmp_pat
             b'{"n": 1}\n{"n": 2\n{"n": 3}\n',
             "a.jsonl: line 2 is not JSON\n"
             "Expecting ',' delimiter: line 2 column 1 (char 8)\n"
-            "mend or remove that line; each line holds one whole JSON value",
+            "fix or remove that line; each line holds one complete JSON value",
         ),
         (
             "a.jsonl",
             b'{"n": 1}\n{"n": 2',
             "a.jsonl: line 2 is not JSON\n"
             "Expecting ',' delimiter: line 1 column 8 (char 7), and it is the last line: the file may "
-            "be cut off\n"
-            "mend or remove that line; each line holds one whole JSON value",
+            "be truncated\n"
+            "fix or remove that line; each line holds one complete JSON value",
         ),
         (
             "a.txt",
             b"good\n\n\xff\xfe\n",
             "a.txt: line 3 is not text in UTF-8\n"
             "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte\n"
-            "mend or remove that line, or write the file anew as UTF-8",
+            "fix or remove that line, or rewrite the file as UTF-8",
         ),
         (
             "a.txt.gz",
             gzip.compress(bytes(range(32, 127)) * 3 + b"\n" + bytes(range(33, 127)))[:-20],
-            "the compressed file is damaged after its byte 0\n"
+            "the compressed file is damaged after byte 0\n"
             "EOFError: Compressed file ended before the end-of-stream marker was reached\n"
-            "copy or download the file again; it is probably cut off",
+            "copy or download the file again; it is probably truncated",
         ),
         (
             "a.txt.gz",
             b"not gzip",
-            "the compressed file is damaged after its byte 0\nBadGzipFile: Not a gzipped file (b'no')\n"
-            "copy or download the file again; it is probably cut off",
+            "the compressed file is damaged after byte 0\nBadGzipFile: Not a gzipped file (b'no')\n"
+            "copy or download the file again; it is probably truncated",
         ),
         (
             "a.txt.bz2",
             b"not bzip2",
-            "the compressed file is damaged after its byte 0\nOSError: Invalid data stream\n"
-            "copy or download the file again; it is probably cut off",
+            "the compressed file is damaged after byte 0\nOSError: Invalid data stream\n"
+            "copy or download the file again; it is probably truncated",
         ),
     ],
 )
@@ -171,7 +171,7 @@ def test_damage_comes_whole_out_of_a_worker(tmp_path: Path) -> None:
     with pytest.raises(MusterError) as damaged:
         list(loader.epoch(0))
     assert damaged.value.what == f"{tmp_path}/a.jsonl: line 3 is not JSON"
-    assert damaged.value.fix.startswith("mend or remove that line")
+    assert damaged.value.fix.startswith("fix or remove that line")
 
 
 @pytest.mark.parametrize(
@@ -179,14 +179,14 @@ def test_damage_comes_whole_out_of_a_worker(tmp_path: Path) -> None:
     [
         (
             "{folder}/*.jsonl",
-            "there are no files at {folder}/*.jsonl\n"
-            "looked for samples as lines of .txt, .jsonl, .ndjson, .json, also compressed\n"
-            "check the path; a pattern such as data/*.jsonl is written in quotes",
+            "no files at {folder}/*.jsonl\n"
+            "searched for files of lines: .txt, .jsonl, .ndjson, .json, also compressed\n"
+            "check the path; quote a pattern such as data/*.jsonl",
         ),
-        ("{folder}/missing.txt", "there are no files at {folder}/missing.txt\n"),
-        ("{folder}", "there are no files at {folder}\n"),
-        ("{folder}/*", "{folder}/a.parquet: this kind of file cannot be read as samples\n"),
-        ("nowhere://bucket/a.txt", "files at nowhere:// cannot be read here\nProtocol not known"),
+        ("{folder}/missing.txt", "no files at {folder}/missing.txt\n"),
+        ("{folder}", "no files at {folder}\n"),
+        ("{folder}/*", "{folder}/a.parquet: unsupported file type\n"),
+        ("nowhere://bucket/a.txt", "cannot read files at nowhere://\nProtocol not known"),
     ],
 )
 def test_what_is_not_there_or_not_readable_is_said(tmp_path: Path, place: str, said: str) -> None:

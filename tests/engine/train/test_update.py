@@ -136,10 +136,10 @@ def test_fp16_is_refused_where_trained_weights_have_half_the_bits(dtype: torch.d
         update_of(model, precision=FP16)
     assert raised.value.what == f"precision fp16 with trained weights in {str(dtype)[6:]}"
     assert raised.value.why == (
-        "its loss scale needs gradients in fp32: in 16 bits they cannot be brought back to their size"
+        "the loss scale needs gradients in fp32: they cannot be unscaled in 16 bits"
     )
     assert raised.value.fix == (
-        "keep the weights in fp32 (model.torch_dtype: float32), or take precision bf16 or fp32"
+        "keep the weights in fp32 (model.torch_dtype: float32), or use precision bf16 or fp32"
     )
     model.requires_grad_(False)
     update_of(nn.Sequential(model, nn.Linear(1, 1)), precision=FP16)  # as LoRA has it
@@ -153,9 +153,9 @@ def test_losses_of_both_kinds_are_refused(model: nn.Linear) -> None:
     with pytest.raises(MusterError) as refusal:
         update.backward(loss, 2)
     assert str(refusal.value) == (
-        "the loss came as (total, count) now and as a mean before\n"
-        "all losses of an update are weighed in one way, on all ranks\n"
-        "return the mean always, or (total, count) always"
+        "the loss function returned (total, count) now and a mean before\n"
+        "all losses of a step must be of one kind, on all ranks\n"
+        "always return the mean, or always (total, count)"
     )
 
 
@@ -174,7 +174,7 @@ _LOOP = "for micro in update.accumulate(step): … update.backward(loss); then u
 
 def test_backward_and_apply_belong_to_a_step(model: nn.Linear) -> None:
     update = update_of(model)
-    with pytest.raises(MusterError, match="backward\\(\\) was called without a micro-batch") as no:
+    with pytest.raises(MusterError, match="backward\\(\\) was called, but no micro-batch") as no:
         update.backward(model(torch.ones(1, 1)).mean())
     assert no.value.fix == _LOOP
     with pytest.raises(MusterError, match="apply\\(\\) was called without a step") as no:
@@ -184,7 +184,7 @@ def test_backward_and_apply_belong_to_a_step(model: nn.Linear) -> None:
         update.backward(model(micro.batch).mean())
         with pytest.raises(MusterError, match="each micro-batch has one backward"):
             update.backward(model(micro.batch).mean())
-    with pytest.raises(MusterError, match="begun before the one before it was applied"):
+    with pytest.raises(MusterError, match="started before the previous one was applied"):
         list(update.accumulate(step_of([2], samples=2)))
     assert update.apply().applied
 
@@ -210,7 +210,7 @@ def test_a_loader_that_gives_another_number_of_micro_batches_is_refused(
     assert str(refusal.value) == (
         f"step 5 of epoch 1 has 3 micro-batches on every rank, but {said} were computed on this one\n"
         "all ranks communicate in the last one's backward\n"
-        "compute every micro-batch that accumulate() gives; a loader gives as many as rounds says"
+        "compute every micro-batch that accumulate() yields; a loader yields as many as rounds says"
     )
 
 
@@ -232,7 +232,7 @@ def test_a_step_left_early_is_not_applied(model: nn.Linear) -> None:
         ),
         (
             lambda loss: loss.detach(),
-            "nothing that is trained went into the loss\nit needs no gradient\n",
+            "the loss does not depend on any trained parameter\nit has requires_grad=False\n",
         ),
     ],
 )

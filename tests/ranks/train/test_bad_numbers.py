@@ -19,30 +19,31 @@ def test_the_cause_is_named_with_rank_batch_and_layer(run_ranks: RunRanks, name:
         "sample 6 of the dataset",
     )
     assert told["layer"] == (
-        f"step 41 of epoch 2: rank 1's layer inner.layers.1 gave NaN from finite inputs; {skipped}",
+        f"step 41 of epoch 2: rank 1's layer inner.layers.1 returned NaN for finite inputs; {skipped}",
         "samples 4, 5, 6, 7 of the dataset",
     )
     assert told["loss"] == (
-        f"step 41 of epoch 2: rank 1's loss function gave -Inf from finite outputs of all layers; "
+        f"step 41 of epoch 2: rank 1's loss function returned -Inf for finite outputs of all layers; "
         f"{skipped}",
         "samples 4, 5, 6, 7 of the dataset",
     )
     assert told["gradient"] == (
-        "step 41 of epoch 2: rank 1's backward gave NaN, first in the gradient of the output of "
+        "step 41 of epoch 2: rank 1's backward produced NaN, first in the gradient of the output of "
         f"inner; {skipped}",
         "samples 4, 5, 6, 7 of the dataset",
     )
     what, _ = told["weights"]
     rank = 0 if name == "ddp" else 1  # whose shard it is
     assert what == (
-        f"step 41 of epoch 2: the weights are not finite already: inner.layers.0.weight on rank {rank}"
+        f"step 41 of epoch 2: the weights are already not finite: inner.layers.0.weight on rank {rank}"
         f"; {skipped}"
     )
     assert told["nothing"] == (
-        "step 41 of epoch 2: a gradient was not finite, but all is when computed again; " + skipped,
-        "random numbers (dropout) fell otherwise, numbers are at the edge, or a device erred",
+        "step 41 of epoch 2: a gradient was not finite, but all values are finite when recomputed; "
+        + skipped,
+        "different random numbers (dropout), values near overflow, or a faulty device",
     )
-    assert "clean these samples" in findings["input"]["fix"]
+    assert "clean or remove these samples" in findings["input"]["fix"]
     assert "muster doctor" in findings["nothing"]["fix"]
 
 
@@ -54,6 +55,6 @@ def test_too_many_in_a_row_stop_all_ranks(run_ranks: RunRanks) -> None:
     assert said[4] == (
         "step 5: rank 1's input batch has Inf (batch[1]); all ranks stop\n"
         "sample 2 of the dataset; 3 bad steps in a row\n"
-        "clean these samples, or leave them out"
+        "clean or remove these samples"
     )
     assert said[5] == "step 0: rank 1's input batch has Inf (batch[1]); all ranks stop"

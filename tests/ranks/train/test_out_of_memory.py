@@ -63,7 +63,7 @@ def test_all_ranks_end_and_the_table_is_told(
         "parameters                   39.5 KiB",
         "optimiser states             78.9 KiB",
         "limit                         2.0 GiB",
-        "a micro-batch of 4 instead of 8, with twice the accumulation",
+        "a micro-batch of 4 instead of 8 with twice the accumulation",
     ):
         assert line in result.err
 

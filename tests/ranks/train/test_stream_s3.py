@@ -61,6 +61,6 @@ def test_two_ranks_read_a_bucket_each_record_once(
     assert with_worker == without_worker
     for _, said in answers:
         assert [one.splitlines()[0] for one in said] == [
-            f"there are no files at {place}" for place in missing
+            f"no files at {place}" for place in missing
         ]
         assert SECRET not in "".join(said)

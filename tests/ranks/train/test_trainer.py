@@ -132,7 +132,7 @@ def test_weights_are_written_whole_under_the_models_own_names(
                 assert opened.metadata() == {"format": "pt"}
         for answer in answers:
             first, why, fix = answer[name].splitlines()
-            assert first == f"the weights could not be written to {tmp_path / 'file' / 'below'}"
+            assert first == f"cannot write the weights to {tmp_path / 'file' / 'below'}"
             assert "exists" in why.lower() or "directory" in why.lower()
-            assert fix == "make room there, or write them elsewhere"
+            assert fix == "free disk space there, or write them to another folder"
     assert not list(tmp_path.glob(".*"))

@@ -113,7 +113,7 @@ def test_wrong_outputs_are_a_failure_and_never_the_best(snapshot: SnapshotAssert
 
 def test_what_is_missing_or_left_out_is_said_with_its_reason(snapshot: SnapshotAssertion) -> None:
     out = [
-        MeasuredAttention(kind=kind, length=length, left_out="memory ran out")
+        MeasuredAttention(kind=kind, length=length, left_out="out of memory")
         for length in (4096, 8192)
         for kind in ("plain", "math")
     ]
@@ -122,8 +122,8 @@ def test_what_is_missing_or_left_out_is_said_with_its_reason(snapshot: SnapshotA
     assert "No viable backend" in finding(found, "attention-missing").why
     left_out = finding(found, "attention-left-out")
     assert (left_out.what, left_out.why) == (
-        "left out: plain, math at 4096, 8192",
-        "memory ran out",
+        "skipped: plain, math at 4096, 8192",
+        "out of memory",
     )
     assert left_out.fix == "muster bench attention --lengths 4096 8192"
     assert [row[0] for row in found.tables[0].rows] == ["128"]

@@ -160,7 +160,7 @@ def test_messages_that_cannot_be_shared_are_refused(snapshot: SnapshotAssertion)
 def test_sizes_go_up_by_a_factor_and_end_with_the_largest() -> None:
     assert collectives.sizes_between(1024, 20000) == (1024, 4096, 16384, 20000)
     assert collectives.sizes_between(1024, 1024) == (1024,)
-    with pytest.raises(Impossible, match="no sizes from 2048 to 1024"):
+    with pytest.raises(Impossible, match="no sizes between 2048 and 1024"):
         collectives.sizes_between(2048, 1024)
 
 

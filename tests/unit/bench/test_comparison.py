@@ -129,7 +129,7 @@ def test_what_not_every_record_has_is_left_out() -> None:
     ("other", "why"),
     [
         (made_up({"a": [1.0]}, bench="data"), "they are of different benches: data, matmul"),
-        (made_up({"b": [1.0]}), "not one series is in all of them: their names and labels differ"),
+        (made_up({"b": [1.0]}), "no series is in all of them: names and labels differ"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(other: BenchRecord, why: str) -> None:

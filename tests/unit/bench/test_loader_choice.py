@@ -116,17 +116,17 @@ def test_more_workers_are_proposed_only_where_the_last_ones_still_gave_much() ->
         (
             [read(0, 1, values=("a",)), read(1, 1, values=("b",)), read(2, 1, values=("b",))],
             Status.NOTE,
-            "differs between no workers and some",
+            "differ between 0 workers and 1 or more",
         ),
         (
             [read(1, 1, values=("a", "b")), read(2, 1, values=("c",))],
             Status.WARNING,
-            "another content each time",
+            "different content each time",
         ),
         (
             [read(0, 1, indices=("a",)), read(2, 1, indices=("b",))],
             Status.FAILURE,
-            "other samples come first",
+            "the sample order depends",
         ),
     ],
 )

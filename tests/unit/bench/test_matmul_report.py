@@ -49,7 +49,7 @@ def answer(products: Sequence[Product], name: str = "NVIDIA H100 80GB HBM3") -> 
 def reported(found: MatmulAnswer) -> Report:
     return matmul_report(
         found,
-        where=Decision(value="gpu", reason="GPU 0 can be seen"),
+        where=Decision(value="gpu", reason="visible: GPU 0"),
         environment=ENVIRONMENT,
         settings={},
         date="2026-01-31T12:00:00+00:00",
@@ -136,8 +136,8 @@ def test_rates_that_vary_much_come_with_a_warning() -> None:
     ("bfloat16", "chosen", "reason"),
     [
         (3.0, "bfloat16", "multiplies these shapes 3 times as fast as float32"),
-        (1.05, "float32", "nothing else multiplies these much faster (bfloat16 1.05 times)"),
-        (0.5, "float32", "nothing else multiplies these much faster (bfloat16 0.5 times)"),
+        (1.05, "float32", "no other dtype is much faster for these shapes (bfloat16 1.05 times)"),
+        (0.5, "float32", "no other dtype is much faster for these shapes (bfloat16 0.5 times)"),
     ],
 )
 def test_a_number_type_is_chosen_where_it_gains_enough(

@@ -39,7 +39,7 @@ def test_a_healthy_training_has_nothing_to_mend() -> None:
     assert advise(found) == ()
     told = nothing_to_fix(found)
     assert told.status is Status.OK
-    assert told.what.startswith("nothing to mend: ")
+    assert told.what.startswith("nothing to fix: ")
     assert "of the step is compute" in told.what
 
 
@@ -302,7 +302,7 @@ def test_a_device_that_others_wait_for_has_the_shortest_collectives() -> None:
     found = analyse_facts(facts, {0: early, 1: early, 2: late})
     advice = advise(found)[0]
     assert advice.cause == "straggler-compute"
-    assert advice.finding.what.startswith("rank 2 holds the others up")
+    assert advice.finding.what.startswith("straggler: the other ranks wait for rank 2")
     assert advice.gain == pytest.approx(0.1 / 0.072)
 
 

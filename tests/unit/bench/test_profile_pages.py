@@ -71,8 +71,8 @@ def test_the_screen_says_what_where_and_what_to_do(
 
 def test_a_healthy_training_is_told_what_limits_it(tmp_path: Path) -> None:
     found = analyse_facts(ranks(HEALTHY, HEALTHY))
-    assert "nothing to mend: 8" in profile_screen(found, (), None, tmp_path)
-    assert '<b class="ok">nothing to mend</b>' in profile_page(found, (), None)
+    assert "nothing to fix: 8" in profile_screen(found, (), None, tmp_path)
+    assert '<b class="ok">nothing to fix</b>' in profile_page(found, (), None)
 
 
 def test_many_ranks_fit_on_the_screen(tmp_path: Path) -> None:

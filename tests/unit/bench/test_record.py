@@ -35,7 +35,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"version": 2}, "its layout is version 2, this torchmuster knows 1"),
+        ({"version": 2}, "its format version is 2; this torchmuster supports 1"),
         ({"record": {"bench": "matmul"}}, "missing required field `date`"),
         ({"record": []}, "Expected `object`, got `array`"),
     ],

@@ -215,7 +215,7 @@ def test_the_report_says_what_more_ranks_bring_and_why_not_more(
     assert said["forecast"].status is Status.OK
     for name in ("weak-scaling", "crowded", "forecast", "outlook"):
         assert said[name] == snapshot(name=name)
-    assert {one.title for one in made.pictures} == {"Speed-up", "Where the time goes"}
+    assert {one.title for one in made.pictures} == {"Speed-up", "Time breakdown"}
     assert all("100%" not in row for row in made.tables[1].rows)
     assert [one.error for one in checked_forecasts(STUDY, measured)] == pytest.approx([0, 0])
 
@@ -268,9 +268,9 @@ def test_every_number_of_ranks_is_timed_with_the_portions_of_larger_ones() -> No
 @pytest.mark.parametrize(
     ("changed", "words", "fix"),
     [
-        ({"ranks": (2, 4)}, "asked for 2, 4 ranks", "--ranks 1,2,4"),
-        ({"ranks": (1,)}, "asked for 1 ranks", "--ranks 1,2,4"),
-        ({"whole": 6}, "6 samples cannot be shared evenly by 4 ranks", "--batch-size 4"),
+        ({"ranks": (2, 4)}, "invalid numbers of ranks: 2, 4", "--ranks 1,2,4"),
+        ({"ranks": (1,)}, "invalid numbers of ranks: 1", "--ranks 1,2,4"),
+        ({"whole": 6}, "6 samples cannot be split evenly over 4 ranks", "--batch-size 4"),
     ],
 )
 def test_studies_that_cannot_be_made_are_refused(

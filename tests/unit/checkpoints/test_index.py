@@ -75,7 +75,7 @@ def test_what_an_index_may_not_say(
     ids=["too large", "below zero", "too many"],
 )
 def test_what_is_no_shape(shape: list[int], told: str) -> None:
-    with pytest.raises(ValueError, match=rf"^index\.json cannot be read: {told}"):
+    with pytest.raises(ValueError, match=rf"^cannot read index\.json: {told}"):
         Index.from_json(_altered("tensors", "model.w", "shape", value=shape))
 
 
@@ -88,7 +88,7 @@ def test_a_tied_name_needs_its_tensor(snapshot: SnapshotAssertion) -> None:
 @given(st.binary(max_size=300))
 @settings(max_examples=100)
 def test_anything_else_is_refused_in_words(text: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^index\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"^cannot read index\.json"):
         Index.from_json(text)
 
 
@@ -139,7 +139,7 @@ def test_what_a_head_may_not_say(content: bytes, snapshot: SnapshotAssertion) ->
     ids=["pickle", "open lists", "below zero", "too many", "unknown field"],
 )
 def test_a_head_that_cannot_be_read(content: bytes, told: str) -> None:
-    with pytest.raises(ValueError, match=rf"^its head cannot be read.*{told}"):
+    with pytest.raises(ValueError, match=rf"^cannot read its header.*{told}"):
         read_file_head(io.BytesIO(content), len(content))
 
 
@@ -148,5 +148,5 @@ def test_a_head_that_cannot_be_read(content: bytes, told: str) -> None:
 @settings(max_examples=100)
 def test_a_strange_head_is_a_value_error(content: bytes) -> None:
     text = len(content).to_bytes(8, "little") + content
-    with pytest.raises(ValueError, match=r"head cannot be read|begin as"):
+    with pytest.raises(ValueError, match=r"cannot read its header|not a safetensors file"):
         read_file_head(io.BytesIO(text), len(text))

@@ -70,10 +70,10 @@ HOSTILE = json.loads(GOOD.to_json())["files"]["a.json"]
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"files": {"../../etc/passwd": HOSTILE}}, r"names a file '\.\./\.\./etc/passwd'"),
-        ({"files": {"/etc/passwd": HOSTILE}}, "names a file"),
-        ({"files": {"\x1b[2J": HOSTILE}}, "names a file '�"),
-        ({"files": {MARKER: HOSTILE}}, "names a file 'manifest.json'"),
+        ({"files": {"../../etc/passwd": HOSTILE}}, r"invalid file name, '\.\./\.\./etc/passwd'"),
+        ({"files": {"/etc/passwd": HOSTILE}}, "invalid file name"),
+        ({"files": {"\x1b[2J": HOSTILE}}, "invalid file name, '�"),
+        ({"files": {MARKER: HOSTILE}}, "invalid file name, 'manifest.json'"),
         ({"files": {"a": {**HOSTILE, "size_bytes": -1}}}, "Expected `int` >= 0"),
         ({"files": {"a": {**HOSTILE, "sha256": "zz"}}}, "matching regex"),
         ({"world_size": 0}, "Expected `int` >= 1"),

@@ -127,8 +127,8 @@ def test_where_to_measure_is_said_with_its_reason(
         bench.device_of(options(device="gpu"))
     assert refused.value == snapshot
     machine(scenarios.eight_a100_idle())
-    assert bench.device_of(options()) == Decision(value="gpu", reason="GPUs 0-7 can be seen")
-    assert bench.device_of(options(device="cpu")).reason == "as --device says"
+    assert bench.device_of(options()) == Decision(value="gpu", reason="visible: GPUs 0-7")
+    assert bench.device_of(options(device="cpu")).reason == "set by --device"
 
 
 # ---- compare

@@ -72,7 +72,7 @@ def test_what_a_command_says_when_it_fails_is_told(
 ) -> None:
     assert main(["bench", "turns", f"{bench} 1.0 5", f"{bench} broken 5"]) == ExitCode.FAILED
     told = capsys.readouterr().err
-    assert "left no record" in told
+    assert "wrote no record" in told
     assert "no such card" in told
 
 

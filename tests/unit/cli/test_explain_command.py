@@ -25,8 +25,8 @@ HANG = Finding(
     name="rank-idle",
     status=Status.WARNING,
     what="rank 3 on b keeps the others waiting: in DataLoader.__next__ for 94 s",
-    why="its process uses no processor",
-    fix="see what the loader reads on b",
+    why="its process uses no CPU",
+    fix="check what the loader reads on b",
 )
 
 
@@ -150,10 +150,10 @@ def test_a_restart_of_which_nothing_else_is_known_is_told(
     run_state.log_event(run, run_state.RESTART, headline=headline(), from_step=None)
     killed_words = "the launcher was killed (SIGKILL)"
     run_state.log_event(run, run_state.RESTART, headline=killed_words, from_step=1200)
-    event_log.ended("finished", 0, "finished well")
+    event_log.ended("finished", 0, "finished")
     said = explained()
-    assert f"  {killed_words}; started again from step 1,200\n" in said
-    assert said.count("started again") == 1
+    assert f"  {killed_words}; restarted from step 1,200\n" in said
+    assert said.count("restarted") == 1
     assert "after 2 failed attempts\n" in said
 
 
@@ -218,10 +218,10 @@ def test_a_hang_that_goes_on_is_told_of_a_running_run(run: RunFolder, explained:
     assert f"\nwarning  {HANG.what}\n" in said
     assert "\nok       running; launched " in said
     assert "  hang/1/rank-3.stacks.txt\n" in said
-    run_state.log_event(run, "hang-over", what="rank 3 goes on after 99 s of standing still")
+    run_state.log_event(run, "hang-over", what="rank 3 continues after a hang of 99 s")
     said = explained()
     assert "warning" not in said
-    assert "rank 3 goes on after 99 s" in said
+    assert "rank 3 continues after a hang of 99 s" in said
 
 
 @pytest.mark.parametrize("phase", ["submitted", "joining", "starting"])
@@ -244,7 +244,7 @@ def test_the_hang_before_a_stop_is_told(run: RunFolder, explained: Explain) -> N
 @pytest.mark.parametrize(
     ("phase", "headline", "what"),
     [
-        ("finished", "finished well", "ok       finished well in "),
+        ("finished", "finished", "ok       finished in "),
         (
             "saved",
             "saved step 40 at a request to end",
@@ -360,6 +360,6 @@ def test_dumps_from_elsewhere_are_compared(
 def test_a_folder_without_dumps_is_refused(tmp_path: Path, explained: Explain) -> None:
     from torchmuster.errors import Impossible
 
-    with pytest.raises(Impossible, match="no dumps of flight recorders") as refused:
+    with pytest.raises(Impossible, match="no flight recorder dumps") as refused:
         explained("--dumps", str(tmp_path))
     assert "_dump_fr_trace_json" in refused.value.fix

@@ -89,7 +89,7 @@ def test_without_any_driver_the_cpu_is_shown_and_nothing_is_wrong(
 ) -> None:
     result = muster("gpus", env={"LD_LIBRARY_PATH": ""})
     assert result.code == 0
-    assert "no GPU here" in result.out
+    assert "no GPU found" in result.out
     assert result.err == ""
 
 

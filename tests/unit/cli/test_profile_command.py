@@ -28,14 +28,14 @@ def script(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--steps", "3:4", "train.py"], "'3:4' are no steps that can be traced"),
-        (["--steps", "20:10", "train.py"], "'20:10' are no steps that can be traced"),
-        (["--on-ranks", "a", "train.py"], "'a' are no ranks"),
-        (["--ranks", "2", "--on-ranks", "2", "train.py"], "asked for the trace of rank 2"),
-        (["--config", "x.yaml", "train.py"], "a settings file and a script were both named"),
-        (["--device", "gpu", "train.py"], "asked for 1 ranks on GPUs"),
+        (["--steps", "3:4", "train.py"], "'3:4' is not a valid range of steps"),
+        (["--steps", "20:10", "train.py"], "'20:10' is not a valid range of steps"),
+        (["--on-ranks", "a", "train.py"], "'a' is not a list of ranks"),
+        (["--ranks", "2", "--on-ranks", "2", "train.py"], "a trace of rank 2 was requested"),
+        (["--config", "x.yaml", "train.py"], "a settings file and a script were both given"),
+        (["--device", "gpu", "train.py"], "1 ranks on GPUs requested"),
         (["other.py"], "there is no script 'other.py'"),
-        (["--of", "nowhere"], "there is no profile in nowhere"),
+        (["--of", "nowhere"], "no profile in nowhere"),
         (["--most", "1 parsec", "train.py"], "is not a size"),
     ],
 )

@@ -111,7 +111,7 @@ def test_json_is_for_the_dry_run(run: Run) -> None:
     result = run("--json", "train.py")
     assert result.code == 2
     (finding,) = json.loads(result.out)["findings"]
-    assert finding["what"] == "--json is for --dry-run"
+    assert finding["what"] == "--json works only with --dry-run"
 
 
 def plan(result: Result) -> dict[str, Any]:
@@ -242,7 +242,8 @@ def test_an_unknown_variable_of_the_product_is_a_mistake(
 def test_help_explains_every_flag(muster: Muster) -> None:
     shown = muster("run", "--help")
     assert shown.code == 0
-    for flag in ("--ranks N", "--wait [TIME]", "--grace TIME", "--detach", "--dry-run", "--env"):
+    flags = ("--ranks N", "--wait [DURATION]", "--grace DURATION", "--detach", "--dry-run", "--env")
+    for flag in flags:
         assert flag in shown.out
     assert "stray" not in shown.out
     assert max(map(len, shown.out.splitlines())) <= 100

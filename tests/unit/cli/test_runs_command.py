@@ -82,7 +82,7 @@ def test_a_folder_without_runs_says_how_to_make_one(
 def test_runs_are_listed_newest_first_with_how_they_went(
     muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
-    made(own_machine, "good", "finished", exit_code=0, headline="finished well")
+    made(own_machine, "good", "finished", exit_code=0, headline="finished")
     made(own_machine, "bad", "failed", exit_code=1, headline="rank 1 failed: ValueError\nmore")
     made(own_machine, "killed", "running")
     made(own_machine, "elsewhere", "running", host="login-1")
@@ -116,13 +116,13 @@ def test_of_many_runs_the_newest_are_shown(muster: Muster, own_machine: Path) ->
         made(own_machine, f"run{number}", "finished", exit_code=0)
     shown = muster("runs").out.splitlines()
     assert len(shown) == 21
-    assert shown[-1] == "… 3 older ones: muster runs --all"
+    assert shown[-1] == "… 3 older runs: muster runs --all"
     assert len(muster("runs", "--all").out.splitlines()) == 23
 
 
 @pytest.mark.parametrize("command", ["attach", "stop"])
 def test_a_run_that_does_not_exist(muster: Muster, own_machine: Path, command: str) -> None:
-    assert "runs holds no runs" in muster(command, "last").err
+    assert "runs contains no runs" in muster(command, "last").err
     run = made(own_machine, "good", "finished", exit_code=0)
     result = muster(command, "nope")
     assert (result.code, result.out) == (2, "")
@@ -196,7 +196,7 @@ def test_a_run_of_another_machine_is_followed_but_not_stopped(
 
 @pytest.mark.parametrize(
     ("phase", "headline"),
-    [("finished", "finished well"), ("failed", "rank 1 failed"), ("running", "")],
+    [("finished", "finished"), ("failed", "rank 1 failed"), ("running", "")],
 )
 def test_stop_of_what_is_over_says_how_it_ended(
     muster: Muster, own_machine: Path, phase: str, headline: str, snapshot: SnapshotAssertion
@@ -244,6 +244,6 @@ def test_stop_does_not_end_a_stranger_with_the_launcher_s_number(
 
 
 def test_help_says_what_each_does(muster: Muster) -> None:
-    assert "Ctrl-C ends the following" in muster("attach", "--help").out
-    assert "--grace they are killed" in muster("stop", "--help").out
+    assert "Ctrl-C detaches" in muster("attach", "--help").out
+    assert "kills them after" in muster("stop", "--help").out
     assert "muster runs --json" in muster("runs", "--help").out

@@ -67,7 +67,7 @@ def test_into_a_pipe_it_is_one_look(machine: Machine, muster: Muster) -> None:
     result = muster("top")
     assert result.code == 0
     assert "no GPU" in result.out
-    assert "no run is going on" in result.out
+    assert "no active run" in result.out
 
 
 def test_a_run_that_is_not_there(muster: Muster) -> None:

@@ -20,7 +20,7 @@ from patience import GIVE_UP_S
 
 @pytest.fixture
 def folder(own_machine: Path) -> Path:
-    run = a_run(own_machine, phase="finished", headline="finished well")
+    run = a_run(own_machine, phase="finished", headline="finished")
     add_lines(run)
     return own_machine
 

@@ -404,11 +404,11 @@ def test_a_pair_joined_by_nvlink_is_preferred() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (LinkKind.PIX, "joined by one PCIe switch (PIX)"),
-        (LinkKind.PXB, "joined by several PCIe switches (PXB)"),
-        (LinkKind.PHB, "joined by the CPU's PCIe host bridge (PHB)"),
-        (LinkKind.NODE, "joined by PCIe within one NUMA node (NODE)"),
-        (LinkKind.SYS, "joined by PCIe across CPU sockets (SYS)"),
+        (LinkKind.PIX, "connected by one PCIe switch (PIX)"),
+        (LinkKind.PXB, "connected by several PCIe switches (PXB)"),
+        (LinkKind.PHB, "connected by the CPU's PCIe host bridge (PHB)"),
+        (LinkKind.NODE, "connected by PCIe within one NUMA node (NODE)"),
+        (LinkKind.SYS, "connected by PCIe across CPU sockets (SYS)"),
     ],
 )
 def test_pcie_is_told_in_words(kind: LinkKind, words: str) -> None:
@@ -419,7 +419,7 @@ def test_pcie_is_told_in_words(kind: LinkKind, words: str) -> None:
 def test_a_link_that_is_not_known_is_not_guessed() -> None:
     three = [gpu(index) for index in range(3)]
     partly = node(*three, links=[link(three[0], three[1], LinkKind.PIX)])
-    assert "joined" not in pick(partly, count=3).reason
+    assert "connected" not in pick(partly, count=3).reason
     assert indices(pick(partly, count=2)) == [0, 1]
 
 

@@ -431,7 +431,7 @@ def test_a_stuck_gate_or_a_pipe_hides_no_claim(
         with Claims(place).gate():
             assert len(Claims(place).glance(uuids).claimed) == 2
         os.mkfifo(place / f"{uuids[7]}.lock")
-        assert "is not a file" in Claims(place).glance(uuids).claimed[uuids[7]].command
+        assert "is not a regular file" in Claims(place).glance(uuids).claimed[uuids[7]].command
     with acquire(place, DeviceRequest(count=2)):
         pass
 

@@ -52,7 +52,7 @@ def trouble(name: str = "host-unreachable") -> Finding:
     return Finding(
         name=name,
         status=Status.FAILURE,
-        what="host b cannot take part",
+        what="cannot connect to host b",
         why="it does not answer",
         fix="ping b",
         evidence="ssh: timed out",

@@ -365,7 +365,7 @@ def test_a_rank_that_comes_late_is_named_unless_it_is_known_to_be_slow(
 def test_gpus_that_are_not_used_together_are_told_with_the_reason(
     snapshot: SnapshotAssertion,
 ) -> None:
-    reason = "gloo instead of nccl on all ranks: rank 1 on node2: torch sees no GPU here"
+    reason = "gloo instead of nccl on all ranks: rank 1 on node2: torch sees no GPU on this host"
     group = ranks(2, r0={"accelerator": "cuda", "backend_reason": reason})
     finding = only(collectives.judge_collectives(group))
     assert (finding.name, finding.status) == ("gloo-beside-gpus", Status.WARNING)

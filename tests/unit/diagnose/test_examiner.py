@@ -42,7 +42,7 @@ def talk(*lines: str, **environment: str) -> list[dict[str, Any]]:
 def test_it_answers_line_by_line_and_ends_with_its_input() -> None:
     asked = json.dumps({"id": 1, "verb": "dance", "argument": None})
     answers = {one["id"]: one["error"] for one in talk(asked, "not JSON", "[]")}
-    assert answers[1]["what"] == "there is no verb 'dance'"
+    assert answers[1]["what"] == "unknown verb 'dance'"
     assert "examine" in answers[1]["why"]
     assert set(answers) == {1, None}
 

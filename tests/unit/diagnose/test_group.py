@@ -278,7 +278,7 @@ def test_a_machine_that_does_not_come_is_a_finding_and_the_others_are_checked(
 ) -> None:
     scene.absent[0] = trouble = protocol.Trouble(
         name="host-unreachable",
-        what="host node1 cannot take part",
+        what="cannot connect to host node1",
         why="no ssh server listens",
         fix="systemctl enable --now ssh",
     )

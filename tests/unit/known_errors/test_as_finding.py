@@ -34,9 +34,9 @@ def test_how_to_make_sure_stands_before_how_to_mend_it() -> None:
         explain_text("OSError: [Errno 98] Address already in use\nport: 29511,")[0]
     )
     lines = finding.fix.splitlines()
-    assert lines[0] == "to make sure:"
+    assert lines[0] == "to confirm:"
     assert lines[1].startswith("  ss -ltnp 'sport = :29511'")
-    assert lines[2] == "to mend it:"
+    assert lines[2] == "to fix it:"
     assert "ss -ltnp" in lines[3]
 
 

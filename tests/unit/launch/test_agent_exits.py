@@ -52,7 +52,7 @@ class FakeEnd:
             await asyncio.sleep(self.slow_s)
         if self.cannot_send is not None and isinstance(message, self.cannot_send):
             self.cannot_send = None
-            raise protocol.UnreadableMessage("a message of 5000000 bytes is too long to be sent")
+            raise protocol.UnreadableMessage("a message of 5000000 bytes is too long to send")
         self.heard.append(message)
 
     def output(self) -> str:
@@ -174,7 +174,7 @@ def test_a_launcher_that_goes_while_ranks_are_starting_leaves_none(tmp_path: Pat
         it.end.say(it.start, None)
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
-    assert agent.words == "the launcher has gone"
+    assert agent.words == "the launcher is gone"
 
 
 @pytest.mark.usefixtures("own_machine")
@@ -204,7 +204,7 @@ def test_a_launcher_that_never_says_a_word_is_not_waited_for(
         await it.end.hear(protocol.Hello)
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
-    assert "the launcher was not heard" in agent.words
+    assert "no message from the launcher" in agent.words
 
 
 @pytest.mark.usefixtures("own_machine")
@@ -348,7 +348,7 @@ def test_launcher_whose_bytes_cause_any_other_error_is_given_up(
 def test_a_launcher_that_cannot_be_understood_is_given_up(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    garbled = protocol.UnreadableMessage("what came was not a message")
+    garbled = protocol.UnreadableMessage("received an invalid message")
 
     async def scene(it: Scene) -> None:
         await it.started()

@@ -228,7 +228,7 @@ def test_nothing_dangerous_gets_through(text: str) -> None:
 
 def test_rank_lists_are_short() -> None:
     assert rank_list([5, 3, 4, 0]) == "0,3-5"
-    assert rank_list(range(0, 1000, 2)).endswith("20,22,… (500 in all)")
+    assert rank_list(range(0, 1000, 2)).endswith("20,22,… (500 in total)")
 
 
 def expanded(lines: list[str], world_size: int) -> dict[int, list[str]]:
@@ -291,8 +291,8 @@ def test_the_console_writes_within_the_window_and_the_rest_at_its_end() -> None:
             now_s += WINDOW_S
             assert os.read(reader, 100) == b"[all 2 ranks] a\n"
             console.output(1, "é\n")
-            console.say("the run ended well")
-        assert os.read(reader, 100).decode() == "[rank 1] é\nthe run ended well\n"
+            console.say("the run finished")
+        assert os.read(reader, 100).decode() == "[rank 1] é\nthe run finished\n"
 
 
 def test_a_paused_terminal_does_not_hold_up_the_launcher() -> None:

@@ -218,4 +218,4 @@ def test_a_process_that_would_die_of_the_signal_does_not_get_it(
 
 
 def test_a_process_that_has_gone_is_told_as_such(tmp_path: Path) -> None:
-    assert attempt.of_this_system(2**22 + 5) == "its process has gone"
+    assert attempt.of_this_system(2**22 + 5) == "its process is gone"

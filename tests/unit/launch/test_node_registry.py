@@ -212,7 +212,7 @@ def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_com
         )
         await called.open(registry.arrive)
         try:
-            with pytest.raises(Impossible, match=r"torchmuster on c speaks protocol 99"):
+            with pytest.raises(Impossible, match=r"torchmuster on c uses protocol 99"):
                 await registry.call(range(3))
         finally:
             await registry.close()
@@ -263,7 +263,7 @@ def test_whoever_does_not_come_back_is_left_out_where_the_others_are_enough(
 
 
 PREPARED = protocol.Prepared(ranks=1, devices=("CPU",), reasons=(), fingerprint=None)
-AWAY = protocol.Trouble(name="host-unreachable", what="host b cannot take part", why="it is off")
+AWAY = protocol.Trouble(name="host-unreachable", what="cannot connect to host b", why="it is off")
 
 
 class Away(Called):

@@ -152,9 +152,9 @@ def test_a_module_runs_as_with_python_m(run: Run, tmp_path: Path) -> None:
     [
         ("sys.exit()", 0, None),
         ("sys.exit(0)", 0, None),
-        ("sys.exit(3)", 3, "the script ended itself: 3"),
-        ("sys.exit('no data')", 1, "the script ended itself: no data"),
-        ("raise SystemExit(True)", 1, "the script ended itself: True"),
+        ("sys.exit(3)", 3, "the script exited with: 3"),
+        ("sys.exit('no data')", 1, "the script exited with: no data"),
+        ("raise SystemExit(True)", 1, "the script exited with: True"),
         ("os._exit(5)", 5, None),
     ],
 )

@@ -184,7 +184,7 @@ def test_an_end_always_fits_into_a_message() -> None:
 def test_a_rank_that_saved_is_known_by_what_it_wrote(
     folder: Path, seen: RankExit | None, told: int
 ) -> None:
-    record = {"error": "the script ended itself: 75", "what": "saved at step 3", "exit_code": 75}
+    record = {"error": "the script exited with: 75", "what": "saved at step 3", "exit_code": 75}
     (folder / "rank-0.error.json").write_text(json.dumps(record))
     (failure,) = engines.read_failure_files(
         folder,

@@ -80,7 +80,7 @@ IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
         ([attempt(reached=7)] * 3, 10, None),
         # Whoever kills from outside may do so anywhere, and again.
         ([attempt(KILLED, saved=100, reached=120)] * 3, 10, 4.0),
-        ([attempt("b was lost: not heard for 10 s", name="host-lost", saved=100)] * 3, 10, 4.0),
+        ([attempt("b was lost: no heartbeat for 10 s", name="host-lost", saved=100)] * 3, 10, 4.0),
         # What cannot mend itself is not repeated, unless it had worked before.
         ([attempt(IMPORT, mistake=True)], 3, None),
         ([attempt(KILLED), attempt(IMPORT, mistake=True)], 3, 2.0),

@@ -44,7 +44,7 @@ def failure(
         exit_code=exit_code,
         ago_s=ago_s,
         error=error,
-        traceback=f"{trace}{error}\n" if error and "ended itself" not in error else "",
+        traceback=f"{trace}{error}\n" if error and "the script exited with" not in error else "",
         evidence=evidence,
         last_lines=last_lines,
         peak_rss_bytes=peak_rss_bytes,
@@ -309,7 +309,7 @@ def test_torchrun_s_own_kill_of_a_rank_that_hangs_is_not_the_cause() -> None:
 
 
 def test_a_lost_machine_is_the_cause_of_lost_connections(snapshot: SnapshotAssertion) -> None:
-    silent = "not heard for 10 s: the link is cut, or the machine is gone"
+    silent = "no heartbeat for 10 s: the link is down or the host is gone"
     finding = judged(
         ended("a", failure(0, LATE), failure(1, LATE), at_s=95.0),
         NodeExit(host="b", lost=silent, lost_s=100.0),
@@ -333,7 +333,7 @@ def test_a_machine_that_is_lost_after_a_rank_failed_is_not_the_cause() -> None:
 
 def test_an_agent_that_failed_itself_is_named_with_its_error(snapshot: SnapshotAssertion) -> None:
     words = (
-        "torchrun's agent ended with code 1\nW UserWarning: Failed to initialize NumPy: No module "
+        "torchrun's agent exited with code 1\nW UserWarning: Failed to initialize NumPy: No module "
         "named 'numpy'\nTraceback (most recent call last):\nImportError: libcudart.so.12: cannot open"
     )
     finding = judged(ended("a", words=words))
@@ -348,18 +348,18 @@ def test_agents_that_were_ended_are_not_to_blame() -> None:
         "torch.distributed.elastic.multiprocessing.api.SignalException: Process 5 got signal: 15"
     )
     finding = judged(
-        ended("a", words=f"torchrun's agent ended with code 1\n{signal}", at_s=100.2),
-        ended("b", words="torchrun's agent was ended by SIGKILL", at_s=100.0),
-        ended("c", words="torchrun's agent was ended by SIGKILL", at_s=107.0),
+        ended("a", words=f"torchrun's agent exited with code 1\n{signal}", at_s=100.2),
+        ended("b", words="torchrun's agent was killed by SIGKILL", at_s=100.0),
+        ended("c", words="torchrun's agent was killed by SIGKILL", at_s=107.0),
     )
     assert finding.name == "agent-failed"
     assert finding.what.startswith("b ")
 
 
 def test_a_script_s_own_words_are_the_headline() -> None:
-    words = judged(ended("a", failure(0, "the script ended itself: no data in /data", exit_code=1)))
+    words = judged(ended("a", failure(0, "the script exited with: no data in /data", exit_code=1)))
     assert words.what.endswith(": no data in /data")
-    number = judged(ended("a", failure(0, "the script ended itself: 3", exit_code=3)))
+    number = judged(ended("a", failure(0, "the script exited with: 3", exit_code=3)))
     assert number.what.endswith(": exit code 3")
 
 
@@ -369,7 +369,7 @@ def told(rank: int, what: str, *, ago_s: float = 0.0) -> protocol.Failure:
         local_rank=0,
         exit_code=1,
         ago_s=ago_s,
-        error=f"the script ended itself: {what}",
+        error=f"the script exited with: {what}",
         what=what,
         why="parameters 4 GiB\ngradients 4 GiB",
         fix="fsdp",
@@ -552,7 +552,7 @@ HANG = Finding(
     name="rank-idle",
     status=Status.WARNING,
     what="rank 1 on b keeps the others waiting: in time.sleep for 12 s at train.py:88 in step",
-    why="its process uses no processor",
+    why="its process uses no CPU",
     fix="look at train.py:88",
     evidence="rank 1 on b: time.sleep for 12 s",
 )

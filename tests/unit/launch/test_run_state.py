@@ -178,7 +178,7 @@ def test_a_damaged_file_is_no_state_and_no_job(run: RunFolder, content: str) -> 
 
 def test_what_a_newer_version_wrote_beside_is_ignored(run: RunFolder) -> None:
     run_state.write_job(run, SPEC)
-    run_state.EventLog(run).ended("finished", 0, "finished well")
+    run_state.EventLog(run).ended("finished", 0, "finished")
     for path in (run.job, run.state):
         path.write_text(json.dumps({**json.loads(path.read_text()), "mood": "good"}))
     written = json.loads(run.job.read_text())
@@ -222,5 +222,5 @@ def test_a_disk_that_fills_up_during_a_run_does_not_end_it(run: RunFolder) -> No
     event_log = run_state.EventLog(run)
     shutil.rmtree(run.path)
     event_log.phase("running")
-    event_log.ended("finished", 0, "finished well")
+    event_log.ended("finished", 0, "finished")
     assert not run.path.exists()

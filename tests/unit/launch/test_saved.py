@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher import node_handle
 
-WORDS = "saved at step 120 at a request to end (SIGUSR1 to rank 1)"
+WORDS = "saved at step 120 after a stop request (SIGUSR1 to rank 1)"
 
 
 def rank(number: int, exit_code: int, what: str = "") -> protocol.Failure:
@@ -30,10 +30,8 @@ def machine(*failures: protocol.Failure, words: str = "", lost: str = "", told: 
         [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS))],
         [machine(rank(0, 75, WORDS), rank(1, -15))],  # on its way out it was told once more
         [machine(rank(0, 143), rank(1, 75, WORDS))],
-        [machine(rank(0, 75, WORDS), words="torchrun's agent was ended by SIGTERM")],
-        [
-            machine(rank(0, 75, WORDS), lost="its node agent ended without a word")
-        ],  # after it had told
+        [machine(rank(0, 75, WORDS), words="torchrun's agent was killed by SIGTERM")],
+        [machine(rank(0, 75, WORDS), lost="its node agent was killed")],  # after it had told
     ],
 )
 def test_ranks_that_saved_say_so(machines: list[Any]) -> None:

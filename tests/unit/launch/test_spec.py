@@ -93,5 +93,5 @@ def test_nothing_that_ssh_or_a_shell_could_take_for_more_than_a_name_gets_throug
 def test_a_host_named_twice_is_refused_with_the_right_way_to_write_it() -> None:
     with pytest.raises(Impossible) as caught:
         parse_hosts(["a,b,a"])
-    assert caught.value.what == "host 'a' is named twice"
+    assert caught.value.what == "host 'a' is listed more than once"
     assert caught.value.fix == "--hosts a:2"

@@ -117,12 +117,12 @@ def test_ranks_speak_on_standard_output_and_the_launcher_on_standard_error(
 ) -> None:
     console = terminal.console(run)
     with console.speaking():
-        console.say("the CPU, as asked\n1 thread per rank")
+        console.say("device: cpu\n1 thread per rank")
         console.world(2)
         console.output(0, "loss 1\nonly here\n")
         console.output(1, "loss 1\n")
         console.show([FINDING])
-    own = "muster: the CPU, as asked\nmuster: 1 thread per rank\n"
+    own = "muster: device: cpu\nmuster: 1 thread per rank\n"
     ranks = "[all 2 ranks] loss 1\n[rank 0] only here\n"
     found = "failure  rank 1 failed\n         why  no data\n"
     assert terminal.read("stdout") == ranks

@@ -155,7 +155,7 @@ def test_a_listener_that_fails_does_not_end_the_watching(
 
 
 def test_what_is_no_number_is_refused(own_machine: Path) -> None:
-    with GPUMonitor() as monitor, pytest.raises(Impossible, match="'loss' is no number"):
+    with GPUMonitor() as monitor, pytest.raises(Impossible, match="'loss' is not a number"):
         monitor.log_metrics(1, {"loss": "low"})  # type: ignore[dict-item]
 
 
@@ -186,7 +186,7 @@ def test_the_first_rank_of_another_machine_serves_but_writes_no_curves(
 def test_a_port_that_is_taken_is_named_and_nothing_is_left(own_machine: Path) -> None:
     with GPUMonitor(prometheus_port=0) as first:
         before = threading.active_count()
-        with pytest.raises(Impossible, match="cannot be served"):
+        with pytest.raises(Impossible, match="cannot serve metrics"):
             GPUMonitor(prometheus_port=first.port)
         assert threading.active_count() == before
 

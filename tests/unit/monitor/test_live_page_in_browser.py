@@ -51,8 +51,8 @@ def test_the_newest_picture_is_shown_and_a_server_that_is_gone_is_told(
             assert browser.value(f"document.getElementById('{part}').innerText.length > 0"), part
         browser.picture(Path(os.environ.get("PICTURES", tmp_path)) / "watch.png")
         set_state(run, "finished")
-        browser.wait_until(f"{HEARTBEAT} === 'the run is over'", meanwhile=look)
-    browser.wait_until(f"{HEARTBEAT}.startsWith('muster watch does not answer: last heard 1')")
+        browser.wait_until(f"{HEARTBEAT} === 'the run has ended'", meanwhile=look)
+    browser.wait_until(f"{HEARTBEAT}.startsWith('muster watch does not respond: last response 1')")
     assert browser.value("document.getElementById('heartbeat').className") == "stale"
     assert browser.value("document.getElementById('tiles').innerText.length > 0"), "it stays"
 
@@ -65,9 +65,7 @@ def test_the_token_is_taken_from_the_address_and_kept_for_the_tab_alone(
     with serving(Access(token=TOKEN), shown.served()) as port:
         address = f"http://127.0.0.1:{port}/"
         browser.open(address)
-        browser.wait_until(
-            f"{HEARTBEAT}.startsWith('the token is missing or wrong: open the address')"
-        )
+        browser.wait_until(f"{HEARTBEAT}.startsWith('token missing or wrong: open the address')")
         assert browser.value("document.getElementById('tiles').innerText") == ""
         browser.open("about:blank")
         browser.open(f"{address}#a-long%2Fenough%20token")

@@ -81,7 +81,7 @@ def test_before_the_first_step(run: RunFolder) -> None:
     parts = _shown(run)
     assert 'llm: <b class="ok">running</b>' in parts["head"]
     assert "no step yet" in parts["tiles"]
-    assert "no rank was heard of" in parts["ranks"]
+    assert "no recent heartbeat" in parts["ranks"]
     assert parts["curves"] == parts["times"] == ""
 
 
@@ -101,7 +101,7 @@ def test_the_figures_are_the_runs_own(run: RunFolder) -> None:
     assert tiles["samples/s"] == "610.0"
     assert tiles["ms/step"] == "2,000.0"
     assert tiles["evaluation: accuracy"] == "0.875"
-    assert parts["curves"].count("<svg") == 4, "loss, learning rate, samples/s, time of a step"
+    assert parts["curves"].count("<svg") == 4, "loss, learning rate, samples/s, step time"
     assert "compute 60%" in parts["times"]
     assert "communication 20%" in parts["times"]
 
@@ -110,13 +110,13 @@ def test_the_figures_are_the_runs_own(run: RunFolder) -> None:
 def test_each_rank_has_a_place_with_its_figure(run: RunFolder, count: int) -> None:
     add_ranks(run, count, slow=0, step=120)
     shown = _shown(run)["ranks"]
-    places = re.findall(r'--heat:([\d.]+)" title="rank (\d+) on a: waits for other', shown)
+    places = re.findall(r'--heat:([\d.]+)" title="rank (\d+) on a: waiting for other', shown)
     assert [int(rank) for _, rank in places] == list(range(min(count, 512)))
     assert places[0][0] == "0.00"
     assert {heat for heat, _ in places[1:]} <= {"0.40"}
     assert shown.count("<small>0</small>119</span>") == 1, "its step"
     assert ("the first 512 shown" in shown) == (count == 600)
-    assert ("the others wait for rank 0" in shown) == (count > 1)
+    assert ("the other ranks wait for rank 0" in shown) == (count > 1)
 
 
 def test_what_is_not_known_of_a_rank_is_a_question_mark(run: RunFolder) -> None:
@@ -129,10 +129,10 @@ def test_what_is_not_known_of_a_rank_is_a_question_mark(run: RunFolder) -> None:
 def test_losses_that_are_no_numbers_leave_a_gap_and_a_mark(run: RunFolder) -> None:
     write_lines(run, lifelike_lines(60, bad_from=50))
     parts = _shown(run)
-    assert _tiles(parts)["loss"] == "is not a number"
+    assert _tiles(parts)["loss"] == "NaN"
     loss = parts["curves"].partition("learning rate")[0]
     assert "nan" not in loss
-    assert loss.count("not a number at") == 11
+    assert loss.count("NaN at") == 11
     assert "not a number" in parts["alerts"]
     write_lines(run, [LINE | {"loss": None}])
     assert 'aria-label="loss"' not in _shown(run)["curves"], "there is nothing to draw"

@@ -37,7 +37,7 @@ SPEC = JobSpec(
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    run = a_run(tmp_path, phase="finished", headline="finished well")
+    run = a_run(tmp_path, phase="finished", headline="finished")
     run_state.write_job(run, SPEC)
     return run
 
@@ -73,8 +73,8 @@ def test_a_run_that_finished(run: RunFolder, snapshot: SnapshotAssertion) -> Non
     page = _page(run)
     assert '<h1>llm: <b class="ok">finished</b></h1>' in page
     told = _answer(page)
-    assert told["asked"] == "muster train --config llm.yaml"
-    assert told["true"] == snapshot
+    assert told["command"] == "muster train --config llm.yaml"
+    assert told["result"] == snapshot
     assert told["to do"] == "nothing"
     assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == 4
     assert "rank 1 on a" in page
@@ -93,7 +93,7 @@ def test_where_the_time_of_all_steps_went(run: RunFolder) -> None:
         "compute 25% (1 min)",
         "communication 10% (40 s)",
         "data 15% (1 min)",
-        "everything else 50% (3 min)",
+        "other 50% (3 min)",
     ):
         assert words in page
 
@@ -115,8 +115,8 @@ def test_a_run_that_failed(run: RunFolder, snapshot: SnapshotAssertion) -> None:
     page = _page(run)
     assert 'llm: <b class="failure">failed</b>' in page
     told = _answer(page)
-    assert told["true"].startswith("rank 1 on a failed:")
-    assert told["true"] == snapshot
+    assert told["result"].startswith("rank 1 on a failed:")
+    assert told["result"] == snapshot
     assert told["to do"].startswith("leave it out\n")
     assert "a batch is empty" in page
     assert "from step 2,500 until the end" in page
@@ -127,15 +127,15 @@ def test_a_run_without_a_single_step(
     tmp_path: Path, phase: str, snapshot: SnapshotAssertion
 ) -> None:
     told = _answer(_page(a_run(tmp_path, phase=phase)))
-    assert "job.json" in told["asked"]
-    told["true"] = re.sub(r"lasted \d+ \w+", "lasted TIME", told["true"])
+    assert "job.json" in told["command"]
+    told["result"] = re.sub(r"duration \d+ \w+", "duration TIME", told["result"])
     assert told == snapshot
 
 
 def test_a_folder_that_says_nothing(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     run = a_run(tmp_path)
     run.state.unlink()
-    assert _answer(_page(run))["true"].splitlines()[0] == snapshot
+    assert _answer(_page(run))["result"].splitlines()[0] == snapshot
 
 
 def test_a_run_whose_launcher_died_lasted_until_it_was_last_heard_of(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_run_whose_launcher_died_lasted_until_it_was_last_heard_of(tmp_path: P
     os.utime(run.state, (NOW + 500, NOW + 500))
     page = _page(run)
     assert 'llm: <b class="failure">died</b>' in page
-    assert "it lasted 10 min" in _answer(page)["true"]
+    assert "duration 10 min" in _answer(page)["result"]
 
 
 def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_long_run_makes_a_small_page(run: RunFolder, monkeypatch: pytest.Monke
     write_lines(run, lifelike_lines(5_000))
     add_ranks(run, 64)
     page = _page(run)
-    assert "250,000 steps" in _answer(page)["true"]
+    assert "250,000 steps" in _answer(page)["result"]
     assert len(page) < 250_000
     assert "too long" not in page
     monkeypatch.setattr(run_report, "_READ_WITHIN_S", -1.0)

@@ -37,7 +37,7 @@ def test_everything_fits(run: RunFolder, width: int, ranks: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
     assert "610.0 samples/s  2,000.0 ms/step" in shown
     assert "█ compute 60%  ▓ communication 20%  ▒ data 10%  ░ checkpoint 10%" in shown
-    assert f"ranks {ranks}: how much each waits" in shown
+    assert f"ranks {ranks}: share of time waiting" in shown
     assert shown.count("▒") >= ranks, "a place for each rank's waiting"
     assert "alerts none" in shown
 
@@ -53,7 +53,7 @@ def test_the_curve_falls_with_the_loss(run: RunFolder) -> None:
 def test_the_slow_rank_is_named(run: RunFolder) -> None:
     add_lines(run)
     add_ranks(run, 8, slow=5)
-    assert "the others wait for rank 5" in _shown(run)
+    assert "the other ranks wait for rank 5" in _shown(run)
     add_ranks(run, 8)
     assert "the others wait" not in _shown(run)
 

@@ -210,7 +210,7 @@ def test_an_answer_that_fails_says_nothing_of_why() -> None:
 def test_nobody_else_is_served_without_protection(access: Access, missing: str) -> None:
     with pytest.raises(Impossible) as caught:
         serving.check_access(access)
-    assert caught.value.what == f"metrics are not served on {access.address}: {missing}"
+    assert caught.value.what == f"refusing to serve metrics on {access.address}: {missing}"
     assert "--token-file" in caught.value.fix
 
 
@@ -234,7 +234,7 @@ def test_with_both_others_are_served() -> None:
 
 def test_a_port_that_is_taken_is_named(port: int) -> None:
     with (
-        pytest.raises(Impossible, match=f"cannot be served on 127.0.0.1:{port}"),
+        pytest.raises(Impossible, match=f"cannot serve metrics on 127.0.0.1:{port}"),
         serving.serving(Access(port=port), SERVED),
     ):
         pass

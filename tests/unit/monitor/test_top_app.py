@@ -160,13 +160,13 @@ def test_a_new_picture_is_shown_unless_it_is_held(tmp_path: Path, picture: TopPi
 
     async def steps(pilot: Pilot[Exception]) -> None:
         await pilot.press("space")
-        await _until(pilot, lambda: "held" in _screen(app)[0])
+        await _until(pilot, lambda: "paused" in _screen(app)[0])
         app.post_message(Looked(empty))
         await pilot.pause()
         assert _ranks_shown(app) == ["0", "1", "2"]
         await pilot.press("space")
         app.post_message(Looked(empty))
-        await _shown(pilot, "no run is going on")
+        await _shown(pilot, "no active run")
         assert not any("GPU" in line for line in _screen(app)[1:-1])
 
     _run(app, steps)
@@ -190,7 +190,7 @@ def test_it_looks_again_by_itself(tmp_path: Path, picture: TopPicture) -> None:
     app = TopApp(picture, lambda: empty, every_s=0.01)
 
     async def steps(pilot: Pilot[Exception]) -> None:
-        await _shown(pilot, "no run is going on")
+        await _shown(pilot, "no active run")
 
     _run(app, steps)
     assert "top" not in {one.name for one in threading.enumerate() if not one.daemon}

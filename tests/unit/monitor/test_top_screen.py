@@ -126,7 +126,7 @@ def test_several_machines_have_their_names(tmp_path: Path) -> None:
     run = running(tmp_path, heartbeat(0))
     on_machine(run, heartbeat(1), host="b", devices=(gpu(0, host="b", pid=FIRST_PID + 1),))
     shown = _lines(look(tmp_path, with_gpus(1)))
-    assert "2 x A100-SXM4-80GB on 2 machines" in shown[0]
+    assert "2 x A100-SXM4-80GB on 2 hosts" in shown[0]
     assert _row(shown, "host").split()[0] == "a"
     assert _row(shown, "host", 1).split()[0] == "b"
     assert _row(shown, "host", 1).endswith("rank 1")
@@ -171,12 +171,12 @@ def test_without_gpu_and_without_run(tmp_path: Path) -> None:
     shown = _lines(look(tmp_path, machine()))
     assert "no GPU" in shown[0]
     assert shown[1].startswith("cpu ")
-    assert shown[-1].startswith("ranks: no run")
+    assert shown[-1].startswith("ranks: no active run")
 
 
 def test_a_run_whose_ranks_are_not_there_yet(tmp_path: Path) -> None:
     running(tmp_path)
-    assert _lines(look(tmp_path, machine()))[-1] == "ranks: not heard of yet"
+    assert _lines(look(tmp_path, machine()))[-1] == "ranks: no heartbeat yet"
 
 
 def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:

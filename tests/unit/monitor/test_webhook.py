@@ -96,5 +96,5 @@ def test_nobody_there_is_told_without_the_address() -> None:
     "address", ["file:///etc/passwd", "hooks.example", "ftp://x/y", "https://"]
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(Impossible, match="no address of the web"):
+    with pytest.raises(Impossible, match="not a URL"):
         Webhook(address)

@@ -36,7 +36,7 @@ def test_names_stay_and_the_last_value_has_one() -> None:
 
 def test_a_long_value_is_cut_and_counted() -> None:
     value = run_cell("'x' * 30_000", "cell-1", {}).value
-    assert value.endswith("… 10,002 characters more")
+    assert value.endswith("… 10,002 more characters")
 
 
 def test_a_traceback_has_the_lines_of_cells_and_the_innermost_one() -> None:

@@ -144,7 +144,7 @@ def test_a_rank_comes_once() -> None:
             assert end.recv(1) == b""
         first.close()
         here.close()
-    assert one.entrance.refused == ["127.0.0.1: rank 0 is here already"]
+    assert one.entrance.refused == ["127.0.0.1: rank 0 is already connected"]
 
 
 def test_a_rank_speaks_to_nobody_without_the_key() -> None:

@@ -49,7 +49,7 @@ def test_ranks_are_chosen_by_their_numbers(line: str, ranks: list[int]) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("", "%%rank needs a rank"),
+        ("", "%%rank requires a rank"),
         ("x", "'x' is not a rank"),
         ("-1", "'-1' is not a rank"),
         ("4", "there is no rank 4"),

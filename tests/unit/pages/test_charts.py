@@ -150,7 +150,7 @@ def test_what_is_no_number_leaves_a_gap_with_a_cross() -> None:
     assert len(line.attrib["points"].split()) == 2
     assert len(list(tree.iter(f"{SVG}circle"))) == 1  # a point that has no neighbour
     (cross,) = [one for one in tree.iter(f"{SVG}path") if one.find(f"{SVG}title") is not None]
-    assert cross.findtext(f"{SVG}title") == "not a number at 3"
+    assert cross.findtext(f"{SVG}title") == "NaN at 3"
     assert tree.attrib["width"] == "440"
     only_gaps = [Curve(name="", points=[(1, math.nan)], marked=False)]
     assert not list(

@@ -60,23 +60,23 @@ def test_a_named_precision_needs_no_known_rate(snapshot: SnapshotAssertion) -> N
         assert found.reason == snapshot
     only = dataclasses.replace(unlisted(), flops={"float32": 1e13}, bandwidth_bytes_s=1e12)
     assert asked(only, train__precision="bf16").precision.reason == snapshot
-    assert asked(CARD, train__precision="bf16").precision.reason == "bf16: asked for"
+    assert asked(CARD, train__precision="bf16").precision.reason == "bf16: requested"
 
 
 def test_what_a_card_is_known_not_to_have_is_refused() -> None:
     for card in (catalogue.gpu_named("T4"), unlisted("float16", "float32")):
-        with pytest.raises(Impossible, match=f"bf16 was asked for, but {card.name} has no bf16"):
+        with pytest.raises(Impossible, match=f"bf16 was requested, but {card.name} has no bf16"):
             asked(card, train__precision="bf16")
     for named in ("fp16", "fp32"):
         found = asked(unlisted("float32"), train__precision=named).precision
         assert found.value == named  # slow, perhaps, but a training takes it
     assert asked(catalogue.gpu_named("T4")).precision.value == "fp16"
-    assert asked(catalogue.gpu_named("L4")).precision.reason == "bf16: L4 has it"
+    assert asked(catalogue.gpu_named("L4")).precision.reason == "bf16: L4 supports it"
 
 
 def test_portions_of_different_sizes_are_refused_before_anything_is_traced() -> None:
     with pytest.raises(Impossible, match=r"train\.micro_batch_sizes") as refused:
         asked(CARD, train__micro_batch_sizes="4,2")
-    assert "alike" in refused.value.why
+    assert "equal ranks" in refused.value.why
     assert "train.micro_batch_sizes=null" in refused.value.fix
     assert asked(CARD, train__micro_batch_size="4").micro_batch_size == 4

@@ -66,8 +66,8 @@ def test_what_a_card_has_no_units_for_is_missing() -> None:
 def test_an_unknown_card_is_refused_with_those_that_are_near() -> None:
     with pytest.raises(Impossible) as caught:
         catalogue.gpu_named("H1000")
-    assert caught.value.what == "asked for the card H1000"
-    assert "near: H100" in caught.value.why
+    assert caught.value.what == "H1000 is not in the GPU catalogue"
+    assert "closest: H100" in caught.value.why
     assert "cluster file" in caught.value.fix
     assert catalogue.find_gpu("H1000") is None
 
@@ -81,4 +81,4 @@ def test_another_size_of_a_known_card_is_not_taken_for_it(name: str) -> None:
 def test_apple_s_chips_are_told_apart_from_typing_mistakes() -> None:
     with pytest.raises(Impossible) as caught:
         catalogue.gpu_named("Apple M3 Max")
-    assert "plan on that machine itself" in caught.value.fix
+    assert "muster plan on that machine" in caught.value.fix

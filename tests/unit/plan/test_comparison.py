@@ -53,8 +53,9 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, snapshot: SnapshotAssertion)
         (
             3.0,
             None,
-            "memory is not counted on the CPU: muster plan --verify measures it; a step takes 3 s, "
-            "planned 2 s (+50.0 %), slower than planned: the shares in the step line say what it waits for",
+            "memory is not measured on the CPU; muster plan --verify measures it; a step takes 3 s, "
+            "planned 2 s (+50.0 %), slower than planned: the shares in the step line show what it "
+            "waits for",
         ),
     ],
 )

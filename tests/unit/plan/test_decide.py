@@ -176,13 +176,13 @@ def test_activations_are_computed_again_only_where_they_do_not_fit(
 def test_offload_is_for_what_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MadeUpModel(parameters=60_000_000_000).stand_in(monkeypatch)
     answer = answer_of(model, question())
-    assert answer.chosen.reason.startswith("fsdp + offload over 8 cards")
+    assert answer.chosen.reason.startswith("fsdp + offload over 8 GPUs")
     assert answer.runner_up is None or "offload" in answer.runner_up.reason
 
 
 def test_many_machines_share_copies(large: MadeUpModel) -> None:
     answer = answer_of(large, question(hardware(machines=16)))
-    assert answer.chosen.reason.startswith("hybrid 16 x 8 over 128 cards")
+    assert answer.chosen.reason.startswith("hybrid 16 x 8 over 128 GPUs")
 
 
 def test_a_way_over_some_of_the_cards_is_not_taken_for_that_over_all(
@@ -190,9 +190,9 @@ def test_a_way_over_some_of_the_cards_is_not_taken_for_that_over_all(
 ) -> None:
     model = MadeUpModel(parameters=60_000_000_000).stand_in(monkeypatch)
     answer = answer_of(model, question(hardware(machines=16), sharding="full_shard"))
-    assert answer.chosen.reason.startswith("fsdp over 128 cards")
+    assert answer.chosen.reason.startswith("fsdp over 128 GPUs")
     passed = {one.name for one in answer.passed_over}
-    assert "fsdp over 8 cards" in passed
+    assert "fsdp over 8 GPUs" in passed
     assert "fsdp" not in passed
 
 
@@ -257,7 +257,7 @@ def test_the_refusal_names_what_is_missing_and_how_many_cards_would_do(
         answer_of(model, question(cpu_offload=False))
     error = refused.value
     assert error.exit_code is ExitCode.IMPOSSIBLE
-    assert "16 cards (2 machines)" in error.fix
+    assert "16 GPUs (2 machines)" in error.fix
     assert error == snapshot
 
 
@@ -514,7 +514,7 @@ def test_states_are_not_moved_to_the_host_where_samples_alone_are_too_large(
     with pytest.raises(Impossible) as refused:
         answer_of(model, question(micro_batch_size=1))
     assert not any(one.candidate.cpu_offload for one in model.traced)
-    assert "cards (" not in refused.value.fix, "more cards do not help either"
+    assert "GPUs (" not in refused.value.fix, "more GPUs do not help either"
 
 
 def test_inputs_that_wait_are_seen_from_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,4 +264,4 @@ def test_cards_of_this_machine_have_the_memory_that_their_driver_says() -> None:
 def test_more_ranks_than_cards_are_refused() -> None:
     with pytest.raises(Impossible) as caught:
         here.hardware_here(node=node(card(0, "NVIDIA L4", 22)), ranks=2)
-    assert caught.value.why == "it has 1 card"
+    assert caught.value.why == "it has 1 GPU"

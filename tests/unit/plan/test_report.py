@@ -30,7 +30,7 @@ def planned(
 def test_how_far_times_may_be_off_is_said_once_beside_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = "published trainings had 0.55 to 1.31 times these speeds"
+    said = "published runs had 0.55 to 1.31 times these speeds"
     usual = planned(monkeypatch, origin=CATALOGUED.source)
     assert plan_text(usual, line="").count(said) == 1
     assert plan_page(usual, line="").count(said) == 1
@@ -57,7 +57,7 @@ def test_rows_that_a_screen_has_no_room_for_are_counted(
     assert "--json" not in plan_text(answer, line="")
     many = dataclasses.replace(answer, table=answer.table[:1] * 12)
     (rest,) = [line for line in plan_text(many, line="").splitlines() if "--json" in line]
-    assert "2 rows" in rest
+    assert "2 more rows" in rest
     assert rest == snapshot
 
 
@@ -87,5 +87,5 @@ def test_a_cpu_has_ranks_and_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     on = dataclasses.replace(on, card=dataclasses.replace(on.card, kind="cpu", name="a CPU"))
     answer = planned(monkeypatch, on)
     for shown in (plan_text(answer, line=""), plan_page(answer, line="")):
-        assert "card" not in shown
+        assert "GPU" not in shown
         assert "rank" in shown

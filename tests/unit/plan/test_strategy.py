@@ -45,7 +45,7 @@ def test_states_that_decide_need_no_trace(states_gib: float) -> None:
 
 def test_what_cannot_be_traced_is_decided_by_states(snapshot: SnapshotAssertion) -> None:
     def look(requests: Sequence[TraceRequest]) -> list[TraceRefused]:
-        return [TraceRefused(what="tracing took too long and was given up")] * len(requests)
+        return [TraceRefused(what="tracing took too long and was stopped")] * len(requests)
 
     decided = strategy_for(GREY, BY_STATES, look)
     assert decided.value.name == "ddp"

@@ -75,8 +75,8 @@ def test_what_is_as_predicted(snapshot: SnapshotAssertion) -> None:
     ("peak_bytes", "status", "words"),
     [
         (1.04, Status.OK, "(+4.0 %), within 5 %"),
-        (1.2, Status.FAILURE, "(+20.0 %), more than the 5 % that it may be off"),
-        (0.8, Status.NOTE, "(-20.0 %), better than the 5 % that it may be off"),
+        (1.2, Status.FAILURE, "(+20.0 %), above the allowed difference of 5 %"),
+        (0.8, Status.NOTE, "(-20.0 %), below the allowed difference of 5 %"),
     ],
 )
 def test_verdicts_on_memory(peak_bytes: float, status: Status, words: str) -> None:
@@ -84,7 +84,7 @@ def test_verdicts_on_memory(peak_bytes: float, status: Status, words: str) -> No
     assert found.status is status
     assert found.what.endswith(words)
     if status is Status.FAILURE:
-        assert "leave +20.0 % more room" in found.fix
+        assert "leave +20.0 % more free memory" in found.fix
 
 
 def test_slower_than_predicted_is_a_warning(snapshot: SnapshotAssertion) -> None:

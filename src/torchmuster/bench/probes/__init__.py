@@ -1,1 +1,1 @@
-"""The programs that measure. They run in processes of their own, since they import torch."""
+"""The measuring programs. They run in separate processes, since they import torch."""

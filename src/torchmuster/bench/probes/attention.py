@@ -1,4 +1,4 @@
-"""Computes attention in every way that torch has here, in turns, and compares what comes out."""
+"""Measures all available attention implementations, interleaved, and compares their outputs."""
 
 import contextlib
 import gc
@@ -43,7 +43,7 @@ _BACKENDS = {
 
 
 class AttentionKind:
-    """One way to compute attention; made for a length, since a mask has one."""
+    """One attention implementation, built for a sequence length."""
 
     def __init__(self, make: Callable[[int], Attention], *, forward_only: str = "") -> None:
         self.make = make
@@ -53,7 +53,10 @@ class AttentionKind:
 def available_attention(
     names: tuple[str, ...], inputs: Inputs, *, causal: bool
 ) -> tuple[dict[str, AttentionKind], dict[str, str]]:
-    """Try every kind on a short sequence; return those that work, and why the others do not."""
+    """Try every implementation on a short sequence.
+
+    Return those that work, and the others' errors.
+    """
     kinds: dict[str, AttentionKind] = {}
     missing: dict[str, str] = {}
     device = inputs[0].device
@@ -61,7 +64,7 @@ def available_attention(
         if name == "flex":
             possible = can_compile(device)
             if not possible.value:
-                missing[name] = f"{possible.reason}; not compiled it is no faster than plain"
+                missing[name] = f"{possible.reason}; without compilation it is no faster than plain"
                 continue
         kind = _attention_kind(name, causal, device)
         trouble = _trouble(kind, inputs)
@@ -78,7 +81,7 @@ def _attention_kind(name: str, causal: bool, device: torch.device) -> AttentionK
     if name == "sdpa":
         return AttentionKind(lambda length: partial(_sdpa, None, causal))
     if name == "flex":
-        only = "torch has no backward of it on CPUs" if device.type == "cpu" else ""
+        only = "torch has no backward for it on CPUs" if device.type == "cpu" else ""
         compiled = _compiled_flex()
         return AttentionKind(
             lambda length: _flex(compiled, length, causal, device), forward_only=only
@@ -87,7 +90,7 @@ def _attention_kind(name: str, causal: bool, device: torch.device) -> AttentionK
 
 
 def _trouble(kind: AttentionKind, inputs: Inputs) -> str:
-    """Say why a kind does not work here; nothing if it does."""
+    """Return why an implementation does not work here; empty if it does."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -102,7 +105,7 @@ def _trouble(kind: AttentionKind, inputs: Inputs) -> str:
 
 
 def _mask(length: int, causal: bool, device: torch.device) -> torch.Tensor | None:
-    """Return which keys come after a query."""
+    """Return the mask of keys after each query."""
     if not causal:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
@@ -111,7 +114,7 @@ def _mask(length: int, causal: bool, device: torch.device) -> torch.Tensor | Non
 def plain_attention(
     later: torch.Tensor | None, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Compute attention as it is defined; ``later`` says which keys come after a query."""
+    """Compute attention by its definition; ``later`` masks the keys after each query."""
     scores: torch.Tensor = queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5
     if later is not None:
         scores = scores.masked_fill(later, float("-inf"))
@@ -148,7 +151,7 @@ def _flex(compiled: Any, length: int, causal: bool, device: torch.device) -> Att
         mask = create_block_mask(_is_not_later, None, None, length, length, device=device)
 
     def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        if device.type == "cpu":  # where it refuses what needs a gradient
+        if device.type == "cpu":  # it rejects inputs that require gradients
             queries, keys, values = queries.detach(), keys.detach(), values.detach()
         output: torch.Tensor = compiled(queries, keys, values, block_mask=mask)
         return output
@@ -156,18 +159,18 @@ def _flex(compiled: Any, length: int, causal: bool, device: torch.device) -> Att
     return attend
 
 
-# What rounding can explain, of the norm: probabilities and outputs are rounded to the type on the way.
+# Allowed rounding error relative to the norm: probabilities and outputs are rounded to the dtype.
 _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _ROWS_CHECKED = 64  # at the beginning and at the end of a sequence
 
 
 def measure_attention_kinds(request: AttentionRequest) -> AttentionAnswer:
-    """Compute every kind at every length."""
+    """Measure every implementation at every length."""
     device = device_of(request.device)
     dtype = _attention_dtype(request, device)
     shortest = _inputs(replace(request, batch=1), min(request.lengths), device, dtype)
     kinds, missing = available_attention(request.kinds, shortest, causal=request.causal)
-    last_s: dict[str, float] = {}  # what a call took at the length before
+    last_s: dict[str, float] = {}  # duration of a call at the previous length
     found: list[MeasuredAttention] = []
     for length in sorted(set(request.lengths)):
         found += _at_length(request, length, kinds, device, dtype, last_s)
@@ -213,7 +216,9 @@ def _at_length(
     turns: dict[str, Callable[[], object]] = {}
     found: dict[str, MeasuredAttention] = {}
     for name, kind in kinds.items():
-        expected_s = 4 * last_s.get(name, 0.0)  # lengths double, and the work is their square
+        expected_s = 4 * last_s.get(
+            name, 0.0
+        )  # lengths double, and the work grows with their square
         if request.longest_s is not None and expected_s > request.longest_s:
             reason = f"a forward and backward would take about {expected_s:.2g} s"
             found[name] = MeasuredAttention(kind=name, length=length, left_out=reason)
@@ -236,7 +241,7 @@ def _at_length(
             if not is_out_of_memory(error):
                 raise
             turns = {key: turn for key, turn in turns.items() if not key.startswith(f"{name} ")}
-            one = MeasuredAttention(kind=name, length=length, left_out="memory ran out")
+            one = MeasuredAttention(kind=name, length=length, left_out="out of memory")
             _give_back(device)
         found[name] = one
     taken = interleaved(
@@ -290,14 +295,14 @@ def _difference(given: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _peak_bytes(turn: Callable[[], object], device: torch.device) -> int:
-    """Return what a call takes at most beside what is there before it."""
+    """Return the peak memory of a call above the memory before it."""
     if device.type != "cpu":
         before = int(torch.accelerator.memory_allocated(device))
         torch.accelerator.reset_peak_memory_stats(device)
         turn()
         return int(torch.accelerator.max_memory_allocated(device)) - before
-    # The profiler sees also what compiled code and kernels take for themselves.
-    # acc_events: torch 2.12 warns of its default, which makes a difference only where a profiler starts twice.
+    # The profiler also sees allocations of compiled code and kernels.
+    # acc_events: torch 2.12 warns about its default, which matters only if a profiler starts twice.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         result = turn()
     peak = max(accumulate(single_allocations(seen)), default=0)
@@ -312,7 +317,7 @@ def _give_back(device: torch.device) -> None:
 
 
 def main(request: str, answers: str) -> None:
-    """Read what is asked for, compute, and leave the answer."""
+    """Read the request, measure, and write the answer."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=AttentionRequest)
     leave_answer(answers, 0, msgspec.json.encode(measure_attention_kinds(asked)).decode())
 

@@ -1,7 +1,8 @@
-"""How long calls take: several things in turns, so that what happens to the machine happens to all of them.
+"""Interleaved timing of several calls, so that disturbances of the host affect all of them.
 
-``torch.utils.benchmark.Timer`` measures one thing after the other. A machine that slows down in between (heat,
-a neighbour) then looks like a difference between the things. Here every round has a sample of each, in a drawn order.
+``torch.utils.benchmark.Timer`` measures one call after the other. A host that slows down in between
+(heat, other load) then looks like a difference between the calls. Here every round has a sample of
+each, in random order.
 """
 
 import gc
@@ -32,10 +33,11 @@ def interleaved(
     say: Callable[[str], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, tuple[float, ...]]:
-    """Return seconds per call of each turn, one for each round.
+    """Return seconds per call of each turn, one sample per round.
 
-    Each turn is first called for ``warm_up_s``, and as often in a sample as makes it last ``least_sample_s``. The device
-    is waited for before and after each sample. Python's garbage collector waits as well.
+    Each turn is warmed up for ``warm_up_s``, and called in a sample until it lasts
+    ``least_sample_s``. The device is synchronised before and after each sample. Python's garbage
+    collector is paused.
     """
 
     def timed(turn: Callable[[], object], calls: int) -> float:
@@ -56,9 +58,7 @@ def interleaved(
             warm_up_s=warm_up_s,
         )
     samples: dict[str, list[float]] = {name: [] for name in turns}
-    drawn = random.Random(
-        0
-    )  # the same order in every process: it is no difference between two runs
+    drawn = random.Random(0)  # the same order in every process
     order = list(turns)
     mine = Turns()
     if device.type == "cpu" and torch.get_num_threads() == 1:
@@ -66,7 +66,7 @@ def interleaved(
     collecting = gc.isenabled()
     gc.disable()
     gc.collect()
-    gc.freeze()  # what is there already need not be looked at after each round
+    gc.freeze()  # existing objects need not be scanned after each round
     try:
         for number in range(rounds):
             if say is not None:
@@ -93,8 +93,8 @@ def calls_per_sample(
     warm_up_s: float,
     most_calls: int = _MOST_CALLS,
 ) -> int:
-    """Warm up by calling more and more often; return how many calls make a sample long enough."""
-    timed(1)  # compiles, allocates, fills caches: says nothing about the next one
+    """Warm up with an increasing number of calls; return the calls per sample."""
+    timed(1)  # compiles, allocates, fills caches: not representative
     calls, total_s = 1, 0.0
     while True:
         took_s = timed(calls)
@@ -103,7 +103,7 @@ def calls_per_sample(
             share = least_sample_s / max(took_s, 1e-9)
             calls = min(most_calls, calls * max(2, min(10, math.ceil(share))))
         elif total_s >= warm_up_s:
-            # The last one was warm: no more calls than are needed.
+            # The last one was warm: use no more calls than needed.
             return max(1, math.ceil(calls * min(1.0, least_sample_s / max(took_s, 1e-9))))
 
 
@@ -127,8 +127,9 @@ def interleaved_on_ranks(
 ) -> dict[str, tuple[float, ...]]:
     """Return this rank's seconds per call of each turn, a sample in every round.
 
-    Each turn is warmed up, and called so often in a sample that it lasts ``least_sample_s`` on the slowest rank, and at least
-    ``least_calls`` times. In each round every turn is sampled once, in an order that is drawn anew. All ranks begin a sample together.
+    Each turn is warmed up, and called in a sample until it lasts ``least_sample_s`` on the slowest
+    rank, and at least ``least_calls`` times. In each round every turn is sampled once, in a new
+    random order. All ranks start a sample together.
     """
 
     def sample(turn: Callable[[], object], calls: int) -> float:
@@ -146,7 +147,7 @@ def interleaved_on_ranks(
     def slowest(turn: Callable[[], object], calls: int) -> float:
         return max(map(float, all_gather_object(sample(turn, calls), world)))
 
-    # All ranks hear the same times, and come to the same numbers.
+    # All ranks get the same times and compute the same numbers.
     calls = {
         name: max(
             least_calls,
@@ -185,29 +186,29 @@ def device_of(asked: Literal["auto", "cpu"]) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device as its driver names it, or as torch does where nobody else does."""
+    """Return the device name from the driver, or from torch."""
     named = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device) if named is None else str(named(device))
 
 
 def number_types(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the types that a device can multiply in, and why the others are left out."""
+    """Return the dtypes of products on a device, and why the others are left out."""
     if device.type == "cpu":
         return ("float32", "bfloat16"), {
             "tf32": "a mode of accelerators' float32 units",
-            "float16": "not measured on CPUs, where trainings do not use it",
+            "float16": "not measured on CPUs, as trainings do not use it there",
         }
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
         if capability >= _TF32_FROM:
             return ("float32", "tf32", "bfloat16", "float16"), {}
-        older = "NVIDIA's cards have it from compute capability 8.0 on"
+        older = "NVIDIA GPUs support it from compute capability 8.0 on"
         return ("float32", "float16"), {"tf32": older, "bfloat16": older}
-    return ("float32", "bfloat16", "float16"), {"tf32": "a mode of NVIDIA's cards"}
+    return ("float32", "bfloat16", "float16"), {"tf32": "a mode of NVIDIA GPUs"}
 
 
 def quickest_s(turn: Callable[[], object], device: torch.device) -> float:
-    """Return what a call takes at least, roughly; a neighbour may have the core at any one time."""
+    """Return the approximate minimum duration of a call, robust against other load."""
     taken_s = []
     for _ in range(_TRIES):
         wait_for_device(device)

@@ -1,7 +1,8 @@
-"""A rank that times messages with the others, and looks at every value that arrives.
+"""A rank that times messages with the others, and checks every received value.
 
-As a program: ``python -m torchmuster.bench.probes.collectives REQUEST ANSWERS``: a file or JSON, and a folder or ``-`` for
-standard output. Each kind of message is what PyTorch users call, on whole tensors; a time has as many calls in a row as make it long enough, as in nccl-tests.
+As a program: ``python -m torchmuster.bench.probes.collectives REQUEST ANSWERS``: a file or JSON,
+and a folder or ``-`` for standard output. Operations are the PyTorch calls on whole tensors; a
+sample has several calls in a row, as in nccl-tests.
 """
 
 import socket
@@ -34,9 +35,9 @@ from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.world import World, join_world
 
 _ITEM_BYTES = 4  # float32, whose sums of small whole numbers are exact
-# Ranks leave a barrier one after the other; with few calls, that is a part of what is timed.
+# Ranks leave a barrier one after the other; with few calls, this distorts the time.
 _LEAST_CALLS = 4
-# By their newer names, where torch has them: the older ones warn in every process.
+# Newer names if torch has them: the older ones warn in every process.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -47,7 +48,7 @@ class Messages:
     def __init__(self, world: World, largest_bytes: int) -> None:
         self._world = world
         count = largest_bytes // _ITEM_BYTES
-        # Written to, so that the pages are there, and 0, so that sums stay what they are however often they are made.
+        # Written to, so that the pages are allocated; zeros, so that repeated sums stay the same.
         self._mine = torch.ones(count, device=world.device).zero_()
         self._got = torch.ones(count, device=world.device).zero_()
 
@@ -67,7 +68,7 @@ class Messages:
         return calls[operation]
 
     def _passing_on(self, mine: torch.Tensor, got: torch.Tensor) -> Callable[[], object]:
-        """Return the call that sends to the next rank and receives from the one before, at once."""
+        """Return the call that sends to the next and receives from the previous rank at once."""
         rank, ranks = self._world.global_rank, self._world.world_size
         both = [
             dist.P2POp(dist.isend, mine, (rank + 1) % ranks),
@@ -81,7 +82,7 @@ class Messages:
         return pass_on
 
     def checked(self, operation: str, size_bytes: int, turn: int) -> Values:
-        """Send numbers that are known beforehand, and compare all that arrive."""
+        """Send known values, and compare all received values."""
         ranks, rank, device = self._world.world_size, self._world.global_rank, self._world.device
         whole = size_bytes // _ITEM_BYTES
         part = whole // ranks
@@ -102,7 +103,7 @@ class Messages:
     def _pieces(
         self, operation: str, whole: int, turn: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield what arrived, and what it must be."""
+        """Yield the received and the expected values."""
         ranks, rank, device = self._world.world_size, self._world.global_rank, self._world.device
         part = whole // ranks
         own = slice(rank * part, (rank + 1) * part)
@@ -142,7 +143,7 @@ def collective_times(asked: CollectivesRequest, world: World) -> CollectiveTimes
         least_sample_s=asked.least_sample_s,
         least_calls=_LEAST_CALLS,
     )
-    for kind in kinds:  # once more: what went wrong meanwhile may still do
+    for kind in kinds:  # check again after the timing
         values[kind] = values[kind] + messages.checked(*kind, turn=2)
     forget_groups()
     return CollectiveTimes(
@@ -167,12 +168,12 @@ def collective_times(asked: CollectivesRequest, world: World) -> CollectiveTimes
 def _first_wrong(values: Values) -> str:
     if not values.wrong:
         return ""
-    got = "not a number" if values.got is None else f"{values.got:g}"
-    return f"place {values.place} has {got}, and must have {values.expected:g}"
+    got = "NaN" if values.got is None else f"{values.got:g}"
+    return f"index {values.place} is {got}, expected {values.expected:g}"
 
 
 def main(request: str, answers: str) -> None:
-    """Read what is asked for, measure, and leave the answer."""
+    """Read the request, measure, and write the answer."""
     inline = answers == TO_OUTPUT
     asked = msgspec.json.decode(
         request if inline else Path(request).read_bytes(), type=CollectivesRequest

@@ -1,4 +1,4 @@
-"""Reads data for a while in one way after the other, as a training would, and takes the time."""
+"""Times data loading as in a training, for several loader configurations."""
 
 import ctypes
 import hashlib
@@ -20,12 +20,12 @@ from torchmuster.train.data.step import Loader, MicroBatch
 from torchmuster.train.seeds import seed_process
 from torchmuster.train.world import World, all_gather_object
 
-# Micro-batches at the beginning of an epoch whose content is compared between the ways to read.
+# Micro-batches at the start of an epoch whose content is compared between configurations.
 _COMPARED = 4
 _LEAST_TURN_S = 0.05
 _LEAST_TURNS, _MOST_TURNS = 3, 40
 _MOST_SETTLING_S = 1.0
-# A thread that computes does at least so much of what the busiest one does.
+# A thread counts as computing from this share of the busiest thread on.
 _BUSY_SHARE = 0.25
 _LEAST_CPU_S = 0.03  # the system counts in hundredths
 
@@ -33,7 +33,7 @@ MakeLoader = Callable[[Reading], Loader]
 
 
 def visit_all(request: LoaderRequest, make: MakeLoader, world: World) -> tuple[Visit, ...]:
-    """Visit each way to read as often as there are rounds, in a drawn order that all ranks share."""
+    """Measure each configuration once per round, in a random order shared by all ranks."""
     drawn = random.Random(0)
     order = list(request.readings)
     found = []
@@ -46,12 +46,12 @@ def visit_all(request: LoaderRequest, make: MakeLoader, world: World) -> tuple[V
 
 
 def _visit(loader: Loader, reading: Reading, world: World, window_s: float, share: float) -> Visit:
-    """Visit one way to read; ``share`` says from how far into the data, so that no visit reads what one before read."""
-    # What a dataset draws without workers comes from here.
+    """Measure one configuration; ``share`` is the start position, so that no data is read twice."""
+    # Without workers, the dataset uses this generator.
     seed_process(0)
     try:
         first_batch_s, digests, took_s = _beginning(loader, world)
-        # What was read ahead of the epoch that is left would hold up the next one.
+        # Prefetched batches of the abandoned epoch would delay the next one.
         ahead = 2 * reading.prefetch * max(reading.workers, 1)
         time.sleep(min(_MOST_SETTLING_S, took_s * ahead / _COMPARED) if reading.workers else 0)
         return _loader_timed(loader, reading, world, window_s, share, first_batch_s, digests)
@@ -95,7 +95,7 @@ def _loader_timed(
     next(batches)
     next_epoch_s = time.perf_counter() - begun_s
     once = max(1, reading.workers)  # each worker gives one batch
-    for _ in range(once * reading.prefetch):  # what was ready before somebody waited for it
+    for _ in range(once * reading.prefetch):  # batches that were prefetched
         next(batches)
     guess_s = _turn(batches, once, world.device)[1]
     calls, turns = _agreed(guess_s, window_s, world)
@@ -116,7 +116,7 @@ def _loader_timed(
 
 
 def _agreed(guess_s: float, window_s: float, world: World) -> tuple[int, int]:
-    """Return how long and how many turns are, the same on all ranks: streams read in step."""
+    """Return length and number of turns, the same on all ranks: streams read in lockstep."""
     longest_s = max(all_gather_object(guess_s, world))
     calls = max(1, math.ceil(_LEAST_TURN_S / max(longest_s, 1e-6)))
     turns = math.ceil(window_s / max(calls * longest_s, 1e-6))
@@ -124,7 +124,7 @@ def _agreed(guess_s: float, window_s: float, world: World) -> tuple[int, int]:
 
 
 def _turn(batches: Iterator[MicroBatch], count: int, device: torch.device) -> tuple[int, float]:
-    """Read so many micro-batches; return how many samples they had, and the time."""
+    """Read this many micro-batches; return their number of samples, and the time."""
     begun_s = time.perf_counter()
     samples = sum(next(batches).samples for _ in range(count))
     _wait_for(device)
@@ -140,14 +140,12 @@ def _endless(loader: Loader, epoch: int, *, begin: int = 0) -> Generator[MicroBa
                 empty = False
                 yield micro
         if empty and not begin:
-            raise Impossible(
-                "the data has no samples", fix="look where its samples should come from"
-            )
+            raise Impossible("the data has no samples", fix="check the source of its samples")
         epoch, begin = epoch + 1, 0
 
 
 def content_of(batch: Any) -> bytes:
-    """Return a digest of what is in a batch: the bytes of tensors, everything else as it is written."""
+    """Return a digest of a batch: bytes of tensors, text of everything else."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors_in(batch):
         own = tensor.detach().cpu().contiguous()
@@ -169,14 +167,14 @@ class _Thread:
 
 
 class _Used:
-    """How much of the processor the workers of this rank use, or the rank itself where there are none."""
+    """The CPU usage of this rank's workers, or of the rank itself without workers."""
 
     def __init__(self) -> None:
         self._begun_s = time.perf_counter()
         self._before = _cpu_s()
 
     def since(self) -> tuple[float | None, int | None]:
-        """Return how many cores were kept busy, and how many threads compute in one process at most."""
+        """Return the cores used, and the maximum number of computing threads in one process."""
         after = _cpu_s()
         took_s = time.perf_counter() - self._begun_s
         if not after:
@@ -189,13 +187,13 @@ class _Used:
 
 
 def _computing(threads: Sequence[float]) -> int:
-    """Return how many threads do a good part of a process's work; one that does hardly any has one."""
+    """Return the number of threads with a relevant share of a process's work; at least 1."""
     least = max(_BUSY_SHARE * max(threads), _LEAST_CPU_S)
     return max(1, sum(one >= least for one in threads))
 
 
 def _cpu_s() -> dict[_Thread, float]:
-    """Return what each thread has used; empty where the system does not tell."""
+    """Return the CPU time of each thread; empty if the system does not report it."""
     own = psutil.Process()
     found: dict[_Thread, float] = {}
     try:
@@ -210,7 +208,7 @@ def _cpu_s() -> dict[_Thread, float]:
 def to_device(
     batch: Any, world: World, *, rounds: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return how long a batch takes to an accelerator from ordinary and from pinned memory; nothing on the CPU."""
+    """Return the copy time of a batch from pageable and from pinned memory; empty on the CPU."""
     device = world.device
     if device.type == "cpu":
         return (), ()

@@ -1,4 +1,4 @@
-"""Multiplies matrices in turns, in every number type that the device has, and checks what comes out."""
+"""Measures matrix products in every dtype of the device, interleaved, and checks the results."""
 
 import math
 import re
@@ -33,12 +33,15 @@ from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.train.weights import own_name
 
-# nn.Linear keeps its weight as (out, in); GPT-2's layers of transformers, which are called so, as (in, out).
+# nn.Linear stores its weight as (out, in); Conv1D of transformers' GPT-2 as (in, out).
 _KINDS = ("Linear", "Conv1D")
 
 
 def linear_shapes(work: Work, micro_batch_size: int) -> tuple[MatmulShape, ...]:
-    """Return the products of one forward of a micro-batch; alike layers of a model as one, with their number."""
+    """Return the products of one forward of a micro-batch.
+
+    Equal layers are merged with their count.
+    """
     counted: Counter[tuple[int, int, int, str]] = Counter()
 
     def note(name: str) -> Any:
@@ -65,9 +68,9 @@ def linear_shapes(work: Work, micro_batch_size: int) -> tuple[MatmulShape, ...]:
             built.loss_of(built.batch())
     if not counted:
         raise Impossible(
-            "asked for the products of this model's linear layers",
+            "this model has no linear layers to measure",
             why="its forward calls no torch.nn.Linear",
-            fix="leave the model out and give sizes: --sizes 1024 2048",
+            fix="omit the model and pass sizes: --sizes 1024 2048",
         )
     return tuple(
         MatmulShape(rows=rows, inner=inner, columns=columns, layer=layer, times=times)
@@ -81,13 +84,14 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# What rounding can explain, of the norm: a few times the type's own step. Sums in 16 bits would be far beyond.
+# Allowed rounding error relative to the norm: a few times the dtype's epsilon. Sums in 16 bits
+# exceed it.
 _MOST_ERROR = {"float32": 1e-5, "tf32": 2e-3, "bfloat16": 1e-2, "float16": 2e-3}
 _ROWS_CHECKED = 8
 
 
 def time_products(request: MatmulRequest) -> MatmulAnswer:
-    """Multiply everything that is asked for: on the accelerator and on the CPU, or only there."""
+    """Measure all requested products: on the accelerator and the CPU, or only on the CPU."""
     shapes = request.shapes
     if request.work is not None:
         shapes = linear_shapes(request.work, request.micro_batch_size)
@@ -111,7 +115,7 @@ def _on(
     types: Sequence[str],
     request: MatmulRequest,
 ) -> list[Product]:
-    """Multiply in turns what does not take too long; in the order of shapes, then of types."""
+    """Measure products that do not take too long, interleaved; ordered by shape, then dtype."""
     turns: dict[str, Callable[[], object]] = {}
     found: dict[tuple[int, int], Product] = {}
     for kind, number_type in enumerate(types):
@@ -158,7 +162,7 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, number_type: str) -> torc
 
 
 def _error(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
-    """Return how far the first and the last rows are from what float64 gives on the CPU."""
+    """Return the error of the first and last rows against float64 on the CPU."""
     rows = [*range(min(_ROWS_CHECKED, len(left))), len(left) - 1]
     expected = left[rows].cpu().double() @ right.cpu().double()
     return float((product[rows].cpu().double() - expected).norm() / expected.norm())
@@ -167,11 +171,11 @@ def _error(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> fl
 def benchmark_matmul(
     device: str | torch.device, size: int, iterations: int = 100
 ) -> dict[str, Any]:
-    """Multiply two square matrices of float32 on a device; the classic function of ``distributed``."""
+    """Multiply two square float32 matrices on a device; the legacy function of ``distributed``."""
     if size < 1 or iterations < 1:
         raise Impossible(
-            f"benchmark_matmul with size {size} and {iterations} iterations",
-            why="both are numbers from 1 on",
+            f"benchmark_matmul: invalid size {size} or iterations {iterations}",
+            why="both must be at least 1",
             fix='benchmark_matmul("cpu", 1024, 100)',
         )
     place = torch.device(device)
@@ -190,7 +194,7 @@ def benchmark_matmul(
 
 
 def main(request: str, answers: str) -> None:
-    """Read what is asked for, multiply, and leave the answer."""
+    """Read the request, measure, and write the answer."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=MatmulRequest)
     leave_answer(answers, 0, msgspec.json.encode(time_products(asked)).decode())
 

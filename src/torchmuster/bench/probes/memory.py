@@ -1,4 +1,4 @@
-"""A rank that follows the memory of real training steps, stage by stage, and tries ways to save it."""
+"""A rank that measures the memory of real training steps by stage, and tries recompute modes."""
 
 import gc
 import sys
@@ -33,15 +33,15 @@ from torchmuster.train.out_of_memory import is_out_of_memory, local_bytes, memor
 from torchmuster.train.world import World, join_world
 
 _WARM_UP_S = 0.5
-_STEADY = 2  # steps of which the lesser peak counts: a thread may have something in hand too long
+_STEADY = 2  # steps of which the lower peak counts: a thread may free memory late
 
 
 def measure_stages(request: MemoryRequest, world: World) -> MemoryAnswer:
-    """Follow the stages in two precisions, and try every way to recompute in the first of them."""
+    """Measure the stages in two precisions, and try every recompute mode in the first one."""
     cards = precision.precision_support(world)
     chosen = precision.choose_precision(request.precision, cards)
     main = chosen.value.name
-    # Beside fp32 what an accelerator would choose; CPUs have bf16.
+    # fp32, and the default of accelerators; CPUs support bf16.
     reduced = precision.choose_precision("auto", cards).value.name
     other = "fp32" if main != "fp32" else ("bf16" if reduced == "fp32" else reduced)
     trial = _Trial(request, replace(request.candidate, precision=main), world)
@@ -65,7 +65,7 @@ def measure_stages(request: MemoryRequest, world: World) -> MemoryAnswer:
 
 
 class _Trial:
-    """A training of its own; built anew where memory ran out, since a step was left in its middle."""
+    """A training; rebuilt after running out of memory, since a step was interrupted."""
 
     def __init__(self, request: MemoryRequest, candidate: Candidate, world: World) -> None:
         self._request = request
@@ -81,7 +81,7 @@ class _Trial:
         self._switch = RecomputeSwitch(self.built.model)
 
     def forget(self) -> None:
-        """Give everything back."""
+        """Free all memory."""
         self.__dict__.pop("built", None)
         self.__dict__.pop("_switch", None)
         gc.collect()
@@ -89,7 +89,10 @@ class _Trial:
             torch.accelerator.empty_cache()
 
     def stages(self) -> tuple[StageTaken, ...]:
-        """Follow the first two steps, with what the settings recompute; none if memory runs out."""
+        """Measure the first two steps with the recompute mode of the settings.
+
+        None if out of memory.
+        """
         with tensor_memory(self._world.device) as look:
             begin = look().live_bytes
             self._build()
@@ -105,7 +108,10 @@ class _Trial:
         return found
 
     def ways(self) -> list[RecomputeMode]:
-        """Try all ways: first their memory, what saves most first; then the time of those that fit."""
+        """Try all modes: first the memory, largest saving first.
+
+        Then the time of those that fit.
+        """
         ways = recompute_modes_for(len(self.built.blocks))
         peaks = {way: self._peak(way) for way in ways}
         fitting = [way for way, peak in peaks.items() if peak is not None]
@@ -129,12 +135,12 @@ class _Trial:
         self.built.train()
 
     def _peak(self, way: Recompute) -> tuple[int, int | None] | None:
-        """Return what is alive at most in a step, and what an allocator keeps; None if memory runs out."""
+        """Return peak live and reserved memory of a step; None if out of memory."""
         device = self._world.device
         if device.type != "cpu":
             torch.accelerator.empty_cache()
         try:
-            if not self.built.optimizer.state:  # the step that makes them is not like the others
+            if not self.built.optimizer.state:  # the step that creates the states is different
                 self._step(way)
             with tensor_memory(device) as look:
                 _show_memory(self.built, look)
@@ -155,7 +161,7 @@ class _Trial:
 
 
 def _show_memory(built: BuiltStep, look: Look) -> None:
-    """Let a follower see what there is already: it knows of what passes an operation."""
+    """Show existing tensors to a memory tracker, which only sees operands of operations."""
     with torch.no_grad():
         for one in (*built.model.parameters(), *built.model.buffers(), *_states(built)):
             one.view_as(one)
@@ -163,9 +169,9 @@ def _show_memory(built: BuiltStep, look: Look) -> None:
 
 
 def followed_stages(built: BuiltStep, look: Look, begin_bytes: int = 0) -> tuple[StageTaken, ...]:
-    """Take two steps and say what was taken before, in and after each of their stages.
+    """Run two steps and return the memory before, in and after each stage.
 
-    ``begin_bytes`` is what others had of the device before the model was built.
+    ``begin_bytes`` is the memory in use on the device before the model was built.
     """
     found: list[StageTaken] = []
     where = {"step": 0, "micro_batch": 0}
@@ -175,7 +181,9 @@ def followed_stages(built: BuiltStep, look: Look, begin_bytes: int = 0) -> tuple
         live, peak = taken.live_bytes - begin_bytes, taken.peak_bytes - begin_bytes
         before = found[-1].after_bytes if found else 0
         same = found[-1:] and (found[-1].name, found[-1].step) == (name, where["step"])
-        if same and found[-1].micro_batch == where["micro_batch"]:  # a model called several times
+        if (
+            same and found[-1].micro_batch == where["micro_batch"]
+        ):  # the model is called several times
             last = found.pop()
             before, peak = last.before_bytes, max(peak, last.peak_bytes)
         found.append(
@@ -239,7 +247,7 @@ def _states(built: BuiltStep) -> Sequence[torch.Tensor]:
 
 
 class RecomputeSwitch:
-    """Lets one model compute other blocks again from one step to the next."""
+    """Switches the recomputed blocks of a model between steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -250,11 +258,11 @@ class RecomputeSwitch:
         }
 
     def count(self, way: Recompute) -> int:
-        """Return how many blocks are computed again in a way."""
+        """Return the number of recomputed blocks of a mode."""
         return self._made(way)[0]
 
     def use(self, way: Recompute) -> None:
-        """Compute again what the way says, from the next step on."""
+        """Apply the recompute mode from the next step on."""
         self._put(self._made(way)[1])
 
     def _made(self, way: Recompute) -> tuple[int, list[Any]]:
@@ -276,7 +284,7 @@ class RecomputeSwitch:
 
 
 def main() -> None:
-    """Read what is asked for, measure, and leave the answer."""
+    """Read the request, measure, and write the answer."""
     asked, answers = sys.argv[1:]
     request = msgspec.json.decode(Path(asked).read_bytes(), type=MemoryRequest)
     with join_world(request.device) as world:

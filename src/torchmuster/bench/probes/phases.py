@@ -1,4 +1,4 @@
-"""A clock that knows what the training is doing: every moment of a step belongs to one phase, the innermost."""
+"""Phase timing of a training: every moment of a step belongs to the innermost phase."""
 
 import resource
 import time
@@ -16,13 +16,13 @@ from torchmuster.bench.profile.recording import RecordedCollective, RecordedStep
 
 _REST = ""
 _UNMARKED = nullcontext()
-_MOST_COLLECTIVES = 64  # of one step; a script that makes more of them shows its habit with these
-# Where a script's own reading of values shows; elsewhere it is part of what is being done.
+_MOST_COLLECTIVES = 64  # recorded per step; enough to show the pattern
+# Phases in which value reads are counted separately; elsewhere they belong to the phase.
 _READING_SHOWS_IN = (_REST, "forward", "communication")
 
 
 class Phases:
-    """Sums the time of each phase in the step that goes on; only the thread that trains uses it."""
+    """Sums the time of each phase in the current step; used only by the training thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,11 +46,11 @@ class Phases:
 
     @property
     def now(self) -> str:
-        """The innermost phase; empty where none goes on."""
+        """The innermost phase; empty if none is active."""
         return self._open[-1][0] if self._open else _REST
 
     def enter(self, phase: str) -> None:
-        """Go into a phase; the one around it stands still."""
+        """Enter a phase; the enclosing one is paused."""
         mark = None
         if self.marks:
             mark = record_function(f"muster:{phase}")
@@ -72,7 +72,7 @@ class Phases:
             mark.__exit__(None, None, None)
 
     def left_of(self, depth: int) -> None:
-        """Leave all phases but the outer ones: those that an exception has ended."""
+        """Leave all inner phases, after an exception."""
         while len(self._open) > depth:
             self.leave()
 
@@ -83,15 +83,15 @@ class Phases:
 
     @property
     def reading_shows(self) -> bool:
-        """Whether a value that is read now is read by the script's own loop."""
+        """Whether a value read now belongs to the script's own loop."""
         return self.now in _READING_SHOWS_IN
 
     def marked(self, name: str) -> AbstractContextManager[object]:
-        """Mark what is inside the ``with`` in the trace, while there is one."""
+        """Mark the ``with`` block in the trace, if there is one."""
         return record_function(f"muster:{name}") if self.marks else _UNMARKED
 
     def read(self, seconds: float) -> None:
-        """Count the reading of a value, which has just ended."""
+        """Count a value read that has just finished."""
         at_s = self._clock()
         self.seconds[self.now] += at_s - self._since_s - seconds
         self._since_s = at_s
@@ -99,11 +99,11 @@ class Phases:
         self.times["reads"] += 1
 
     def begin_wait(self) -> None:
-        """Note that from now on the loop may be waiting for data; another call begins anew."""
+        """Note that the loop may wait for data from now on; another call restarts."""
         self._waits = (self._clock(), self.seconds["data"])
 
     def end_wait(self) -> None:
-        """Count what was waited since :meth:`begin_wait` as data, but for what is counted already."""
+        """Count the time since :meth:`begin_wait` as data, without what is already counted."""
         if self._waits is None:
             return
         at_s, (since_s, counted_s) = self._clock(), self._waits
@@ -119,13 +119,13 @@ class Phases:
         self.gradient_ready_at_s = self._clock()
 
     def backward_ended(self) -> None:
-        """Note what a backward waited after its last gradient."""
+        """Record how long a backward waited after its last gradient."""
         ended_at_s = self.last_end_at_s["backward"]
         if self.gradient_ready_at_s is not None:
             self.waiting_s += max(0.0, ended_at_s - self.gradient_ready_at_s)
 
     def called(self, name: str, begun_at_s: float, size_bytes: int | None) -> None:
-        """Keep a call of torch.distributed that has just ended."""
+        """Record a call of torch.distributed that has just finished."""
         if len(self.collectives) < _MOST_COLLECTIVES:
             self.collectives.append(
                 RecordedCollective(
@@ -173,7 +173,7 @@ def _switches() -> int:
 
 
 def first_tensor(batch: Any) -> torch.Tensor | None:
-    """Return the first tensor of a batch of any make."""
+    """Return the first tensor of a batch of any structure."""
     if isinstance(batch, torch.Tensor):
         return batch
     parts: Any = ()
@@ -198,7 +198,7 @@ class ForwardPhases:
         self._listening: list[Any] = []
 
     def find(self) -> None:
-        """Listen to every module."""
+        """Hook every module."""
         self._listening = [
             register_module_forward_pre_hook(self._enter_any),
             register_module_forward_hook(self._leave_any, always_call=True),
@@ -214,11 +214,11 @@ class ForwardPhases:
 
     @property
     def outermost(self) -> list[nn.Module]:
-        """The modules that no other module called, as far as they were found."""
+        """The outermost modules found so far."""
         return list(self._outermost.values())
 
     def settle(self) -> None:
-        """Listen to the outermost ones only."""
+        """Hook only the outermost modules."""
         for one in self._listening:
             one.remove()
         for module in self._outermost.values():

@@ -1,4 +1,4 @@
-"""Trains one model in every number type from the same weights with the same data, and times the steps in turns."""
+"""Trains one model in every precision from the same weights and data, with interleaved timing."""
 
 import contextlib
 import copy
@@ -33,16 +33,16 @@ from torchmuster.train.step import StepResult, TrainStep
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.train.world import World, join_world
 
-_FOLLOWED = 3  # steps whose memory is looked at; the last of them is like all later ones
-_HELD = 2  # batches that are not trained on
+_FOLLOWED = 3  # steps whose memory is measured; the last one is like all later ones
+_HELD = 2  # held-out batches
 _STUDY_STEPS = 60
 _NEVER = 10**9
-_MOST_TRIES = 24  # of a step: halved so often, the first loss scale is less than 1
+_MOST_TRIES = 24  # of a step: after this many halvings, the initial loss scale is less than 1
 _NUMBER_TYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def measure_precisions(request: PrecisionRequest, world: World) -> PrecisionAnswer:
-    """Train in each precision, then time all of them in turns."""
+    """Train in each precision, then time all of them interleaved."""
     names, missing = _precisions(world.device)
     samples = _samples(request)
     first = _built(request, "fp32", world)
@@ -75,9 +75,9 @@ def measure_precisions(request: PrecisionRequest, world: World) -> PrecisionAnsw
 
 
 def _precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """Return what a training can be in on a device, and why the rest is left out."""
+    """Return the precisions of a device, and why the others are left out."""
     types, missing = number_types(device)
-    # CPUs can train in fp16 too, if only to see what becomes of it.
+    # CPUs can train in fp16 too, for comparison.
     there = {*types, "float16"} if device.type == "cpu" else set(types)
     return (
         [name for name, one in _NUMBER_TYPES.items() if one in there],
@@ -99,7 +99,7 @@ def _built(request: PrecisionRequest, name: str, world: World) -> BuiltStep:
 
 
 def _samples(request: PrecisionRequest) -> list[Any]:
-    """Return as many samples of the dataset as are needed, or all; none where rows of text are drawn."""
+    """Return as many samples of the dataset as needed, or all; none for random text."""
     if request.work.dataset is None:
         return []
     torch.manual_seed(0)
@@ -110,13 +110,13 @@ def _samples(request: PrecisionRequest) -> list[Any]:
         raise Impossible(
             f"{request.work.dataset} (data.dataset) has no samples",
             why="there is nothing to train on",
-            fix="return some from that function",
+            fix="return samples from that function",
         )
     return found
 
 
 def _batches(request: PrecisionRequest, built: BuiltStep, samples: Sequence[Any]) -> list[Any]:
-    """Return the held ones and one for each step; a dataset that is too small comes again."""
+    """Return the held-out batches and one per step; a small dataset is repeated."""
     count, size = request.steps + _HELD, request.micro_batch_size
     torch.manual_seed(0)
     if not samples:
@@ -126,11 +126,11 @@ def _batches(request: PrecisionRequest, built: BuiltStep, samples: Sequence[Any]
 
 
 def _reference(built: BuiltStep, batch: Any) -> torch.Tensor | None:
-    """Return the outputs of the first weights for one sample in float64; None if the model cannot have them."""
+    """Return the initial outputs for one sample in float64; None if not supported."""
     exact = copy.deepcopy(built.model).to("cpu", torch.float64)
     try:
         return _outputs(built, exact, _as_float64(_first_sample(batch)))
-    except RuntimeError:  # its code brings numbers to a type of its own
+    except RuntimeError:  # the model casts to its own dtype
         return None
 
 
@@ -160,7 +160,7 @@ def _outputs(built: BuiltStep, model: torch.nn.Module, batch: Any) -> torch.Tens
 
 @contextlib.contextmanager
 def _arithmetic(name: str) -> Iterator[None]:
-    """Let accelerators' float32 products be TF32 or not; the weights' own types stay as they are."""
+    """Enable or disable TF32 for float32 products on accelerators."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
@@ -172,7 +172,7 @@ def _arithmetic(name: str) -> Iterator[None]:
 
 
 class _Training:
-    """A training of its own in one precision."""
+    """A training in one precision."""
 
     def __init__(
         self, request: PrecisionRequest, name: str, world: World, reference: torch.Tensor | None
@@ -186,7 +186,7 @@ class _Training:
         self._trouble = ""
 
     def way(self, batches: Sequence[Any]) -> PrecisionRun:
-        """Train, and say how it went; the first batches are held back for the end."""
+        """Train, and return the result; the first batches are held out."""
         held, data = batches[:_HELD], batches[_HELD:]
         with _arithmetic(self._name):
             with tensor_memory(self._world.device) as look:
@@ -222,9 +222,9 @@ class _Training:
         return _finite((given - self._reference).norm() / self._reference.norm())
 
     def _train(self, built: BuiltStep, number: int, batch: Any) -> None:
-        """Take a step; one that only the scale of the loss has spoilt is taken again with the smaller one.
+        """Run a step; if only the loss scale was too large, repeat it with a smaller one.
 
-        So all precisions have learnt from the same data in the end, and a difference is that of their numbers.
+        So all precisions train on the same data, and only the precision differs.
         """
         for _ in range(_MOST_TRIES):
             torch.manual_seed(number)  # for dropout
@@ -286,7 +286,7 @@ def _finite(value: torch.Tensor) -> float | None:
 def _precision_times(
     request: PrecisionRequest, built: BuiltStep, names: Sequence[str], batch: Any
 ) -> dict[str, tuple[float, ...]]:
-    """Time steps of one model that is trained in all precisions in turns."""
+    """Time interleaved steps of one model in all precisions."""
     turns: dict[str, Callable[[], object]] = {}
     for name in names:
         precision = PRECISIONS["fp32" if name == "tf32" else name]
@@ -312,7 +312,7 @@ def _timed_step(name: str, built: BuiltStep, batch: Any) -> None:
 
 
 def main(request: str, answers: str) -> None:
-    """Read what is asked for, train, and leave the answer."""
+    """Read the request, train, and write the answer."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=PrecisionRequest)
     with join_world(asked.device) as world:
         found = measure_precisions(asked, world)

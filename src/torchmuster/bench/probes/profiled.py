@@ -1,4 +1,4 @@
-"""A rank of a training that is profiled: the recorder at its doors, then the script as if nothing had happened."""
+"""A rank of a profiled training: install the recorder, then run the script unchanged."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ from torchmuster.plan.proof.fresh_ranks import leave_answer
 
 
 def main() -> None:
-    """Read what is asked for, run the script up to its last wanted step, and leave the facts."""
+    """Read the request, run the script up to the last requested step, and write the facts."""
     request, answers = sys.argv[1:]
     asked = msgspec.json.decode(Path(request).read_bytes(), type=ProfileRequest)
     recorder = StepRecorder(asked)
@@ -38,16 +38,16 @@ def main() -> None:
             raise
     facts = recorder.facts()
     if ended_early and dist.is_initialized():
-        # Nobody leaves while another still has to hear from it.
+        # No rank exits while another still needs it.
         dist.barrier()
         dist.destroy_process_group()
     write_facts(Path(asked.into), facts)
     leave_answer(answers, facts.rank, str(len(facts.steps)))
     for worker in multiprocessing.active_children():
-        worker.terminate()  # of a loader that the script has not come to close
+        worker.terminate()  # of a loader that the script did not close
     sys.stdout.flush()
     sys.stderr.flush()
-    # A script that was left in its middle has groups, threads and workers that may hold up Python's own end.
+    # Groups, threads and workers of an interrupted script may block Python's exit.
     os._exit(0)
 
 

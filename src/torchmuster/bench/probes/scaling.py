@@ -1,4 +1,4 @@
-"""A rank that takes steps of a training with the others, and the same steps without sending anything.
+"""A rank that times training steps with the others, and the same steps without communication.
 
 As a program: ``python -m torchmuster.bench.probes.scaling REQUEST ANSWERS``.
 """
@@ -32,13 +32,13 @@ from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.train.world import World, join_world
 from torchmuster.units import KiB
 
-_MADE_UP_SAMPLES = 512  # where rows of tokens are all that is known of the data
+_MADE_UP_SAMPLES = 512  # synthetic samples if only the row length is known
 _FIRST_CALLS = 3  # in which workers start
 _SMALL_BYTES = 4 * KiB
 
 
 class ScalingSteps:
-    """Takes steps of one portion without end, and keeps what reading took in each."""
+    """Runs steps of one portion, and records the data loading time of each."""
 
     def __init__(self, built: BuiltStep, loader: Loader) -> None:
         self._built = built
@@ -47,7 +47,7 @@ class ScalingSteps:
         self.read_s: list[float] = []
 
     def take(self) -> None:
-        """Take one whole step."""
+        """Run one whole step."""
         built = self._built
         begun_s = time.perf_counter()
         step = next(self._steps)
@@ -59,7 +59,7 @@ class ScalingSteps:
         built.update.apply()
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop prefetching."""
         if isinstance(self._loader, BatchLoader):
             self._loader.close()
 
@@ -75,7 +75,7 @@ class ScalingSteps:
 
 
 def step_times(asked: ScalingRequest, world: World) -> ScalingTimes:
-    """Time the steps; all ranks do."""
+    """Time the steps; called on all ranks."""
     study = asked.study
     if study.threads is not None:
         torch.set_num_threads(study.threads)
@@ -129,7 +129,7 @@ def _build(study: ScalingStudy, world: World) -> BuiltStep:
 
 
 def _alone(study: ScalingStudy, world: World) -> BuiltStep:
-    """Return a training that computes what this rank computes and sends nothing: a copy of the whole model."""
+    """Return a training with this rank's computation but without communication."""
     solo = dataclasses.replace(world, world_size=1, local_world_size=1, global_rank=0, local_rank=0)
     candidate = Candidate(
         strategy="single", layout=ShardLayout(copies=1, shards=1), precision=study.precision
@@ -137,7 +137,7 @@ def _alone(study: ScalingStudy, world: World) -> BuiltStep:
     built = build_step(study.work, candidate, solo)
     if study.strategy != "fsdp":
         return built
-    # A rank of fsdp updates its shard only: as many of the parameters, whichever.
+    # An FSDP rank updates only its shard: update the same number of parameters.
     trained = [one for one in built.model.parameters() if one.requires_grad]
     enough = sum(one.numel() for one in trained) / world.world_size
     before = itertools.accumulate((one.numel() for one in trained), initial=0)
@@ -152,7 +152,7 @@ def _alone(study: ScalingStudy, world: World) -> BuiltStep:
 
 
 def _loader(study: ScalingStudy, built: BuiltStep, portion: int, *, number: int) -> Loader:
-    """Return what reads so many samples for each rank of a training; alone, ranks read different ones."""
+    """Return the loader with this many samples per rank; ranks read different samples."""
     world = built.world
     batches = LoaderSpec(
         global_batch_size=portion * world.world_size,
@@ -162,7 +162,7 @@ def _loader(study: ScalingStudy, built: BuiltStep, portion: int, *, number: int)
     )
     samples = _samples(study.work, built)
     if hasattr(samples, "__getitem__") and hasattr(samples, "__len__"):
-        # Whole steps only: a smaller one at the end of an epoch would be another measurement.
+        # Whole steps only: a smaller last step would distort the measurement.
         return BatchLoader(samples, world, drop_tail=True, **vars(batches))
     return loader_for(samples, world, batches)
 
@@ -184,7 +184,7 @@ def _sending(size_bytes: int, world: World) -> Callable[[], object]:
 
 
 def main(request: str, answers: str) -> None:
-    """Read what is asked for, take the steps, and leave the answer."""
+    """Read the request, run the steps, and write the answer."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=ScalingRequest)
     with join_world("cpu" if asked.study.device == "cpu" else "auto") as world:
         found = step_times(asked, world)

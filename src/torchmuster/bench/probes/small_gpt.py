@@ -1,4 +1,4 @@
-"""A small GPT: what is measured where no model of one's own is named."""
+"""A small GPT: the default model of the benches."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ _WIDTH, _BLOCKS, _HEADS = 128, 8, 4
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network for each place."""
+    """A transformer block: causal attention, then an MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Block(nn.Module):
         )
 
     def forward(self, places: torch.Tensor) -> torch.Tensor:
-        """Return what each place has become."""
+        """Return the hidden states."""
         parts = self.queries_keys_values(self.before_attention(places)).chunk(3, dim=-1)
         query, key, value = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
         seen = scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class SmallGpt(nn.Module):
-    """Says for each place of a text how likely each token is as the next."""
+    """A causal language model."""
 
     def __init__(self, *, width: int = _WIDTH, blocks: int = _BLOCKS, heads: int = _HEADS) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains two small models that are made to be unstable, in each number type, and watches what happens."""
+"""Trains two deliberately unstable small models in each precision, and records the result."""
 
 import itertools
 import math
@@ -17,14 +17,14 @@ from torchmuster.train.strategies.single import Single
 from torchmuster.train.world import World
 
 _SAMPLES, _FEATURES, _WIDTH, _CLASSES = 64, 16, 64, 4
-_TARGET_SIZE = 100.0  # of numbers to foretell: gradients times the first loss scale are above 65504
-_GROWTH_PER_LAYER, _LAYERS = 8.0, 6  # 8 ** 6 is above 65504
-_GROW_SCALE_AFTER = 10  # steps; GradScaler's own 2000 would never come
+_TARGET_SIZE = 100.0  # of the targets: gradients times the initial loss scale exceed 65504
+_GROWTH_PER_LAYER, _LAYERS = 8.0, 6  # 8 ** 6 exceeds 65504
+_GROW_SCALE_AFTER = 10  # steps; GradScaler's default of 2000 would never be reached
 _LEARNING_RATE = 1e-2
 
 
 class LargeLosses(nn.Module):
-    """An ordinary network that is to foretell large numbers, so that its losses and gradients are large."""
+    """A network with large targets, so that its losses and gradients are large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class LargeLosses(nn.Module):
 
 
 class LargeActivations(nn.Module):
-    """Layers without normalisation between them, each of which makes its inputs several times larger."""
+    """Layers without normalization, each of which scales its inputs up several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class LargeActivations(nn.Module):
 
 
 def study_stability(world: World, precisions: Sequence[str], steps: int) -> tuple[Course, ...]:
-    """Train both models in these precisions, for so many steps each."""
+    """Train both models in these precisions, for ``steps`` steps each."""
     return tuple(
         _course(case, PRECISIONS[name], world, steps)
         for case in ("large losses", "large activations")
@@ -137,7 +137,7 @@ def _stability_step(number: int, batch: Any) -> Step:
 
 
 def _culprit(model: nn.Module, loss_of: Callable[[], torch.Tensor], scale: float) -> dict[str, Any]:
-    """Compute a bad step again, and say what was not finite first."""
+    """Repeat a bad step, and return the first non-finite tensor."""
     with torch.no_grad(), ForwardNanHooks(model) as forward:
         loss_of()
     if forward.culprit is not None:

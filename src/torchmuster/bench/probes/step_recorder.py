@@ -1,7 +1,8 @@
-"""Writes down where the time of a training's steps goes, without a word of ours in the script.
+"""Records the time breakdown of training steps without changes to the script.
 
-A step ends with ``optimizer.step``. What happens in it is seen at the doors that every training goes through: the
-DataLoader's iterator, the outermost modules, backward, the optimiser, torch.save, and the ways to read a value.
+A step ends with ``optimizer.step``. The phases are recorded by hooks on the calls that every
+training makes: the DataLoader's iterator, the outermost modules, backward, the optimizer,
+torch.save, and value reads.
 """
 
 import functools
@@ -40,14 +41,14 @@ from torchmuster.train.trainer import Trainer
 
 
 class OwnTrainer:
-    """Hears when a ``Trainer`` waits, and which loader it reads from."""
+    """Records when a ``Trainer`` waits, and which loader it uses."""
 
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
         self._trainer: Trainer | None = None
 
     def watch(self) -> None:
-        """Stand at the trainer's doors."""
+        """Install the hooks on the trainer."""
         phases, wait, work, fit = self._phases, StepMetrics.wait, StepMetrics.work, Trainer.fit
 
         @functools.wraps(wait)
@@ -70,7 +71,7 @@ class OwnTrainer:
         Trainer.fit = watched_fit  # type: ignore[method-assign, assignment]
 
     def loader(self) -> RecordedLoader | None:
-        """Return what the trainer reads from; None where no trainer of ours has run."""
+        """Return the trainer's loader; None if no ``Trainer`` has run."""
         if self._trainer is None:
             return None
         loader, world = self._trainer.loader, self._trainer.world
@@ -107,7 +108,7 @@ _READERS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__"
 
 
 class Finished(SystemExit):
-    """The steps that were asked for are over; the script ends here, as by ``sys.exit(0)``."""
+    """Raised after the last requested step; the script exits here, as with ``sys.exit(0)``."""
 
 
 class StepRecorder:
@@ -124,7 +125,7 @@ class StepRecorder:
         self._flops = CountedFlops()
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._steps: list[RecordedStep] = []
-        self._number = 0  # of the step that goes on is one more
+        self._number = 0  # the current step is one more
         self._profiled = False
         self._optimizer: torch.optim.Optimizer | None = None
         self._backward_ran = False  # since the last step
@@ -136,7 +137,7 @@ class StepRecorder:
         self._parameters: list[torch.Tensor] = []
 
     def install(self) -> None:
-        """Stand at the doors."""
+        """Install the hooks."""
         self._changes.install()
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
@@ -152,7 +153,7 @@ class StepRecorder:
         self._watch_ddp()
 
     def _is_mine(self) -> bool:
-        """Say whether this is the thread that trains: not a loader's, nor a worker's process."""
+        """Return whether this is the training thread: not a loader thread or worker process."""
         return threading.get_ident() == self._thread and os.getpid() == self._process
 
     def _inside(self, phase: str, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
@@ -165,12 +166,13 @@ class StepRecorder:
         finally:
             self._phases.left_of(depth)
 
-    # The optimiser: steps begin and end here.
+    # The optimizer: steps start and end here.
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_mine():
             return
-        # torch.distributed.checkpoint makes the states by a step with a learning rate of 0, before anything was learnt.
+        # torch.distributed.checkpoint creates the states by a step with learning rate 0, before the
+        # training.
         self._making_states = not self._backward_ran and _learns_nothing(optimizer)
         if self._making_states:
             return
@@ -184,7 +186,7 @@ class StepRecorder:
             return
         self._phases.leave()
         if optimizer is not self._optimizer:
-            return  # a training with several: the first one's steps count
+            return  # with several optimizers, the first one's steps count
         self._backward_ran = False
         self._number += 1
         if self._number > WARM_UP_STEPS:
@@ -206,14 +208,12 @@ class StepRecorder:
 
     def _count_next_step(self) -> None:
         if any(is_compiled(module) for module in self._forward.outermost):
-            self._trouble.append(
-                "the model is compiled, and what was compiled is not looked into: flops unknown"
-            )
+            self._trouble.append("the model is compiled: FLOPs unknown")
             return
         self._flops.begin()
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hear of every gradient: the last one of a backward is when this rank is ready for the others."""
+        """Hook every gradient: the last one of a backward marks when this rank is ready."""
         self._parameters = [
             one for group in optimizer.param_groups for one in group["params"] if one.requires_grad
         ]
@@ -223,7 +223,7 @@ class StepRecorder:
                     lambda _: self._phases.gradient_ready()
                 )
             except RuntimeError as error:
-                self._trouble.append(f"when gradients are ready is unknown: {error}")
+                self._trouble.append(f"the time of the last gradient is unknown: {error}")
                 return
 
     # Data.
@@ -237,7 +237,7 @@ class StepRecorder:
             if self._is_mine():
                 self._loader = loader
             iterator = self._inside("data", begin, loader)
-            # Its class is torch's own affair, and only one of those that it is made of has the method.
+            # Its class is private to torch, and only one of its base classes has the method.
             kind = next(one for one in type(iterator).__mro__ if "__next__" in vars(one))
             if kind not in watched:
                 watched.add(kind)
@@ -283,7 +283,7 @@ class StepRecorder:
     # Saves.
 
     def _watch_saves(self) -> None:
-        import torch.distributed.checkpoint as dcp  # slow to import, and not in everybody's way
+        import torch.distributed.checkpoint as dcp  # slow to import, so only if needed
         from torch.distributed.checkpoint import state_dict_saver
 
         torch.save = self._watched_save(torch.save)
@@ -300,7 +300,7 @@ class StepRecorder:
 
         return watched
 
-    # Values that are read.
+    # Value reads.
 
     def _watched_reader(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         phases, changes = self._phases, self._changes
@@ -351,7 +351,7 @@ class StepRecorder:
     # The end.
 
     def facts(self) -> RankFacts:
-        """Write the trace, and return what was seen; the script is over."""
+        """Write the trace, and return the facts, after the script has ended."""
         self._phases.left_of(0)
         self._flops.end()
         device = self._device()
@@ -410,7 +410,7 @@ class StepRecorder:
 
 
 def _learns_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    # Not by Tensor.item and its like: these are watched.
+    # Not with Tensor.item and similar: these are hooked.
     rates = (group["lr"] for group in optimizer.param_groups if "lr" in group)
     return not any(torch.is_nonzero(torch.as_tensor(rate)) for rate in rates)
 

@@ -1,4 +1,4 @@
-"""The profiler on chosen steps, and the file it leaves; a step before them tells how large that would be."""
+"""Profile selected steps into a trace file; a test step before them determines its size."""
 
 import gzip
 import shutil
@@ -15,12 +15,13 @@ from torchmuster.units import format_bytes
 
 
 class TraceFile:
-    """Says which steps are traced, and writes their trace as ``rank-N.trace.json.gz``.
+    """Selects the steps to trace, and writes their trace as ``rank-N.trace.json.gz``.
 
-    A step before the first one asked for is traced and thrown away: it has what the profiler does only
-    once, and its size decides how many steps the cap has room for. Between the two is a step without the profiler:
-    it is stopped inside of ``optimizer.step``, which is a range of the profiler's own; a second one that was started before
-    this range ends would be told of its end, and write it into memory of the first (torch 2.13 crashes then).
+    A step before the first requested one is traced and discarded: it includes the one-time work of
+    the profiler, and its size determines how many steps fit into the limit. Between the two is a
+    step without the profiler: it is stopped inside ``optimizer.step``, which is a range of the
+    profiler itself; a second profiler started before this range ends would receive its end, and
+    write it into memory of the first one (torch 2.13 crashes then).
     """
 
     def __init__(self, asked: ProfileRequest, rank: int) -> None:
@@ -36,15 +37,16 @@ class TraceFile:
         self._ended = 0
 
     def before(self, step: int) -> bool:
-        """Start what is to run in a step; say whether the profiler does."""
+        """Start the profiler if it is due in a step; return whether it runs."""
         asked = self._asked
         if not self._wanted or not (step == self._sizing or asked.first_step <= step <= self._last):
             return False
         if self._running is None:
             self._running = profile(activities=_activities(), profile_memory=asked.with_memory)
             with warnings.catch_warnings():
-                # torch 2.12 warns of what a profiler that starts twice forgets; with acc_events=True it would
-                # not, but would go through all events at the end of a step.
+                # torch 2.12 warns that a second start clears events; with acc_events=True it would
+                # not, but
+                # would process all events at the end of a step.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
                 self._running.start()
         self._mark = record_function(f"muster:step#{step}")
@@ -52,7 +54,7 @@ class TraceFile:
         return True
 
     def after(self, step: int) -> None:
-        """Stop what is over with a step."""
+        """Stop the profiler if its steps are over."""
         if self._running is None or self._mark is None:
             return
         self._mark.__exit__(None, None, None)
@@ -76,12 +78,13 @@ class TraceFile:
         if room < steps:
             self._last = self._asked.first_step + room - 1
             self._why_cut = (
-                f"a step's trace takes {format_bytes(of_a_step_bytes)}, and {format_bytes(most)} are "
-                f"allowed: {room} of {steps} steps were kept"
+                f"the trace of a step takes {format_bytes(of_a_step_bytes)}, the limit is "
+                f"{format_bytes(most)}: "
+                f"{room} of {steps} steps were recorded"
             )
 
     def write(self, step: int) -> TraceKept | None:
-        """Write what was traced up to a step; None if nothing was."""
+        """Write the trace up to a step; None if nothing was traced."""
         self._stop(step)
         if self._kept is None:
             return None
@@ -90,7 +93,7 @@ class TraceFile:
             plain = Path(place) / "trace.json"
             self._kept.export_chrome_trace(str(plain))
             size_bytes = plain.stat().st_size
-            # "x": a trace that is there stays there.
+            # "x": do not overwrite an existing trace.
             with plain.open("rb") as source, gzip.open(path, "xb", compresslevel=4) as target:
                 shutil.copyfileobj(source, target)
         return TraceKept(

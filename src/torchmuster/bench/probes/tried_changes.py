@@ -1,7 +1,6 @@
-"""Changes made to a training from inside its process: what it builds and calls is given other values.
+"""Changes applied to a training inside its process, by patching what it builds and calls.
 
-Nothing of the script is edited. A change that never came to be used is told, so that nobody takes a run without it
-for one with it.
+The script is not edited. A change that had no effect is reported.
 """
 
 import inspect
@@ -16,7 +15,7 @@ from torchmuster.bench.profile.changes import TriedChange
 
 
 class TriedChanges:
-    """The changes of one run, and which of them came to be used."""
+    """The changes of one run, and which of them had an effect."""
 
     def __init__(self, changes: Sequence[TriedChange]) -> None:
         self._values = {change.kind: change.value for change in changes}
@@ -28,7 +27,7 @@ class TriedChanges:
         self._reads_now = True
 
     def install(self) -> None:
-        """Make the changes that can be made before the script runs."""
+        """Apply the changes that can be applied before the script runs."""
         if {"workers", "batch"} & self._values.keys():
             self._change_loaders()
         if "buckets" in self._values:
@@ -47,26 +46,26 @@ class TriedChanges:
 
     @property
     def unused(self) -> list[str]:
-        """What was to be tried, and never came to be used."""
+        """The changes that had no effect."""
         return [
-            f"{change} made no difference: nothing of the kind was used"
+            f"{change} had no effect: the training does not use it"
             for kind, change in self._changes.items()
             if kind not in self._used
         ]
 
     def before_step(self, number: int) -> None:
-        """Say that a step begins."""
+        """Note the start of a step."""
         self._reads_now = number % self._values.get("reads", 1) == 0
         if "bf16" in self._values:
             torch.clear_autocast_cache()  # the weights have changed
 
     def set_autocast(self, on: bool) -> None:
-        """Switch autocast on, or off where backward computes as forward has decided."""
+        """Enable autocast; disable it for the backward, which follows the forward."""
         if "bf16" in self._values:
             torch.set_autocast_enabled(self._device, on)
 
     def read(self, key: Any, really: Callable[[], Any]) -> Any:
-        """Read a value, or give the last one of its kind in a step that is to read nothing."""
+        """Read a value, or return the previous one in a step without reads."""
         if "reads" not in self._values:
             return really()
         self._used.add("reads")
@@ -75,7 +74,7 @@ class TriedChanges:
         return self._last_read[key]
 
     def is_to_save(self) -> bool:
-        """Say whether this save is done."""
+        """Return whether this save is executed."""
         if "saves" not in self._values:
             return True
         self._used.add("saves")
@@ -105,7 +104,7 @@ class TriedChanges:
         DataLoader.__init__ = begin  # type: ignore[method-assign, assignment]
 
     def _change_autocast(self) -> None:
-        """Switch on what a script may switch off: many have a line with ``enabled=`` around their forward."""
+        """Enable autocast even if the script passes ``enabled=False`` around its forward."""
         usual = torch.autocast.__init__
 
         def begin(context: Any, device_type: str, *words: Any, **named: Any) -> None:

@@ -1,1 +1,1 @@
-"""Where the time of a training goes: recorded, analysed, and what would make it faster."""
+"""Profiling: record and analyse the time breakdown of a training, and advise on it."""

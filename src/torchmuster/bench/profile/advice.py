@@ -1,4 +1,4 @@
-"""What would make a training faster, the best first, each with its expected gain and how that is known."""
+"""Advice on how to make a training faster, best first, with expected gain and its source."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from torchmuster.bench.profile.shares import WORDS
 from torchmuster.finding import Finding, Status
 from torchmuster.pages.charts import amount_text
 
-# A change of what is trained has to promise more than one that only makes the same training faster.
+# A change that affects the results needs a larger gain than one that does not.
 _WEIGHT_OF_ANOTHER_TRAINING = 0.4
 _CAUSES: tuple[Look, ...] = (
     starved_loader,
@@ -40,17 +40,17 @@ _CAUSES: tuple[Look, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One thing to mend. ``gain`` is how many times as many samples per second there would be; None: unknown."""
+    """One thing to fix. ``gain`` is the expected factor in samples/s; None: unknown."""
 
     cause: str
     gain: float | None
     known_by: Literal["trace", "trial"]
     finding: Finding
-    change: TriedChange | None  # what --verify can apply; None: only a person can
+    change: TriedChange | None  # what --verify can apply; None: only manually
 
 
 def advise(analysis: Analysis, trials: Sequence[ChangeTrial] = ()) -> tuple[Advice, ...]:
-    """Return what to mend, the best first; nothing where nothing is worth it."""
+    """Return the advice, best first; empty if nothing gains enough."""
     if not analysis.steps:
         return ()
     found = [one for look in _CAUSES if (one := look(analysis, trials)) is not None]
@@ -64,13 +64,11 @@ def _worth(cause: Cause) -> float:
 
 
 def _advice(cause: Cause) -> Advice:
-    would = "the gain is unknown until it is tried"
+    would = "gain unknown until tried"
     if cause.gain is not None:
         would = f"{cause.would} {cause.gain:.1f}x"
     known = (
-        "tried on this training"
-        if cause.known_by == "trial"
-        else "computed from the steps' own times"
+        "measured on this training" if cause.known_by == "trial" else "computed from the step times"
     )
     return Advice(
         cause=cause.name,
@@ -91,20 +89,20 @@ def _advice(cause: Cause) -> Advice:
 
 
 def nothing_to_fix(analysis: Analysis, trials: Sequence[ChangeTrial] = ()) -> Finding:
-    """Say of a training without advice what limits it."""
+    """Return the limiting factor of a training without advice."""
     limiting = advice_limit(analysis)
     tried = "".join(f"\ntried: {one.change}: {one.gain:.2f}x" for one in trials)
     return Finding(
         name="nothing-to-mend",
         status=Status.OK,
-        what=f"nothing to mend: {limiting}",
+        what=f"nothing to fix: {limiting}",
         why="no part of the step is both large and avoidable",
         evidence=f"a step takes {amount_text(analysis.step_s, 's')}{tried}",
     )
 
 
 def advice_limit(analysis: Analysis) -> str:
-    """Name what takes most of the step, of all ranks together, and the operation that takes most of that."""
+    """Return the largest share of the step over all ranks, and its most expensive operation."""
     names = dict.fromkeys(WORDS, 0.0)
     for rank in analysis.ranks:
         for name in names:

@@ -1,4 +1,4 @@
-"""What a profile shows: the shares of each rank's step, its operations, its memory, the rank that others wait for."""
+"""The analysis of a profile: shares of each rank's step, operations, memory, straggler."""
 
 import statistics
 import time
@@ -25,11 +25,11 @@ _SAY_EVERY_S = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class TraceAnalysis:
-    """What the trace of one rank shows; all of it is small, however large the trace is."""
+    """The analysis of one rank's trace; small for any size of trace."""
 
-    steps: tuple[int | None, ...]  # that were looked at
-    left_out: tuple[int, ...]  # that are in the trace as well
-    shortened: bool  # only the beginning of the step was looked at
+    steps: tuple[int | None, ...]  # that were analysed
+    left_out: tuple[int, ...]  # that are in the trace but were not analysed
+    shortened: bool  # only the beginning of the step was analysed
     events: int
     truncated: bool
     unreadable: int
@@ -37,9 +37,9 @@ class TraceAnalysis:
     shares: Shares
     passes: (
         tuple[float, float] | None
-    )  # of forward and backward: beside communication, without an operation
-    messages: float  # collectives a step
-    sent_s: tuple[float, ...]  # in collectives, step by step
+    )  # shares of forward and backward: overlapped with communication, without an operation
+    messages: float  # collectives per step
+    sent_s: tuple[float, ...]  # in collectives, by step
     operations: Operations
     memory: tuple[tuple[float, float], ...]  # seconds, bytes
     picture: Pictured | None
@@ -47,17 +47,17 @@ class TraceAnalysis:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAnalysis:
-    """One rank: what it wrote down of itself, and its trace if it was recorded."""
+    """One rank: its recorded facts, and its trace if available."""
 
     facts: RankFacts
     trace: TraceAnalysis | None
     shares: Shares
-    no_trace: str = ""  # why a trace that was recorded could not be looked at
+    no_trace: str = ""  # why a recorded trace could not be analysed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """A whole profile. ``steps`` are those that are judged, by rank."""
+    """A whole profile. ``steps`` are the evaluated steps, by rank."""
 
     ranks: tuple[RankAnalysis, ...]
     steps: tuple[RanksStep, ...]
@@ -67,12 +67,12 @@ class Analysis:
 
     @property
     def facts(self) -> tuple[RankFacts, ...]:
-        """What the ranks wrote down."""
+        """The facts of the ranks."""
         return tuple(one.facts for one in self.ranks)
 
     @property
     def wanted(self) -> tuple[TriedChange, ...]:
-        """Changes that are worth a trial because no formula knows their gain, the most promising first."""
+        """Changes to try because their gain cannot be computed, most promising first."""
         bound = any(
             one.trace.operations.smallness.bound
             for one in self.ranks
@@ -104,7 +104,7 @@ def analyse_profile(
         try:
             lanes = read_lanes(path, most_held=most_held, heard=heard.part)
             traces[rank] = analyse_trace(lanes)
-        except (OSError, Impossible) as error:  # the other ranks' are worth looking at
+        except (OSError, Impossible) as error:  # continue with the other ranks
             traces[rank] = str(error)
     return analyse_facts(facts, traces, took_s=time.monotonic() - begun)
 
@@ -115,7 +115,7 @@ def analyse_facts(
     *,
     took_s: float = 0.0,
 ) -> Analysis:
-    """Return what facts and, where there are some, traces show; a text says why one could not be read."""
+    """Analyse facts and traces; a text instead of a trace says why it could not be read."""
     steps = tuple(usual_steps(facts))
     ranks = tuple(_rank(one, (traces or {}).get(one.rank), steps) for one in facts)
     return Analysis(
@@ -128,7 +128,7 @@ def analyse_facts(
 
 
 def _analysis_slow(ranks: Sequence[RankAnalysis], steps: Sequence[RanksStep]) -> SlowRank | None:
-    """Return the rank that others wait for, by its device's own time where there is one."""
+    """Return the straggler, by device time if there is a device."""
     traced = {one.facts.rank: one.trace for one in ranks if one.trace and one.trace.on_device}
     if not traced:
         return slow_rank.find_slow_rank(steps)
@@ -139,7 +139,7 @@ def _analysis_slow(ranks: Sequence[RankAnalysis], steps: Sequence[RanksStep]) ->
 
 
 def analyse_trace(lanes: TraceLanes) -> TraceAnalysis:
-    """Return what one trace shows."""
+    """Return the analysis of one trace."""
     found = shares.moments(lanes)
     count = max(len(lanes.steps), 1)
     mean = Shares(**{f"{name}_s": when.total / 1e6 / count for name, when in found.items()})
@@ -170,7 +170,7 @@ def _sent_s(step: StepLanes) -> float:
 def _rank(
     facts: RankFacts, found: TraceAnalysis | str | None, steps: Sequence[RanksStep]
 ) -> RankAnalysis:
-    """Put together what a rank saw: a device's own timeline counts for more than what its host saw of it."""
+    """Merge facts and trace of a rank; the device timeline takes precedence over the host's."""
     trace, why = (None, found) if isinstance(found, str) else (found, "")
     if trace is not None and trace.on_device:
         return RankAnalysis(facts=facts, trace=trace, shares=trace.shares)
@@ -185,20 +185,20 @@ def _rank(
 
 
 class _Heard:
-    """Says every few seconds how far the traces were read, however many there are."""
+    """Reports the progress of reading traces every few seconds."""
 
     def __init__(self, count: int, say: Callable[[str], None]) -> None:
         self._count, self._say, self._said_at = count, say, time.monotonic()
         self._number, self._doing = 0, ""
 
     def begin(self, rank: int) -> None:
-        """Turn to another rank's trace."""
+        """Start with another rank's trace."""
         self._number += 1
         self._doing = f"reading rank {rank}'s trace, {self._number} of {self._count}"
         self.part(0.0)
 
     def part(self, part: float) -> None:
-        """Hear how much of the file was read."""
+        """Receive the share of the file that was read."""
         if time.monotonic() - self._said_at >= _SAY_EVERY_S:
             self._said_at = time.monotonic()
             self._say(f"{self._doing}: {part:.0%} of the file")

@@ -1,4 +1,4 @@
-"""A training run under the recorder, on fresh ranks of this machine, and the folder that it leaves."""
+"""Run a training under the recorder on fresh local ranks, and write the profile folder."""
 
 import dataclasses
 import statistics
@@ -18,12 +18,12 @@ from torchmuster.finding import Finding
 from torchmuster.plan.proof import fresh_ranks
 
 PROGRAM = "torchmuster.bench.probes.profiled"
-# Fewer say nothing about how long a step takes without the profiler.
+# Fewer steps are not enough to know the step time without the profiler.
 _FEWEST_STEPS = 3
 
 
 def new_folder(within: Path) -> Path:
-    """Make a folder that nobody has yet, named by the time."""
+    """Create a new folder named by the time."""
     name = time.strftime("%Y-%m-%d-%H%M%S")
     for number in range(1, 1000):
         folder = within / (name if number == 1 else f"{name}-{number}")
@@ -33,18 +33,18 @@ def new_folder(within: Path) -> Path:
             continue
         return folder
     raise MusterError(
-        f"no folder could be made in {within}",
-        why="a thousand profiles of this second are there already",
-        fix="name another place: --out",
+        f"cannot create a folder in {within}",
+        why="there are already 1000 profiles of this second",
+        fix="pass another folder with --out",
     )
 
 
 def record_profile(
     asked: ProfileRequest, *, say: Callable[[str], None] = lambda _: None
 ) -> list[RankFacts]:
-    """Run the training up to the last step that is asked for; return what each rank wrote down, by rank.
+    """Run the training up to the last requested step; return the facts by rank.
 
-    ``asked.into`` gets it all: what was asked, facts and traces. A rank that fails ends all.
+    ``asked.into`` receives the request, facts and traces. A failing rank stops all ranks.
     """
     into = Path(asked.into)
     request = msgspec.json.encode(asked)
@@ -63,13 +63,13 @@ def record_profile(
         raise MusterError(
             f"{_capture_name(asked)} failed while it was profiled",
             why=_seen(ran.trouble),
-            fix=ran.trouble.fix or "see that it runs by itself first: muster run",
+            fix=ran.trouble.fix or "check that it runs without the profiler: muster run",
         )
     if len(ran.texts) != asked.ranks:
         raise MusterError(
             f"{_capture_name(asked)} was not recorded on all ranks",
-            why=f"{len(ran.texts)} of {asked.ranks} told what they saw",
-            fix="does the script end its process itself (os._exit)?",
+            why=f"only {len(ran.texts)} of {asked.ranks} ranks returned a result",
+            fix="check whether the script exits by itself (os._exit)",
         )
     facts = read_facts(into)
     _refuse_too_few(asked, facts)
@@ -77,7 +77,7 @@ def record_profile(
 
 
 def record_again(asked: ProfileRequest, into: Path, **differences: object) -> ProfileRequest:
-    """Return the same question with differences, for a folder of its own."""
+    """Return the request with changes, for its own folder."""
     return dataclasses.replace(asked, into=str(into), **differences)  # type: ignore[arg-type]
 
 
@@ -86,20 +86,21 @@ def _refuse_too_few(asked: ProfileRequest, facts: list[RankFacts]) -> None:
     plain = [step for step in fewest.steps if not step.profiled]
     if not fewest.steps:
         raise Impossible(
-            f"{_capture_name(asked)} made no steps that could be recorded",
+            f"{_capture_name(asked)} made no steps to record",
             why="a step is recognised by the end of torch.optim.Optimizer.step, and the first three warm up: "
             f"rank {fewest.rank} had no more",
-            fix="let it train longer; an optimiser that is not of torch.optim cannot be seen",
+            fix="train longer; only torch.optim optimizers are recognised",
         )
     if len(plain) < _FEWEST_STEPS or fewest.steps[-1].number < asked.last_step:
         last = fewest.steps[-1].number
         raise Impossible(
             f"{_capture_name(asked)} ended after step {last}",
-            why=f"steps {asked.first_step} to {asked.last_step} were asked for, and {_FEWEST_STEPS} before "
-            "them are needed without the profiler",
-            fix="let it train longer"
+            why=f"steps {asked.first_step} to {asked.last_step} were requested, and "
+            f"{_FEWEST_STEPS} steps "
+            "without the profiler are needed before them",
+            fix="train longer"
             if last < 12
-            else f"--steps {max(8, last // 2)}:{last}, or let it train longer",
+            else f"--steps {max(8, last // 2)}:{last}, or train longer",
         )
 
 
@@ -108,17 +109,17 @@ def _capture_name(asked: ProfileRequest) -> str:
 
 
 def _seen(trouble: Finding) -> str:
-    """Return what became of the ranks; their logs are gone with the folder that they ran in."""
+    """Return the failure of the ranks, without their logs, which are deleted with their folder."""
     parts = (trouble.what, trouble.why, *trouble.evidence.splitlines())
     return "\n".join(part for part in parts if part and not part.startswith("log: "))
 
 
 _STEPS = 15  # of one run; the first ones warm up
-_MORE_ROUNDS = 2  # where those before were unclear
+_MORE_ROUNDS = 2  # if the first ones were unclear
 
 
 def measured_step_s(facts: Sequence[RankFacts]) -> float:
-    """Return the seconds of a usual step: the median of the steps without the profiler, of the slowest rank."""
+    """Return the typical step time: the median without the profiler, of the slowest rank."""
     return max(
         statistics.median(step.took_s for step in one.steps if not step.profiled) for one in facts
     )
@@ -131,10 +132,10 @@ def try_changes(
     rounds: int = 1,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[ChangeTrial, ...]:
-    """Run the training without and with each change, in turns, so that what the machine does besides meets all alike.
+    """Run the training without and with each change, alternately.
 
-    A change that breaks the training, or that nothing in it used, is left out and told. Where a run seems to have been
-    disturbed, there are a few more.
+    A change that breaks the training, or that has no effect in it, is reported and skipped. If a
+    run seems disturbed, a few more follow.
     """
     before: list[float] = []
     after: dict[TriedChange, list[float]] = {change: [] for change in changes}
@@ -146,7 +147,7 @@ def try_changes(
         if not unclear:
             break
         again = {change: after[change] for change in unclear}
-        for change in _round(asked, before, again, "again, as runs differ", say):
+        for change in _round(asked, before, again, "repeated, as the runs differ", say):
             del after[change]
     return _trials(before, after)
 
@@ -160,7 +161,7 @@ def _round(
 ) -> list[TriedChange]:
     """Run the training once without and once with each change; return the changes that cannot be tried."""
     failed = []
-    say(f"the training as it is, {which}")
+    say(f"the unchanged training, {which}")
     before.append(measured_step_s(_run_capture(asked, say)))
     for change, taken_s in after.items():
         say(f"the training with {change}, {which}")
@@ -219,13 +220,13 @@ class _Trials:
 
 
 def write_trials(folder: Path, trials: Sequence[ChangeTrial], proof: ChangeTrial | None) -> None:
-    """Keep what trials have shown, and what ``--verify`` has."""
+    """Save the results of trials and of ``--verify``."""
     kept = _Trials(trials=tuple(trials), proof=proof)
     (folder / _TRIALS).write_bytes(msgspec.json.encode(kept))
 
 
 def read_trials(folder: Path) -> tuple[tuple[ChangeTrial, ...], ChangeTrial | None]:
-    """Return what was kept; nothing where no trial was made."""
+    """Return the saved results; empty without trials."""
     if not (folder / _TRIALS).exists():
         return (), None
     kept = _decoded(folder / _TRIALS, _Trials)
@@ -233,7 +234,7 @@ def read_trials(folder: Path) -> tuple[tuple[ChangeTrial, ...], ChangeTrial | No
 
 
 def read_asked(folder: Path) -> ProfileRequest:
-    """Return the question of a profile."""
+    """Return the request of a profile."""
     return _decoded(folder / ASKED, ProfileRequest)
 
 
@@ -242,22 +243,23 @@ def _decoded(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (msgspec.MsgspecError, OSError) as error:
         raise MusterError(
-            f"{path} cannot be read",
+            f"cannot read {path}",
             why=str(error),
-            fix="name a folder that muster profile has written, or profile again",
+            fix="pass a folder written by muster profile, or profile again",
         ) from error
 
 
 _GLOBAL, _MICRO = "train.global_batch_size", "train.micro_batch_size"
 
 
-_USUAL_MICRO_BATCH = 8  # what train.micro_batch_size is if nothing says it
+_USUAL_MICRO_BATCH = 8  # the default of train.micro_batch_size
 
 
 def with_change(asked: ProfileRequest, change: TriedChange) -> ProfileRequest:
-    """Return the question about the training with a change.
+    """Return the request for the training with a change.
 
-    What settings can say is said by them; everything else, and every change of a script, is left to the recorder.
+    Changes that settings support are applied as settings; all others, and all changes of a script,
+    by the recorder.
     """
     if not asked.with_run_folder:
         return dataclasses.replace(asked, changes=(change,))
@@ -279,7 +281,7 @@ def _batch(asked: ProfileRequest, times: int) -> dict[str, int]:
     whole, micro = given.get(_GLOBAL), given.get(_MICRO)
     if whole is None:
         return {_MICRO: (micro or _USUAL_MICRO_BATCH) * times}
-    # A batch that is computed in larger parts, not in more of them.
+    # A batch of larger micro-batches, not of more of them.
     own = max(1, whole // asked.ranks)
     return {_GLOBAL: whole * times, _MICRO: min(micro or _USUAL_MICRO_BATCH, own) * times}
 

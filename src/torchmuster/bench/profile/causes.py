@@ -1,4 +1,4 @@
-"""Ranks that wait: for data, for values on their way to the host, for a save, for another rank."""
+"""Causes of slow trainings, such as threads, precision, communication, data, stragglers."""
 
 import dataclasses
 import math
@@ -19,12 +19,12 @@ from torchmuster.bench.profile.trials_wanted import (
 from torchmuster.pages.charts import amount_text
 from torchmuster.units import format_bytes
 
-WORTH_FROM = 1.1  # a gain below this is not worth telling
+WORTH_FROM = 1.1  # smaller gains are not reported
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why a training is slow. ``would`` begins the sentence that the gain ends."""
+    """A cause of a slow training. ``would`` is the text before the gain."""
 
     name: str
     what: str
@@ -35,29 +35,29 @@ class Cause:
     fix: str
     evidence: str
     change: TriedChange | None = None
-    another_training: bool = False  # the mended training computes other numbers
+    another_training: bool = False  # the fix changes the numerical results
 
 
 Look = Callable[[Analysis, Sequence[ChangeTrial]], Cause | None]
 
 
 def tried_change(trials: Sequence[ChangeTrial], kind: Kind) -> ChangeTrial | None:
-    """Return what trying a kind of change has shown, if it was tried."""
+    """Return the trial of a kind of change, if there is one."""
     return next((one for one in trials if one.change.kind == kind), None)
 
 
 def confirmed(trial: ChangeTrial, least: float = WORTH_FROM) -> bool:
-    """Tell whether a trial shows a gain: large enough, and no run with the change was slower than one without."""
+    """Return whether a trial shows a large enough gain in every run with the change."""
     return trial.gain >= least and trial.low > 1.0
 
 
 def share_s(analysis: Analysis, place: int, phase: str) -> float:
-    """Return what a phase takes on one rank; on a device only what the device idles for it."""
+    """Return the time of a phase on one rank; with a device only its idle time."""
     return analysis.ranks[place].shares.by_name()[phase]
 
 
 def on_device_gain(analysis: Analysis, phase: str, left: float = 0.0) -> float:
-    """Return the gain on devices, which all wait for the one that has least of it."""
+    """Return the gain on devices, limited by the device with the least of it."""
     traced = [one for one in analysis.ranks if one.trace is not None and one.trace.on_device]
     if not traced:
         return 1.0
@@ -89,15 +89,15 @@ def too_many_threads(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause
         would=f"{fitting} {'thread' if fitting == 1 else 'threads'} each would give",
         gain=None if trial is None else trial.gain,
         known_by="trial",
-        why="threads that have no core of their own wait for each other at the end of every operation",
+        why="with more threads than cores, threads wait for each other after every operation",
         fix=f"torch.set_num_threads({fitting})     or for all ranks: OMP_NUM_THREADS={fitting}",
-        evidence=f"a rank lost its core {each:.0f} times a step",
+        evidence=f"{each:.0f} involuntary context switches per step and rank",
         change=TriedChange(kind="threads", value=fitting),
     )
 
 
 def full_precision(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | None:
-    """Find products that are computed in 32 bits and would be faster in 16."""
+    """Find computation in fp32 that would be faster in bf16."""
     trial = tried_change(trials, "bf16")
     if not in_full_precision(analysis.facts[0]):
         return None
@@ -109,12 +109,13 @@ def full_precision(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
     passes_s = mean_s(analysis.steps, "forward") + mean_s(analysis.steps, "backward")
     return Cause(
         name="full-precision",
-        what="everything is computed in 32 bits",
+        what="all computation is in fp32",
         would="bf16 would give",
         gain=None if trial is None else trial.gain,
         known_by="trial",
-        why="weights stay as exact as they are; only products of matrices are computed in 16 bits, which "
-        f"{'most devices do' if trial is None else 'this device does'} faster",
+        why="weights stay in fp32; only matrix products are computed in 16 bits, which is faster "
+        "on "
+        f"{'most devices' if trial is None else 'this device'}",
         fix=f'with torch.autocast("{analysis.facts[0].device.partition(":")[0]}", dtype=torch.bfloat16):\n'
         "or in the settings: train: {precision: bf16}. Compare the loss of both: muster bench precision",
         evidence=f"forward and backward take {amount_text(passes_s, 's')} of {amount_text(analysis.step_s, 's')}",
@@ -124,7 +125,7 @@ def full_precision(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
 
 
 def tiny_batch(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | None:
-    """Find steps with too few samples to make up for what a step costs in any case."""
+    """Find steps with too few samples for the fixed cost of a step."""
     trial = tried_change(trials, "batch")
     gain = gains.gain_of_batch(analysis.steps, BATCH_TIMES) if trial is None else trial.gain
     if gain < _ANOTHER_BATCH_FROM or (trial is not None and not confirmed(trial)):
@@ -137,21 +138,25 @@ def tiny_batch(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | Non
     larger = f"{times} times as many" if size is None else f"{times * size} samples"
     return Cause(
         name="tiny-batch",
-        what=f"{batch} is too small for what a step costs in any case",
+        what=f"{batch} is too small for the fixed cost of a step",
         would=f"{larger} would give{' at least' if trial is None else ''}",
         gain=gain,
         known_by="trace" if trial is None else "trial",
-        why="sending gradients, the optimizer and the start of every operation cost the same for one sample as for many",
-        fix=f"batch_size={'N' if size is None else times * size}, with a learning rate for it; or the same batch from fewer "
-        "ranks\nwhat fits: muster plan --find-batch-size",
-        evidence=f"sending and the optimizer take {amount_text(fixed_s, 's')} of {amount_text(analysis.step_s, 's')}",
+        why="gradient communication, the optimizer and operation launches cost the same for one "
+        "sample as "
+        "for many",
+        fix=f"batch_size={'N' if size is None else times * size} with an adapted learning rate; "
+        "or the same "
+        "batch on fewer ranks\nwhat fits: muster plan --find-batch-size",
+        evidence=f"communication and the optimizer take {amount_text(fixed_s, 's')} of "
+        f"{amount_text(analysis.step_s, 's')}",
         change=TriedChange(kind="batch", value=times),
         another_training=True,
     )
 
 
 def _idling_device(analysis: Analysis) -> Cause | None:
-    """Say of a device that is not given work fast enough what may help; how much only a trial knows."""
+    """Find devices that idle between kernel launches; only a trial can tell the gain."""
     for one in analysis.ranks:
         small = one.trace.operations.smallness if one.trace and one.trace.on_device else None
         if small is not None and small.bound:
@@ -161,10 +166,13 @@ def _idling_device(analysis: Analysis) -> Cause | None:
                 would="",
                 gain=None,
                 known_by="trial",
-                why="a kernel is done before the host has started the next one: fewer and larger ones would keep the device busy",
+                why="a kernel finishes before the host has launched the next one: fewer, larger "
+                "kernels would keep "
+                "the device busy",
                 fix=f"a larger batch, or model = torch.compile(model)\nmuster profile tries {BATCH_TIMES} times the batch "
                 "without --no-trials",
-                evidence=f"{small.calls:,.0f} kernels a step, the median takes {amount_text(small.median_s, 's')}",
+                evidence=f"{small.calls:,.0f} kernels per step, the median takes "
+                f"{amount_text(small.median_s, 's')}",
                 change=TriedChange(kind="batch", value=BATCH_TIMES),
                 another_training=True,
             )
@@ -172,7 +180,7 @@ def _idling_device(analysis: Analysis) -> Cause | None:
 
 
 def no_overlap(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | None:
-    """Find gradients that are sent when there is nothing left to compute beside it."""
+    """Find gradient communication that does not overlap with computation."""
     facts = analysis.facts[0]
     wanted = overlap_wanted(analysis.facts, analysis.steps)
     trial = tried_change(trials, "buckets")
@@ -183,7 +191,8 @@ def no_overlap(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | Non
     )
     exposed_s = transfer_s(analysis.steps)
     messages = gains.messages_of(facts)
-    # On a CPU sending takes the cores that compute, so that only a trial knows what overlap is worth.
+    # On a CPU, communication uses the computing cores, so only a trial can tell the gain of
+    # overlap.
     gain = computed if facts.device != "cpu" or messages is None else None
     if messages is None:
         how, fix = "by the script, after the backward", "model = DistributedDataParallel(model)"
@@ -192,21 +201,23 @@ def no_overlap(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | Non
         fix = f"DistributedDataParallel(model, bucket_cap_mb={wanted})"
     return Cause(
         name="no-overlap",
-        what=f"{exposed_s / analysis.step_s:.0%} of the step waits for gradients to be sent",
+        what=f"{exposed_s / analysis.step_s:.0%} of the step is exposed gradient communication",
         would="sending them during the backward would give",
         gain=gain if trial is None else trial.gain,
         known_by="trace" if trial is None else "trial",
-        why=f"{format_bytes(facts.gradient_bytes)} of gradients are sent {how}, when nothing is left to compute; in "
-        f"messages of {wanted} MiB, {hidden:.0%} of that fits beside the backward",
+        why=f"{format_bytes(facts.gradient_bytes)} of gradients are sent {how}, without overlap; "
+        "in "
+        f"messages of {wanted} MiB, {hidden:.0%} of the transfer overlaps with the backward",
         fix=fix,
-        evidence=f"even the rank that comes last waits {amount_text(exposed_s, 's')} of {amount_text(analysis.step_s, 's')}; "
+        evidence=f"even the last rank waits {amount_text(exposed_s, 's')} of "
+        f"{amount_text(analysis.step_s, 's')}; "
         f"the backward itself takes {amount_text(mean_s(analysis.steps, 'backward'), 's')}",
         change=None if messages is None else TriedChange(kind="buckets", value=wanted),
     )
 
 
 def sent_each_micro_batch(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
-    """Find gradients that are sent for every micro-batch although only their sum is used."""
+    """Find gradient communication in every micro-batch although only the sum is used."""
     facts, traced = analysis.facts[0], analysis.ranks[0].trace
     micro_batches = max(one.micro_batches for step in analysis.steps for one in step.values())
     messages = gains.messages_of(facts)
@@ -220,29 +231,30 @@ def sent_each_micro_batch(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause
         return None
     return Cause(
         name="sent-each-micro-batch",
-        what=f"gradients are sent {micro_batches} times a step",
+        what=f"gradients are sent {micro_batches} times per step",
         would="sending their sum once would give",
         gain=gain,
         known_by="trace",
-        why="DDP sends gradients in every backward unless it is told not to; only the last of a step needs it",
+        why="DDP sends gradients in every backward by default; only the last of a step needs it",
         fix="with model.no_sync():     around forward and backward of all micro-batches but the last",
-        evidence=f"{traced.messages:.0f} collectives a step, where {messages} would do",
+        evidence=f"{traced.messages:.0f} collectives per step; {messages} are enough",
     )
 
 
 _READ_EVERY = 100
 _SAVING_AT_MOST = 0.01
-_STARVED_ALIKE = 0.5  # of the rank that waits most, the one that waits least has at least this
+_STARVED_ALIKE = 0.5  # minimum ratio of the least to the most waiting rank
 _MOST_RANKS = 8
 _PHASE_FIXES = {
-    "data": "look at what rank {rank} reads from on {host}: the same storage, the same number of loader "
-    "workers, as many samples as the others?\nmuster bench data     on {host} and on another machine",
+    "data": "check the data of rank {rank} on {host}: the same storage, the same number of loader "
+    "workers, "
+    "as many samples as the others?\nmuster bench data     on {host} and on another host",
     "forward": "compare rank {rank}'s device and inputs with the others': longer samples, a hot or shared device?\n"
-    "muster doctor && muster bench matmul     on {host} and on another machine",
+    "muster doctor && muster bench matmul     on {host} and on another host",
     "compute": "compare rank {rank}'s device and inputs with the others': longer samples, a hot or shared device?\n"
-    "muster doctor && muster bench matmul     on {host} and on another machine",
+    "muster doctor && muster bench matmul     on {host} and on another host",
     "backward": "compare rank {rank}'s device and inputs with the others': hooks or work on this rank only, a hot or "
-    "shared device?\nmuster doctor && muster bench matmul     on {host} and on another machine",
+    "shared device?\nmuster doctor && muster bench matmul     on {host} and on another host",
 }
 
 
@@ -259,12 +271,12 @@ def starved_loader(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
     computed = gains.gain_of_workers(analysis.steps, loader.workers, workers)
     if max(computed, on_device_gain(analysis, "data")) < WORTH_FROM:
         return None
-    who = "the training's own process, so nothing is computed meanwhile"
+    who = "the training process itself, which cannot compute meanwhile"
     if loader.workers:
-        who = f"{loader.workers} workers, which do not keep up"
+        who = f"{loader.workers} workers, which are too slow"
     cause = Cause(
         name="starved-loader",
-        what=f"the loader has {part:.0%} of the step",
+        what=f"data loading takes {part:.0%} of the step",
         would=f"{workers} workers would give",
         gain=computed,
         known_by="trace",
@@ -279,21 +291,22 @@ def starved_loader(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
     if trial is None:
         return cause
     if confirmed(trial):
-        # Beyond what the wait itself is, a trial has met another machine than the profile has.
+        # A gain beyond the waiting time comes from other conditions than in the profile.
         gain = min(trial.gain, gains.gain_of_phase(analysis.steps, "data"))
         return dataclasses.replace(cause, gain=gain, known_by="trial", change=trial.change)
-    return dataclasses.replace(  # more workers have no cores to run on
+    return dataclasses.replace(  # no cores for more workers
         cause,
-        would="without that wait it would be",
+        would="removing the wait would give",
         gain=gains.gain_of_phase(analysis.steps, "data"),
-        fix=f"{trial.change} were tried and gave {trial.gain:.2f}x: the machine has no cores left for them. "
-        "Make a sample cheaper:\ndecode and resize once, beforehand, and keep the result",
+        fix=f"a trial with {trial.change} gave {trial.gain:.2f}x: no free cores on this host. "
+        "Preprocess the "
+        "data:\ndecode and resize once, and store the result",
         change=None,
     )
 
 
 def host_reads(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
-    """Find values that are brought to the host in every step."""
+    """Find values that are read to the host in every step."""
     gain = phase_gain(analysis, "reads", left=1 / _READ_EVERY)
     if gain < WORTH_FROM:
         return None
@@ -301,12 +314,13 @@ def host_reads(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
     count = max(one.reads for step in analysis.steps for one in step.values())
     return Cause(
         name="host-reads",
-        what=f"values read to the host have {reads_s / analysis.step_s:.0%} of the step",
+        what=f"reading values to the host takes {reads_s / analysis.step_s:.0%} of the step",
         would=f"reading them every {_READ_EVERY} steps would give",
         gain=gain,
         known_by="trace",
-        why="each .item(), .tolist(), .cpu() or .numpy() makes the host wait for the value and copy it, and nothing new is "
-        "computed until it has it",
+        why="each .item(), .tolist(), .cpu() or .numpy() blocks the host until the value is "
+        "computed and "
+        "copied, and no new work is launched meanwhile",
         fix=f"if step % {_READ_EVERY} == 0: history.append(loss.item())\n"
         f"in between keep loss.detach(); in the settings: train: {{log_every: {_READ_EVERY}}}",
         evidence=f"{count} reads and {amount_text(reads_s, 's')} in a step of {amount_text(analysis.step_s, 's')}",
@@ -315,7 +329,7 @@ def host_reads(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
 
 
 def many_saves(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
-    """Find saves that take more than they need to."""
+    """Find saves that take too much of the time."""
     saves = sum(max(one.saves for one in step.values()) for step in analysis.steps)
     if not saves:
         return None
@@ -331,14 +345,15 @@ def many_saves(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
     steps = round(every * times)
     return Cause(
         name="many-saves",
-        what=f"saving has {saves_s / analysis.step_s:.0%} of the time",
+        what=f"saving takes {saves_s / analysis.step_s:.0%} of the time",
         would=f"saving every {steps} steps would give",
         gain=gain,
         known_by="trace",
-        why=f"a save takes {amount_text(one_s, 's')}, and there is one {_often(every)}; every {steps} steps it would be "
+        why=f"a save takes {amount_text(one_s, 's')}, and there is one {_often(every)}; every "
+        f"{steps} steps it would take "
         f"{_SAVING_AT_MOST:.0%} of the time",
         fix=f"if step % {steps} == 0: torch.save(...)\n"
-        f"or let it be written beside the training: checkpoint: {{every: {steps}, mode: async}}",
+        f"or save in the background: checkpoint: {{every: {steps}, mode: async}}",
         evidence=f"{saves} saves in {len(analysis.steps)} steps of {amount_text(analysis.step_s, 's')}",
         change=TriedChange(kind="saves", value=times),
     )
@@ -349,27 +364,30 @@ def _often(every: float) -> str:
 
 
 def straggler(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
-    """Find a rank that all others wait for, and what it does longer than they."""
+    """Find a straggler and the phase in which it is slower."""
     slow = analysis.slow
     if slow is None or not slow.matters or slow.phase not in _PHASE_FIXES or slow.gain < WORTH_FROM:
         return None
     facts = next(one for one in analysis.facts if one.rank == slow.rank)
     return Cause(
         name=f"straggler-{slow.phase}",
-        what=f"rank {slow.rank} holds the others up, in its {slow.phase}",
-        would="were it as fast as they are, that would give",
+        what=f"straggler: the other ranks wait for rank {slow.rank}, which is slower in "
+        f"{slow.phase}",
+        would="the speed of the others would give",
         gain=slow.gain,
         known_by="trace",
-        why=f"it comes last to the gradients' exchange in {slow.last_in} of {slow.of_steps} steps, "
-        f"{amount_text(slow.late_s, 's')} after the rank before it; its {slow.phase} takes {amount_text(slow.longer_s, 's')} longer "
-        "than the others'. The others wait for it where gradients are exchanged, so that their steps look as long",
+        why=f"it is the last rank at the gradient exchange in {slow.last_in} of {slow.of_steps} "
+        "steps, "
+        f"{amount_text(slow.late_s, 's')} after the next slowest rank; its {slow.phase} takes "
+        f"{amount_text(slow.longer_s, 's')} longer "
+        "than the others'. The others wait in the gradient exchange, so their steps take as long",
         fix=_PHASE_FIXES[slow.phase].format(rank=slow.rank, host=facts.host),
         evidence=_by_rank(analysis, slow.phase),
     )
 
 
 def _by_rank(analysis: Analysis, phase: str) -> str:
-    """Return a phase's time on the ranks, without their waiting for each other."""
+    """Return the time of a phase by rank, without waiting for other ranks."""
     lines = []
     for one in analysis.ranks[:_MOST_RANKS]:
         rank = one.facts.rank

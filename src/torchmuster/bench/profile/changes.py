@@ -1,6 +1,6 @@
-"""Changes that can be tried on a training without editing it, and what trying one has shown.
+"""Changes that can be tried on a training without editing it, and the results of trials.
 
-A change is made by the recorder inside the training's own process, so it holds for that process only.
+The recorder applies a change inside the training process, so it affects only that process.
 """
 
 import statistics
@@ -16,17 +16,17 @@ Kind = Literal["workers", "batch", "reads", "buckets", "threads", "bf16", "saves
 _WORDS: dict[Kind, str] = {
     "workers": "{} loader workers",
     "batch": "{} times the batch",
-    "reads": "values read every {} steps only",
+    "reads": "values read only every {} steps",
     "buckets": "gradients sent in buckets of {} MiB",
     "threads": "torch.set_num_threads({})",
     "bf16": "bf16 autocast",
-    "saves": "every {}th save only",
+    "saves": "only every {}th save",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TriedChange:
-    """One thing done differently; ``str()`` says it in words, ``written`` as ``--try`` takes it."""
+    """One change; ``str()`` describes it, ``written`` is the form for ``--try``."""
 
     kind: Kind
     value: int = 1
@@ -36,29 +36,29 @@ class TriedChange:
 
     @property
     def written(self) -> str:
-        """The change as it is typed: ``workers=4``."""
+        """The change in command-line form: ``workers=4``."""
         return f"{self.kind}={self.value}"
 
 
 def parse_change(text: str) -> TriedChange:
-    """Read ``workers=4``."""
+    """Parse ``workers=4``."""
     name, _, number = text.partition("=")
     for kind in _WORDS:
         if kind == name and number.isdecimal() and 0 < int(number) < 100_000:
             return TriedChange(kind=kind, value=int(number))
     raise Impossible(
-        f"{text!r} is not a change that can be tried",
-        why="known are " + ", ".join(f"{kind}=N" for kind in _WORDS),
+        f"unknown change {text!r}",
+        why="known changes: " + ", ".join(f"{kind}=N" for kind in _WORDS),
         fix="--try workers=4",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeTrial:
-    """A training's seconds per step without and with a change, from fresh processes in turns.
+    """A training's seconds per step without and with a change, from alternating fresh processes.
 
-    Each number is the median step of the slowest rank of one run. A batch that is k times as large makes k times
-    the samples of a step: ``samples_factor``.
+    Each value is the median step of the slowest rank of one run. ``samples_factor`` is the increase
+    of samples per step.
     """
 
     change: TriedChange
@@ -68,7 +68,7 @@ class ChangeTrial:
 
     @property
     def gain(self) -> float:
-        """How many times as many samples per second there are with the change."""
+        """The factor in samples/s with the change."""
         before_s, after_s = statistics.median(self.before_s), statistics.median(self.after_s)
         return before_s / after_s * self.samples_factor
 
@@ -84,11 +84,11 @@ class ChangeTrial:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the best runs differ, and others say that they do not: something may have disturbed one."""
+        """Whether the best runs differ but others do not: a run may have been disturbed."""
         best = min(self.before_s) / min(self.after_s) * self.samples_factor
         return best >= _CLEAR_FROM and self.low <= 1.0
 
 
 def _undisturbed(taken_s: Sequence[float]) -> Sequence[float]:
-    """Return the runs without the slowest, if they are enough: what else a machine does only makes runs slower."""
+    """Return the runs without the slowest, if there are enough: other load only slows runs down."""
     return sorted(taken_s)[:-1] if len(taken_s) >= _ENOUGH_RUNS else taken_s

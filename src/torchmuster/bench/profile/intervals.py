@@ -1,6 +1,6 @@
-"""Sets of moments, as sorted intervals that do not touch: what a trace's lanes are made of.
+"""Sets of moments as sorted, disjoint intervals: the lanes of a trace.
 
-An interval takes 16 bytes, so that the lanes of a long trace fit where its events would not.
+An interval takes 16 bytes, so that the lanes of a long trace fit into memory.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 
 class Intervals:
-    """Moments at which something was going on; begins and ends in the unit of whoever fills it."""
+    """Moments of an activity; begins and ends in the unit of the caller."""
 
     __slots__ = ("begins", "ends")
 
@@ -42,7 +42,7 @@ class Intervals:
 
     @property
     def total(self) -> float:
-        """How long it went on."""
+        """The total length."""
         return sum(end - begin for begin, end in self)
 
     def __or__(self, other: "Intervals") -> "Intervals":

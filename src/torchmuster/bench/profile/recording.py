@@ -1,7 +1,7 @@
-"""What a profile is asked for, and what each rank writes down of itself: the words of the profile's folder.
+"""The request of a profile and the facts of each rank: the files in the profile folder.
 
-Times at which something happened (``*_at_s``) are of the machine's monotonic clock, which all ranks of one machine share;
-``epoch_minus_monotonic_s`` makes a date of them.
+Timestamps (``*_at_s``) are of the host's monotonic clock, which all ranks of one host share;
+``epoch_minus_monotonic_s`` converts them to Unix time.
 """
 
 from dataclasses import dataclass, field
@@ -14,26 +14,26 @@ from torchmuster.bench.profile.changes import TriedChange
 from torchmuster.errors import MusterError
 
 ASKED = "profile.json"
-WARM_UP_STEPS = 3  # in which memory is first taken, DDP makes its buckets and flops are counted; not in the facts
+WARM_UP_STEPS = 3  # allocate memory, build DDP buckets and count FLOPs; not in the facts
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """What the recorder is told: which training, which of its steps, and where to write."""
+    """The request to the recorder: training, steps and output folder."""
 
     command: tuple[str, ...]  # the script, or a module with ``module``, and its own arguments
     module: bool = False
-    folder: str  # where the training runs
+    folder: str  # working directory of the training
     ranks: int
     device: Literal["cpu", "gpu"]
     first_step: int  # steps are counted from 1
     last_step: int
-    on_ranks: tuple[int, ...] | None = None  # whose traces are kept; None: all
-    trace_most_bytes: int = 256 * 1024**2  # of one rank's trace before it is packed
+    on_ranks: tuple[int, ...] | None = None  # ranks whose traces are saved; None: all
+    trace_most_bytes: int = 256 * 1024**2  # of one rank's trace before compression
     with_memory: bool = False
     changes: tuple[TriedChange, ...] = ()
-    traces: bool = True  # False: facts only, as trials need them
-    with_run_folder: bool = False  # the command is told a run folder inside ``into``
+    traces: bool = True  # False: facts only, for trials
+    with_run_folder: bool = False  # the command gets a run folder inside ``into``
     into: str = ""  # the profile's folder
 
 
@@ -49,7 +49,7 @@ class RecordedCollective:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """Where the time of one step went, as the host saw it: from the end of one ``optimizer.step`` to the next."""
+    """The host's time breakdown of one step: from the end of one ``optimizer.step`` to the next."""
 
     number: int
     profiled: bool
@@ -58,7 +58,7 @@ class RecordedStep:
     data_s: float = 0.0  # waiting for the loader
     forward_s: float = 0.0  # in the outermost modules
     backward_s: float = 0.0
-    waiting_s: float = 0.0  # of backward: after the last gradient was there
+    waiting_s: float = 0.0  # of backward: after the last gradient was ready
     communication_s: float = 0.0  # in calls of torch.distributed by the script
     optimizer_s: float = 0.0
     save_s: float = 0.0
@@ -72,13 +72,13 @@ class RecordedStep:
     gradients_ready_at_s: float | None = None
     backward_ended_at_s: float | None = None
     cpu_s: float = 0.0  # of all threads of the process
-    switches: int = 0  # that the process did not want: others took its cores
-    memory_bytes: int | None = None  # the device's peak so far; on the CPU what the process holds
+    switches: int = 0  # involuntary context switches
+    memory_bytes: int | None = None  # the device's peak so far; on the CPU the process's memory
     collectives: tuple[RecordedCollective, ...] = ()
 
     @property
     def other_s(self) -> float:
-        """What none of the phases had."""
+        """The time outside of all phases."""
         named = self.data_s + self.forward_s + self.backward_s + self.communication_s
         return max(0.0, self.took_s - named - self.optimizer_s - self.save_s - self.reads_s)
 
@@ -97,7 +97,7 @@ class RecordedLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceKept:
-    """The Chrome trace of a rank, and which steps it holds; ``why_cut`` where they are fewer than asked for."""
+    """The Chrome trace of a rank and its steps; ``why_cut`` if fewer than requested."""
 
     file: str
     size_bytes: int
@@ -108,7 +108,7 @@ class TraceKept:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What one rank saw of itself."""
+    """The facts of one rank."""
 
     rank: int
     ranks: int
@@ -116,7 +116,7 @@ class RankFacts:
     device: str
     device_name: str
     cores: int  # that the process may use
-    ranks_here: int  # on this machine
+    ranks_here: int  # on this host
     threads: int
     interop_threads: int
     epoch_minus_monotonic_s: float
@@ -137,7 +137,7 @@ class RankFacts:
 
 
 def write_facts(folder: Path, facts: RankFacts) -> None:
-    """Write a rank's facts beside its trace."""
+    """Write a rank's facts next to its trace."""
     (folder / f"rank-{facts.rank}.facts.json").write_bytes(msgspec.json.encode(facts))
 
 
@@ -149,14 +149,14 @@ def read_facts(folder: Path) -> list[RankFacts]:
             found.append(msgspec.json.decode(path.read_bytes(), type=RankFacts))
         except (msgspec.MsgspecError, OSError) as error:
             raise MusterError(
-                f"{path} cannot be read as what a rank wrote down",
+                f"cannot read the facts of a rank in {path}",
                 why=str(error),
                 fix="profile again: muster profile",
             ) from error
     if not found:
         raise MusterError(
-            f"there is no profile in {folder}",
-            why="no file rank-N.facts.json is there",
-            fix="name a folder that muster profile has written",
+            f"no profile in {folder}",
+            why="it contains no file rank-N.facts.json",
+            fix="pass a folder written by muster profile",
         )
     return sorted(found, key=lambda one: one.rank)

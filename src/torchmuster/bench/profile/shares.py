@@ -1,4 +1,4 @@
-"""Where the time of a step goes: every moment of it has one name, so that the shares sum to the step."""
+"""The time breakdown of a step: every moment has exactly one category."""
 
 import math
 from collections import Counter, defaultdict
@@ -13,16 +13,16 @@ from torchmuster.bench.profile.trace_lanes import TraceLanes
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Seconds of one step, the mean of the steps that were looked at."""
+    """Seconds of one step by category, averaged over the analysed steps."""
 
-    compute_s: float = 0.0  # and nothing is sent meanwhile
-    overlapped_s: float = 0.0  # computing, with communication beside it
-    exposed_s: float = 0.0  # communication, or waiting for other ranks, with nothing beside it
+    compute_s: float = 0.0  # without communication
+    overlapped_s: float = 0.0  # computing, overlapped with communication
+    exposed_s: float = 0.0  # communication or waiting for other ranks, without overlap
     optimizer_s: float = 0.0
     data_s: float = 0.0  # waiting for the loader
-    reads_s: float = 0.0  # values brought to the host; on a device also what it idles for them
+    reads_s: float = 0.0  # reading values to the host, including the device's idle time for them
     save_s: float = 0.0
-    copies_s: float = 0.0  # on a device: nothing but copies
+    copies_s: float = 0.0  # on a device: only copies
     idle_s: float = 0.0  # none of these: the host's own code, or a device without work
 
     @property
@@ -42,11 +42,11 @@ class Shares:
 
 WORDS: Mapping[str, str] = {
     "compute": "compute",
-    "overlapped": "compute beside communication",
+    "overlapped": "compute during communication",
     "exposed": "waiting for communication",
     "optimizer": "optimizer",
     "data": "waiting for data",
-    "reads": "values read to the host",
+    "reads": "reading values to host",
     "save": "saving",
     "copies": "copies",
     "idle": "other code, or idle",
@@ -58,8 +58,8 @@ def shares_of_facts(
 ) -> Shares:
     """Return the shares of steps as the host saw them.
 
-    ``beside`` and ``unused`` are what parts of forward and backward have communication beside them and no operation
-    at all, which only a trace can tell.
+    ``beside`` and ``unused`` are the shares of forward and backward that overlap with communication
+    and that have no operation; they are known from a trace only.
     """
     taken = list(steps)
     count = max(len(taken), 1)
@@ -82,7 +82,7 @@ def shares_of_facts(
 
 
 def moments(lanes: TraceLanes) -> dict[str, Intervals]:
-    """Return when each share of :class:`Shares` was had, of all steps that are held."""
+    """Return the intervals of each share of :class:`Shares`, over all loaded steps."""
     found = _on_device(lanes) if lanes.on_device else _on_host(lanes)
     left = lanes.windows()
     named: dict[str, Intervals] = {}
@@ -103,7 +103,7 @@ def shares_of_trace(lanes: TraceLanes) -> Shares:
 
 
 def _on_host(lanes: TraceLanes) -> Iterator[tuple[str, Intervals]]:
-    """Give the shares of a rank whose host computes, what decides first at the beginning."""
+    """Yield the shares of a rank that computes on the host, highest precedence first."""
     for name, lane in (("save", Lane.SAVE), ("data", Lane.DATA), ("reads", Lane.READS)):
         yield name, lanes.lane(lane)
     sending, work = lanes.lane(Lane.SENDING), lanes.host_work
@@ -115,7 +115,10 @@ def _on_host(lanes: TraceLanes) -> Iterator[tuple[str, Intervals]]:
 
 
 def _on_device(lanes: TraceLanes) -> Iterator[tuple[str, Intervals]]:
-    """Give the shares of a rank whose device computes; what the host does counts only where the device idles."""
+    """Yield the shares of a rank with a device.
+
+    Host activity counts only while the device idles.
+    """
     work, sending = lanes.lane(Lane.WORK), lanes.lane(Lane.SENDING)
     yield "overlapped", work & sending
     yield "optimizer", work & lanes.lane(Lane.OPTIMIZER_ON_DEVICE)
@@ -125,16 +128,16 @@ def _on_device(lanes: TraceLanes) -> Iterator[tuple[str, Intervals]]:
     yield "copies", copies
     yield "save", lanes.lane(Lane.SAVE)
     yield "data", lanes.lane(Lane.DATA)
-    # After the host has waited for the device, the device waits until the host has given it new work.
+    # After a synchronisation, the device waits until the host launches new work.
     idle = lanes.windows() - (work | sending | copies)
     yield "reads", idle.holding_any(lanes.lane(Lane.BLOCKED).ends)
     yield "reads", lanes.lane(Lane.READS)
 
 
 def shares_of_passes(lanes: TraceLanes) -> tuple[float, float] | None:
-    """Return what parts of forward and backward had communication beside them, and no operation at all.
+    """Return the shares of forward and backward with communication, and without operation.
 
-    Without the time that was only waiting; None where the passes are not marked.
+    Waiting time is excluded; None if the passes are not marked.
     """
     passes = (lanes.lane(Lane.FORWARD) | lanes.lane(Lane.BACKWARD)) & lanes.windows()
     sending, work = lanes.lane(Lane.SENDING), lanes.host_work
@@ -145,18 +148,18 @@ def shares_of_passes(lanes: TraceLanes) -> tuple[float, float] | None:
 
 
 _SHOWN = 12
-_FINENESS = 8  # places for each doubling
-_SMALL_S = 20e-6  # an operation of PyTorch costs its host some microseconds, whatever it computes
+_FINENESS = 8  # buckets per factor of 2
+_SMALL_S = 20e-6  # launching a PyTorch operation takes some microseconds on the host
 _BOUND_FROM = 0.5
 _IDLE_FROM = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledOperation:
-    """One kind of operation: a kernel on a device, or an operation on the host without those it calls."""
+    """One kind of operation: a device kernel, or a host operation without its children."""
 
     name: str
-    calls: float  # a step
+    calls: float  # per step
     self_s: float  # a step
 
 
@@ -164,8 +167,8 @@ class ProfiledOperation:
 class Smallness:
     """How small the operations of a step are.
 
-    ``small_part`` is the part of their time that goes to those of less than 20 microseconds; ``bound`` tells whether
-    the step is limited by how fast operations can be started, not by what they compute.
+    ``small_part`` is the share of time in operations under 20 microseconds; ``bound`` is whether
+    the step is launch-bound, that is, limited by how fast operations can be launched.
     """
 
     calls: float  # a step
@@ -178,26 +181,26 @@ class Smallness:
 class Operations:
     """The operations of a step."""
 
-    top: tuple[ProfiledOperation, ...]  # by their time
-    smallness: Smallness | None  # None where there are none
+    top: tuple[ProfiledOperation, ...]  # by time
+    smallness: Smallness | None  # None without operations
 
 
 class _Sizes:
-    """How long operations are, without holding each of them."""
+    """A histogram of operation durations."""
 
     def __init__(self) -> None:
         self.count, self.whole_s, self.small_s = 0, 0.0, 0.0
         self._by_power: Counter[int] = Counter()
 
     def add(self, size_s: float) -> None:
-        """Count one more."""
+        """Count one operation."""
         self.count += 1
         self.whole_s += size_s
         self.small_s += size_s if size_s < _SMALL_S else 0.0
         self._by_power[round(_FINENESS * math.log2(max(size_s, 1e-9)))] += 1
 
     def median_s(self) -> float:
-        """Return the median, exact to four per cent."""
+        """Return the median, accurate to 4 %."""
         seen = 0
         for power, count in sorted(self._by_power.items()):
             seen += count
@@ -207,7 +210,7 @@ class _Sizes:
 
 
 def operations_of_trace(lanes: TraceLanes, shares: Shares) -> Operations:
-    """Return what the steps of a trace are made of."""
+    """Return the operations of the steps of a trace."""
     calls: dict[int, int] = defaultdict(int)
     total: dict[int, float] = defaultdict(float)
     sizes = _Sizes()
@@ -250,13 +253,13 @@ def _kernels(lanes: TraceLanes) -> Iterator[tuple[int, float]]:
 
 
 def _host_operations(lanes: TraceLanes) -> Iterator[tuple[int, float]]:
-    """Give every operation on the threads that compute, with the time that none of those it called had."""
+    """Yield every operation on the computing threads with its self time."""
     threads = lanes.working_threads
     for step in lanes.steps:
         for thread, spans in step.operations.items():
             if thread not in threads:
                 continue
-            opened: list[list[float]] = []  # end, what it called, name, begin
+            opened: list[list[float]] = []  # end, time of children, name, begin
             for begin, end, name in spans.in_order():
                 while opened and opened[-1][0] <= begin:
                     yield _closed(opened)

@@ -1,8 +1,8 @@
-"""Which rank the others wait for, and what it does longer than they do.
+"""Find the straggler, and the phase in which it is slower.
 
-With DDP every rank's backward takes equally long: whoever has its gradients first waits in it for the last one. So it
-is not the phase's length that tells, but how long each rank waited in it: the rank that all wait for waits least. That
-needs no clock that machines would have to share.
+With DDP every rank's backward takes equally long: the first ranks wait in it for the last one. So
+the length of the phase does not identify the straggler, but the waiting time does: the straggler
+waits least. This needs no synchronised clocks.
 """
 
 import statistics
@@ -19,30 +19,30 @@ _MATTERS_FROM = 0.08
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank that comes last to the ranks' communication."""
+    """A rank that is last at the ranks' communication."""
 
     rank: int
-    phase: str  # what it does longer than the others
-    longer_s: float  # in that phase, a step
-    late_s: float  # after the rank that comes before it, a step
-    last_in: int  # of so many steps
+    phase: str  # in which it is slower than the others
+    longer_s: float  # in that phase, per step
+    late_s: float  # after the second to last rank, per step
+    last_in: int  # number of steps in which it was last
     of_steps: int
     step_s: float
 
     @property
     def gain(self) -> float:
-        """How many times as many steps there would be if it were as fast as the rank before it."""
+        """The gain in steps/s if it were as fast as the second to last rank."""
         return self.step_s / max(self.step_s - self.late_s, 1e-9)
 
     @property
     def matters(self) -> bool:
-        """Whether it is always the same rank, and by enough to be worth mending."""
+        """Whether it is consistently the same rank, with a relevant delay."""
         steady = self.last_in >= _SAME_RANK_FROM * self.of_steps
         return steady and self.late_s >= _MATTERS_FROM * self.step_s
 
 
 def find_slow_rank(steps: Sequence[RanksStep]) -> SlowRank | None:
-    """Return the rank that came last most often; None with one rank, or where nothing was waited for."""
+    """Return the rank that was last most often; None with one rank, or without waiting."""
     waited = [{rank: waited_s(one) for rank, one in step.items()} for step in steps]
     last = _last(waited)
     if last is None:
@@ -54,9 +54,9 @@ def find_slow_rank(steps: Sequence[RanksStep]) -> SlowRank | None:
 def on_devices(
     sent_s: Mapping[int, Sequence[float]], shares: Mapping[int, Shares]
 ) -> SlowRank | None:
-    """Return the same for devices, by how long each one's collectives took, step by step.
+    """Return the straggler among devices, by the duration of their collectives in each step.
 
-    A device waits inside of a collective for the others, and its host goes on meanwhile.
+    A device waits for the others inside a collective, while its host continues.
     """
     waited = [dict(zip(sent_s, step, strict=True)) for step in zip(*sent_s.values(), strict=False)]
     last = _last(waited)

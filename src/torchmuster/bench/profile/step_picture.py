@@ -1,4 +1,4 @@
-"""One step of a rank as rows of coloured pieces, few enough to be drawn."""
+"""One step of a rank as rows of few coloured pieces for drawing."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _PLACES = 480
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Something that went on, in seconds since the step began."""
+    """An activity, in seconds since the start of the step."""
 
     name: str
     begin_s: float
@@ -20,7 +20,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Pictured:
-    """A step of usual length: what the rank did, and beside it what was on its way between the ranks."""
+    """A step of median length: the rank's activity, and messages in flight."""
 
     step: int | None
     took_s: float
@@ -47,7 +47,10 @@ def picture_of(lanes: TraceLanes, moments: dict[str, Intervals]) -> Pictured | N
 
 
 def _pieces(rows: dict[str, Intervals], begin: float, end: float) -> tuple[Piece, ...]:
-    """Give each of many equal parts of the step the name that has most of it, and join equal neighbours."""
+    """Label each of many equal parts of the step with its dominant activity.
+
+    Merge equal neighbours.
+    """
     width = (end - begin) / _PLACES
     most: list[tuple[float, str]] = [(0.0, "")] * _PLACES
     for name, when in rows.items():

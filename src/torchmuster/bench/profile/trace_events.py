@@ -1,8 +1,8 @@
-"""Reading a Chrome trace of any size: its events come in batches, and no more than a batch is held.
+"""Read a Chrome trace of any size in batches of events; only one batch is in memory.
 
-A trace is one JSON object with an array of events in it, often of gigabytes. A piece of the file is cut where one
-event ends and the next begins, and decoded at once by msgspec, which skips the fields that nobody asked for.
-Whether a cut was at a true border shows in the decoding: a part of an object is never an object.
+A trace is one JSON object with an array of events, often of gigabytes. The file is cut between two
+events, and each piece is decoded by msgspec, which skips unused fields. Decoding shows whether a
+cut was at a true border: a part of an object is never an object.
 """
 
 import enum
@@ -25,21 +25,21 @@ from torchmuster.errors import Impossible
 _PIECE_BYTES = 4 * 2**20
 _LONGEST_HEADER_BYTES = 64 * 2**20
 _LONGEST_EVENT_BYTES = 16 * 2**20
-_MOST_FALSE_BORDERS = 64  # in one event; what has more of them is taken for damaged
+_MOST_FALSE_BORDERS = 64  # in one event; with more, the file counts as damaged
 _BORDER = re.compile(rb"\}\s*,\s*\{")
 _BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _PARSER = json.JSONDecoder()
 
 
 class Args(msgspec.Struct, gc=False):
-    """What an event says beyond its time; only what the analysis asks for."""
+    """The arguments of an event that the analysis uses."""
 
     total_allocated_bytes: Any = msgspec.field(name="Total Allocated", default=None)
     device_type: Any = msgspec.field(name="Device Type", default=None)
 
 
 class Event(msgspec.Struct, gc=False):
-    """An event of a trace; times are in microseconds, as the file has them."""
+    """An event of a trace; times are in microseconds, as in the file."""
 
     ph: str = ""
     cat: str | None = None
@@ -62,9 +62,9 @@ class _Readable(Protocol):
 class TraceFile:
     """A trace, read from its beginning to its end each time it is iterated.
 
-    ``header`` is what the file says before its events. After an iteration ``truncated`` tells whether the
-    file ends too early, as it does where a process was ended while it wrote, and ``unreadable`` how many
-    events were passed over.
+    ``header`` is the part before the events. After an iteration, ``truncated`` is whether the file
+    ends too early, for example because the writing process was killed, and ``unreadable`` the
+    number of skipped events.
     """
 
     def __init__(self, path: Path, *, heard: Callable[[float], None] = lambda _: None) -> None:
@@ -76,7 +76,10 @@ class TraceFile:
         self._heard = heard
 
     def batches(self, *, holding: bytes = b"") -> Iterator[list[Event]]:
-        """Give the events in the file's order; with ``holding``, only batches whose text has these bytes."""
+        """Yield the events in file order.
+
+        With ``holding``, only batches whose text has these bytes.
+        """
         self.truncated, self.unreadable = False, 0
         with self.path.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
@@ -104,12 +107,12 @@ class TraceFile:
             return b""
 
     def _after_header(self, source: _Readable) -> bytes:
-        """Read up to the first event, keep what the header says, and return what was read beyond it."""
+        """Read up to the first event, store the header, and return what was read beyond it."""
         text = b""
         while len(text) < _LONGEST_HEADER_BYTES:
             piece = self._read(source)
             text += piece
-            if text.lstrip()[:1] == b"[":  # the other form of a trace: nothing but the events
+            if text.lstrip()[:1] == b"[":  # the other form of a trace: only the events
                 return text.lstrip()[1:]
             if (found := _BEGIN.search(text)) is not None:
                 try:
@@ -122,11 +125,11 @@ class TraceFile:
         raise Impossible(
             f"{self.path} is not a trace of PyTorch's profiler",
             why="it has no traceEvents",
-            fix="give a file that torch.profiler's export_chrome_trace has written",
+            fix="pass a file written by torch.profiler's export_chrome_trace",
         )
 
     def _cut(self, text: bytes) -> tuple[bytes, bytes]:
-        """Cut after the last event that is whole; return it and all before, and the rest."""
+        """Cut after the last complete event; return both parts."""
         looked_at = 2**16
         while True:
             begin = max(len(text) - looked_at, 0)
@@ -143,14 +146,14 @@ class TraceFile:
 
     def _decoded(self, text: bytes) -> tuple[list[Event], bytes, bool]:
         """Return the events of a text, what of it belongs to the next one, and whether the array ends in it."""
-        text = text.lstrip(b", \t\r\n")  # what parts it from the event before
+        text = text.lstrip(b", \t\r\n")  # the separator from the previous event
         try:
             return _EVENTS.decode(b"[" + text + b"]"), b"", False
         except msgspec.DecodeError:
             return self._one_by_one(text)
 
     def _one_by_one(self, text: bytes) -> tuple[list[Event], bytes, bool]:
-        """Do the same where something in the text is out of order: a false border, damage, or the end."""
+        """Do the same for irregular text: a false border, damage, or the end."""
         borders = [0]
         for found in _BORDER.finditer(text):
             borders += [found.start() + 1, found.end() - 1]
@@ -184,7 +187,7 @@ def _single(text: bytes) -> tuple[Event | None, bool]:
     try:
         return _EVENT.decode(text), False
     except msgspec.ValidationError:
-        return Event(), False  # an object, but no event: it counts for nothing
+        return Event(), False  # an object, but not an event: ignored
     except msgspec.DecodeError:
         pass
     try:
@@ -203,10 +206,10 @@ _CPU = 0  # as PyTorch numbers the types of devices
 
 @dataclass
 class MemoryTimeline:
-    """The most that was allocated in each of many equal parts of the time that was profiled.
+    """The peak of allocated memory in each of many equal parts of the profiled time.
 
-    On a device it is all that the allocator gave out. On the CPU the profiler counts from its own start, so it
-    can be below zero.
+    On a device it is all allocated memory. On the CPU the profiler counts from its own start, so it
+    can be negative.
     """
 
     begin: float
@@ -216,12 +219,12 @@ class MemoryTimeline:
 
     @classmethod
     def between(cls, begin: float, end: float) -> "MemoryTimeline":
-        """Return a timeline in which nothing was heard of yet."""
+        """Return an empty timeline."""
         nothing = [math.nan] * _PLACES
         return cls(begin, end, array("d", nothing), array("d", nothing))
 
     def add(self, event: Event) -> None:
-        """Take in one event of the profiler."""
+        """Add one event of the profiler."""
         args = event.args
         if args is None or not isinstance(event.ts, float) or self.end <= self.begin:
             return
@@ -243,18 +246,18 @@ class MemoryTimeline:
 
 _STEP = re.compile(r"(?:muster:step|ProfilerStep)#(\d+)")
 STEP_MARKS = (b"muster:step#", b"ProfilerStep#")
-# As in HolisticTraceAnalysis: whatever of a kernel's name says that it sends, or that it moves memory.
+# As in HolisticTraceAnalysis: parts of kernel names for communication and memory copies.
 _SENDS = re.compile(r"^(?:(nccl|rccl|ncclx?|mscclpp)|.*(nccl|rccl)(?:Dev)?Kernel)", re.IGNORECASE)
 _MOVES = re.compile(r"^(Memcpy|Memset)|^dma", re.IGNORECASE)
 _BLOCKS = re.compile(r"^(cuda|hip)(Stream|Device|Event)Synchronize$|^(cuda|hip)Memcpy$")
 
 
 class Lane(enum.Enum):
-    """What may go on at a moment of a rank, several of them at once."""
+    """The activities of a rank; several can be active at once."""
 
     WORK = "work"  # on a device: kernels that compute
-    SENDING = "sending"  # collectives on their way
-    COPIES = "copies"  # on a device: memory that is moved or set
+    SENDING = "sending"  # collectives in flight
+    COPIES = "copies"  # on a device: memory copies and memset
     DATA = "data"
     READS = "reads"
     BLOCKED = "blocked"  # the host waits for the device
@@ -275,7 +278,7 @@ _MARKS = {
     "muster:forward": Lane.FORWARD,
     "muster:backward": Lane.BACKWARD,
 }
-# Marks that PyTorch makes itself, for traces that others recorded.
+# PyTorch's own marks, for traces recorded by other tools.
 _OF_TORCH = {
     "enumerate(DataLoader)": Lane.DATA,
     "Optimizer.step#": Lane.OPTIMIZER,
@@ -292,7 +295,7 @@ def step_of(event: Event) -> int | None:
 
 
 def lane_of(event: Event) -> Lane | None:
-    """Return what goes on while an event lasts, or None for what no share of a step is made of."""
+    """Return the activity of an event, or None if it belongs to no share of a step."""
     return _lane(event.cat, event.name)
 
 
@@ -320,10 +323,10 @@ def _mark(name: str) -> Lane | None:
 
 
 def is_operation(event: Event) -> bool:
-    """Tell whether it is one of PyTorch's operations on the host."""
+    """Return whether it is a PyTorch operation on the host."""
     return event.cat == "cpu_op"
 
 
 def computes(operation: str) -> bool:
-    """Tell whether an operation computes, rather than hands something over to be sent."""
+    """Return whether an operation computes, rather than starts communication."""
     return not operation.startswith(("c10d::", "record_param_comms"))

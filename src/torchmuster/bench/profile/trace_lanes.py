@@ -1,8 +1,8 @@
-"""The lanes of one rank's trace: what went on when, held so that a trace of any size fits.
+"""The lanes of one rank's trace: activities over time, stored compactly.
 
-Events come in no order of time. Those of the marked steps are kept as begins and ends of 8 bytes each, with the steps
-they belong to; when more are held than ``most_held``, the last step is let go, of a single one its second half, and the
-report says so.
+Events are not ordered by time. Those of the marked steps are stored as begins and ends of 8 bytes
+each, with their steps; if there are more than ``most_held``, the last step is dropped, or the
+second half of a single step, and the report mentions it.
 """
 
 import functools
@@ -34,7 +34,7 @@ _OTHER_NAMES = "(names beyond the first 20,000)"
 
 
 class Spans:
-    """Begins and ends, each with a number that stands for its name."""
+    """Begins and ends, each with the number of its name."""
 
     __slots__ = ("begins", "ends", "names")
 
@@ -44,20 +44,23 @@ class Spans:
         self.names: array[int] = array("i")
 
     def add(self, begin: float, end: float, name: int) -> None:
-        """Hold one more."""
+        """Add one span."""
         self.begins.append(begin)
         self.ends.append(end)
         self.names.append(name)
 
     def forget_from(self, moment: float) -> None:
-        """Hold only what began before a moment."""
+        """Keep only spans that began before a moment."""
         kept = [at for at, begin in enumerate(self.begins) if begin < moment]
         self.begins = array("d", (self.begins[at] for at in kept))
         self.ends = array("d", (self.ends[at] for at in kept))
         self.names = array("i", (self.names[at] for at in kept))
 
     def in_order(self) -> Iterator[tuple[float, float, int]]:
-        """Give them by their begin; what encloses another comes before it, as the profiler writes it."""
+        """Yield the spans by begin.
+
+        An enclosing span comes before its children, as the profiler writes it.
+        """
         begins, ends, names = self.begins, self.ends, self.names
         order: Iterable[int] = range(len(begins))
         if any(before > after for before, after in pairwise(begins)):
@@ -66,12 +69,12 @@ class Spans:
             yield begins[at], ends[at], names[at]
 
     def pairs(self, *, without: frozenset[int] = frozenset()) -> Iterator[tuple[float, float]]:
-        """Give when any of them went on, by the begin, without those of some names."""
+        """Yield the intervals of all spans by begin, without some names."""
         since, until = math.inf, -math.inf
         for begin, end, name in self.in_order():
             if name in without:
                 continue
-            if begin <= until:  # most lie within the one before them
+            if begin <= until:  # most lie within the previous one
                 until = max(until, end)
                 continue
             if since < until:
@@ -93,12 +96,12 @@ class StepLanes:
 
     @property
     def held(self) -> int:
-        """How many begins and ends are held."""
+        """The number of stored spans."""
         spans = (*self.lanes.values(), *self.operations.values())
         return sum(len(one.begins) for one in spans)
 
     def halve(self) -> None:
-        """End in the middle, and forget what began later."""
+        """Cut the step in the middle, and drop what began later."""
         self.end = (self.begin + self.end) / 2
         for spans in (*self.lanes.values(), *self.operations.values()):
             spans.forget_from(self.end)
@@ -112,8 +115,8 @@ class TraceLanes:
     steps: list[StepLanes]
     names: list[str]
     main_thread: Any
-    left_out: tuple[int, ...]  # steps that are in the trace and were not held
-    shortened: bool  # only the beginning of a step is held, because it was more than may be
+    left_out: tuple[int, ...]  # steps of the trace that were not loaded
+    shortened: bool  # only the beginning of a step is loaded because of its size
     memory: MemoryTimeline
     events: int
     truncated: bool
@@ -125,13 +128,13 @@ class TraceLanes:
         return any(Lane.WORK in step.lanes for step in self.steps)
 
     def lane(self, lane: Lane) -> Intervals:
-        """Return when something of this kind went on."""
+        """Return the intervals of this activity."""
         return Intervals.of(
             *(step.lanes[lane].pairs() for step in self.steps if lane in step.lanes)
         )
 
     def windows(self) -> Intervals:
-        """Return the steps that are held."""
+        """Return the loaded steps."""
         return Intervals.of([(step.begin, step.end) for step in self.steps])
 
     @functools.cached_property
@@ -151,7 +154,7 @@ class TraceLanes:
 
     @functools.cached_property
     def host_work(self) -> Intervals:
-        """When an operation ran on the host's threads that compute."""
+        """The intervals with an operation on the host's computing threads."""
         sends = frozenset(number for number, name in enumerate(self.names) if not computes(name))
         return Intervals.of(
             *(
@@ -166,14 +169,14 @@ class TraceLanes:
 def read_lanes(
     path: Path, *, most_held: int = MOST_HELD, heard: Callable[[float], None] = lambda _: None
 ) -> TraceLanes:
-    """Read a trace twice: where its steps are, then what went on in them."""
+    """Read a trace twice: first its steps, then the activities in them."""
     trace = TraceFile(path, heard=heard)
     steps, main_thread = _steps(trace)
     return _Filling(trace, steps, main_thread, most_held).lanes()
 
 
 def _steps(trace: TraceFile) -> tuple[list[StepLanes], Any]:
-    """Return the marked steps, or all of the trace as one step where none is marked."""
+    """Return the marked steps, or the whole trace as one step if none is marked."""
     for mark in STEP_MARKS:
         found: dict[int, tuple[float, float, Any]] = {}
         for batch in trace.batches(holding=mark):
@@ -200,7 +203,7 @@ def _whole(trace: TraceFile) -> StepLanes:
 
 
 class _Filling:
-    """Puts the events of a trace where they belong."""
+    """Sorts the events of a trace into steps and lanes."""
 
     def __init__(
         self, trace: TraceFile, steps: list[StepLanes], main_thread: Any, most_held: int
@@ -267,7 +270,7 @@ class _Filling:
         return found
 
     def _let_go(self) -> None:
-        """Hold less: leave out the last step, or the second half of the only one."""
+        """Drop the last step, or the second half of the only one."""
         step = self._steps[-1]
         if len(self._steps) > 1:
             self._steps.pop()

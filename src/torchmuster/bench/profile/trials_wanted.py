@@ -1,4 +1,4 @@
-"""Which changes are worth a trial: those whose gain depends on the machine, so that no formula knows it."""
+"""Choose the changes to try: those whose gain depends on the host and cannot be computed."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ _FIXED_FROM = 0.25
 _PASSES_FROM = 0.5
 _DATA_FROM = 0.1
 _OVERLAP_FROM = 1.1
-_HIDDEN_FROM = 0.5  # of the transfer; what is left otherwise is a slow network
+_HIDDEN_FROM = 0.5  # of the transfer; otherwise the network is the limit
 _FEW_MESSAGES = 2
 
 
@@ -52,7 +52,7 @@ def _wanted(
 
 
 def fitting_threads(facts: RankFacts) -> int | None:
-    """Return how many threads a rank's share of the cores is, where it has more of them; else None."""
+    """Return a rank's share of the cores if it uses more threads; else None."""
     if facts.device != "cpu":
         return None
     fitting = max(facts.cores // facts.ranks_here, 1)
@@ -60,7 +60,7 @@ def fitting_threads(facts: RankFacts) -> int | None:
 
 
 def overlap_wanted(ranks: Sequence[RankFacts], steps: Sequence[RanksStep]) -> int | None:
-    """Return the MiB of messages by which most of a transfer would fit beside the backward; None where it would not."""
+    """Return the message size in MiB that overlaps most of the transfer; None if there is none."""
     facts = ranks[0]
     messages = messages_of(facts)
     if len(ranks) < 2 or not facts.gradient_bytes or facts.spread == "fsdp":
@@ -75,5 +75,5 @@ def overlap_wanted(ranks: Sequence[RankFacts], steps: Sequence[RanksStep]) -> in
 
 
 def in_full_precision(facts: RankFacts) -> bool:
-    """Tell whether everything is computed in 32 bits."""
+    """Return whether all computation is in fp32."""
     return facts.autocast is None and set(facts.parameter_dtypes) == {"float32"}

@@ -1,1 +1,1 @@
-"""A measurement for people: the terminal's screen, the page with its pictures, the folder that keeps both."""
+"""Bench reports: terminal output, HTML page with charts, result folder."""

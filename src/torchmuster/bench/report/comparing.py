@@ -1,4 +1,4 @@
-"""Two measurements side by side: for the terminal, for programs, and as a page."""
+"""A comparison of two measurements as terminal output, JSON and HTML page."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ _HEAD = ("what", "before", "after", "change", "interval", "")
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two: how people call it, and its records."""
+    """One side: its name and records."""
 
     name: str
     records: Sequence[BenchRecord]
@@ -36,7 +36,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedSides:
-    """A comparison with the two sides it was made of."""
+    """A comparison with its two sides."""
 
     before: Side
     after: Side
@@ -44,7 +44,7 @@ class ComparedSides:
 
     @property
     def changes(self) -> list[MetricChange]:
-        """What got worse first, and of that what changed most."""
+        """Worse series first, largest change first."""
         return sorted(
             self.comparison.changes,
             key=lambda one: (_ORDER.index(one.verdict), -_comparing_size(one.change)),
@@ -56,7 +56,7 @@ def _comparing_size(change: float) -> float:
 
 
 def comparison_question(compared: ComparedSides) -> str:
-    """Say in one line what was compared."""
+    """Return one line that describes the comparison."""
     before, after = compared.before, compared.after
     return (
         f"muster bench {before.records[0].bench}: is {after.name} ({_counted(after)}) better or worse "
@@ -69,10 +69,10 @@ def _counted(side: Side) -> str:
 
 
 def not_alike(compared: ComparedSides) -> list[str]:
-    """Say in what else the two sides differ, so that nobody takes it for the change they made."""
+    """Return other differences between the two sides that could explain a change."""
     before, after = compared.before.records, compared.after.records
     seen = [_usual(before), _usual(after)]
-    if compared.comparison.in_pairs:  # each had the other beside it, and both alike everybody else
+    if compared.comparison.in_pairs:  # both sides ran at the same time under the same load
         seen = [
             dataclasses.replace(one, busy_before_cores=None, busy_after_cores=None) for one in seen
         ]
@@ -81,12 +81,12 @@ def not_alike(compared: ComparedSides) -> list[str]:
     for key in dict.fromkeys((*one, *other)):
         if one.get(key) != other.get(key):
             values = f": {one.get(key)} and {other.get(key)}"
-            found.append(f"not the same {key}{values if len(values) <= _LONGEST_VALUES else ''}")
+            found.append(f"different {key}{values if len(values) <= _LONGEST_VALUES else ''}")
     return found
 
 
 def _usual(records: Sequence[BenchRecord]) -> Environment:
-    """Return the first record's environment, as busy as the machine usually was on this side."""
+    """Return the first record's environment with the median load of this side."""
     busy = [
         cores
         for one in records
@@ -104,7 +104,7 @@ def _busy(environment: Environment) -> float:
 
 
 def comparison_findings(compared: ComparedSides) -> list[Finding]:
-    """Return the verdict, and what must be known to trust it."""
+    """Return the verdict and the caveats."""
     return [*_comparing_verdict(compared), *_doubts(compared)]
 
 
@@ -118,14 +118,15 @@ def _comparing_verdict(compared: ComparedSides) -> Iterator[Finding]:
             yield Finding(
                 name=word,
                 status=status,
-                what=f"{len(some)} of {len(changes)} got {word}, by {_comparing_percent(some[0].change)} at most",
+                what=f"{len(some)} of {len(changes)} series are {word}, by up to "
+                f"{_comparing_percent(some[0].change)}",
                 evidence="\n".join(map(_in_words, some[:_MOST_NAMED])),
             )
     if unknown:
         yield Finding(
             name="unknown",
             status=Status.NOTE,
-            what=f"of {len(unknown)} nothing can be said: too few samples, or values of 0",
+            what=f"{len(unknown)} series cannot be compared: too few samples, or values of 0",
             evidence="\n".join(one.series.title for one in unknown[:_MOST_NAMED]),
         )
     if not worse and not better and len(unknown) < len(changes):
@@ -137,30 +138,33 @@ def _comparing_verdict(compared: ComparedSides) -> Iterator[Finding]:
         yield Finding(
             name="within-noise",
             status=Status.OK,
-            what="nothing changed beyond the noise",
-            why=f"a change of {statistics.median(seen):.1%} would have been seen in half of the series, "
-            f"one of {max(seen):.1%} in every one",
+            what="no change beyond the noise",
+            why=f"a change of {statistics.median(seen):.1%} would be detected in half of the "
+            "series, "
+            f"a change of {max(seen):.1%} in every series",
         )
 
 
 def _doubts(compared: ComparedSides) -> Iterator[Finding]:
     comparison, before, after = compared.comparison, compared.before, compared.after
     busiest = max((_usual(one.records) for one in (before, after)), key=_busy)
-    # Of a pair each side sees the other at work, and both suffer alike from everybody else.
+    # In a pair both sides run at the same time, so other load affects both equally.
     if not comparison.in_pairs and (disturbed := disturbance(busiest)) is not None:
         yield disturbed
     bench, needed = before.records[0].bench, max(comparison.records_needed, PAIRS)
     in_turns = (
         f'muster bench turns --pairs {needed} "muster bench {bench} …" "muster bench {bench} …"\n'
-        "  the commands as they were and as they are now"
+        "  pass the command of the old and of the new version"
     )
     if not comparison.by_records:
         yield Finding(
             name="few-records",
             status=Status.NOTE,
-            what=f"only changes beyond {FLOOR:.0%} count: how much equal processes differ is not known",
-            why=f"for {len(comparison.changes)} series it takes at least {comparison.records_needed} records on "
-            "each side, each of a fresh process, measured in turns",
+            what=f"only changes beyond {FLOOR:.0%} count: the variation between processes is "
+            "unknown",
+            why=f"{len(comparison.changes)} series need at least {comparison.records_needed} "
+            "records on each "
+            "side, each from a fresh process, measured alternately",
             fix=in_turns,
         )
     elif not take_turns(before.records, after.records):
@@ -168,14 +172,14 @@ def _doubts(compared: ComparedSides) -> Iterator[Finding]:
             name="not-in-turns",
             status=Status.WARNING,
             what=f"all records of one side are older than all of the other ({before.name}, {after.name})",
-            why="what happened to the machine in between would be taken for a change",
+            why="a change of the host in between would look like a difference",
             fix=in_turns,
         )
     if comparison.left_out:
         yield Finding(
             name="left-out",
             status=Status.NOTE,
-            what=f"{len(comparison.left_out)} series are not in every record and were left out",
+            what=f"{len(comparison.left_out)} series are not in every record and were ignored",
             evidence="\n".join(comparison.left_out[:_MOST_NAMED]),
         )
 
@@ -211,29 +215,32 @@ def _rows(compared: ComparedSides) -> list[tuple[str, ...]]:
 
 
 def comparison_text(compared: ComparedSides, *, width: int = 100, colour: bool = False) -> str:
-    """Return what a terminal shows."""
+    """Return the terminal output."""
     rows = _rows(compared)
     blocks = [[harmless(comparison_question(compared)), *(f"  {one}" for one in _beside(compared))]]
     blocks.append([*aligned_columns([_HEAD, *rows[:_MOST_ROWS]], right=True)])
     if len(rows) > _MOST_ROWS:
-        blocks[-1].append(f"… and {len(rows) - _MOST_ROWS} more, which --json and --html have")
+        blocks[-1].append(f"… and {len(rows) - _MOST_ROWS} more; use --json or --html to see all")
     blocks[-1].append(
-        f"intervals hold for all of them together, with {CONFIDENCE:.0%}{_in_turns(compared)}"
+        f"intervals hold for all series together with {CONFIDENCE:.0%} "
+        f"confidence{_in_turns(compared)}"
     )
     blocks.append([render(comparison_findings(compared), width=width, colour=colour)])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
 def _in_turns(compared: ComparedSides) -> str:
-    return "; both sides took turns, sample by sample" if compared.comparison.in_pairs else ""
+    return "; samples of both sides interleaved" if compared.comparison.in_pairs else ""
 
 
 def _beside(compared: ComparedSides) -> list[str]:
-    return [harmless(one) for one in not_alike(compared)] or ["measured alike, as far as is known"]
+    return [harmless(one) for one in not_alike(compared)] or [
+        "no known difference between the environments"
+    ]
 
 
 def comparison_page(compared: ComparedSides) -> str:
-    """Return the page; everything that came from files is shown as text."""
+    """Return the HTML page; data from files is shown as text, never as markup."""
     found = comparison_findings(compared)
     failed = any(one.status is Status.FAILURE for one in found)
     word = '<b class="failure">worse</b>' if failed else '<b class="ok">no worse</b>'
@@ -264,7 +271,7 @@ def comparison_page(compared: ComparedSides) -> str:
 
 
 def comparison_json(compared: ComparedSides) -> dict[str, object]:
-    """Return the comparison as plain JSON types; what is not known or has no bound is null."""
+    """Return the comparison as plain JSON types; unknown or unbounded values are null."""
     return {
         "bench": compared.before.records[0].bench,
         "records": [len(compared.before.records), len(compared.after.records)],

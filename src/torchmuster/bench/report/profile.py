@@ -1,4 +1,4 @@
-"""A profile as one page that needs no other file and no network."""
+"""A profile as terminal output and as one self-contained HTML page."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ _LEFT, _WIDTH, _TOP, _ROW = 70, 860, 40, 40
 
 
 def shares_picture(analysis: Analysis) -> str:
-    """Draw the step of each rank as a bar that is made of its shares."""
+    """Draw the time breakdown of a step, one bar per rank."""
     shown = analysis.ranks[:_MOST_BARS]
     stacks = [
         Stack(
@@ -42,16 +42,16 @@ def shares_picture(analysis: Analysis) -> str:
         )
         for one in shown
     ]
-    return stacked_chart("where a step goes", "s", stacks)
+    return stacked_chart("time breakdown of a step", "s", stacks)
 
 
 def memory_picture(analysis: Analysis) -> str | None:
-    """Draw memory over time, if the profiler was told to record it."""
+    """Draw memory over time, if it was recorded."""
     found = [(one, one.trace.memory) for one in analysis.ranks if one.trace and one.trace.memory]
     if not found:
         return None
     on_device = found[0][0].trace is not None and found[0][0].trace.on_device
-    title = "memory that was given out" if on_device else "memory since the profiler began"
+    title = "allocated memory" if on_device else "memory allocated since the profiler started"
     curves = [
         Curve(name=f"rank {one.facts.rank}", points=points) for one, points in found[:_MOST_CURVES]
     ]
@@ -59,7 +59,7 @@ def memory_picture(analysis: Analysis) -> str | None:
 
 
 def step_picture(analysis: Analysis) -> str | None:
-    """Draw one step of each rank over time: what it did, and below it what was on its way."""
+    """Draw one step of each rank over time: its activity, and below it messages in flight."""
     shown = [one for one in analysis.ranks if one.trace and one.trace.picture][:_MOST_TIMELINES]
     if not shown:
         return None
@@ -80,14 +80,12 @@ def step_picture(analysis: Analysis) -> str | None:
         body.append(
             _profile_text(_across(at_s, longest_s), bottom + 12, amount_text(at_s, "s"), "middle")
         )
-    body.append(
-        _profile_text(14, bottom + 34, "colours as above; the thin rows: messages on their way")
-    )
+    body.append(_profile_text(14, bottom + 34, "colours as above; thin rows: messages in flight"))
     return svg_chart("one step over time", _WIDTH, bottom + 48, body)
 
 
 def _profile_names(analysis: Analysis) -> list[str]:
-    """Return the shares that any picture shows, in the order of their colours."""
+    """Return the shares that any chart shows, in the order of their colours."""
     drawn = {
         piece.name
         for one in analysis.ranks
@@ -144,7 +142,7 @@ def profile_screen(
     width: int = 100,
     colour: bool = False,
 ) -> str:
-    """Return what a terminal shows; the page has all ranks, all operations and the pictures."""
+    """Return the terminal output; the page has all ranks, operations and charts."""
     blocks = [
         [*_wrapped(profile_question(analysis), width)],
         [*_shares(analysis)],
@@ -158,7 +156,7 @@ def profile_screen(
 
 
 def profile_question(analysis: Analysis) -> str:
-    """Say in a sentence what was looked at."""
+    """Return one sentence about the profiled steps."""
     first, ranks = analysis.facts[0], len(analysis.facts)
     where = "the CPU" if first.device == "cpu" else first.device_name
     words = (
@@ -175,7 +173,7 @@ def profile_question(analysis: Analysis) -> str:
 
 
 def proved_changes(advice: Sequence[Advice], proof: ChangeTrial) -> str:
-    """Say what was predicted of a change and what was measured with it."""
+    """Return the predicted and the measured gain of a change."""
     predicted = next((one.gain for one in advice if one.change == proof.change), None)
     words = "" if predicted is None else f"predicted {predicted:.2f}x, "
     return (
@@ -185,19 +183,23 @@ def proved_changes(advice: Sequence[Advice], proof: ChangeTrial) -> str:
 
 
 def seen_shares(analysis: Analysis) -> list[str]:
-    """Return the names of the shares that any rank has something of."""
+    """Return the names of the shares that are not 0 on every rank."""
     return [
         name for name in WORDS if any(one.shares.part(name) >= _SEEN_FROM for one in analysis.ranks)
     ]
 
 
 def profile_remarks(analysis: Analysis) -> Iterator[str]:
-    """Give sentences about how the figures came about, and what is missing in them."""
+    """Yield sentences about how the figures were obtained, and what is missing."""
     factor = analysis.profiler_factor
     if factor is not None:
         on_device = any(one.trace is not None and one.trace.on_device for one in analysis.ranks)
         which = "with" if on_device else "without"
-        cost = f"makes a step {factor:.2f}x as long" if factor > 1.05 else "made no step longer"
+        cost = (
+            f"makes a step {factor:.2f}x as long"
+            if factor > 1.05
+            else "did not slow the steps down"
+        )
         yield f"the shares are of steps {which} the profiler, which {cost}"
     for one in analysis.ranks:
         yield from _of_trace(one)
@@ -209,18 +211,18 @@ def _of_trace(one: RankAnalysis) -> Iterator[str]:
     if kept is not None and kept.why_cut:
         yield f"rank {rank}: its trace was cut: {kept.why_cut}"
     if one.no_trace:
-        yield f"rank {rank}: its trace could not be looked at: {one.no_trace.splitlines()[0]}"
+        yield f"rank {rank}: its trace could not be analysed: {one.no_trace.splitlines()[0]}"
     if trace is None:
         return
     if trace.left_out:
         yield (
             f"rank {rank}: its trace is large; {len(trace.steps)} of its "
-            f"{len(trace.steps) + len(trace.left_out)} steps were looked at"
+            f"{len(trace.steps) + len(trace.left_out)} steps were analysed"
         )
     if trace.shortened:
-        yield f"rank {rank}: its step is very large; only its beginning was looked at"
+        yield f"rank {rank}: its step is very large; only its beginning was analysed"
     if trace.truncated:
-        yield f"rank {rank}: its trace ends too early; what is there was looked at"
+        yield f"rank {rank}: its trace is truncated; the rest was analysed"
     if trace.unreadable:
         yield f"rank {rank}: {plural(trace.unreadable, 'event')} of its trace could not be read"
 
@@ -235,11 +237,11 @@ def _shares(analysis: Analysis) -> Iterator[str]:
     ]
     yield from aligned_columns([head, *rows], right=True)
     if len(analysis.ranks) > len(shown):
-        yield f"and {len(analysis.ranks) - len(shown)} more ranks, which the page has"
+        yield f"and {len(analysis.ranks) - len(shown)} more ranks on the page"
 
 
 def _profile_shown(analysis: Analysis) -> list[RankAnalysis]:
-    """Return the first ranks, and the one that the others wait for."""
+    """Return the first ranks and the straggler."""
     slow = None if analysis.slow is None else analysis.slow.rank
     first = list(analysis.ranks[:_MOST_RANKS])
     if slow is not None and slow not in {one.facts.rank for one in first}:
@@ -263,19 +265,20 @@ def _remarks(analysis: Analysis, width: int) -> Iterator[str]:
 
 
 def describe_smallness(one: RankAnalysis) -> str:
-    """Say whether a step is limited by starting operations."""
+    """Return whether a step is launch-bound, as text."""
     small = None if one.trace is None else one.trace.operations.smallness
     if small is None:
         return ""
     verdict = "launch-bound" if small.bound else "not launch-bound"
     return (
-        f"{verdict}: {small.calls:,.0f} operations a step, the median takes {amount_text(small.median_s, 's')}; those of less "
-        f"than 20 µs have {small.small_part:.0%} of their time"
+        f"{verdict}: {small.calls:,.0f} operations per step, the median takes "
+        f"{amount_text(small.median_s, 's')}; "
+        f"operations under 20 µs take {small.small_part:.0%} of the time"
     )
 
 
 def shortened(name: str) -> str:
-    """Cut a kernel's name, which can be a page long."""
+    """Shorten a kernel's name, which can be very long."""
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
@@ -298,12 +301,12 @@ _MOST_ROWS = 1000
 
 
 def profile_page(analysis: Analysis, advice: Sequence[Advice], proof: ChangeTrial | None) -> str:
-    """Return the page. Everything that came from the training is shown as text, never as markup."""
+    """Return the HTML page. Data from the training is shown as text, never as markup."""
     told = [one.finding for one in advice] or [nothing_to_fix(analysis)]
     known = sum(one.gain is not None for one in advice)
-    verdict = '<b class="ok">nothing to mend</b>'
+    verdict = '<b class="ok">nothing to fix</b>'
     if known:
-        verdict = f'<b class="warning">{known} to mend</b>'
+        verdict = f'<b class="warning">{known} to fix</b>'
     elif advice:
         verdict = f'<b class="note">{len(advice)} to try</b>'
     parts = [f"<h1>muster profile: {verdict}</h1>", f"<p>{escape(profile_question(analysis))}</p>"]
@@ -312,7 +315,9 @@ def profile_page(analysis: Analysis, advice: Sequence[Advice], proof: ChangeTria
     parts += [html_article(one) for one in told]
     pictures = (shares_picture(analysis), step_picture(analysis), memory_picture(analysis))
     parts += [f"<figure>{one}</figure>" for one in pictures if one]
-    parts.append(html_details("where a step goes, by rank", _page_shares(analysis), opened=True))
+    parts.append(
+        html_details("time breakdown of a step, by rank", _page_shares(analysis), opened=True)
+    )
     for one in analysis.ranks:
         if one.trace is not None and one.trace.operations.top:
             body = f"<p>{escape(describe_smallness(one))}</p>{_operations(one)}"
@@ -320,7 +325,9 @@ def profile_page(analysis: Analysis, advice: Sequence[Advice], proof: ChangeTria
             parts.append(html_details(title, body, opened=one is analysis.ranks[0]))
     notes = "".join(f"<li>{escape(one)}</li>" for one in profile_remarks(analysis))
     if notes:
-        parts.append(html_details("how the figures came about", f"<ul>{notes}</ul>", opened=True))
+        parts.append(
+            html_details("how the figures were obtained", f"<ul>{notes}</ul>", opened=True)
+        )
     return frame.html_page("muster profile", parts)
 
 
@@ -348,4 +355,4 @@ def _operations(one: RankAnalysis) -> str:
         (amount_text(top.self_s, "s"), f"{top.calls:,.1f}", top.name)
         for top in one.trace.operations.top
     )
-    return html_table(("its own time in a step", "calls", "operation"), rows)
+    return html_table(("self time per step", "calls", "operation"), rows)

@@ -1,4 +1,4 @@
-"""What a bench says: a question, what was found, what was chosen, figures and pictures, and the record of it."""
+"""A bench report: question, findings, decisions, tables, charts and the record."""
 
 import re
 import textwrap
@@ -25,7 +25,7 @@ from torchmuster.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Figures as texts, with what must be known to read them."""
+    """A table of texts with an explanatory note."""
 
     title: str
     head: tuple[str, ...]
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An SVG of ``charts``, and what can be seen in it."""
+    """An SVG of ``charts`` with a caption."""
 
     title: str
     svg: str
@@ -44,10 +44,10 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run of a bench, for people."""
+    """The report of one bench run."""
 
     bench: str
-    question: str  # what was asked, in one line
+    question: str  # the question, in one line
     findings: tuple[Finding, ...]
     choices: tuple[Decision[str], ...] = ()
     tables: tuple[Table, ...]
@@ -57,7 +57,7 @@ class Report:
 
 
 def bench_page(report: Report) -> str:
-    """Return the page. Pictures are ours; everything else is shown as text, never as markup."""
+    """Return the HTML page. Everything except our charts is shown as text, never as markup."""
     record = report.record
     found = worst_first(report.findings)
     bad = [one for one in found if one.status in (Status.FAILURE, Status.WARNING)]
@@ -78,7 +78,7 @@ def bench_page(report: Report) -> str:
         *map(_page_table, report.tables),
         *map(html_article, notes),
         html_details(
-            "every series, with its noise", html_table(_TITLES, map(_report_row, record.series))
+            "all series with their noise", html_table(_TITLES, map(_report_row, record.series))
         ),
         html_details("measured on", _environment(record.environment)),
         html_details("settings", _settings(record)),
@@ -105,7 +105,7 @@ def _page_table(one: Table) -> str:
     return html_details(one.title, html_table(one.head, one.rows) + note, opened=True)
 
 
-_TITLES = ("what", "median", "95 % interval", "noise", "samples")
+_TITLES = ("series", "median", "95 % interval", "noise", "samples")
 
 
 def _report_row(series: Series) -> tuple[str, ...]:
@@ -124,8 +124,8 @@ def _environment(one: Environment) -> str:
     busy = f"{or_unknown(one.busy_before_cores)} before, {or_unknown(one.busy_after_cores)} after"
     rows = (
         ("machine", one.host),
-        ("devices", ", ".join(one.devices) or "none: on the processor"),
-        ("processor", f"{one.cpu}, {one.cores} cores usable"),
+        ("devices", ", ".join(one.devices) or "none: CPU"),
+        ("CPU", f"{one.cpu}, {one.cores} cores usable"),
         ("OMP_NUM_THREADS", one.threads or "not set"),
         ("memory", or_unknown(memory)),
         ("driver", or_unknown(one.driver)),
@@ -133,7 +133,7 @@ def _environment(one: Environment) -> str:
         ("Python", one.python),
         ("torchmuster", one.torchmuster),
         ("system", one.system),
-        ("cores busy with other things", busy),
+        ("cores used by other processes", busy),
     )
     return html_table(("", ""), rows)
 
@@ -146,7 +146,7 @@ PAGE = "report.html"
 
 
 def save_report(report: Report, folder: Path) -> Path:
-    """Write everything into a folder, which is made where it is missing; return the page's path."""
+    """Write the results into a folder, created if missing; return the page's path."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         record.write_record(folder / record.FILE, report.record)
@@ -158,7 +158,7 @@ def save_report(report: Report, folder: Path) -> Path:
         raise Impossible(
             f"cannot write to {folder}",
             why=error.strerror or str(error),
-            fix="give another folder with --out, on a disk with room",
+            fix="pass --out with another folder, on a disk with free space",
         ) from error
     return folder / PAGE
 
@@ -167,7 +167,7 @@ _MOST_ROWS = 24
 
 
 def bench_screen(report: Report, *, width: int = 100, colour: bool = False) -> str:
-    """Return what a terminal shows; long tables are cut, the page has them whole."""
+    """Return the terminal output; long tables are cut, the page has them in full."""
     blocks = [[harmless(f"{report.question} ({format_seconds(report.took_s)})")]]
     blocks += [[*_text_table(one, width)] for one in report.tables]
     choices = [
@@ -187,7 +187,7 @@ def _text_table(table: Table, width: int) -> Iterator[str]:
     for line in aligned_columns([table.head, *table.rows[:_MOST_ROWS]], right=True):
         yield f"  {line}"
     if len(table.rows) > _MOST_ROWS:
-        yield f"  … and {len(table.rows) - _MOST_ROWS} more, which the page has"
+        yield f"  … and {len(table.rows) - _MOST_ROWS} more on the page"
     if table.note:
         yield from _wrapped("", table.note, width)
 

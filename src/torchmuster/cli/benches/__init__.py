@@ -1,1 +1,1 @@
-"""One module for each bench of ``muster bench``, imported on use."""
+"""One module for each benchmark of ``muster bench``, imported on use."""

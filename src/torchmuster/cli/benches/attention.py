@@ -1,4 +1,4 @@
-"""``muster bench attention``: which kind of attention is best at which length."""
+"""``muster bench attention``: compare attention implementations by sequence length."""
 
 import argparse
 import dataclasses
@@ -12,35 +12,39 @@ from torchmuster.errors import ExitCode
 if TYPE_CHECKING:
     from torchmuster.bench.attention import AttentionRequest
 
-# So many that a device has something to do, and few enough for the scores of plain attention.
+# Batch, heads and head size: large enough to load a device, small enough for plain attention.
 _ON_CPU, _ON_GPU = (1, 8, 64), (4, 16, 64)
 _ROUNDS_QUICK = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which attention."""
+    """Add the flags of ``muster bench attention``."""
     parser.description = (
-        f"{parser.description}\nComputes attention written out, with each backend of scaled_dot_product_attention and "
-        "with\nflex_attention; shows time and memory by length, compares what comes out, and says which to\ntake."
+        f"{parser.description}\nComputes plain attention, each backend of "
+        "scaled_dot_product_attention and "
+        "flex_attention;\nshows time and memory by length, compares the outputs, and recommends "
+        "one."
     )
     parsers.show_examples(
         parser,
         [
             "muster bench attention                          causal, 128 tokens and more",
-            "muster bench attention --lengths 4096 16384     these lengths, however long they take",
+            "muster bench attention --lengths 4096 16384     these lengths, without a time limit",
             "muster bench attention --heads 32 --head-size 128 --type bfloat16",
         ],
     )
     parser.add_argument("--lengths", nargs="+", type=size, metavar="N", help="tokens (128 … 8192)")
     parser.add_argument("--batch", type=size, metavar="N", help="sequences (1 on a CPU, else 4)")
     parser.add_argument("--heads", type=size, metavar="N", help="heads (8 on a CPU, else 16)")
-    parser.add_argument("--head-size", type=size, metavar="N", help="of each head (64)")
+    parser.add_argument("--head-size", type=size, metavar="N", help="dimension of each head (64)")
     parser.add_argument(
         "--type",
         choices=("float32", "bfloat16", "float16"),
-        help="number type (float32 on a CPU, else bfloat16 where the card has it)",
+        help="dtype (float32 on a CPU, else bfloat16 if the GPU supports it)",
     )
-    parser.add_argument("--not-causal", action="store_true", help="every token sees all others")
+    parser.add_argument(
+        "--not-causal", action="store_true", help="every token attends to all others"
+    )
     add_common_flags(parser)
 
 
@@ -70,7 +74,7 @@ def _attention_request(options: argparse.Namespace, *, on_cpu: bool) -> "Attenti
 
     batch, heads, head_size = _ON_CPU if on_cpu else _ON_GPU
     lengths = attention.LENGTHS_QUICK if options.quick else attention.LENGTHS
-    # Compiling takes longer than all the rest.
+    # Compiling flex_attention takes longer than everything else.
     kinds = tuple(one for one in attention.KINDS if not (options.quick and one == "flex"))
     request = attention.AttentionRequest(
         device="cpu" if on_cpu else "auto",

@@ -1,4 +1,4 @@
-"""``muster bench collectives``: messages between ranks, by kind and size."""
+"""``muster bench collectives``: collectives between ranks, by operation and size."""
 
 import argparse
 import time
@@ -24,8 +24,9 @@ _HANGS_AFTER_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster bench collectives``."""
     parser.description = (
-        f"{parser.description}\nReal ranks send messages of many sizes. Ends in latency and bandwidth of "
-        "each kind, with bus\nbandwidths as nccl-tests defines them; every value that arrives is compared."
+        f"{parser.description}\nReal ranks send messages of many sizes. Shows latency and "
+        "bandwidth of each "
+        "operation, with bus\nbandwidths as nccl-tests defines them; checks every received value."
     )
     parsers.show_examples(
         parser,
@@ -33,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster bench collectives                       a rank on each GPU, or two on the CPU",
             "muster bench collectives --ranks 4 --largest 64MiB",
             "muster bench collectives --operations all-reduce,send-receive",
-            "muster bench collectives --hosts a,b:2         three ranks on two machines, over ssh",
+            "muster bench collectives --hosts a,b:2         three ranks on two hosts, over ssh",
         ],
     )
     parser.add_argument(
-        "--ranks", type=count, metavar="N", help="ranks, on each machine (one per GPU; CPU: 2)"
+        "--ranks", type=count, metavar="N", help="ranks on each host (one per GPU; CPU: 2)"
     )
     parser.add_argument(
         "--operations",
@@ -51,15 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_collectives_size,
         default=_SMALLEST_BYTES,
         metavar="SIZE",
-        help="the smallest message (1KiB); each is 4 times the one before",
+        help="the smallest message (1KiB); each next one is 4 times larger",
     )
     parser.add_argument(
         "--largest",
         type=_collectives_size,
         metavar="SIZE",
-        help="the largest (16MiB; on GPUs 256MiB)",
+        help="the largest message (16MiB; on GPUs 256MiB)",
     )
-    parser.add_argument("--rounds", type=count, metavar="N", help=f"samples of each ({_ROUNDS})")
+    parser.add_argument("--rounds", type=count, metavar="N", help=f"samples per size ({_ROUNDS})")
     add_common_flags(parser)
     job_flags.add_host_flags(job_flags.add_rendezvous_flags(parser))
 
@@ -82,7 +83,7 @@ def _collectives_size(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Measure, keep it and say it."""
+    """Measure, save and print the results."""
     from torchmuster.bench import collectives, environment
     from torchmuster.bench.collectives_report import collectives_report
 

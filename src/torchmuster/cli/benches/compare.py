@@ -1,4 +1,4 @@
-"""``muster bench compare``: is the second measurement better, worse, or within the noise."""
+"""``muster bench compare``: compare two measurements: better, worse, or within the noise."""
 
 import argparse
 import shutil
@@ -14,38 +14,39 @@ _WIDTH = 110
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two sides."""
+    """Add the flags of ``muster bench compare``."""
     parser.description = (
-        f"{parser.description}\nThe exit code is 1 if something is worse. One record on each side tells large "
-        "changes; several, measured\nin turns (muster bench turns), tell small ones."
+        f"{parser.description}\nThe exit code is 1 if something is worse. One record per side "
+        "detects large "
+        "changes; several\ninterleaved records (muster bench turns) detect small ones."
     )
     parsers.show_examples(
         parser,
         [
             "muster bench compare bench/matmul-20260131-120000 bench/matmul-20260207-120000",
-            "muster bench compare before after       folders that have several records each",
+            "muster bench compare before after       folders with several records each",
         ],
     )
     parser.add_argument(
         "before", type=Path, metavar="BEFORE", help="a record, its folder, or a folder of those"
     )
-    parser.add_argument("after", type=Path, metavar="AFTER", help="what is compared with it")
+    parser.add_argument("after", type=Path, metavar="AFTER", help="the same, to compare with it")
     add_output_flags(parser)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Add how a comparison is shown."""
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page")
+    """Add the output flags of a comparison."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as HTML")
     parsers.add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Compare what is there."""
+    """Compare two existing measurements."""
     return show(options.before, options.after, options)
 
 
 def show(before_path: Path, after_path: Path, options: argparse.Namespace) -> ExitCode:
-    """Read both sides, compare them, and show what came of it."""
+    """Read both sides, compare them, and print the result."""
     from torchmuster.bench.comparison import compare_records
     from torchmuster.bench.record import records_at
     from torchmuster.bench.report import comparing

@@ -1,4 +1,4 @@
-"""``muster bench data``: how fast data can be read, and by how many workers."""
+"""``muster bench data``: measure how fast data can be read, by number of workers."""
 
 import argparse
 import dataclasses
@@ -28,20 +28,22 @@ from torchmuster.plan.hardware import here
 
 _ROUNDS, _WINDOW_S = 3, 1.0
 _ROUNDS_QUICK, _WINDOW_QUICK_S = 2, 0.3
-_PREFETCH = (2, 4, 8)  # 2 is what a training has; less leaves nothing for a bad moment
+_PREFETCH = (2, 4, 8)  # 2 is the default of a training; fewer leave no reserve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which data, and in which ways it is read."""
+    """Add the flags of ``muster bench data``."""
     parser.description = (
-        f"{parser.description}\nReads as a training would, by 0, 1, 2, 4, … workers up to twice the cores of a "
-        "rank, then further\nahead with the best of them. Compares what was read, bit by bit, and says how short "
-        "a step may be\nbefore it waits for data."
+        f"{parser.description}\nReads as a training does, with 0, 1, 2, 4, … workers up to "
+        "twice the cores "
+        "of a rank, then with\nmore prefetching for the best number. Compares the data bit by "
+        "bit, and "
+        "reports how short a step can\nbe before it waits for data."
     )
     parsers.show_examples(
         parser,
         [
-            "muster bench data --config config.yaml             the data of a training of yours",
+            "muster bench data --config config.yaml             the data of your training",
             "muster bench data --dataset my.data:train --ranks 8",
             "muster bench data --config config.yaml --needed 1200",
             "muster bench data --config config.yaml --workers 8 16 32",
@@ -49,13 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="a dataset of your own")
     parser.add_argument(
-        "--workers", nargs="+", type=_data_number, metavar="N", help="these numbers (0, 1, 2, 4, …)"
+        "--workers",
+        nargs="+",
+        type=_data_number,
+        metavar="N",
+        help="numbers of workers (0, 1, 2, 4, …)",
     )
     parser.add_argument(
-        "--ranks", type=count, metavar="N", help="so many that read at once (one per GPU; CPU: 1)"
+        "--ranks", type=count, metavar="N", help="ranks that read at once (one per GPU; CPU: 1)"
     )
     parser.add_argument(
-        "--needed", type=_data_rate, metavar="N", help="samples a second that each rank computes"
+        "--needed", type=_data_rate, metavar="N", help="samples/s that each rank needs"
     )
     add_setting_flags(parser)
     add_common_flags(parser)
@@ -74,7 +80,7 @@ def _data_rate(text: str) -> float:
         number = math.nan
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of samples a second; write for example 1200"
+            f"{text!r} is not a number of samples per second; write for example 1200"
         )
     return number
 
@@ -121,7 +127,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     )
     if loader.oversubscription(by_workers, cores=seen.cores, ranks=machine.cards):
         usual = max(by_workers, key=lambda one: one.reading.workers)
-        output.say("workers compute with several threads: reading once more with one thread each")
+        output.say("workers use several threads: reading again with one thread each")
         (alone,) = join_loader_answers(
             ask(dataclasses.replace(request, readings=(usual.reading,)), one_thread=True)
         )
@@ -150,7 +156,7 @@ def _further_ahead(
     request: LoaderRequest,
     ask: Callable[[LoaderRequest], Sequence[LoaderAnswer]],
 ) -> loader_report.MeasuredLoader:
-    """Try other numbers of batches ahead with the workers that were chosen."""
+    """Measure other prefetch values with the chosen number of workers."""
     workers = measured.chosen.value.reading.workers
     readings = tuple(Reading(workers=workers, prefetch=one) for one in _PREFETCH)
     found = join_loader_answers(ask(dataclasses.replace(request, readings=readings)))
@@ -158,22 +164,22 @@ def _further_ahead(
 
 
 def _data_data(settings: Settings) -> str:
-    """Return what is read, as people know it; refuse what cannot be."""
+    """Return the name of the data; raise an error if it cannot be read."""
     data = settings.data
     files = data.files if isinstance(data.files, str) else " ".join(data.files or ())
     name = data.dataset or files or data.hugging_face
     if name is None:
         raise Impossible(
             "there is no data to read",
-            why="no settings name any",
+            why="the settings name none",
             fix="--dataset module:function, or --config with data.dataset, data.files or data.hugging_face",
         )
     has_tokens = name.endswith(".safetensors")
     tokenizer = data.tokenizer or settings.model.model_name_or_path
     if data.dataset is None and not has_tokens and tokenizer is None:
         raise Impossible(
-            f"{name} is text, and nothing says how it becomes tokens",
-            why="that is a large part of reading it",
+            f"{name} is text, but no tokenizer is set",
+            why="tokenizing is a large part of reading text",
             fix="--set data.tokenizer=bytes, a folder, or a name on the hub",
         )
     return name

@@ -1,4 +1,4 @@
-"""``muster bench matmul``: how fast matrices are multiplied here."""
+"""``muster bench matmul``: measure the speed of matrix products."""
 
 import argparse
 import dataclasses
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which products."""
+    """Add the flags of ``muster bench matmul``."""
     parser.description = (
-        f"{parser.description}\nMultiplies square matrices, or those of a model's linear layers, in every number "
-        "type the\ndevice has; with a GPU also on the CPU. Shows FLOP/s, the share of the card's peak where a\n"
-        "source gives one, and checks what comes out."
+        f"{parser.description}\nMultiplies square matrices, or those of a model's linear "
+        "layers, in every "
+        "dtype of the device; with\na GPU also on the CPU. Shows FLOP/s and, if known, the "
+        "share of the "
+        "GPU's peak; checks the results."
     )
     parsers.show_examples(
         parser,
         [
             "muster bench matmul                          sizes 128 to 4096",
-            "muster bench matmul --sizes 1024 4096        these sizes, however long they take",
-            "muster bench matmul --config config.yaml     the linear layers of a model of yours",
-            "muster bench matmul --model ./llama-8b       those of a model's folder, without its weights",
+            "muster bench matmul --sizes 1024 4096        these sizes, without a time limit",
+            "muster bench matmul --config config.yaml     the linear layers of your model",
+            "muster bench matmul --model ./llama-8b       those of a model, without weights",
         ],
     )
     parser.add_argument(
@@ -80,8 +82,8 @@ def _matmul_request(options: argparse.Namespace, device: Literal["auto", "cpu"])
         )
     if options.sizes:
         raise Impossible(
-            "asked for sizes and for the shapes of a model",
-            why="its layers have their own",
+            "--sizes and a model were both given",
+            why="the shapes come from the model's layers",
             fix="leave one of the two out",
         )
     if options.model is not None:

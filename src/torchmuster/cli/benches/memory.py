@@ -1,4 +1,4 @@
-"""``muster bench memory``: what fills memory in a training step, and what computing again saves."""
+"""``muster bench memory``: memory by stage of a training step, and savings by recomputation."""
 
 import argparse
 import dataclasses
@@ -34,21 +34,24 @@ _SMALL_GPT = Work(
     loss="language_model",
     sequence_length=128,
 )
-_SMALL_GPT_NAME = "a small GPT of ours (8 blocks, 2 million parameters)"
+_SMALL_GPT_NAME = "a built-in small GPT (8 blocks, 2 million parameters)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which training, and how much memory there is for it."""
+    """Add the flags of ``muster bench memory``."""
     parser.description = (
-        f"{parser.description}\nTakes real steps in one process and follows every tensor: what is there before, in and "
-        "after each\nstage, in fp32 and in a reduced precision. Then recomputes every block, every 2nd, 3rd, … "
-        "and none,\nand finds which is best: the fastest within --limit, or the knee of peak over time."
+        f"{parser.description}\nRuns real steps in one process and tracks every tensor before, "
+        "in and after "
+        "each stage, in fp32\nand in a reduced precision. Then recomputes every block, every "
+        "2nd, 3rd, … "
+        "and none, and finds\nthe best: the fastest within --limit, or the knee of peak memory "
+        "over time."
     )
     parsers.show_examples(
         parser,
         [
-            "muster bench memory                                a small GPT of ours",
-            "muster bench memory --config config.yaml           the model of a training of yours",
+            "muster bench memory                                a built-in small GPT",
+            "muster bench memory --config config.yaml           the model of your training",
             "muster bench memory --config config.yaml --limit 20GiB",
             "muster bench memory --build my.models:make --set data.sequence_length=512",
         ],
@@ -59,13 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batch-size",
         type=count,
         metavar="N",
-        help="samples at once (8, or as settings say)",
+        help="samples at once (8, or from the settings)",
     )
     parser.add_argument(
         "--limit",
         type=_benches_memory_size,
         metavar="SIZE",
-        help="what a step may take, such as 20GiB",
+        help="max memory of a step, such as 20GiB",
     )
     add_setting_flags(parser)
     add_common_flags(parser)
@@ -99,7 +102,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     seen = environment.environment_here(where.value)
     answer = memory.measure_memory(request, device=where.value, say=output.say)
     seen = seen.ended()
-    planned = MemoryForecast(planned_bytes={}, not_planned="--quick leaves that out")
+    planned = MemoryForecast(planned_bytes={}, not_planned="--quick skips it")
     if not options.quick:
         planned = _forecast(request, answer)
     report = memory_report.memory_report(
@@ -137,7 +140,7 @@ def _resolved(options: argparse.Namespace) -> Resolved:
 
 
 def _candidate(resolved: Resolved) -> Candidate:
-    """Return a training in one process; of several micro-batches in a step two show all there is to see."""
+    """Return a training in one process; accumulation over 2 micro-batches is representative."""
     train = resolved.settings.train
     usual = min(train.global_batch_size or _USUAL_MICRO_BATCH_SIZE, _USUAL_MICRO_BATCH_SIZE)
     size = train.micro_batch_size or max(train.micro_batch_sizes or (usual,))
@@ -152,7 +155,7 @@ def _candidate(resolved: Resolved) -> Candidate:
 
 
 def _forecast(request: MemoryRequest, answer: MemoryAnswer) -> MemoryForecast:
-    output.say("imagining the same steps, as muster plan does")
+    output.say("predicting the same steps, as muster plan does")
     with Tracer(cache=cache_folder(), say=output.say) as tracer:
         return forecast_stages(
             request.work,

@@ -1,4 +1,4 @@
-"""``muster bench precision``: what a number type gives a training, and what it costs."""
+"""``muster bench precision``: speed, memory and accuracy of a training by dtype."""
 
 import argparse
 import dataclasses
@@ -20,20 +20,22 @@ _MICRO_BATCH_SIZE = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is trained and for how long."""
+    """Add the flags of ``muster bench precision``."""
     parser.description = (
-        f"{parser.description}\nTrains a model in every number type that the device has, from the same weights with "
-        "the same data.\nShows time, memory and what becomes of loss and outputs, and says which to take. "
-        "Without a model\nof yours a small GPT is trained, and two models that are made to overflow."
+        f"{parser.description}\nTrains a model in every dtype of the device, with the same "
+        "weights and the "
+        "same data. Shows time,\nmemory, loss and outputs, and recommends one. Without a model "
+        "of your own, "
+        "it trains a small GPT\nand two models that are built to overflow."
     )
     parsers.show_examples(
         parser,
         [
             "muster bench precision                         a small GPT",
-            "muster bench precision --config config.yaml    a training of yours",
+            "muster bench precision --config config.yaml    your training",
         ],
     )
-    parser.add_argument("--steps", type=size, metavar="N", help=f"to train ({_STEPS})")
+    parser.add_argument("--steps", type=size, metavar="N", help=f"training steps ({_STEPS})")
     add_setting_flags(parser)
     add_common_flags(parser)
 

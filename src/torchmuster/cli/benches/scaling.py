@@ -1,4 +1,4 @@
-"""``muster bench scaling``: what 1, 2, 4, … ranks bring to a training."""
+"""``muster bench scaling``: speed-up and efficiency of a training on 1, 2, 4, … ranks."""
 
 import argparse
 import time
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchmuster.bench.scaling import ScalingStudy
 
 _USUAL_RANKS = (1, 2, 4)
-_USUAL_SAMPLES_OF_THE_MOST = 2  # with strong scaling, of each of the most ranks
+_USUAL_SAMPLES_OF_THE_MOST = 2  # per rank, on the largest number of ranks, for strong scaling
 _ROUNDS, _PASSES = 8, 2
 _QUICK_ROUNDS, _QUICK_PASSES = 4, 1
 _SMALL_GPT = "torchmuster.bench.probes.small_gpt:make_small_gpt"
@@ -30,10 +30,13 @@ _SMALL_GPT_LENGTH = 128
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster bench scaling``."""
     parser.description = (
-        f"{parser.description}\nTakes real steps of a settings file's training, or of a small GPT, on 1, 2, 4, "
-        "… ranks of this\nmachine; each step also without sending anything. Shows speed-up and efficiency, strong "
-        "(the\nranks share the samples of one) and weak (each has as many), where the rest of the time goes,\nand what "
-        "would have been forecast for the most ranks from the fewest."
+        f"{parser.description}\nRuns real steps of a settings file's training, or of a small "
+        "GPT, on 1, 2, 4, "
+        "… ranks of this\nmachine, each also without communication. Shows speed-up and "
+        "efficiency, strong (the "
+        "ranks share\nthe samples of one) and weak (each has as many), where the other time "
+        "goes, and a "
+        "forecast for\nthe most ranks from the fewest."
     )
     parsers.show_examples(
         parser,
@@ -55,12 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=count,
         metavar="N",
-        help="samples of a step of one rank (train.global_batch_size, or 2 for each)",
+        help="samples per step on one rank (train.global_batch_size, or 2 per rank)",
     )
     parser.add_argument(
-        "--strategy", choices=("ddp", "fsdp"), help="how ranks share the model (as the settings)"
+        "--strategy", choices=("ddp", "fsdp"), help="how ranks share the model (from the settings)"
     )
-    parser.add_argument("--rounds", type=count, metavar="N", help=f"samples in a pass ({_ROUNDS})")
+    parser.add_argument("--rounds", type=count, metavar="N", help=f"samples per pass ({_ROUNDS})")
     add_common_flags(parser)
 
 
@@ -74,7 +77,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Measure, keep it and say it."""
+    """Measure, save and print the results."""
     from torchmuster.bench import environment, scaling
     from torchmuster.bench.scaling_report import scaling_report
 
@@ -157,21 +160,22 @@ def _study(
         rounds=options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
         passes=_QUICK_PASSES if options.quick else _PASSES,
     )
-    reason = "as asked" if strategy else "every rank holds the whole model, which is the simplest"
+    reason = "set by the user" if strategy else "default: every rank holds the whole model"
     return study, [*choice, Decision(value=study.strategy, reason=reason)]
 
 
 def _cores(
     ranks: tuple[int, ...], seen: "Environment", *, on_cpu: bool
 ) -> tuple[int | None, int, list[Decision[str]]]:
-    """Return the threads of each rank, how many ranks can compute at once, and why."""
+    """Return the threads of each rank, the number of ranks that can compute at once, and why."""
     if not on_cpu:
         return None, len(seen.devices), []
     threads = max(1, seen.cores // max(ranks))
     words = plural(threads, "thread")
     reason = (
-        f"in each rank, however many there are: {seen.cores} cores over {max(ranks)} ranks, so that one "
-        "more rank is one more of the same"
+        f"in each rank, for all numbers of ranks: {seen.cores} cores over {max(ranks)} ranks, "
+        "so that "
+        "each rank has the same compute"
     )
     return threads, max(1, seen.cores // threads), [Decision(value=words, reason=reason)]
 
@@ -182,8 +186,8 @@ def _doublings(most: int) -> tuple[int, ...]:
         numbers.append(numbers[-1] * 2)
     if len(numbers) < 2:
         raise Impossible(
-            "asked what more ranks bring",
-            why="there is one GPU, and each rank has its own",
+            "cannot measure scaling with fewer than 2 GPUs",
+            why="there is one GPU, and each rank needs its own",
             fix="muster bench scaling --device cpu --ranks 1,2",
         )
     return tuple(numbers)
@@ -197,7 +201,7 @@ def _notes(resolved: Resolved) -> list[Finding]:
         Finding(
             name="made-up-data",
             status=Status.NOTE,
-            what="rows of made-up tokens were trained on, so reading your text is no part of the figures",
+            what="the training used synthetic tokens: reading your text is not included",
             fix="muster bench data --config …  # measures the reading",
         )
     ]

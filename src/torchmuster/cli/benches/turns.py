@@ -1,4 +1,4 @@
-"""``muster bench turns``: two commands side by side, sample by sample, so that small changes show on busy machines."""
+"""``muster bench turns``: interleaved A/B run of two commands, to measure small changes."""
 
 import argparse
 from pathlib import Path
@@ -11,11 +11,13 @@ from torchmuster.errors import ExitCode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two commands."""
+    """Add the flags of ``muster bench turns``."""
     parser.description = (
-        f"{parser.description}\nBoth commands run at a time and take turns: a sample of one, then one of the other, so that what\n"
-        "happens to the machine happens to both. That is done with fresh processes as often as --pairs says,\n"
-        "and compared as muster bench compare does. The exit code is 1 if something is worse."
+        f"{parser.description}\nBoth commands run at the same time and alternate sample by "
+        "sample, so that a "
+        "busy machine affects\nboth. Repeats this --pairs times with new processes, and "
+        "compares like "
+        "muster bench compare.\nThe exit code is 1 if something is worse."
     )
     parsers.show_examples(
         parser,
@@ -24,25 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             'muster bench turns "old/bin/muster bench attention" "new/bin/muster bench attention"',
         ],
     )
-    parser.add_argument(
-        "before", metavar="BEFORE", help="a command of muster bench, quoted, as it was"
-    )
-    parser.add_argument("after", metavar="AFTER", help="the same as it is now")
+    parser.add_argument("before", metavar="BEFORE", help="a muster bench command, quoted")
+    parser.add_argument("after", metavar="AFTER", help="the command to compare with it")
     parser.add_argument(
         "--pairs",
         type=size,
         default=PAIRS,
         metavar="N",
-        help=f"how often, with fresh processes ({PAIRS})",
+        help=f"repetitions with new processes ({PAIRS})",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to keep the records (bench/turns-DATE-TIME)"
+        "--out", type=Path, metavar="DIR", help="where to save the records (bench/turns-DATE-TIME)"
     )
     compare.add_output_flags(parser)
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Measure both sides in turns, compare them, and show what came of it."""
+    """Measure both sides interleaved, compare them, and print the result."""
     from torchmuster.bench.ab_run import measure_pairs, parse_commands
 
     commands = {"before": parse_commands(options.before), "after": parse_commands(options.after)}
@@ -50,5 +50,5 @@ def run(options: argparse.Namespace) -> ExitCode:
     measure_pairs(commands, folder, pairs=options.pairs, say=output.say)
     code = compare.show(folder / "before", folder / "after", options)
     if not options.json:
-        print(f"\nkept in {folder}", flush=True)
+        print(f"\nsaved in {folder}", flush=True)
     return code

@@ -1,1 +1,1 @@
-"""One reader per kind of hardware: each turns what the machine says into ``Device`` records."""
+"""One reader per kind of hardware: each turns driver output into ``Device`` records."""

@@ -1,9 +1,9 @@
-"""AMD GPUs, as the kernel's amdgpu driver and its compute side (KFD) describe them in sysfs.
+"""Read AMD GPUs from sysfs, as the amdgpu driver and its compute driver (KFD) describe them.
 
-The order is KFD's, which is also that of ROCm's ``ROCR_VISIBLE_DEVICES``; a node that KFD does
-not let us read (one of another container) is left out there, too. A UUID starting with ``GPU-`` is
-one that ROCm takes; a GPU without its own number, or a part of a partitioned one, gets ``ROCM-``
-and its PCI address, and can be named to ROCm only by its index.
+The order is KFD's, which is also that of ROCm's ``ROCR_VISIBLE_DEVICES``; both leave out a node
+that KFD does not let us read (one of another container). ROCm accepts a UUID that starts with
+``GPU-``; a GPU without a serial number, or a part of a partitioned one, gets ``ROCM-`` and its PCI
+address, and ROCm accepts only its index.
 """
 
 import os
@@ -37,7 +37,7 @@ def kfd_nodes(topology: Path, pci_devices: Path) -> list[KfdNode]:
     found = []
     for number in sorted(int(name) for name in sysfs.read_names(topology) if name.isdecimal()):
         folder = topology / str(number)
-        # A CPU is a node, too, with neither a GPU id nor SIMD units.
+        # A CPU is also a node, with neither a GPU id nor SIMD units.
         gpu_id = sysfs.read_integer(folder / "gpu_id")
         properties = _properties(folder / "properties") if gpu_id else {}
         if gpu_id and properties.get("simd_count"):
@@ -87,12 +87,12 @@ def kfd_holders(folder: Path) -> dict[int, list[DeviceProcess]]:
     return dict(found)
 
 
-# Installed by libdrm, which ROCm needs; the first is where AMD's own packages put it.
+# Installed by libdrm, which ROCm needs; the first path is that of AMD's own packages.
 NAME_TABLES = (
     Path("/opt/amdgpu/share/libdrm/amdgpu.ids"),
     Path("/usr/share/libdrm/amdgpu.ids"),
 )
-# What an idle driver takes; more, if no compute process holds it, is worth a look for windows.
+# Memory of an idle driver. If more is in use than compute processes hold, windows may hold it.
 _DRIVER_BYTES = 512 * MiB
 
 
@@ -102,7 +102,7 @@ def read_amd(
     proc_root: Path = Path("/proc"),
     name_tables: Sequence[Path] = NAME_TABLES,
 ) -> tuple[list[Device], list[Finding]]:
-    """Return the AMD GPUs that ROCm can use, and what keeps it from using them."""
+    """Return the AMD GPUs that ROCm can use, and findings about what prevents that."""
     addresses = sysfs.pci_addresses(sys_root, "amdgpu")
     if not addresses:
         return [], []
@@ -149,13 +149,13 @@ def _amd_memory(node: KfdNode) -> tuple[int | None, int | None]:
     """Return total and used bytes of the memory that ROCm allocates from."""
     total = sysfs.read_integer(node.pci / "mem_info_vram_total")
     if total is not None and node.local_bytes > total:
-        # An APU: since Linux 6.10 ROCm leaves the small carve-out aside and takes system memory.
+        # An APU: since Linux 6.10 ROCm ignores the small carve-out and uses system memory.
         return node.local_bytes, sysfs.read_integer(node.pci / "mem_info_gtt_used")
     return total or node.local_bytes or None, sysfs.read_integer(node.pci / "mem_info_vram_used")
 
 
 def _amd_name(node: KfdNode, tables: Sequence[Path]) -> str:
-    """Return the name that ROCm and torch show, else the board's own, else the bare number."""
+    """Return the name that ROCm and torch show, else the board's name, else the device id."""
     device = node.properties.get("device_id", 0)
     revision = sysfs.read_integer(node.pci / "revision") or 0
     entry = re.compile(rf"^{device:04X},\s*{revision:02X},\s*(\S.*)$", re.MULTILINE)
@@ -175,7 +175,7 @@ def _ecc(ras: Path) -> Ecc | None:
 def _amd_processes(
     node: KfdNode, holders: Sequence[DeviceProcess], used_bytes: int, proc_root: Path
 ) -> tuple[DeviceProcess, ...]:
-    """Add a desktop's windows, unknown to KFD and looked for only if memory is unaccounted for."""
+    """Add a desktop's windows, which KFD does not list, if some used memory is unaccounted for."""
     if used_bytes - sum(one.memory_bytes or 0 for one in holders) < _DRIVER_BYTES:
         return tuple(holders)
     known = {one.pid for one in holders}
@@ -187,9 +187,9 @@ def _no_compute(addresses: Sequence[str]) -> Finding:
     return Finding(
         name="rocm-sees-no-gpu",
         status=Status.NOTE,
-        what=f"ROCm cannot use the AMD graphics here ({', '.join(addresses)})",
-        why="the kernel's compute side (/sys/class/kfd) offers none of it to this process: the "
-        "chip is too old, the kernel was built without CONFIG_HSA_AMD, or this is a container",
+        what=f"ROCm cannot use the AMD GPUs of this host ({', '.join(addresses)})",
+        why="the kernel's compute driver (/sys/class/kfd) shows none of them to this process: the "
+        "GPU is too old, the kernel was built without CONFIG_HSA_AMD, or this is a container",
         fix="in a container: --device=/dev/kfd --device=/dev/dri",
     )
 
@@ -198,8 +198,8 @@ def _shut(entrance: Path, devices: Sequence[Device]) -> Finding:
     return Finding(
         name="kfd-cannot-be-opened",
         status=Status.WARNING,
-        what=f"this user may not compute on {', '.join(device.label for device in devices)}",
-        why=f"ROCm reaches every AMD GPU through {entrance}, which cannot be opened",
+        what=f"this user may not use {', '.join(device.label for device in devices)}",
+        why=f"ROCm accesses every AMD GPU through {entrance}, which cannot be opened",
         fix='sudo usermod -aG render,video "$USER"  # then log in again; '
         "in a container: --device=/dev/kfd --device=/dev/dri",
     )

@@ -1,6 +1,6 @@
-"""The GPU of an Apple-silicon Mac, which torch calls ``mps``. There is one at most.
+"""Read the GPU of an Apple-silicon Mac, which torch calls ``mps``. There is at most one.
 
-Its memory is the system's own, so what is in use is told by the CPU's record, not here.
+It uses system memory, so the CPU's record has the memory in use, not this one.
 """
 
 import platform
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torchmuster.devices.model import Device, DeviceKind
 
-# By its full path: an ssh command often runs without /usr/sbin in PATH.
+# Full path, because an ssh command often runs without /usr/sbin in PATH.
 _SYSCTL = "/usr/sbin/sysctl"
 _TIMEOUT_S = 2.0
 
@@ -25,7 +25,7 @@ def run_command(arguments: list[str]) -> str:
 
 
 def sysctl(key: str, run: Run = run_command) -> str | None:
-    """Return one value of macOS's sysctl, or None if it cannot be had."""
+    """Return one value of macOS's sysctl, or None if it cannot be read."""
     try:
         return run([_SYSCTL, "-n", key]).strip() or None
     except (OSError, subprocess.SubprocessError):
@@ -35,7 +35,7 @@ def sysctl(key: str, run: Run = run_command) -> str | None:
 def read_apple(
     system: str | None = None, machine: str | None = None, run: Run = run_command
 ) -> list[Device]:
-    """Return the Apple GPU, or nothing on any other machine."""
+    """Return the Apple GPU, or an empty list on any other host."""
     if (system or platform.system()) != "Darwin" or (machine or platform.machine()) != "arm64":
         return []
     memory = sysctl("hw.memsize", run)

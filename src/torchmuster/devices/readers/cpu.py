@@ -1,7 +1,7 @@
-"""The CPU as a device, and how much of it this process may really use.
+"""Read the CPU as a device, and how much of it this process may use.
 
-A container or a Slurm job shows the whole machine in /proc, but its control group (cgroup) grants a
-part. Limits hold at every level up to the root, so the tightest one counts.
+A container or a Slurm job shows the whole host in /proc, but its control group (cgroup) grants only
+a part. Limits apply at every level up to the root, so the lowest one counts.
 """
 
 import math
@@ -23,14 +23,14 @@ PROC, SYS = Path("/proc"), Path("/sys")
 
 @dataclass(frozen=True, kw_only=True)
 class _Quota:
-    """So many cores' worth of time, and the file that says so."""
+    """A CPU quota in cores, and the file that sets it."""
 
     cores: float
     file: str
 
 
 def read_cpu(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = None) -> Device:
-    """Return the CPU with the memory that this process may use of the machine's."""
+    """Return the CPU, with the part of the host's memory that this process may use."""
     total, used = _cpu_memory(proc_root, sys_root)
     return Device(
         kind=DeviceKind.CPU,
@@ -49,7 +49,7 @@ def usable_cores(
     machine_cores: int | None = None,
     allowed_cores: Callable[[], int] | None = None,
 ) -> Decision[int]:
-    """Return how many cores this process may keep busy, and what sets that number."""
+    """Return how many cores this process may use, and what limits them."""
     machine = machine_cores or os.cpu_count() or 1
     allowed = max(1, min((allowed_cores or _affinity)(), machine))
     quota = min(_quotas(proc_root, sys_root), key=lambda one: one.cores, default=None)
@@ -62,7 +62,7 @@ def usable_cores(
     if allowed < machine:
         reason = "the affinity mask of this process (taskset, cpuset or Slurm) allows no others"
         return Decision(value=allowed, reason=f"{allowed} of {machine} cores: {reason}")
-    reason = "neither an affinity mask nor a cgroup's CPU quota takes any away"
+    reason = "no affinity mask or cgroup CPU quota limits this process"
     return Decision(value=machine, reason=f"all {machine} cores: {reason}")
 
 
@@ -75,7 +75,7 @@ def _affinity() -> int:
 def _cpu_name(proc_root: Path, system: str) -> str:
     known = sysctl("machdep.cpu.brand_string") if system == "Darwin" else None
     try:
-        # Not read as a whole: on a large machine the file is long and slow to make.
+        # Do not read all of it: on a large host the file is long and slow to generate.
         with (proc_root / "cpuinfo").open(encoding="utf-8", errors="replace") as lines:
             models = (line.partition(":")[2].strip() for line in lines if _names_model(line))
             known = known or next(models, None)
@@ -97,7 +97,7 @@ def _cpu_memory(proc_root: Path, sys_root: Path) -> tuple[int | None, int | None
     for folder in cgroup_folders("memory", proc_root, sys_root):
         limit = _first(folder, "memory.max", "memory.limit_in_bytes")
         used = _first(folder, "memory.current", "memory.usage_in_bytes")
-        # Version 1 states "no limit" as a number beyond any machine, which then limits nothing.
+        # Version 1 writes "no limit" as a huge number, which then limits nothing.
         if limit is not None:
             totals.append(limit)
             frees.append(limit - (used or 0) + _reclaimable(folder))
@@ -157,7 +157,7 @@ def _options(text: str) -> list[str]:
 
 
 def _below(path: PurePosixPath, mounted: PurePosixPath) -> PurePosixPath:
-    """Return a cgroup's path below the mount; one that lies outside is the mount itself."""
+    """Return a cgroup's path below the mount, or the mount itself if the path is outside it."""
     if path.is_relative_to(mounted) and ".." not in path.parts:
         return path.relative_to(mounted)
     return PurePosixPath()

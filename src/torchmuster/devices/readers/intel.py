@@ -1,11 +1,12 @@
-"""Intel GPUs, as the kernel drivers xe and i915 describe them.
+"""Read Intel GPUs, as the kernel drivers xe and i915 describe them.
 
-The kernel knows no stable UUID for them (only Level Zero makes one), so ``XPU-`` and the PCI
-address stand in for it: it holds until the card is moved. They are numbered as torch.xpu does, in
-PCI order, and as in torch an integrated GPU (Arc class only) counts if no discrete one is there.
+The kernel has no stable UUID for them (only Level Zero creates one), so ``XPU-`` and the PCI
+address replace it; they are valid until the GPU is moved to another slot. The numbers are those of
+torch.xpu, in PCI order; as in torch, an integrated GPU (Arc class only) counts only if there is no
+discrete one.
 
 Left None: utilisation and power, which are counters that need two readings; used memory, which the
-drivers tell only to root; and the memory of an integrated GPU, which is the system's.
+drivers report only to root; and the memory of an integrated GPU, which is system memory.
 """
 
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def read_intel(
     proc_root: Path = Path("/proc"),
     ioctl: sysfs.Ioctl = sysfs.kernel_driver,
 ) -> tuple[list[Device], list[Finding]]:
-    """Return the Intel GPUs that torch can use, and what keeps this user from using them."""
+    """Return the Intel GPUs that torch can use, and findings about what prevents that."""
     driven = [
         (address, driver)
         for driver in ("i915", "xe")
@@ -128,7 +129,7 @@ def _shut(device: Device) -> Finding:
     return Finding(
         name="xpu-cannot-be-opened",
         status=Status.WARNING,
-        what=f"this user may not compute on {device.label} ({device.name})",
+        what=f"this user may not use {device.label} ({device.name})",
         why=device.trouble or "",
         fix='sudo usermod -aG render "$USER"  # then log in again; '
         "in a container: --device=/dev/dri",

@@ -1,7 +1,7 @@
-"""NVIDIA devices through NVML (``nvidia-ml-py``), the library beneath nvidia-smi. No torch, no CUDA.
+"""Read NVIDIA devices with NVML (``nvidia-ml-py``), the library of nvidia-smi. No torch, no CUDA.
 
-Each question is asked for itself: a card or driver that cannot answer one leaves a ``None``, a card
-that stops answering keeps what it had said and gets its ``trouble``.
+Each value is queried on its own: a value that a GPU or driver does not support is ``None``; a GPU
+that stops answering keeps the values read so far and gets a ``trouble``.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from torchmuster.devices.readers.nvml_calls import (
 )
 from torchmuster.finding import Finding
 
-# Slow-downs worth telling; running at a set clock or being idle is not one of them.
+# Slow-downs to report; a fixed clock or an idle GPU is not one of them.
 _THROTTLE_REASONS = {
     pynvml.nvmlClocksThrottleReasonSwPowerCap: "power limit",
     pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slow-down",
@@ -35,7 +35,7 @@ _THROTTLE_REASONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Everything NVML says about this machine."""
+    """Everything NVML reports about this host."""
 
     devices: tuple[Device, ...] = ()
     links: tuple[Link, ...] = ()
@@ -45,7 +45,7 @@ class Reading:
 
 
 def read_nvml() -> Reading:
-    """Read every NVIDIA device, or the finding that says why there is none to read."""
+    """Read every NVIDIA device; if that is impossible, return the finding that says why."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -60,7 +60,7 @@ def read_nvml() -> Reading:
 
 
 def _close() -> None:
-    with suppress(pynvml.NVMLError):  # a driver that went away meanwhile
+    with suppress(pynvml.NVMLError):  # the driver was unloaded meanwhile
         pynvml.nvmlShutdown()
 
 
@@ -94,14 +94,14 @@ def _version(question: Callable[[], Any]) -> Any:
 
 
 def _unreadable(index: int, trouble: str) -> Device:
-    """A GPU that did not even say its UUID; it gets a name nobody can ask for by accident."""
+    """Return a GPU that did not report its UUID; its name cannot be requested by accident."""
     uuid = f"GPU-unreadable-{index}"
     name = "unknown NVIDIA GPU"
     return Device(kind=DeviceKind.CUDA, index=index, uuid=uuid, name=name, trouble=trouble)
 
 
 def _read_device(index: int, handle: Any) -> Device:
-    """Read one GPU field by field; if it stops answering, keep what it said so far."""
+    """Read one GPU field by field; if it stops answering, keep the fields read so far."""
     device = _unreadable(index, "")
     try:
         for part in _nvml_parts(handle):
@@ -140,12 +140,12 @@ def _nvml_parts(handle: Any) -> Iterator[dict[str, Any]]:
 def _uuid(handle: Any) -> str:
     uuid: str | None = ask_nvml(pynvml.nvmlDeviceGetUUID, handle)
     if uuid is None:
-        raise Unreachable("it does not say its UUID")
+        raise Unreachable("it does not report its UUID")
     return uuid
 
 
 def _nvml_memory(handle: Any) -> dict[str, Any]:
-    """Used memory without what the driver keeps for itself, where the driver can tell them apart."""
+    """Return used memory without the driver's reserve, where the driver separates them."""
     memory = ask_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     if memory is None:  # drivers before 510
         memory = ask_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle)
@@ -160,7 +160,7 @@ def _nvml_memory(handle: Any) -> dict[str, Any]:
 
 
 def _numa_node(handle: Any) -> int | None:
-    """The NUMA node whose memory is nearest, if it is one node (the driver gives a bit mask)."""
+    """Return the nearest NUMA node, if it is exactly one (the driver gives a bit mask)."""
     words = pynvml.nvmlDeviceGetMemoryAffinity(handle, 4, pynvml.NVML_AFFINITY_SCOPE_NODE)
     mask = sum(word << 64 * position for position, word in enumerate(words))
     return mask.bit_length() - 1 if mask.bit_count() == 1 else None
@@ -198,7 +198,7 @@ def _throttled_by(handle: Any) -> tuple[str, ...]:
 
 
 def _nvml_processes(handle: Any) -> tuple[DeviceProcess, ...]:
-    """Processes on a device; who they are is looked up later, for all devices together."""
+    """Return the processes on a device; their owners are looked up later for all devices."""
     busy = {
         sample.pid: sample.smUtil
         for sample in measure_nvml(pynvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
@@ -219,7 +219,7 @@ def _nvml_processes(handle: Any) -> tuple[DeviceProcess, ...]:
 
 
 def _first_supported(what: str) -> Callable[[Any], Sequence[Any]]:
-    """The process list of the newest version that this driver has."""
+    """Return the process list from the newest function that this driver supports."""
 
     def ask(handle: Any) -> Sequence[Any]:
         for version in ("_v3", "_v2"):
@@ -235,7 +235,7 @@ def _first_supported(what: str) -> Callable[[Any], Sequence[Any]]:
 
 
 def _with_slices(parent: Device, handle: Any) -> list[Device]:
-    """A GPU in MIG mode and its slices; if it stops answering, none of them can be relied upon."""
+    """Return a GPU in MIG mode and its slices; if it stops answering, all of them are unusable."""
     found = [parent]
     try:
         found.extend(_read_slices(parent, handle))
@@ -245,7 +245,7 @@ def _with_slices(parent: Device, handle: Any) -> list[Device]:
 
 
 def _read_slices(parent: Device, handle: Any) -> Iterator[Device]:
-    """Read the MIG slices of a GPU; each is a device of its own."""
+    """Read the MIG slices of a GPU; each is a separate device."""
     positions = range(ask_nvml(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
     handles = [
         ask_nvml(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, one) for one in positions
@@ -279,7 +279,7 @@ def _slice_name(parent: Device, attributes: Any) -> str:
 
 
 def _slice_processes(parent_handle: Any, gpu_instance: int | None) -> tuple[DeviceProcess, ...]:
-    """The parent lists the processes of all its slices, each with its GPU instance."""
+    """Return a slice's processes; the parent lists those of all slices with their GPU instance."""
     listed = ask_nvml(_first_supported("Compute"), parent_handle) or ()
     return tuple(
         DeviceProcess(pid=one.pid, compute=True, memory_bytes=one.usedGpuMemory)
@@ -294,7 +294,7 @@ def keep_nvml_open() -> Iterator[None]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        yield  # each reading will say why by itself
+        yield  # each reading reports the reason itself
         return
     try:
         yield

@@ -1,4 +1,4 @@
-"""How NVIDIA GPUs are joined, as NVML tells: NVLink, direct or through switches, else PCIe."""
+"""NVML calls with error handling, and how NVIDIA GPUs are connected: NVLink, switches or PCIe."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ import pynvml
 from torchmuster.devices.model import Device, Link, LinkKind
 from torchmuster.finding import Finding, Status
 
-# What a card or driver may lack without anything being wrong.
+# Functions that a GPU or driver may lack without an error.
 _NOT_AVAILABLE = frozenset(
     {
         pynvml.NVML_ERROR_NOT_SUPPORTED,
@@ -20,7 +20,7 @@ _NOT_AVAILABLE = frozenset(
         pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
     }
 )
-# A card that answers so is gone, whatever it was asked.
+# A GPU that answers any query with one of these is lost.
 _GONE = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED})
 
 
@@ -29,7 +29,7 @@ class Unreachable(Exception):
 
 
 def ask_nvml(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Ask what must be known to use a card; None if this card or driver cannot say."""
+    """Query a value that is needed to use a GPU; None if the GPU or driver does not support it."""
     try:
         return question(*arguments)
     except pynvml.NVMLError as error:
@@ -39,7 +39,7 @@ def ask_nvml(question: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def measure_nvml(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Ask for a reading that no choice depends on: a broken sensor is not yet a broken card."""
+    """Query a value that no choice depends on: a broken sensor does not mean a broken GPU."""
     try:
         return question(*arguments)
     except pynvml.NVMLError as error:
@@ -49,16 +49,16 @@ def measure_nvml(question: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def why_unusable(error: pynvml.NVMLError, question: str) -> tuple[Finding, ...]:
-    """Return what stands in the way of asking the driver; nothing where there is none."""
+    """Return why the driver cannot be queried; empty where no driver is installed."""
     if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-        return ()  # no NVIDIA driver installed: nothing is wrong with a machine without one
+        return ()  # no NVIDIA driver installed: not an error
     if error.value == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
         return (
             Finding(
                 name="driver-library-mismatch",
                 status=Status.FAILURE,
                 what="the NVIDIA driver was updated, but the old one is still loaded",
-                why="the library and the kernel module are of different versions, so no program "
+                why="the library and the kernel module have different versions, so no program "
                 "can use the GPUs until the new module is loaded",
                 fix="sudo reboot",
                 evidence=f"{question}: {error}",
@@ -68,11 +68,11 @@ def why_unusable(error: pynvml.NVMLError, question: str) -> tuple[Finding, ...]:
         return (
             Finding(
                 name="driver-not-loaded",
-                # Not a failure: on a login node without GPUs all is as it should be.
+                # Not a failure: this is normal on a login node without GPUs.
                 status=Status.WARNING,
                 what="the NVIDIA driver is installed but not loaded",
-                why="the library is there, the kernel module is not; right on a machine without "
-                "GPUs, wrong on one with them or in a container started without its GPUs",
+                why="the library is installed, the kernel module is not loaded; normal on a host "
+                "without GPUs, an error on one with GPUs or in a container started without them",
                 fix="sudo modprobe nvidia  # in a container: start it with --gpus all",
                 evidence=f"{question}: {error}",
             ),
@@ -82,7 +82,7 @@ def why_unusable(error: pynvml.NVMLError, question: str) -> tuple[Finding, ...]:
             name="driver-unusable",
             status=Status.FAILURE,
             what="the NVIDIA driver does not answer",
-            why="every CUDA program on this machine will fail in the same way",
+            why="every CUDA program on this host will fail with the same error",
             fix="nvidia-smi  # shows the driver's own message",
             evidence=f"{question}: {error}",
         ),
@@ -95,9 +95,9 @@ def lost_finding(device: Device) -> Finding:
         name="gpu-unreachable",
         status=Status.FAILURE,
         what=f"{device.label} ({device.name}) does not answer",
-        why="the driver has lost contact with it: heat, power, the PCIe link or the card itself; "
+        why="the driver has lost contact with it: heat, power, the PCIe link or the GPU itself; "
         "programs that use it hang or fail",
-        fix="sudo dmesg | grep -i xid  # names the cause; then reset it or reboot the machine",
+        fix="sudo dmesg | grep -i xid  # shows the cause; then reset it or reboot the host",
         evidence=device.trouble or "",
     )
 
@@ -113,13 +113,13 @@ _PCIE_LEVELS = {
 
 
 def read_links(devices: Sequence[Device], handles: Mapping[str, Any]) -> Iterator[Link]:
-    """Yield the best path of every pair of whole GPUs that answer."""
+    """Yield the best link of every pair of whole GPUs that answer."""
     joined = [one for one in devices if not one.mig_enabled and not one.trouble]
     lanes = {one.uuid: _count_nvlinks(handles[one.uuid]) for one in joined}
     gpus = {_bus_key(one.pci_bus_id or "") for one in devices}
     for a, b in itertools.combinations(joined, 2):
         direct = lanes[a.uuid].get(_bus_key(b.pci_bus_id or ""), 0)
-        # What both reach and is no GPU is a switch; a GPU between two others passes nothing on.
+        # A common peer that is not a GPU is a switch; a GPU does not forward traffic.
         switches = (lanes[a.uuid].keys() & lanes[b.uuid].keys()) - gpus
         switched = sum(min(lanes[a.uuid][one], lanes[b.uuid][one]) for one in switches)
         if direct + switched:
@@ -136,7 +136,7 @@ def read_links(devices: Sequence[Device], handles: Mapping[str, Any]) -> Iterato
 
 
 def _count_nvlinks(handle: Any) -> dict[str, int]:
-    """Count a device's active NVLinks by what is at the other end: a GPU or a switch, by its bus."""
+    """Count a device's active NVLinks by the bus address at the other end (GPU or switch)."""
     counts: dict[str, int] = {}
     try:
         for lane in range(pynvml.NVML_NVLINK_MAX_LINKS):
@@ -155,6 +155,6 @@ def _count_nvlinks(handle: Any) -> dict[str, int]:
 
 
 def _bus_key(bus_id: str) -> str:
-    """PCI addresses come with four or eight digits of domain and in either case."""
+    """Return a comparable PCI address: the domain has four or eight digits, in either case."""
     domain, _, address = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{address}"

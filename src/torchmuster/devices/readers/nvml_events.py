@@ -1,6 +1,6 @@
-"""NVIDIA's critical errors (Xid), which NVML tells only to those who listen while they happen.
+"""Count NVIDIA's critical errors (Xid), which NVML reports only to a listener that is active.
 
-What came before somebody listened is lost to NVML; the kernel's log has it.
+Earlier errors are not available from NVML; the kernel log has them.
 """
 
 import ctypes
@@ -15,27 +15,27 @@ import pynvml
 
 from torchmuster.devices.model import Device, DeviceKind
 
-# A card that fails may report thousands; what a look leaves, the next ones take.
+# A failing GPU may report thousands of events; events beyond this wait for the next snapshot.
 _MOST_AT_A_LOOK = 256
-# The numbers of one card that are told apart; a card has a handful in its life.
+# Distinct Xid numbers kept per GPU; a GPU has a handful in its life.
 _MOST_NUMBERS = 32
-OTHER = 0  # is no Xid: stands for those beyond that
+OTHER = 0  # not an Xid: counts all further numbers
 _PATIENCE_S = 2.0
 
-# Errors of the program on the card, after which the card is as good as before: NVIDIA's own plug-in for
-# Kubernetes passes over the same ones.
+# Errors of the program, after which the GPU still works: NVIDIA's device plug-in for Kubernetes
+# ignores the same ones.
 OF_PROGRAMS = frozenset({13, 31, 43, 45, 68, 109})
 
 
 class XidErrors:
-    """Listens to all cards from the moment it is entered, and counts."""
+    """Count the Xid events of all GPUs while the context is open."""
 
     def __init__(self) -> None:
         self._set: Any = None
-        self._turn = threading.Lock()  # a look may be taken in one thread while another one ends it
+        self._turn = threading.Lock()  # one thread may read while another one closes
         self._over = False
         self._uuids: dict[int | None, str] = {}  # by NVML's handle
-        # By UUID; there for every card that is listened to.
+        # By UUID; has an entry for every GPU with a listener.
         self._heard: dict[str, Counter[int]] = {}
 
     def __enter__(self) -> "XidErrors":
@@ -50,10 +50,10 @@ class XidErrors:
     ) -> None:
         self._over = True
         if not self._turn.acquire(timeout=_PATIENCE_S):
-            return  # the driver does not answer: what is left ends with the process
+            return  # the driver does not answer: the rest is released when the process exits
         try:
             if self._set is not None:
-                with suppress(pynvml.NVMLError):  # a driver that went away meanwhile
+                with suppress(pynvml.NVMLError):  # the driver was unloaded meanwhile
                     pynvml.nvmlEventSetFree(self._set)
                 with suppress(pynvml.NVMLError):
                     pynvml.nvmlShutdown()
@@ -62,7 +62,7 @@ class XidErrors:
             self._turn.release()
 
     def added_to(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
-        """Return the devices with what was heard of each so far."""
+        """Return the devices with the errors counted for each so far."""
         with self._turn:
             if self._set is None and any(one.kind is DeviceKind.CUDA for one in devices):
                 self._listen()  # the driver was loaded after us
@@ -80,11 +80,11 @@ class XidErrors:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
-            return  # whoever reads the devices says why
+            return  # the device reader reports why
         try:
             self._set = pynvml.nvmlEventSetCreate()
             for index in range(pynvml.nvmlDeviceGetCount()):
-                with suppress(pynvml.NVMLError):  # this card has no events, or does not answer
+                with suppress(pynvml.NVMLError):  # this GPU has no events, or does not answer
                     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                     uuid = pynvml.nvmlDeviceGetUUID(handle)
                     pynvml.nvmlDeviceRegisterEvents(
@@ -104,8 +104,8 @@ class XidErrors:
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._set, 0)
             except pynvml.NVMLError:
-                return  # nothing more, which NVML calls a timeout; or a card that is gone
-            # Not asked of the card: one that has fallen off the bus says nothing any more.
+                return  # no more events, which NVML calls a timeout; or a lost GPU
+            # Do not query the GPU: one that has fallen off the bus does not answer.
             counts = self._heard.get(self._uuids.get(_address(event.device), ""))
             if counts is not None:
                 number = int(event.eventData)

@@ -1,6 +1,6 @@
-"""What NVML knows of a GPU that no choice depends on, but its health: its links, its modes, its repairs.
+"""Read the health of GPUs from NVML: links, modes and row remapping. No choice depends on it.
 
-Read apart from ``nvml.py``, so that a look at who uses what stays quick.
+Separate from ``nvml.py``, so that a snapshot of who uses what stays fast.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def read_nvml_health() -> dict[str, NvmlHealth]:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 health = _read_one(handle, pynvml.nvmlDeviceGetUUID(handle))
             except (pynvml.NVMLError, Unreachable):
-                continue  # one that does not answer has its own finding
+                continue  # a GPU that does not answer has its own finding
             found[health.uuid] = health
     return found
 

@@ -1,7 +1,7 @@
-"""The small text files in which a Linux kernel tells of its devices, and how to read them.
+"""Read the small text files in which the Linux kernel describes devices.
 
-A file that is missing, forbidden, empty or garbled reads as None: a sleeping GPU, an older driver
-or a container must cost a field, never the whole report.
+A file that is missing, forbidden, empty or garbled reads as None: with a suspended GPU, an older
+driver or a container one field is missing, never the whole report.
 """
 
 import os
@@ -19,7 +19,7 @@ _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def read_text(path: Path) -> str | None:
-    """Return the stripped content of a file, or None if there is none to be had."""
+    """Return the stripped content of a file, or None if it is empty or unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or None
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def read_integer(path: Path) -> int | None:
 
 
 def read_percent(path: Path) -> int | None:
-    """Return a share of 100, or None; some firmware answers 65535 when it does not know."""
+    """Return a percentage, or None; some firmware reports 65535 for an unknown value."""
     value = read_integer(path)
     return value if value is not None and 0 <= value <= 100 else None
 
@@ -56,22 +56,22 @@ def pci_addresses(sys_root: Path, driver: str) -> list[str]:
 
 
 def numa_node(pci: Path) -> int | None:
-    """Return the NUMA node next to a PCI device; the kernel's -1 means that it has no idea."""
+    """Return the NUMA node of a PCI device; the kernel's -1 (unknown) gives None."""
     node = read_integer(pci / "numa_node")
     return None if node is None or node < 0 else node
 
 
 def hwmon(pci: Path, driver: str) -> Path:
-    """Return the folder with the sensors of the whole device, not those of one part of it."""
+    """Return the folder with the sensors of the whole device, not those of a part."""
     folders = [pci / "hwmon" / name for name in read_names(pci / "hwmon")]
     whole = (folder for folder in folders if read_text(folder / "name") == driver)
     return next(whole, folders[0] if folders else pci / "hwmon")
 
 
 def temperatures(sensors: Path, *labels: str) -> tuple[int | None, int | None]:
-    """Return the temperature and its critical limit in °C, of the first label that is measured.
+    """Return the temperature and its critical limit in °C, for the first label with a reading.
 
-    A driver without labels has one sensor that counts, and it comes first.
+    For a driver without labels, the first sensor is used.
     """
     inputs = {number: read_integer(sensors / f"temp{number}_input") for number in "123"}
     measured = [number for number, value in inputs.items() if value is not None]
@@ -85,13 +85,13 @@ def temperatures(sensors: Path, *labels: str) -> tuple[int | None, int | None]:
 
 
 def watts(sensors: Path, *files: str) -> float | None:
-    """Return the first of these power files that is not zero, which means "not measured"."""
+    """Return the power in watts from the first of these files that is not 0 ("not measured")."""
     microwatts = (read_integer(sensors / file) for file in files)
     return next((value / 1e6 for value in microwatts if value), None)
 
 
 def joules(sensors: Path) -> float | None:
-    """Return the energy drawn since the driver was loaded, where it is counted."""
+    """Return the energy in joules since the driver was loaded, or None if it is not counted."""
     microjoules = read_integer(sensors / "energy1_input")
     return None if microjoules is None else microjoules / 1e6
 
@@ -100,7 +100,7 @@ def joules(sensors: Path) -> float | None:
 _COMPUTE_ENGINES = ("drm-engine-compute", "drm-cycles-ccs")
 _RENDER_ENGINES = ("drm-engine-gfx", "drm-engine-render", "drm-cycles-rcs")
 
-# DRM_IOCTL_XE_DEVICE_QUERY and DRM_IOCTL_I915_QUERY, and the question "memory regions" in each.
+# DRM_IOCTL_XE_DEVICE_QUERY and DRM_IOCTL_I915_QUERY, and the query "memory regions" in each.
 _XE_QUERY, _XE_REGIONS, _XE_HEADER_BYTES = 0xC0286440, 1, 8
 _I915_QUERY, _I915_REGIONS, _I915_HEADER_BYTES = 0xC0106479, 4, 16
 _REGION, _REGION_BYTES, _DEVICE_MEMORY = "=HHIQQ", 88, 1
@@ -110,14 +110,14 @@ Ioctl = Callable[[int, int, bytearray], object]
 
 
 def drm_processes(proc_root: Path) -> dict[str, list[DeviceProcess]]:
-    """Return, by PCI address, the processes that hold a GPU open: all for root, else one's own."""
+    """Return, by PCI address, the processes that have a GPU open: all for root, else the user's."""
     found = defaultdict(list)
     for pid in filter(str.isdecimal, read_names(proc_root)):
         for address, clients in _clients(proc_root / pid).items():
             amounts = [_local_bytes(client) for client in clients]
             known = [amount for amount in amounts if amount is not None]
             computes = any(_busy(client, _COMPUTE_ENGINES) for client in clients)
-            # A program that has only loaded its data has computed nothing yet, nor drawn anything.
+            # A program that is still loading its data has neither computed nor drawn anything.
             loading = any(known) and not any(_busy(client, _RENDER_ENGINES) for client in clients)
             process = DeviceProcess(
                 pid=int(pid),
@@ -129,7 +129,7 @@ def drm_processes(proc_root: Path) -> dict[str, list[DeviceProcess]]:
 
 
 def _clients(process: Path) -> dict[str, Iterable[Mapping[str, str]]]:
-    """Return what the kernel tells of each GPU file a process has open, by PCI address."""
+    """Return the kernel's fdinfo of each GPU file that a process has open, by PCI address."""
     clients: dict[str, dict[str, Mapping[str, str]]] = defaultdict(dict)
     for descriptor in read_names(process / "fd"):
         try:
@@ -146,7 +146,7 @@ def _clients(process: Path) -> dict[str, Iterable[Mapping[str, str]]]:
 
 
 def _local_bytes(client: Mapping[str, str]) -> int | None:
-    """Return the device memory of a client: resident, or as older drivers name it."""
+    """Return the device memory of a client: resident, or the key of older drivers."""
     for prefix in ("drm-resident-", "drm-total-", "drm-memory-"):
         regions = (f"{prefix}vram", f"{prefix}local")
         try:
@@ -163,8 +163,8 @@ def _busy(client: Mapping[str, str], engines: Iterable[str]) -> bool:
 
 
 def kernel_driver(descriptor: int, request: int, argument: bytearray) -> object:
-    """Ask the kernel itself."""
-    import fcntl  # not there on Windows, where this is never called
+    """Call ``ioctl`` of the kernel."""
+    import fcntl  # missing on Windows, where this is never called
 
     return fcntl.ioctl(descriptor, request, argument)
 
@@ -172,7 +172,7 @@ def kernel_driver(descriptor: int, request: int, argument: bytearray) -> object:
 def drm_local_memory(
     pci: Path, driver: str, dev_root: Path, ioctl: Ioctl
 ) -> tuple[int | None, int | None, str | None]:
-    """Return total and used bytes as the driver answers, and why it could not be asked."""
+    """Return total and used bytes from the driver, and why it could not be queried."""
     nodes = [name for name in read_names(pci / "drm") if name.startswith("renderD")]
     if not nodes:
         return None, None, "its driver offers no render node"
@@ -193,13 +193,13 @@ def drm_local_memory(
     local = [region for region in regions if region[0] == _DEVICE_MEMORY]
     total = sum(region[3] for region in local)
     second = sum(region[4] for region in local)
-    # Who may not know the use is told that nothing is used; i915 counts what is left instead.
+    # Without the privilege to see usage, xe reports 0 used; i915 reports free memory instead.
     used = second if driver == "xe" else total - second
     return total or None, used or None, None
 
 
 def _answer(descriptor: int, driver: str, ioctl: Ioctl) -> bytes:
-    """Ask for the memory regions: first for the length of the answer, then for the answer."""
+    """Query the memory regions: first the length of the answer, then the answer."""
     size, data = 0, array("B")
     for _ in range(2):
         data = array("B", bytes(size))

@@ -1,5 +1,5 @@
-"""Measuring the links between machines.
+"""Measure the links between hosts.
 
-``survey.py`` is the course of it and ``judge.py`` what is made of it. Each machine opens ports for the
-others (``serve.py``), and calls them (``call.py``, ``measure.py``, ``datagrams.py``).
+``survey.py`` runs the measurements and ``judge.py`` turns them into findings. Each host opens ports
+for the others (``serve.py``) and connects to them (``call.py``, ``measure.py``, ``datagrams.py``).
 """

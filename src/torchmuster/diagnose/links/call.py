@@ -1,4 +1,4 @@
-"""Calling the other machines: who is reached, and how good the links to them are."""
+"""Call other hosts: test the connection, or measure the link."""
 
 import asyncio
 import socket
@@ -20,12 +20,12 @@ from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network import reach
 from torchmuster.launch.network.interfaces import Interface
 
-# A firewall that says no does so at once; that nobody is at an address is known after 3 s.
+# A firewall rejects at once; the kernel reports an absent host after 3 s.
 _AT_ONCE_S = 0.7
 
 
 async def call(argument: Any) -> Any:
-    """Call all targets at once, or measure the links to them one after the other."""
+    """Call all targets in parallel, or measure the links to them one after the other."""
     asked = read_message(Call, argument)
     known = network_interfaces.read_interfaces()
     if asked.measure:
@@ -66,7 +66,7 @@ async def _measure(target: Target, asked: Call, known: Sequence[Interface]) -> R
             own_frame_bytes=_frame_bytes(result.local.interface),
             datagram_count=asked.datagrams,
         )
-    except TimeoutError:  # which may be the fault of a busy machine
+    except TimeoutError:  # may be caused by a busy host
         return Result(problem="timeout", seconds=result.seconds, local=result.local)
     except OSError:
         return Result(problem=DROPPED, seconds=result.seconds, local=result.local)
@@ -94,7 +94,7 @@ async def _connect(
 
 
 def _has_route(address: str) -> bool:
-    """Say whether this machine knows a way to an address; nothing is sent."""
+    """Return whether this host has a route to an address, without sending a packet."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:

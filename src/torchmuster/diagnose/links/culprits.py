@@ -1,6 +1,6 @@
-"""Who is to blame for links that are all bad in the same way: one machine, or each link for itself.
+"""Find the cause of links with the same fault: one host, or each link by itself.
 
-If everything that leads to a machine is bad, the machine is named and not its many links.
+If all links of a host are bad, the finding names the host and not its links.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -11,13 +11,13 @@ from torchmuster.diagnose.links.model import End, Link, by_places
 
 Kind = Literal["everywhere", "of", "into", "out of", "between", "from"]
 
-# Of a machine with fewer links nobody can say whether it or the other end is to blame.
+# With fewer links, either end may be the cause.
 _FEWEST_LINKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkGroup:
-    """Bad links that have one cause; ``end`` is the machine to blame, if it is one."""
+    """Bad links with one cause; ``end`` is the host that causes it, if it is one."""
 
     kind: Kind
     links: tuple[Link, ...]
@@ -43,7 +43,7 @@ class LinkGroup:
 
     @property
     def suspects(self) -> list[End]:
-        """The machines at which to look, the one to blame alone if there is one."""
+        """The hosts to check: the one that causes it, or all ends of the links."""
         if self.end is not None:
             return [self.end]
         ends = [end for link in self.links for end in (link.source, link.target)]
@@ -51,7 +51,7 @@ class LinkGroup:
 
 
 def grouped(bad: Sequence[Link], links: Sequence[Link]) -> list[LinkGroup]:
-    """Put bad links together, of all that are known, so that as few culprits as can be are named."""
+    """Group the bad links among all known ones so that as few causes as possible are named."""
     known = {link.places for link in links}
     left = by_places(bad)
     ends = {end.place: end for link in links for end in (link.source, link.target)}
@@ -79,9 +79,9 @@ _Places = set[tuple[int, int]]
 def _most_to_blame(
     left: Set[tuple[int, int]], bad: _Places, known: _Places, ends: Iterable[End]
 ) -> tuple[Kind, End, _Places] | None:
-    """Return the machine all of whose links, in or out or both, are bad and explain the most.
+    """Return the host whose links (in, out or both) are all bad and that explains the most links.
 
-    A link between two such machines is explained by either; what counts is what is left.
+    A link between two such hosts is explained by either; only unexplained links count.
     """
     kinds: tuple[tuple[Kind, Callable[[int, tuple[int, int]], bool]], ...] = (
         ("of", lambda place, link: place in link),

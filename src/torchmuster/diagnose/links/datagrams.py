@@ -1,8 +1,8 @@
-"""Datagrams between two machines: how many are lost, and how big a frame may be.
+"""Datagrams between two hosts: measure packet loss and the largest frame size.
 
-TCP hides both: it sends again what was lost, and where big frames vanish it says nothing at all. Here
-datagrams may not be cut into smaller ones on the way, so a frame that is too big is simply not there.
-Whoever does not know the nonce gets no answer.
+TCP hides both: it retransmits lost packets, and reports no error where large frames are dropped.
+These datagrams must not be fragmented, so a frame that is too large does not arrive. Only senders
+that know the nonce get an answer.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-# The sizes of frames that networks are usually made for, beside that of the interface itself.
+# Common frame sizes to try, in addition to the MTU of the interface.
 USUAL_FRAMES = (9000, 4000, 1500, 1492, 1480, 1460, 1450, 1420, 1400, 1380, 1350, 1300, 1280, 1000)
 _ECHO, _WANT, _REPLY = b"e", b"w", b"r"
-# The token, what it is, the series it belongs to, its number, a size.
+# Token, kind, series, number, size.
 _HEAD = struct.Struct("!16sc8sII")
 _SMALL_BYTES = 64
 _MOST_BYTES = 65507
 MOST_FRAME_BYTES = _MOST_BYTES + 28
 _SERIES_KEPT = 256
 _IN_A_ROW, _PAUSE_S = 10, 0.001
-# An answer may take this long on a busy machine; longer on a long way.
+# Timeout of an answer on a busy host; longer if the round trip is long.
 _PATIENCE_S, _PATIENCE_ROUND_TRIPS = 0.25, 4
 _ROUNDS = 3
-# Linux: never cut a datagram, and do not believe what was learnt about the way before.
+# Linux: IP_PMTUDISC_PROBE, never fragment and ignore the cached path MTU.
 _MTU_DISCOVER = {
     socket.AF_INET: (socket.IPPROTO_IP, 10, 3),
     socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 3),
@@ -43,7 +43,7 @@ _HEADERS_BYTES = {socket.AF_INET: 28, socket.AF_INET6: 48}
 
 @dataclass(frozen=True, kw_only=True)
 class DatagramResult:
-    """What came of it: how many small ones were sent, arrived there, and were answered."""
+    """How many small datagrams were sent, arrived, and were answered; the largest frames."""
 
     sent: int
     arrived: int
@@ -53,12 +53,12 @@ class DatagramResult:
 
 
 def token_of(nonce: str) -> bytes:
-    """Return what shows that a datagram comes from somebody who knows the nonce."""
+    """Return the token that proves that a sender knows the nonce."""
     return hashlib.sha256(f"datagram {nonce}".encode()).digest()[:16]
 
 
 def open_socket(address: str) -> socket.socket:
-    """Return a socket at any port of an address, whose datagrams are not cut on the way."""
+    """Return a socket at any port of an address whose datagrams are not fragmented."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_DGRAM)
     try:
@@ -75,12 +75,12 @@ def open_socket(address: str) -> socket.socket:
 
 
 def sizes_can_be_tried() -> bool:
-    """Say whether this system can send datagrams that are not cut on the way."""
+    """Return whether this system can send unfragmented datagrams."""
     return sys.platform == "linux"
 
 
 class Answering(asyncio.DatagramProtocol):
-    """The side that is called: counts and answers, and sends what is wanted."""
+    """The called side: counts and answers datagrams."""
 
     def __init__(self, nonce: str) -> None:
         self._token = token_of(nonce)
@@ -92,11 +92,11 @@ class Answering(asyncio.DatagramProtocol):
         return self._counts.get(series, 0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember through what to answer."""
+        """Keep the transport for answers."""
         self._transport = cast(asyncio.DatagramTransport, transport)
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
-        """Answer one datagram; a stranger's is passed over."""
+        """Answer one datagram; ignore it without a valid token."""
         if len(data) < _HEAD.size or self._transport is None:
             return
         token, kind, series, number, size = _HEAD.unpack_from(data)
@@ -108,12 +108,12 @@ class Answering(asyncio.DatagramProtocol):
                 del self._counts[next(iter(self._counts))]
             size = _SMALL_BYTES
         answer = _datagram(self._token, _REPLY, series, number, size)
-        # What does not fit into a frame of this machine's is not sent.
+        # The kernel does not send what exceeds the MTU of this host.
         self._transport.sendto(answer, addr)
 
 
 class _Calling(asyncio.DatagramProtocol):
-    """The side that calls: which numbers have been answered."""
+    """The calling side: records which numbers have been answered."""
 
     def __init__(self, token: bytes, series: bytes) -> None:
         self.answered: set[int] = set()
@@ -130,7 +130,7 @@ class _Calling(asyncio.DatagramProtocol):
             self.news.set()
 
     async def await_all(self, numbers: Iterable[int], within_s: float) -> None:
-        """Wait for these answers; give up when none has come for so long."""
+        """Wait for these answers; give up when none has arrived for ``within_s``."""
         wanted = set(numbers)
         while not wanted <= self.answered:
             self.news.clear()
@@ -152,9 +152,9 @@ async def probe_datagrams(
     frames_bytes: tuple[int | None, int | None],
     ask_count: Callable[[bytes], Awaitable[int]],
 ) -> DatagramResult:
-    """Send ``count`` small datagrams and some big ones; ``ask_count`` asks how many arrived there.
+    """Send ``count`` small datagrams and some large ones; ``ask_count`` returns how many arrived.
 
-    ``frames_bytes`` are the biggest frames of the two ends, first our own.
+    ``frames_bytes`` are the largest frames of the two ends, the local end first.
     """
     token, series = token_of(nonce), os.urandom(8)
     patience_s = max(_PATIENCE_S, _PATIENCE_ROUND_TRIPS * round_trip_s)
@@ -176,7 +176,7 @@ async def probe_datagrams(
         await calling.await_all(range(count), patience_s)
         is_whole = len(calling.answered) == count
         arrived = count if is_whole else await _settled(ask_count, series)
-        returned = len(calling.answered)  # some answers of a busy machine come meanwhile
+        returned = len(calling.answered)  # a busy host may have answered more meanwhile
         there = back = None
         if returned and sizes_can_be_tried():
             frames = _Frames(transport, calling, token, _HEADERS_BYTES[sock.family], patience_s)
@@ -195,7 +195,7 @@ async def probe_datagrams(
 
 
 async def _settled(ask_count: Callable[[bytes], Awaitable[int]], series: bytes) -> int:
-    """Ask until the number stays the same: a busy machine may still have some to count."""
+    """Ask until the count is stable: a busy host may still be counting."""
     until = time.monotonic() + 1.0
     last, counted = None, await ask_count(series)
     while counted != last and time.monotonic() < until:
@@ -205,7 +205,7 @@ async def _settled(ask_count: Callable[[bytes], Awaitable[int]], series: bytes) 
 
 
 class _Frames:
-    """Tries frames of several sizes at once."""
+    """Tries frames of several sizes in parallel."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class _Frames:
         self._next = 1 << 20  # well above the numbers of the small ones
 
     async def biggest(self, kind: bytes, own_bytes: int | None) -> int | None:
-        """Return the biggest frame that passes, of those an interface sends; None if unknown."""
+        """Return the largest frame that passes, up to ``own_bytes``; None if unknown."""
         if own_bytes is None:
             return None
         sizes, passed = [own_bytes], set[int]()
@@ -228,7 +228,7 @@ class _Frames:
             passed |= await self._try(kind, sizes)
             if own_bytes in passed:
                 break
-            # Smaller ones beside it: if these pass, it is the size and not the moment.
+            # Smaller frames at the same time: if they pass, the size is the cause.
             sizes = [own_bytes, *(size for size in USUAL_FRAMES if size < own_bytes)]
         return max(passed, default=None)
 
@@ -236,7 +236,7 @@ class _Frames:
         asked = {}
         for size in sizes:
             payload = size - self._headers_bytes
-            # Those we send are big themselves; those we want are asked for by small ones.
+            # An echo has the tested size itself; a request for a large answer is small.
             length = payload if kind == _ECHO else _SMALL_BYTES
             number, self._next = self._next, self._next + 1
             asked[number] = size
@@ -257,7 +257,7 @@ PING, TAKE, GIVE, COUNT = b"p", b"t", b"g", b"c"
 HEADER = struct.Struct("!cQ")
 PING_BYTES = 64
 BLOCK_BYTES = 256 * 1024
-# No transfer is bigger, whatever a caller asks for.
+# Upper limit of a transfer, whatever a caller requests.
 MOST_BYTES = 64 * 1024 * 1024
 
 _REPORT = struct.Struct("!ddQ")
@@ -266,14 +266,14 @@ _SCHEDULING = Path("/proc/thread-self/schedstat")
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """How the receiving, or the sending, of much data went at one end."""
+    """The result of a bulk transfer at one end."""
 
     seconds: float = 0.0
     waited_s: float = 0.0
     wrong_bytes: int = 0
 
     def packed(self) -> bytes:
-        """Return it as bytes, to be sent to the other end."""
+        """Return it as bytes for the other end."""
         return _REPORT.pack(self.seconds, self.waited_s, self.wrong_bytes)
 
 
@@ -281,7 +281,7 @@ REPORT_BYTES = _REPORT.size
 
 
 def unpacked(data: bytes) -> Transfer:
-    """Read what the other end says of a transfer."""
+    """Parse the other end's report of a transfer."""
     seconds, waited_s, wrong_bytes = _REPORT.unpack(data)
     return Transfer(seconds=seconds, waited_s=waited_s, wrong_bytes=wrong_bytes)
 
@@ -292,19 +292,19 @@ def block_of(nonce: str) -> bytes:
 
 
 async def read_exactly(sock: socket.socket, count: int) -> bytes:
-    """Return so many bytes; raises ``ConnectionError`` if the other side ends before."""
+    """Return ``count`` bytes; raise ``ConnectionError`` if the peer closes the connection."""
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < count:
         piece = await loop.sock_recv(sock, count - len(data))
         if not piece:
-            raise ConnectionError("the other side ended the connection")
+            raise ConnectionError("the peer closed the connection")
         data += piece
     return data
 
 
 async def send_blocks(sock: socket.socket, count: int, block: bytes) -> Transfer:
-    """Send so many bytes of data."""
+    """Send ``count`` bytes of data."""
     loop = asyncio.get_running_loop()
     began, waited = time.monotonic(), _waited_s()
     left = count
@@ -316,7 +316,7 @@ async def send_blocks(sock: socket.socket, count: int, block: bytes) -> Transfer
 
 
 async def receive_blocks(sock: socket.socket, count: int, block: bytes) -> Transfer:
-    """Receive so many bytes of data, and compare each with what was sent."""
+    """Receive ``count`` bytes of data, and compare each with what was sent."""
     loop = asyncio.get_running_loop()
     began, waited = time.monotonic(), _waited_s()
     buffer = bytearray(BLOCK_BYTES)
@@ -327,7 +327,7 @@ async def receive_blocks(sock: socket.socket, count: int, block: bytes) -> Trans
         room = min(BLOCK_BYTES - offset, count - received)
         size = await loop.sock_recv_into(sock, view[:room])
         if not size:
-            raise ConnectionError("the other side ended the connection")
+            raise ConnectionError("the peer closed the connection")
         if buffer[:size] != block[offset : offset + size]:
             wrong += sum(
                 one != other
@@ -340,7 +340,7 @@ async def receive_blocks(sock: socket.socket, count: int, block: bytes) -> Trans
 
 
 def _waited_s() -> float:
-    """Return how long this thread has been ready to run while others were running; 0 if not told."""
+    """Return how long this thread has waited for a CPU while runnable; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(_SCHEDULING.read_text(encoding="ascii").split()[1]) / 1e9
     return 0.0

@@ -1,4 +1,4 @@
-"""What the links between machines come to: findings, each with its direction and what mends it."""
+"""Turn measured links between hosts into findings, each with its direction and its fix."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _LINES_SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class _Cause:
-    """What a try that ended so means: the fault's name, in a few words, and in more."""
+    """The meaning of a failed connection: the finding's name, a short text and an explanation."""
 
     name: str
     words: str
@@ -27,45 +27,45 @@ _CAUSES = {
     "timeout": _Cause(
         name="blocked-dropped",
         words="its packets are dropped",
-        why="nothing comes back: a firewall drops what arrives and says nothing",
+        why="there is no reply: a firewall drops the packets silently",
     ),
     "refused": _Cause(
         name="blocked-rejected",
-        words="it is refused",
-        why="the port is open on that machine, and the connection is refused: a firewall rejects it",
+        words="the connection is refused",
+        why="the port is open on that host, but the connection is refused: a firewall rejects it",
     ),
     "prohibited": _Cause(
         name="blocked-prohibited",
-        words="it is prohibited",
-        why="a firewall, there or on the way, answers at once that this is not allowed",
+        words="the connection is prohibited",
+        why="a firewall on that host or on the path replies at once that this is prohibited",
     ),
     "absent": _Cause(
         name="host-absent",
-        words="nobody answers at that address",
-        why="not even the network card answers: the machine is off, its cable is out, its interface is "
-        "down, or it is on another network",
+        words="no reply from that address",
+        why="not even the network adapter answers: the host is off, its cable is disconnected, its "
+        "interface is down, or it is on another network",
     ),
     "no-route": _Cause(
         name="no-route",
         words="it has no route to it",
-        why="the machine does not know through which interface to send: the route is missing, or it "
-        "is not connected to this network",
+        why="the host has no interface for this address: the route is missing, or it is not "
+        "connected to this network",
     ),
     "impostor": _Cause(
         name="wrong-machine-answers",
-        words="another machine answers",
-        why="the same address is in use twice: a copied virtual machine, a bridge that each machine "
-        "has for itself, or an address that was given by hand",
+        words="another host answers",
+        why="the same address is in use twice: a cloned virtual machine, a local bridge that each "
+        "host has, or a manually assigned address",
     ),
 }
-# Without an answer in either direction nobody can tell two firewalls from a dead cable.
+# Without a reply in either direction, two firewalls and a dead cable look the same.
 _SILENT_BOTH_WAYS = _Cause(
     name="blocked-dropped",
     words="nothing passes in either direction",
-    why="nothing comes back: either a firewall on each side drops what arrives and says nothing, or "
-    "what is between them (a cable, a switch, a VLAN) carries nothing",
+    why="there is no reply: either a firewall on each side drops the packets silently, or the path "
+    "between them (a cable, a switch, a VLAN) is broken",
 )
-# What is also seen on the way back when the way there has one of these causes.
+# Problems of the reverse direction that follow from these causes.
 _CONSEQUENCES = {
     "no-route": {"timeout", "absent"},
     "impostor": {"timeout", "absent", "refused", "impostor"},
@@ -73,7 +73,7 @@ _CONSEQUENCES = {
 
 
 def blocked_findings(links: Sequence[Link], *, both_ways: bool) -> list[Finding]:
-    """Return a finding for each reason why machines do not reach each other."""
+    """Return a finding for each reason why hosts do not reach each other."""
     causes = _told_apart(links)
     meeting = [one for one in causes if one.meeting_problem is not None]
     found: list[Finding] = []
@@ -90,7 +90,7 @@ def blocked_findings(links: Sequence[Link], *, both_ways: bool) -> list[Finding]
 
 
 def _not_tried(links: Sequence[Link]) -> list[Finding]:
-    """Say what could not be found out, unless what is known of the machines explains it."""
+    """Return a finding for links that were not tested, unless findings of the hosts explain it."""
     missing = [
         one
         for one in links
@@ -103,9 +103,9 @@ def _not_tried(links: Sequence[Link]) -> list[Finding]:
         Finding(
             name="links-not-tried",
             status=Status.WARNING,
-            what=f"{name_several(names)} did not try to reach the others, or did not say how it went",
-            why="the machine did not answer in time, or its examiner ended",
-            fix="muster check  # once more",
+            what=f"{name_several(names)} did not report whether it reaches the others",
+            why="the host did not answer in time, or its probe program exited",
+            fix="muster check  # run it again",
         )
     ]
 
@@ -115,14 +115,14 @@ def _is_broken(end: End) -> bool:
 
 
 def _told_apart(links: Sequence[Link]) -> list[Link]:
-    """Leave out what is only a consequence, and call a dead link dead in both directions."""
+    """Drop links whose problem is a consequence, and mark a dead link dead in both directions."""
     known = by_places(links)
     kept = []
     for link in links:
         back = known.get((link.target.place, link.source.place))
         other = back.problem if back is not None else ""
         if link.problem in _CONSEQUENCES.get(other, ()) and not (
-            # Of two that see the same, one has to stay.
+            # If both directions have the same problem, keep one.
             link.problem == other and link.places < (link.target.place, link.source.place)
         ):
             continue
@@ -133,7 +133,7 @@ def _told_apart(links: Sequence[Link]) -> list[Link]:
 
 
 def _status(group: LinkGroup, both_ways: bool) -> Status:
-    """Gloo needs one direction of each link only; NCCL needs both."""
+    """Return the severity: gloo needs only one direction of each link, NCCL needs both."""
     needed = both_ways or any(
         reach.gloo_calls(_judge_place(one.source), _judge_place(one.target)) for one in group.links
     )
@@ -152,9 +152,9 @@ def _meeting(group: LinkGroup, problem: str) -> Finding:
     return Finding(
         name="meeting-port-blocked",
         status=Status.FAILURE,
-        what=f"{_not_reached(group)} at the meeting port {port}, only at others: "
+        what=f"{_not_reached(group)} at the rendezvous port {port}, only at others: "
         f"{_CAUSES[problem].words}",
-        why=f"{_CAUSES[problem].why}. The ranks would wait there for each other",
+        why=f"{_CAUSES[problem].why}. The ranks could not rendezvous",
         fix=_let_in(target, callers, [port]),
         evidence=_judge_evidence(group.links, port),
     )
@@ -165,10 +165,10 @@ def _judge_data(group: LinkGroup, problem: str, both_ways: bool) -> Finding:
     return Finding(
         name="data-ports-blocked",
         status=_status(group, both_ways),
-        what=f"{_not_reached(group)} except at the meeting port {target.meeting_port}: "
+        what=f"{_not_reached(group)} except at the rendezvous port {target.meeting_port}: "
         f"{_CAUSES[problem].words}",
-        why=f"{_CAUSES[problem].why}. Ranks connect at ports that the system gives out; the meeting "
-        "port is not enough",
+        why=f"{_CAUSES[problem].why}. Ranks connect at ephemeral ports; the rendezvous port is not "
+        "enough",
         fix=_let_in(target, [one.source for one in group.links], [target.given_out_ports]),
         evidence=_judge_evidence(group.links),
     )
@@ -196,13 +196,13 @@ def _all(group: LinkGroup, problem: str, links: Sequence[Link], both_ways: bool)
 def _not_reached(group: LinkGroup) -> str:
     first = group.links[0]
     if group.kind == "into" and group.end:
-        return f"no other machine reaches {group.end.name}"
+        return f"no other host reaches {group.end.name}"
     if group.kind == "out of" and group.end:
-        return f"{group.end.name} reaches no other machine"
+        return f"{group.end.name} reaches no other host"
     if group.kind == "of" and group.end:
-        return f"{group.end.name} and the other machines do not reach each other"
+        return f"{group.end.name} and the other hosts do not reach each other"
     if group.kind == "everywhere":
-        return "no machine reaches another"
+        return "no host reaches another"
     if group.kind == "between":
         return f"{first.source.name} and {first.target.name} do not reach each other"
     return f"{first.source.name} does not reach {first.target.name}"
@@ -223,7 +223,9 @@ def _fix_judge(group: LinkGroup, problem: str) -> str:
     if problem == "absent":
         return _looks(group)
     if problem == "impostor":
-        return "give each machine an address of its own; see which ones have it, on each:\nip -br address"
+        return (
+            "give each host its own address; on each, check which addresses it has:\nip -br address"
+        )
     lines = []
     for target in {one.target.place: one.target for one in group.links}.values():
         callers = [one.source for one in group.links if one.target.place == target.place]
@@ -235,7 +237,7 @@ def _fix_judge(group: LinkGroup, problem: str) -> str:
 
 
 def _let_in(target: End, callers: Sequence[End], ports: Sequence[int | tuple[int, int]]) -> str:
-    """Return the commands that open ports of a machine to others, each named by its address."""
+    """Return the commands that open ports of a host to the addresses of others."""
     sources = list(dict.fromkeys(one.address for one in callers))
     if len(sources) > _LINES_SHOWN and target.network:
         sources = [target.network]
@@ -244,21 +246,21 @@ def _let_in(target: End, callers: Sequence[End], ports: Sequence[int | tuple[int
         for source in sources
         for port in ports
     ]
-    return f"let {name_several([one.name for one in callers])} in at {target.name}:\n" + "\n".join(
+    return f"allow {name_several([one.name for one in callers])} on {target.name}:\n" + "\n".join(
         commands
     )
 
 
 def _route(links: Sequence[Link]) -> str:
-    """Return what gives the source of all these a way to their targets."""
+    """Return the commands that give the common source of these links a route to their targets."""
     source, first = links[0].source, links[0].target
     if source.network is None or source.network != first.network:
         return (
             f"connect {source.name} to the network {first.network or 'of the others'} (it has "
-            f"{source.address}), or let a router lead there; on {source.name}:\n"
+            f"{source.address}), or add a route through a router; on {source.name}:\n"
             f"ip route get {first.address}"
         )
-    # A wrong route to a single machine stays in force beside one to the whole network.
+    # A wrong route to a single host takes precedence over one to the whole network.
     only = str(ipaddress.ip_network(first.address or ""))
     where = source.network if len(links) > 1 else only
     return f"on {source.name}:\nsudo ip route replace {where} dev {source.interface}"
@@ -271,7 +273,7 @@ def _looks(group: LinkGroup) -> str:
 def _look_at(end: End) -> str:
     interface = end.interface or "eth0"
     return (
-        f"see whether {end.name} has a link, and bring it up; on {end.name}:\n"
+        f"check the link of {end.name}, and bring it up; on {end.name}:\n"
         f"ip -br link show dev {interface}\nsudo ip link set dev {interface} up"
     )
 
@@ -290,9 +292,9 @@ def _judge_evidence(links: Sequence[Link], port: int | None = None) -> str:
 
 
 def judge_links(links: Sequence[Link], *, both_ways: bool = True) -> list[Finding]:
-    """Return what is worth saying about the links, worst first; nothing if all is well.
+    """Return the findings about the links, worst first; empty if all links are healthy.
 
-    ``both_ways`` is for NCCL, which calls in both directions; gloo needs one of each pair only.
+    ``both_ways`` is for NCCL, which connects in both directions; gloo needs only one per pair.
     """
     ends = {end.place: end for link in links for end in (link.source, link.target)}
     own = [finding for end in ends.values() for finding in end.findings]

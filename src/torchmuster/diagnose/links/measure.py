@@ -1,7 +1,7 @@
-"""Measuring one link from the machine that calls: both directions, in two seconds if all is well.
+"""Measure one link from the calling host: both directions, in 2 s if the link is healthy.
 
-Small messages there and back, datagrams (``datagrams.py``), then more and more data one way and the
-other, until a transfer takes long enough to be timed.
+Round trips of small messages, datagrams (``datagrams.py``), then growing transfers in each
+direction, until one takes long enough to be timed.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from torchmuster.diagnose.links.messages import Target
 from torchmuster.diagnose.links.model import Figures
 from torchmuster.launch import protocol
 
-# The whole of it, whatever happens.
+# Timeout of the whole measurement.
 LIMIT_S = 10.0
 _PINGS, _FEWEST_PINGS, _PINGING_S, _PING_S = 30, 5, 0.6, 2.0
 _FIRST_BYTES, _GROWTH, _LONG_ENOUGH_S = 128 * 1024, 4, 0.08
-# The first transfer is so small that any network would have carried it by then.
+# The first transfer is small enough to finish within this time on any network.
 STALLED_S = 1.5
-_RETRANSMITS = slice(100, 104)  # in what Linux tells of a connection
+_RETRANSMITS = slice(100, 104)  # tcpi_total_retrans in Linux's struct tcp_info
 
 Reconnect = Callable[[], Awaitable[socket.socket]]
 
@@ -38,9 +38,9 @@ async def measure_link(
     own_frame_bytes: int | None,
     datagram_count: int,
 ) -> tuple[Figures, Figures]:
-    """Return what was measured there and back; raises ``OSError`` if the connection is lost.
+    """Return the figures of both directions; raise ``OSError`` if the connection is lost.
 
-    ``reconnect`` returns a new connection to the target, on which the nonce has been said.
+    ``reconnect`` returns a new connection to the target, on which the nonce has been sent.
     """
     block = datagrams.block_of(nonce)
     async with asyncio.timeout(LIMIT_S):
@@ -58,7 +58,7 @@ async def measure_link(
             )
             there = await _measure_timed(there, connection, datagrams.TAKE, block)
             there = replace(there, retransmits=_retransmits(connection))
-        # A connection that stalled is of no more use, so the way back has its own.
+        # A stalled connection is unusable, so the reverse direction has its own.
         with await reconnect() as connection:
             back = await _measure_timed(back, connection, datagrams.GIVE, block)
     return (
@@ -110,7 +110,7 @@ async def _sound(
             frames_bytes=frames_bytes,
             ask_count=ask_count,
         )
-    except ConnectionRefusedError:  # where datagrams are refused, TCP may be all that is allowed
+    except ConnectionRefusedError:  # datagrams are refused; possibly only TCP is allowed
         return Figures(), Figures()
     if not found.returned:
         return Figures(), Figures()
@@ -133,7 +133,7 @@ async def _sound(
 async def _measure_timed(
     figures: Figures, connection: socket.socket, verb: bytes, block: bytes
 ) -> Figures:
-    """Send more and more data, until it takes long enough to be timed."""
+    """Transfer growing amounts of data until one takes long enough to be timed."""
     size, wrong = _FIRST_BYTES, 0
     rate: float | None = None
     waited_share = 0.0
@@ -161,7 +161,7 @@ async def _measure_timed(
 async def _transfer(
     connection: socket.socket, verb: bytes, size: int, block: bytes
 ) -> tuple[datagrams.Transfer, float]:
-    """Return how it went at the end that received, and how long either end had to wait."""
+    """Return the receiver's result, and the longer CPU wait of the two ends."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, datagrams.HEADER.pack(verb, size))
     if verb == datagrams.TAKE:
@@ -176,7 +176,7 @@ async def _transfer(
 
 
 def _retransmits(connection: socket.socket) -> int | None:
-    """Return how many segments had to be sent again; None where the system does not tell."""
+    """Return the number of retransmitted segments; None if the system does not report it."""
     option = getattr(socket, "TCP_INFO", None)
     if option is None:
         return None

@@ -1,4 +1,4 @@
-"""What is asked of a machine and what it answers, as JSON: serving, calling, closing."""
+"""Requests to a host and its answers, as JSON: serve, call, close."""
 
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ _Asked = TypeVar("_Asked", bound=msgspec.Struct)
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True):
-    """Open ports for the others. ``port`` is as in ``--port`` and opened only if ``meeting``."""
+    """Open ports for other hosts. ``port`` is as in ``--port`` and opened only if ``meeting``."""
 
     nonce: str
     address: str | None = None
@@ -23,23 +23,23 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine says of an interface; one that is up may still have no cable."""
+    """An interface as the host reports it; one that is up may still have no carrier."""
 
     name: str
     up: bool
     connected: bool
     mtu_bytes: int | None
     speed_mbits: int | None
-    networks: tuple[str, ...]  # of each of its addresses: 10.0.0.1/24
+    networks: tuple[str, ...]  # one per address: 10.0.0.1/24
 
     @property
     def frame_bytes(self) -> int | None:
-        """The biggest frame that can be tried through it."""
+        """The largest frame that can be tested through it."""
         return None if self.mtu_bytes is None else min(self.mtu_bytes, MOST_FRAME_BYTES)
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What is open now. ``udp_ports`` are by address; the meeting port is None if it is not open."""
+    """The open ports. ``udp_ports`` are by address; ``meeting_port`` is None if it is not open."""
 
     port: int
     addresses: tuple[protocol.Address, ...]
@@ -52,7 +52,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to call. ``frame_bytes`` is the biggest frame that it sends itself."""
+    """A host to call. ``frame_bytes`` is the largest frame that it sends itself."""
 
     address: str
     port: int
@@ -61,7 +61,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Call these: all at once to see who is reached, or one after the other to measure."""
+    """Call these targets: in parallel to test connections, or one after the other to measure."""
 
     nonce: str
     targets: tuple[Target, ...]
@@ -71,7 +71,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """How one call went; ``there`` and ``back`` are what was measured of the two directions."""
+    """The result of one call; ``there`` and ``back`` are the figures of the two directions."""
 
     problem: str
     seconds: float
@@ -81,13 +81,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Called(msgspec.Struct, frozen=True, kw_only=True):
-    """How the calls went, in the order of the targets."""
+    """The results of the calls, in the order of the targets."""
 
     results: tuple[Result, ...]
 
 
 def read_message(kind: type[_Asked], argument: Any) -> _Asked:
-    """Return what JSON says as one of these; raises ``MusterError`` if it is not that."""
+    """Convert JSON to a message of this type; raise ``MusterError`` if it is not one."""
     try:
         return msgspec.convert(argument, kind)
     except msgspec.ValidationError as error:

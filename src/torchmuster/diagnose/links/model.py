@@ -1,4 +1,4 @@
-"""What is known of the links between machines: one ``Link`` for each direction of each pair."""
+"""Links between hosts: one ``Link`` for each direction of each pair."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 from torchmuster.finding import Finding
 
-# Where most systems take the ports from that they give out.
+# The default range of ephemeral ports.
 USUAL_PORTS = (32768, 60999)
-# The problem of a link that could not be tried at all.
+# The problem of a link that could not be tested.
 NOT_TRIED = "not-tried"
-# That of a connection that was there and was lost again while a link was measured.
+# The problem of a connection that was lost during a measurement.
 DROPPED = "dropped"
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """A machine as the others reach it: the address that was chosen, and what the machine says of it.
+    """A host with the address at which others reach it, and what it reports about that interface.
 
-    ``findings`` are about the machine itself: a meeting port that is taken, an address passed over.
+    ``findings`` are about the host itself: a rendezvous port in use, an address that was skipped.
     """
 
     name: str
@@ -30,27 +30,26 @@ class End:
     mtu_bytes: int | None = None
     speed_mbits: int | None = None
     given_out_ports: tuple[int, int] = USUAL_PORTS
-    meeting_port: int | None = None  # of the first machine
+    meeting_port: int | None = None  # of the first host
     findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured of one direction. Unknown is None.
+    """The measurements of one direction; None if unknown.
 
-    Of several tries the best counts: a busy machine makes a link look worse, nothing makes it look
-    better than it is.
+    Of several tries the best counts: a busy host makes a link look worse, never better.
     """
 
     bytes_per_s: float | None = None
-    round_trips_s: tuple[float, ...] = ()  # there and back, of small messages, in the order sent
-    sent: int = 0  # small datagrams; none where they are not let through
+    round_trips_s: tuple[float, ...] = ()  # of small messages, in the order sent
+    sent: int = 0  # small datagrams; 0 where they are blocked
     lost: int = 0
-    frame_tried_bytes: int | None = None  # the biggest frame that this end sends
-    frame_bytes: int | None = None  # the biggest that arrived
-    stalled: bool = False  # small messages pass, and much data does not
+    frame_tried_bytes: int | None = None  # the largest frame that this end sends
+    frame_bytes: int | None = None  # the largest that arrived
+    stalled: bool = False  # small messages pass, large transfers do not
     wrong_bytes: int = 0
-    waited_share: float = 0.0  # of the time, in which a busy machine did not let us work
+    waited_share: float = 0.0  # share of the time that a busy host spent waiting for a CPU
     retransmits: int | None = None
 
     @property
@@ -60,16 +59,16 @@ class Figures:
 
     @property
     def round_trip_s(self) -> float | None:
-        """The least round trip, which is that of the link itself."""
+        """The shortest round trip, which is that of the link itself."""
         return min(self.round_trips_s, default=None)
 
     @property
     def median_round_trip_s(self) -> float | None:
-        """The usual round trip, with all that the machines add to it."""
+        """The median round trip, including delays of the hosts."""
         return statistics.median(self.round_trips_s) if self.round_trips_s else None
 
     def best_with(self, other: "Figures") -> "Figures":
-        """Return the better of two tries, figure by figure; wrong bytes are never forgiven."""
+        """Return the better of two tries, figure by figure; wrong bytes are added up."""
         faster, slower = sorted((self, other), key=lambda one: -(one.bytes_per_s or 0.0))
         losing = [one for one in (self, other) if one.sent]
         kept = min(losing, key=lambda one: one.lost / one.sent, default=self)
@@ -90,19 +89,19 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction between two machines: how ``source`` reaches ``target``.
+    """One direction between two hosts: how ``source`` reaches ``target``.
 
-    ``problem`` is "" if it reaches it, at a port that the system gave out; else timeout, refused,
-    prohibited, absent, no-route, impostor or not-tried. ``meeting_problem`` is the same for the
-    meeting port, and None where ``target`` does not have it. ``dropped`` counts the connections that
-    were lost while it was being measured, in ``tries`` tries.
+    ``problem`` is "" if it connects at an ephemeral port; else timeout, refused, prohibited,
+    absent, no-route, impostor or not-tried. ``meeting_problem`` is the same for the rendezvous
+    port, and None if ``target`` does not have it. ``dropped`` counts the connections lost during
+    the measurement, in ``tries`` tries.
     """
 
     source: End
     target: End
     problem: str
     meeting_problem: str | None = None
-    local: str | None = None  # the address from which it is reached
+    local: str | None = None  # the source address
     port: int | None = None
     seconds: float = 0.0
     figures: Figures | None = None

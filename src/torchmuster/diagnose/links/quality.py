@@ -1,6 +1,6 @@
-"""Links that work and hurt: data that stalls or is changed on the way, loss, long ways, slow ones.
+"""Links that work but are bad: stalls, corrupted data, packet loss, high latency, low bandwidth.
 
-Of what is wrong with a link only the first in the order of ``_FAULTS`` is said, for the rest follows
+Of the faults of a link, only the first in the order of ``_FAULTS`` is reported; the rest follow
 from it.
 """
 
@@ -16,7 +16,7 @@ from torchmuster.finding import Finding, Status
 
 @dataclass(frozen=True, kw_only=True)
 class LinkMessages:
-    """How a fault is told: ``told`` is about one link, the rest about all that have one cause."""
+    """The texts of a fault: ``told`` describes one link, the rest all links with the same cause."""
 
     name: str
     status: Status
@@ -42,27 +42,27 @@ def _counters(group: LinkGroup) -> str:
 
 def _look_at_the_cable(group: LinkGroup) -> str:
     return (
-        "change the cable, then the port of the switch; the counters say where it happens\n"
+        "replace the cable, then try another switch port; the counters show which end has errors\n"
         f"{_counters(group)}"
     )
 
 
 def _look_for_what_stops_data(group: LinkGroup) -> str:
-    """Return where to look; where frames are bigger than usual, they may be the reason."""
+    """Return what to check; frames larger than usual may be the cause."""
     lines = [
-        "look for a firewall, a VPN or a broken port that stops long transfers; the counters may "
-        f"say where it happens\n{_counters(group)}"
+        "check for a firewall, a VPN or a broken port that blocks long transfers; the counters may "
+        f"show which end has errors\n{_counters(group)}"
     ]
     smaller = _lower_the_mtu(group)
     if smaller:
-        lines.append(f"or their frames are too big for something between them; try\n{smaller}")
+        lines.append(f"or a device on the path does not support their frame size; try\n{smaller}")
     return "\n".join(lines)
 
 
 def _look_at_the_speed(group: LinkGroup) -> str:
     lines = _at_each(group, lambda end: f"sudo ethtool {end.interface} | grep -iE 'speed|duplex'")
     return (
-        "look for a cable, a port of the switch or a limit (tc, a VPN, Wi-Fi) that is slower than the "
+        "check for a cable, a switch port or a limit (tc, a VPN, Wi-Fi) that is slower than the "
         f"rest\n{lines}"
     )
 
@@ -70,13 +70,13 @@ def _look_at_the_speed(group: LinkGroup) -> str:
 def _look_at_the_way(group: LinkGroup) -> str:
     first = group.links[0]
     return (
-        "use machines that are near each other, or an interface that does not lead through a VPN; see "
-        f"the way, on {first.source.name}:\nip route get {first.target.address}"
+        "use hosts that are close to each other, or an interface without a VPN; check the route, "
+        f"on {first.source.name}:\nip route get {first.target.address}"
     )
 
 
 def _lower_the_mtu(group: LinkGroup) -> str:
-    """Return the commands for those ends that send bigger frames than pass."""
+    """Return the commands for the ends that send larger frames than pass."""
     sizes: dict[int, tuple[End, int]] = {}
     for link in group.links:
         passes = link.figures.frame_bytes if link.figures else None
@@ -94,7 +94,7 @@ def _lower_the_mtu(group: LinkGroup) -> str:
 def _told_tries(link: Link) -> str:
     if link.dropped:
         return f"connections were lost in {link.dropped} of {link.tries} tries"
-    return f"could not be measured in {link.tries} tries: each took too long"
+    return f"could not be measured in {link.tries} tries: each timed out"
 
 
 def _told_rate(link: Link) -> str:
@@ -102,7 +102,7 @@ def _told_rate(link: Link) -> str:
     assert figures is not None
     rate = figures.bytes_per_s
     speeds = [
-        f"{end.interface} of {end.name} says {end.speed_mbits:,} Mbit/s"
+        f"{end.interface} of {end.name} reports {end.speed_mbits:,} Mbit/s"
         for end in (link.source, link.target)
         if end.speed_mbits
     ]
@@ -119,7 +119,7 @@ def _told_frames(link: Link) -> str:
 def _told_loss(link: Link) -> str:
     figures = link.figures
     assert figures is not None
-    again = f"; TCP sent {figures.retransmits:,} segments again" if figures.retransmits else ""
+    again = f"; TCP retransmitted {figures.retransmits:,} segments" if figures.retransmits else ""
     return f"{figures.lost:,} of {figures.sent:,} datagrams were lost{again}"
 
 
@@ -128,7 +128,7 @@ def _told_trip(link: Link) -> str:
     assert figures is not None
     return (
         f"{1000 * (figures.round_trip_s or 0):.1f} ms at best, "
-        f"{1000 * (figures.median_round_trip_s or 0):.1f} ms usually"
+        f"{1000 * (figures.median_round_trip_s or 0):.1f} ms median"
     )
 
 
@@ -151,9 +151,10 @@ WORDINGS = (
     LinkMessages(
         name="corrupting-link",
         status=Status.FAILURE,
-        what=lambda group: _subject(group, "changes data on the way", "change data on the way"),
-        why="what arrived is not what was sent, and TCP's checksum did not see it: a broken network "
-        "card, memory or switch. Training would go on with wrong numbers",
+        what=lambda group: _subject(group, "corrupts data", "corrupt data"),
+        why="the data that arrived differs from the data sent, and TCP's checksum did not detect "
+        "it: a broken network adapter, memory or switch. Training would continue with wrong "
+        "numbers",
         fix=_look_at_the_cable,
         told=lambda link: f"{link.figures.wrong_bytes if link.figures else 0:,} bytes were wrong",
     ),
@@ -162,11 +163,11 @@ WORDINGS = (
         status=Status.FAILURE,
         what=lambda group: _subject(
             group,
-            "swallows big frames: small messages pass",
-            "swallow big frames: small messages pass",
+            "drops large frames: small messages pass",
+            "drop large frames: small messages pass",
         ),
-        why="the machines send bigger frames than something between them carries, and nobody tells "
-        "them. Ranks would find each other, and hang with the first big tensor",
+        why="the hosts send larger frames than a device on the path supports, and get no error. "
+        "Ranks would connect, and hang at the first large tensor",
         fix=_lower_the_mtu,
         told=_told_frames,
     ),
@@ -176,16 +177,16 @@ WORDINGS = (
         what=lambda group: _subject(
             group, "carries small messages only", "carry small messages only"
         ),
-        why="connections are made and small messages answered, but much data does not arrive. "
-        "Whether big frames are the reason is not known: no datagram came back that would show it",
+        why="connections open and small messages pass, but large transfers stall. Whether large "
+        "frames are the cause is unknown, because no test datagram was answered",
         fix=_look_for_what_stops_data,
         told=_told_rate,
     ),
     LinkMessages(
         name="flapping-link",
         status=Status.WARNING,
-        what=lambda group: _subject(group, "comes and goes", "come and go"),
-        why="connections were made, and were of no use for more than a moment",
+        what=lambda group: _subject(group, "is unstable", "are unstable"),
+        why="connections opened, but were lost again or timed out",
         fix=_look_at_the_cable,
         told=_told_tries,
     ),
@@ -193,7 +194,8 @@ WORDINGS = (
         name="lossy-link",
         status=Status.WARNING,
         what=lambda group: f"{_subject(group, 'loses', 'lose')} packets: {_most_loss(group)}",
-        why="TCP sends again what was lost, after pauses of 200 ms and more, in which all ranks wait",
+        why="TCP retransmits lost packets after pauses of 200 ms or more, during which all ranks "
+        "wait",
         fix=_look_at_the_cable,
         told=_told_loss,
     ),
@@ -201,9 +203,9 @@ WORDINGS = (
         name="high-latency",
         status=Status.WARNING,
         what=lambda group: (
-            f"{_subject(group, 'is', 'are')} a long way: {_least_trip(group)} there and back"
+            f"{_subject(group, 'has', 'have')} high latency: {_least_trip(group)} round trip"
         ),
-        why="every collective waits for the longest round trip, many times in each step",
+        why="every collective waits for the longest round trip, many times per step",
         fix=_look_at_the_way,
         told=_told_trip,
     ),
@@ -211,7 +213,7 @@ WORDINGS = (
         name="slow-link",
         status=Status.WARNING,
         what=lambda group: f"{_subject(group, 'is', 'are')} slow: {_best_rate(group)}",
-        why="the gradients of each step go over every link, and the slowest one sets the pace",
+        why="the gradients of each step cross every link, so the slowest link limits the speed",
         fix=_look_at_the_speed,
         told=_told_rate,
     ),
@@ -220,10 +222,10 @@ WORDINGS = (
         status=Status.NOTE,
         what=lambda group: _subject(
             group,
-            "carries smaller frames than the machines send",
-            "carry smaller frames than the machines send",
+            "carries smaller frames than the hosts send",
+            "carry smaller frames than the hosts send",
         ),
-        why="TCP has found out by itself, so ranks are not harmed; other protocols would be",
+        why="TCP has adapted to it, so ranks are not affected; other protocols may be",
         fix=_lower_the_mtu,
         told=_told_frames,
     ),
@@ -232,19 +234,19 @@ WORDINGS = (
 
 LOSSY = 0.01
 FAR_S = 0.010
-# Shorter round trips are not worth a word, however they compare with the others.
+# Shorter round trips are never reported, however they compare with the others.
 _NEAR_S, _TIMES_FARTHER = 0.001, 5
-# What is slower hurts any training; what is faster than the second is more than we can measure.
+# Slower than the first slows any training; faster than the second cannot be measured reliably.
 SLOW_BYTES_PER_S, _FAST_BYTES_PER_S = 250e6 / 8, 1e9
 _TIMES_SLOWER = 4
-# A machine that is kept waiting for longer than that is not believed to be faster still.
+# Upper bound for the correction by the time that a busy host spent waiting.
 _MOST_WAITING = 0.95
 _LINES_SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Fault:
-    """A way in which a link can be bad; its words are in ``wording.py``."""
+    """A fault of a link; its texts are in ``WORDINGS``."""
 
     name: str
     is_bad: Callable[[Link, "_Usual"], bool]
@@ -257,7 +259,7 @@ class _Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class _Usual:
-    """What the links of this group are usually like."""
+    """The typical figures of the links of this group."""
 
     bytes_per_s: float
     round_trip_s: float
@@ -265,7 +267,7 @@ class _Usual:
 
 
 def quality_findings(links: Sequence[Link]) -> list[Finding]:
-    """Return a finding for each fault that measured links have, and each machine to blame for it."""
+    """Return a finding for each fault of measured links and each host that causes it."""
     found = []
     for fault, bad in _faulty(links):
         words = fault.wording
@@ -287,7 +289,7 @@ def quality_findings(links: Sequence[Link]) -> list[Finding]:
 
 
 def suspects(links: Sequence[Link]) -> list[tuple[int, int]]:
-    """Return the pairs that are worth another try: a busy machine may be all that is wrong."""
+    """Return the pairs to measure again: a busy host may be the only cause."""
     pairs = {
         (min(one.places), max(one.places))
         for fault, bad in _faulty(links)
@@ -350,7 +352,7 @@ def _swallows_big_frames(link: Link, usual: _Usual) -> bool:
 
 
 def _stalls_without_a_reason(link: Link, usual: _Usual) -> bool:
-    # Where datagrams are not let through, that it stalls is all that can be known.
+    # Where datagrams are blocked, only the stall itself is known.
     figures = link.figures
     return figures is not None and figures.stalled and figures.frame_bytes is None
 
@@ -374,7 +376,7 @@ def _is_slow(link: Link, usual: _Usual) -> bool:
     figures = link.figures
     if figures is None:
         return False
-    if figures.stalled:  # and big frames do arrive
+    if figures.stalled:  # and large frames do arrive
         return True
     freed, back = _freed(figures), usual.back.get(link.places)
     compared = max(usual.bytes_per_s, _capped(back) if back else 0.0) / _TIMES_SLOWER
@@ -385,7 +387,7 @@ def _is_slow(link: Link, usual: _Usual) -> bool:
 
 
 def _freed(figures: Figures) -> float:
-    """Return how fast it could have been at most if the machines had had nothing else to do."""
+    """Return the speed that the link could have had on idle hosts, at most."""
     return (figures.bytes_per_s or 0.0) / (1 - min(figures.waited_share, _MOST_WAITING))
 
 
@@ -396,7 +398,7 @@ def _sends_bigger_than_passes(link: Link, usual: _Usual) -> bool:
     return figures.frame_bytes < figures.frame_tried_bytes
 
 
-# ---- what is beyond doubt
+# ---- what needs no second try
 
 
 def _is_very_far(link: Link) -> bool:

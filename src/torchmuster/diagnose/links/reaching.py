@@ -1,4 +1,4 @@
-"""Who reaches whom, and at which address: every machine tries all addresses of the others."""
+"""Test which hosts reach each other, and at which of their addresses."""
 
 import asyncio
 import contextlib
@@ -27,25 +27,25 @@ from torchmuster.launch import protocol
 from torchmuster.launch.job import USUAL_PORT
 
 _ANSWER_WITHIN_S = 20.0
-# It is done even if the answer comes later; a machine that is gone must not keep anyone waiting.
+# The request takes effect even if the answer is late; a lost host must not delay the others.
 _DONE_WITHIN_S = 2.0
 _SERVE_FOR_S = 300.0
 
 
 class LinkProbe(Protocol):
-    """A machine that can be asked; see ``diagnose/conversation.py``."""
+    """A host that accepts requests; see ``HostProbe`` in ``diagnose/probing.py``."""
 
     name: str
     place: int
     record: protocol.NodeRecord
 
     async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
-        """Return the machine's answer."""
+        """Return the host's answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedListeners:
-    """What is known of a machine: what it has opened, or what kept it from that."""
+    """The ports that a host has opened, or the findings that explain why it did not."""
 
     examiner: LinkProbe
     served: Served | None = None
@@ -55,7 +55,7 @@ class OpenedListeners:
 async def serve_all(
     examiners: Sequence[LinkProbe], nonce: str, port: int | None, address: str | None
 ) -> list[OpenedListeners]:
-    """Have every machine open its ports; the first one the meeting port as well."""
+    """Make every host open its ports; the first one also opens the rendezvous port."""
     return list(
         await asyncio.gather(
             *(
@@ -82,7 +82,7 @@ async def _serve(examiner: LinkProbe, asked: Serve) -> OpenedListeners:
     except MusterError as error:
         return OpenedListeners(examiner=examiner, findings=tuple(from_error(error)))
     down = _without_link(examiner.name, served)
-    if down is not None:  # nobody can try it, and it can try nobody
+    if down is not None:  # no host can reach it, and it can reach none
         return OpenedListeners(examiner=examiner, findings=(down,))
     return OpenedListeners(
         examiner=examiner,
@@ -105,14 +105,14 @@ def _own_findings(name: str, asked: Serve, served: Served) -> Iterable[Finding]:
         yield Finding(
             name="meeting-port-taken",
             status=Status.NOTE,
-            what=f"{name}: port {USUAL_PORT} is taken; muster meets at {served.meeting_port} instead",
-            why=f"{served.meeting_reason}. torchrun itself would wait there without a word",
-            fix=f"see who has it, on {name}:\nss -ltnp 'sport = :{USUAL_PORT}'",
+            what=f"{name}: port {USUAL_PORT} is in use; muster uses {served.meeting_port} instead",
+            why=f"{served.meeting_reason}. torchrun itself would hang without a message",
+            fix=f"find the process that uses it, on {name}:\nss -ltnp 'sport = :{USUAL_PORT}'",
         )
 
 
 def _without_link(name: str, served: Served) -> Finding | None:
-    """Return what to say of a machine that others cannot reach because none of its interfaces works."""
+    """Return the finding for a host without a working interface; None if it has one."""
     if not all(ipaddress.ip_address(one.address).is_loopback for one in served.addresses):
         return None
     idle = [one for one in served.interfaces if one.networks and not _is_loopback(one)]
@@ -120,9 +120,9 @@ def _without_link(name: str, served: Served) -> Finding | None:
         return Finding(
             name="link-down",
             status=Status.FAILURE,
-            what=f"{name} is not connected: it has no address but 127.0.0.1",
-            why="no interface has an address at which others could reach it",
-            fix=f"give it one, on {name}:\nip -br address",
+            what=f"{name} is not connected: its only address is 127.0.0.1",
+            why="no interface has an address that other hosts can reach",
+            fix=f"assign one, on {name}:\nip -br address",
         )
     first = idle[0]
     where = f"{first.name} ({first.networks[0]})"
@@ -130,19 +130,19 @@ def _without_link(name: str, served: Served) -> Finding | None:
         return Finding(
             name="link-down",
             status=Status.FAILURE,
-            what=f"{name} is not connected: {where} has no cable",
-            why="the interface is up and sees nobody at the other end: the cable is out or broken, or "
-            "the port of the switch is off",
-            fix="put the cable in, or try another one and another port of the switch; "
-            f"it is well when this says yes, on {name}:\n"
+            what=f"{name} is not connected: {where} has no carrier",
+            why="the interface is up but has no link: the cable is disconnected or broken, or the "
+            "switch port is off",
+            fix="connect the cable, or try another cable and switch port; "
+            f"the link works when this prints yes, on {name}:\n"
             f"sudo ethtool {first.name} | grep -i 'link detected'",
         )
     return Finding(
         name="link-down",
         status=Status.FAILURE,
-        what=f"{name} is not connected: {where} is switched off",
-        why="the interface has an address and is down",
-        fix=f"switch it on, on {name}:\nsudo ip link set dev {first.name} up",
+        what=f"{name} is not connected: {where} is down",
+        why="the interface has an address but is down",
+        fix=f"bring it up, on {name}:\nsudo ip link set dev {first.name} up",
     )
 
 
@@ -151,7 +151,7 @@ def _is_loopback(interface: Interface) -> bool:
 
 
 async def keep_open(found: Sequence[OpenedListeners], nonce: str) -> None:
-    """Have the machines keep their ports open for another while."""
+    """Extend the time for which the hosts keep their ports open."""
     again = encode_message(Serve(nonce=nonce, for_s=_SERVE_FOR_S))
     await asyncio.gather(
         *(_tell_reaching(one.examiner, "serve", again) for one in found if one.served is not None)
@@ -159,7 +159,7 @@ async def keep_open(found: Sequence[OpenedListeners], nonce: str) -> None:
 
 
 async def close_listeners(examiner: LinkProbe, nonce: str) -> None:
-    """Have a machine close its ports; else it does so by itself after a while."""
+    """Make a host close its ports; otherwise it closes them after a timeout."""
     await _tell_reaching(examiner, "close", {"nonce": nonce})
 
 
@@ -169,7 +169,7 @@ async def _tell_reaching(examiner: LinkProbe, verb: str, argument: Any) -> None:
 
 
 async def ask_to_call(examiner: LinkProbe, call: Call) -> list[Result]:
-    """Return how a machine's calls went; if it does not answer, that none was tried."""
+    """Return the results of a host's calls; ``NOT_TRIED`` for all if it does not answer."""
     within_s = call.timeout_s + _ANSWER_WITHIN_S
     if call.measure:
         within_s += (2 * call.timeout_s + measure.LIMIT_S) * len(call.targets)
@@ -183,14 +183,14 @@ async def ask_to_call(examiner: LinkProbe, call: Call) -> list[Result]:
     return list(results)
 
 
-# Which trouble to believe in where an address is reached by nobody: the nearer to it the better.
+# Ranks the problems of an address that no host reaches: lower means that packets got closer to it.
 _NEARNESS = {"": 0, "refused": 1, "prohibited": 1, "timeout": 2, "absent": 3, "no-route": 4}
 _FARTHEST = 5
 
 
 @dataclass(kw_only=True)
 class Tried:
-    """How one machine's calls to another went, by the other's addresses."""
+    """The results of one host's calls to another, by the other's addresses."""
 
     results: dict[str, Result] = field(default_factory=dict)
     meeting: dict[str, Result] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class Tried:
 async def try_all(
     found: Sequence[OpenedListeners], order: Sequence[Sequence[Pair]], nonce: str, timeout_s: float
 ) -> dict[Pair, Tried]:
-    """Let each machine try all addresses of its partners, and those of the first machine."""
+    """Make each host try all addresses of its partners, and those of the first host."""
     pairs = [pair for pairs in order for pair in pairs]
     directions = {*pairs, *((other, one) for one, other in pairs)}
     if found[0].served is not None and found[0].served.meeting_port is not None:
@@ -210,7 +210,7 @@ async def try_all(
 async def try_directions(
     found: Sequence[OpenedListeners], directions: Iterable[Pair], nonce: str, timeout_s: float
 ) -> dict[Pair, Tried]:
-    """Let machines try all addresses of others, all at the same time."""
+    """Make hosts try all addresses of others, in parallel."""
     partners: dict[int, set[int]] = {}
     for caller, called in directions:
         partners.setdefault(caller, set()).add(called)
@@ -252,10 +252,9 @@ async def _try_from(
 async def _call_twice(
     examiner: LinkProbe, targets: Sequence[Target], nonce: str, timeout_s: float
 ) -> list[Result]:
-    """Call all; call again those that were silent.
+    """Call all targets, and those that timed out a second time.
 
-    The machine may have been busy; and of a machine that has just gone the network says so only
-    after a while.
+    The host may have been busy, and the network reports a lost host only after some seconds.
     """
     results = await ask_to_call(
         examiner, Call(nonce=nonce, targets=tuple(targets), timeout_s=timeout_s)
@@ -271,7 +270,7 @@ async def _call_twice(
 
 
 def ends_of(found: Sequence[OpenedListeners], tried: dict[Pair, Tried]) -> list[End]:
-    """Return each machine with the address at which the others reach it best."""
+    """Return each host with the address at which most others reach it."""
     ends = []
     for position, one in enumerate(found):
         calls = [entry for (_, called), entry in tried.items() if called == position]
@@ -286,19 +285,19 @@ def ends_of(found: Sequence[OpenedListeners], tried: dict[Pair, Tried]) -> list[
 def _passed_over(
     end: End, own: Sequence[protocol.Address], calls: Sequence[Tried]
 ) -> Iterable[Finding]:
-    """Yield a note for each address that looked better than the chosen one, and nobody reaches."""
+    """Yield a note for each preferred address that no other host reaches."""
     for one in own:
         if one.address == end.address or end.address is None or any(_problems(end.address, calls)):
             return
         problems = _problems(one.address, calls)
-        # A bridge to one's own containers leads everybody to itself, which is as it should be.
+        # The address of a local container bridge leads each host to itself, which is normal.
         if all(problems) and "impostor" not in problems:
             yield Finding(
                 name="address-passed-over",
                 status=Status.NOTE,
                 what=f"{end.name} is reached at {end.address} ({end.interface}), but not at "
                 f"{one.address} ({one.interface})",
-                why="the others do not get through to it "
+                why="the others cannot connect to it "
                 f"({', '.join(dict.fromkeys(problems))}); it would have been the first choice",
             )
 
@@ -308,7 +307,7 @@ def _problems(address: str, calls: Sequence[Tried]) -> list[str]:
 
 
 def _distance(address: str, calls: Sequence[Tried]) -> tuple[int, int]:
-    """Return how many do not reach an address, and how far they are from it."""
+    """Return how many hosts do not reach an address, and a score of how far off they are."""
     problems = _problems(address, calls)
     farness = sum(_NEARNESS.get(problem, _FARTHEST) for problem in problems)
     return sum(map(bool, problems)), farness
@@ -351,7 +350,7 @@ def links_of(
     tried: dict[Pair, Tried],
     order: Sequence[Sequence[Pair]],
 ) -> dict[Pair, Link]:
-    """Return both directions of all pairs, with what keeps a machine from another at its address."""
+    """Return both directions of all pairs, each with its problem, if any."""
     pairs = {pair for pairs in order for pair in pairs}
     directions = pairs | {(other, one) for one, other in pairs} | tried.keys()
     links = {}

@@ -1,8 +1,8 @@
-"""A machine's open ports, at which the others call to measure the links: ``serve`` and ``close``.
+"""The ports that a host opens for link measurements: the verbs ``serve`` and ``close``.
 
-A TCP port that the system gives out, at every address that others may reach; on the first machine the
-meeting port as well; and a port for datagrams. Only who knows the nonce is talked to, nobody can ask
-for more than a bounded amount, and everything is closed after a while whatever happens.
+An ephemeral TCP port and a UDP port at every reachable address; on the first host also the
+rendezvous port. Callers must know the nonce, requests are limited in size, and all ports close
+after a timeout.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from torchmuster.launch import protocol
 from torchmuster.launch.network import listening
 
 _MOST_S = 600.0
-# How long a caller may take for one thing it asked for, and between two.
+# Timeout of one request of a caller, and between two.
 _PATIENCE_S = 10.0
 _GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class Service:
-    """What one machine has opened for the others."""
+    """The open ports of one host."""
 
     def __init__(self, nonce: str) -> None:
         self._nonce = nonce
@@ -94,7 +94,7 @@ class Service:
         return int(sock.getsockname()[1])
 
     async def _talk(self, connection: socket.socket) -> None:
-        """Do what a caller asks for, until it ends or is silent for too long."""
+        """Serve a caller's requests until it disconnects or times out."""
         with contextlib.suppress(OSError, TimeoutError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
@@ -121,7 +121,7 @@ class Service:
             counted = sum(one.count(series) for one in self._answering.values())
             await loop.sock_sendall(connection, datagrams.HEADER.pack(datagrams.COUNT, counted))
         else:
-            raise ConnectionError("not one of ours")
+            raise ConnectionError("unknown request")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +136,9 @@ _closing: set[asyncio.Task[None]] = set()
 
 
 async def open_service(argument: Any) -> Any:
-    """Open ports for the holders of a nonce; they are closed by ``close``, or after a while.
+    """Open ports for callers that know a nonce, until ``close`` or a timeout.
 
-    Asked again, it keeps them open for another while.
+    A second request extends the timeout.
     """
     asked = read_message(Serve, argument)
     opened = _open.get(asked.nonce)
@@ -160,7 +160,7 @@ async def open_service(argument: Any) -> Any:
 
 
 async def close_service(argument: Any) -> None:
-    """Close what was opened for the holders of a nonce; nothing happens if nothing is open."""
+    """Close the ports of a nonce, if any are open."""
     opened = _open.pop(str(argument["nonce"]), None)
     if opened is not None:
         opened.timer.cancel()
@@ -174,7 +174,7 @@ def _close_later(nonce: str) -> None:
 
 
 def interfaces_here() -> tuple[Interface, ...]:
-    """Return what this machine says of its interfaces; none where it does not let us look."""
+    """Return the interfaces of this host; empty if they are not readable."""
     try:
         addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     except OSError:
@@ -193,7 +193,7 @@ def interfaces_here() -> tuple[Interface, ...]:
 
 
 def _flag(state: Any, name: str) -> bool:
-    """Look for a flag where the system tells them; else all that is known is whether it is up."""
+    """Return a flag of an interface; if the system reports no flags, return whether it is up."""
     flags = getattr(state, "flags", "")
     return name in flags.split(",") if flags else bool(state.isup)
 
@@ -203,7 +203,7 @@ def _network(item: Any) -> str | None:
         return None
     address = item.address.partition("%")[0]
     try:
-        if item.family == socket.AF_INET6:  # its mask is not understood as one
+        if item.family == socket.AF_INET6:  # ipaddress does not parse IPv6 netmasks
             length = bin(int(ipaddress.IPv6Address(item.netmask.partition("/")[0]))).count("1")
             return str(ipaddress.ip_interface(f"{address}/{length}"))
         return str(ipaddress.ip_interface(f"{address}/{item.netmask}"))
@@ -212,7 +212,7 @@ def _network(item: Any) -> str | None:
 
 
 def given_out_ports() -> tuple[int, int]:
-    """Return the first and last of the ports that this system gives out."""
+    """Return the first and last ephemeral port of this system."""
     try:
         first, last = map(int, _GIVEN_OUT.read_text(encoding="ascii").split())
     except (OSError, ValueError):

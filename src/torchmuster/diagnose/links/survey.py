@@ -1,9 +1,10 @@
-"""Trying and measuring the links between machines: the course of it, seen from the launcher.
+"""Test and measure the links between hosts, run by the launcher.
 
-Every machine opens ports; every machine tries all addresses of the others, which shows who reaches whom
-and at which address; then pairs of machines measure the link between them, in rounds in which nobody
-is in two pairs, so that no measurement disturbs another. What looks bad is tried again. In a large group
-only the links that collectives use are measured; the others are called.
+Every host opens ports, then tries all addresses of the others, which shows who reaches whom and at
+which address. Then pairs of hosts measure the link between them, in rounds in which no host is in
+two pairs, so that measurements do not disturb each other. Bad results are measured again. In a
+large group only the links that collectives use are measured; for the others only a connection is
+tested.
 """
 
 import asyncio
@@ -41,16 +42,16 @@ from torchmuster.diagnose.links.reaching import (
 from torchmuster.diagnose.rounds import ALL_PAIRS_UP_TO, Pair, disjoint, survey_rounds
 from torchmuster.launch.job import Limits
 
-# Where many meet, a call without an answer is made again: of so many one fails by chance.
+# In large groups an unanswered call is repeated: of very many calls, one fails by chance.
 TRIES = 3
-# A machine calls so many at a time, since each call takes a socket at both ends.
+# Calls in parallel per host, as each needs a socket at both ends.
 MOST_CALLS = 200
 
 
 class CallingTester:
-    """A tester. It sees who does not reach whom, in either direction; nothing is measured.
+    """A tester that detects links without a connection in either direction; it measures nothing.
 
-    ``addresses`` are those at which the machines are called, in the order of ``found``. The links in
+    ``addresses`` are the addresses to connect to, in the order of ``found``. The links in
     ``left_out`` are known to be bad.
     """
 
@@ -72,7 +73,7 @@ class CallingTester:
     async def test(
         self, meetings: Sequence[ProbeGroup], *, without: frozenset[Pair]
     ) -> Sequence[ProbeOutcome]:
-        """Hold one round of meetings at the same time."""
+        """Test one round of groups in parallel."""
         left_out = without | self._left_out
         return await asyncio.gather(*(self._hold(meeting, left_out) for meeting in meetings))
 
@@ -86,7 +87,7 @@ class CallingTester:
         return ProbeOutcome(seen=ProbeResult.FAILED, blamed=frozenset(map(_pair, calls)))
 
     async def _unanswered(self, calls: Sequence[Pair]) -> list[Pair]:
-        """Make calls, and return those that got no answer."""
+        """Make calls, and return the unanswered ones."""
         by_caller: dict[int, list[int]] = {}
         for caller, called in calls:
             by_caller.setdefault(caller, []).append(called)
@@ -94,7 +95,7 @@ class CallingTester:
         return [call for of_caller in unanswered for call in of_caller]
 
     async def _call(self, caller: int, called: Collection[int]) -> list[Pair]:
-        # Each begins with another one, so that nobody is called by all at once.
+        # Each caller starts with a different host, so that none is called by all at once.
         ahead = sorted(called, key=lambda one: (one - caller) % len(self._found))
         unanswered: list[Pair] = []
         for start in range(0, len(ahead), MOST_CALLS):
@@ -121,7 +122,7 @@ def _pair(link: tuple[int, int]) -> Pair:
     return min(link), max(link)
 
 
-# Enough for a first packet that was lost to be sent again. What is found is tried again for longer.
+# Enough for one retransmission. Links that fail are tried again with a longer timeout.
 _PATIENCE_S = 2.0
 
 
@@ -132,12 +133,12 @@ async def dead_elsewhere(
     nonce: str,
     timeout_s: float,
 ) -> dict[Pair, Link]:
-    """Return both directions of the links that turn out to be dead, besides those known in ``links``.
+    """Return both directions of dead links that are not in ``links``.
 
-    Where more links are known to be dead than a search is meant for, they tell enough: none is made.
+    If more than ``most_bad`` dead links are known already, no search is made.
     """
     working = [pair for pair, link in links.items() if not link.problem]
-    # Who reaches nobody, or is reached by nobody, is known for that.
+    # Hosts that reach none, or that none reaches, are already known to be bad.
     able = sorted({caller for caller, _ in working} & {called for _, called in working})
     number = {place: position for position, place in enumerate(able)}
     known = frozenset(
@@ -159,7 +160,7 @@ async def dead_elsewhere(
     )
     dead = {able[position] for position in diagnosis.bad_nodes}
     pairs = [(able[one], able[other]) for one, other in diagnosis.bad_links]
-    pairs += [pair for pair in links if not dead.isdisjoint(pair)]  # they died since
+    pairs += [pair for pair in links if not dead.isdisjoint(pair)]  # dead since the first test
     directions = {way for one, other in pairs for way in ((one, other), (other, one))}
     tried = await try_directions(found, directions, nonce, timeout_s)
     return links_of(ends, found, tried, [pairs])
@@ -167,7 +168,7 @@ async def dead_elsewhere(
 
 _TRIES = 3
 _MORE_DATAGRAMS = 500
-# Ports close by themselves after a few minutes, and many rounds take longer.
+# The hosts close their ports after a few minutes, and many rounds take longer.
 _KEEP_OPEN_EVERY_S = 60.0
 
 
@@ -182,8 +183,8 @@ async def survey_links(
 ) -> list[Link]:
     """Return both directions of every pair in ``rounds``, by default as in ``survey_rounds``.
 
-    By default those of every other dead link are among them as well. Pairs are of positions in ``examiners``; the first of them has the meeting port. ``port`` and
-    ``address`` are as in a job.
+    By default, all other dead links are included as well. Pairs are positions in ``examiners``; the
+    first has the rendezvous port. ``port`` and ``address`` are as in a job.
     """
     if len(examiners) < 2:
         return []
@@ -191,12 +192,12 @@ async def survey_links(
     nonce = os.urandom(16).hex()
     try:
         found = await serve_all(examiners, nonce, port, address)
-        say(f"trying who reaches whom: {sum(map(len, order)):,} pairs of machines")
+        say(f"testing connections: {sum(map(len, order)):,} pairs of hosts")
         tried = await try_all(found, order, nonce, timeout_s)
         ends = ends_of(found, tried)
         links = links_of(ends, found, tried, order)
         if rounds is None and len(examiners) > ALL_PAIRS_UP_TO:
-            say("calling at the links that are not measured")
+            say("testing connections of the links that are not measured")
             links |= await dead_elsewhere(found, ends, links, nonce, timeout_s)
         say(f"measuring the links, in {len(order):,} rounds")
         return await _measure_all(found, links, order, nonce, timeout_s, say)
@@ -230,7 +231,7 @@ async def _measure_all(
         if not suspects:
             break
         if attempt + 1 < _TRIES:
-            say(f"measuring again what looked bad: {len(suspects):,} of the pairs")
+            say(f"measuring bad links again: {len(suspects):,} pairs")
     return list(links.values())
 
 
@@ -242,7 +243,7 @@ async def _measure(
     timeout_s: float,
     datagrams: int,
 ) -> None:
-    """Let that one of two machines measure which reaches the other."""
+    """Measure a link from the host that reaches the other one."""
     directions = [pair, (pair[1], pair[0])]
     way = next((one for one in directions if not links[one].problem), None)
     if way is None:
@@ -268,11 +269,11 @@ async def _measure(
 
 
 def _with(link: Link, result: Result, figures: Figures | None) -> Link:
-    # It was reached before: that it refuses now says that its port is closed, not how the link is.
+    # It was reached before: a refusal now means a closed port, not a bad link.
     if result.problem in (NOT_TRIED, "refused"):
         return link
     known = link.figures
     best = known.best_with(figures) if known and figures else figures or known
-    # That it takes too long may be the fault of a busy machine.
+    # A timeout may be caused by a busy host.
     lost = result.problem not in ("", "timeout")
     return replace(link, figures=best, tries=link.tries + 1, dropped=link.dropped + lost)

@@ -1,1 +1,1 @@
-"""Checks of this machine, one file for each subject."""
+"""Checks of one host, one file per subject."""

@@ -1,4 +1,4 @@
-"""The accelerators of a machine: lost, hot, failing, badly linked, or set so that runs cannot use them."""
+"""Accelerators of a host: lost, hot, failing, badly linked, or not usable as configured."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from torchmuster.devices.readers.nvml_health import NvmlHealth
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
 
-# Modules on a board whose GPUs are always joined by NVLink; cards for PCIe need a bridge for it.
+# GPU modules that are always connected by NVLink; PCIe GPUs need a bridge for it.
 _ALWAYS_LINKED = re.compile(r"SXM|HBM3|B200|B300")
 _BUSY_PERCENT = 20
 
@@ -25,7 +25,7 @@ def _accelerators_state(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def words(node: Node) -> str:
-    """Say in a few words what accelerators a machine has, and with which driver."""
+    """Return a short description of a host's accelerators and their driver."""
     whole = [one for one in node.accelerators if one.mig_index is None]
     if not whole:
         return "none; runs use the CPU"
@@ -44,14 +44,14 @@ def _prohibited(node: Node) -> Iterator[Finding]:
             yield Finding(
                 name="gpu-compute-prohibited",
                 status=Status.FAILURE,
-                what=f"{device.label} lets no program compute on it",
+                what=f"{device.label} does not allow compute programs",
                 why="its compute mode is set to prohibited",
                 fix=f"sudo nvidia-smi -i {device.index} -c DEFAULT",
             )
 
 
 def _slowed(node: Node) -> Iterator[Finding]:
-    """Yield slow-downs that the hardware forces; heat has its own finding, a power limit is usual."""
+    """Yield slow-downs forced by hardware; heat has its own finding, a power limit is normal."""
     for device in node.accelerators:
         heat = any("heat" in cause for cause in device.throttled_by)
         forced = {"hardware slow-down", "power brake"} & set(device.throttled_by)
@@ -60,7 +60,7 @@ def _slowed(node: Node) -> Iterator[Finding]:
                 name="gpu-slowed",
                 status=Status.WARNING,
                 what=f"{device.label} is slowed down by its hardware: {', '.join(sorted(forced))}",
-                why="its power supply or the machine asks it to draw less; in a distributed run every "
+                why="the power supply or the board limits its power; in a distributed run every "
                 "other GPU waits for it",
                 fix=f"nvidia-smi -q -d PERFORMANCE,POWER -i {device.index}  # then check power cables "
                 "and supplies",
@@ -74,7 +74,7 @@ def _split(node: Node) -> Iterator[Finding]:
             name="mig",
             status=Status.NOTE,
             what=f"{label_all(parents)} {'is' if len(parents) == 1 else 'are'} split into slices (MIG)",
-            why="a process sees one slice at most, and NCCL does not join slices of one GPU",
+            why="a process can use one slice at most, and NCCL does not connect slices of one GPU",
         )
 
 
@@ -91,12 +91,12 @@ def _others(node: Node) -> Iterator[Finding]:
             status=Status.NOTE,
             what=f"{label_all(devices)} {'is' if len(devices) == 1 else 'are'} in use by "
             + (user or "an unknown user"),
-            why="muster run takes others",
-            fix="muster gpus  # shows who computes on which",
+            why="muster run uses other GPUs",
+            fix="muster gpus  # shows who uses which GPU",
         )
 
 
-# ---- what only NVIDIA's library tells
+# ---- reported by NVML only
 
 
 def _health(surroundings: Surroundings) -> Iterator[Finding]:
@@ -115,7 +115,7 @@ def _health(surroundings: Surroundings) -> Iterator[Finding]:
     yield from found
     if all(one.status is Status.NOTE for one in found):
         lanes = max((sum(one.nvlinks) for one in health.values()), default=0)
-        joined = f"{lanes} NVLinks up on each" if lanes else "no NVLink"
+        joined = f"{lanes} NVLinks up per GPU" if lanes else "no NVLink"
         yield Finding(name="accelerator-links", status=Status.OK, what=joined)
 
 
@@ -127,8 +127,8 @@ def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
             status=Status.FAILURE if failed else Status.WARNING,
             what=f"{device.label} has bad memory"
             + (" and no spare rows left" if failed else " that is repaired at the next reset"),
-            why="until then what is stored there may be wrong, or the program that meets it is ended",
-            fix="replace the card"
+            why="until then data stored there may be wrong, or the program that reads it is killed",
+            fix="replace the GPU"
             if failed
             else f"sudo nvidia-smi -r -i {device.index}  # when nothing runs on it",
             evidence=f"nvidia-smi -q -d ROW_REMAPPER -i {device.index}",
@@ -137,15 +137,16 @@ def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
         yield Finding(
             name="gpu-exclusive",
             status=Status.NOTE,
-            what=f"{device.label} takes one process at a time (compute mode exclusive)",
-            why="a second program on it ends with “all CUDA-capable devices are busy or unavailable”",
+            what=f"{device.label} allows one process at a time (compute mode exclusive)",
+            why="a second program on it fails with “all CUDA-capable devices are busy or "
+            "unavailable”",
             fix=f"sudo nvidia-smi -i {device.index} -c DEFAULT",
         )
     yield from _pcie(device, health)
 
 
 def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
-    """Yield a PCIe link that is narrower or slower than it can be; an idle card may save power so."""
+    """Yield a PCIe link below its maximum width or speed, unless the GPU may be saving power."""
     width, widest = health.pcie_width, health.pcie_max_width
     speed, fastest = health.pcie_generation, health.pcie_max_generation
     awake = health.performance_state == 0
@@ -156,15 +157,16 @@ def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
         yield Finding(
             name="pcie-degraded",
             status=Status.WARNING,
-            what=f"{device.label} is linked by PCIe {speed} x{width}, and could be by {fastest} x{widest}",
-            why="copies to and from it, and to other GPUs without NVLink, are slowed down as much",
-            fix="reseat the card or its riser, and look at the slot's setting in the BIOS",
+            what=f"{device.label} runs at PCIe {speed} x{width} instead of {fastest} x{widest}",
+            why="copies to and from it, and to other GPUs without NVLink, are slower by the same "
+            "factor",
+            fix="reseat the GPU or its riser, and check the slot's setting in the BIOS",
             evidence=f"nvidia-smi -q -i {device.index} | grep -A 12 'GPU Link Info'",
         )
 
 
 def _persistence(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterator[Finding]:
-    # It matters where no desktop keeps the driver loaded: on cards that correct their memory.
+    # Relevant only where no desktop keeps the driver loaded: on GPUs with ECC memory.
     off = [
         one
         for one in gpus
@@ -175,14 +177,14 @@ def _persistence(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> It
             name="persistence-off",
             status=Status.NOTE,
             what=f"persistence mode is off on {label_all(off)}",
-            why="the driver is set up anew by each first program, which takes seconds for each GPU and "
-            "forgets the counts of memory errors",
+            why="the driver is initialized again for each first program, which takes seconds per "
+            "GPU and resets the memory error counters",
             fix="sudo nvidia-smi -pm 1",
         )
 
 
 def _nvlinks(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterator[Finding]:
-    """Compare GPUs of one model: a card without a bridge is healthy, one with fewer links is not."""
+    """Compare GPUs of one model: no NVLink at all is healthy, fewer links than others is not."""
     for name in dict.fromkeys(one.name for one in gpus):
         alike = [one for one in gpus if one.name == name and one.uuid in health]
         up = {one.uuid: sum(health[one.uuid].nvlinks) for one in alike}
@@ -194,9 +196,9 @@ def _nvlinks(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterat
                 name="nvlink-down",
                 status=Status.WARNING,
                 what=f"{one.label} has {up[one.uuid]} of {most} NVLinks up",
-                why="other GPUs of its kind have all; what goes through it takes the slower way, and "
-                "collectives are as slow as their slowest link",
-                fix=f"nvidia-smi nvlink --status -i {one.index}  # names the links that are down\n"
+                why="other GPUs of this model have all links up; traffic through this one takes a "
+                "slower path, and collectives are as slow as their slowest link",
+                fix=f"nvidia-smi nvlink --status -i {one.index}  # shows the links that are down\n"
                 f"sudo nvidia-smi -r -i {one.index}  # when nothing runs on it; else reboot",
             )
         if board and most == 0 and any(health[one.uuid].nvlinks for one in alike):
@@ -204,8 +206,8 @@ def _nvlinks(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterat
                 name="nvlink-all-down",
                 status=Status.WARNING,
                 what=f"no NVLink is up between {label_all(alike)}",
-                why="these GPUs are joined by switches that a service has to set up first; without it "
-                "CUDA may say “system not yet initialized”",
+                why="these GPUs are connected by NVSwitch, which the fabric manager has to "
+                "initialize; without it CUDA may fail with “system not yet initialized”",
                 fix="sudo systemctl restart nvidia-fabricmanager",
             )
 
@@ -213,12 +215,12 @@ def _nvlinks(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterat
 CHECKS = (
     Check(
         name="accelerators",
-        asks="Do all accelerators answer, cool, without errors, and open to programs?",
+        asks="Do all accelerators respond, without overheating or errors, and accept programs?",
         run=_accelerators_state,
     ),
     Check(
         name="accelerator-links",
-        asks="Are their PCIe links and NVLinks up, and is their memory in repair?",
+        asks="Are their PCIe links and NVLinks up, and is their memory healthy?",
         run=_health,
     ),
 )

@@ -1,4 +1,4 @@
-"""The subjects that a machine is examined in, and where the checks of each are; imported on use."""
+"""The subjects of the checks and their modules; a module is imported on first use."""
 
 import importlib
 from collections.abc import Collection
@@ -7,7 +7,7 @@ from torchmuster.diagnose.check import Check
 
 _HERE = "torchmuster.diagnose.machine"
 
-# In the order in which they are shown: what computes, what it runs on, what joins it to others.
+# In display order: devices and software, then the host, then the network.
 SUBJECTS = {
     "accelerators": f"{_HERE}.accelerators",
     "torch": f"{_HERE}.torch_build",
@@ -34,7 +34,7 @@ SUBJECTS = {
 
 
 def by_subject(subjects: Collection[str] = ()) -> dict[str, tuple[Check, ...]]:
-    """Return the checks of some subjects, or of all, in the order in which they are shown."""
+    """Return the checks of some subjects, or of all, in display order."""
     return {
         subject: importlib.import_module(module).CHECKS
         for subject, module in SUBJECTS.items()
@@ -43,5 +43,5 @@ def by_subject(subjects: Collection[str] = ()) -> dict[str, tuple[Check, ...]]:
 
 
 def load() -> list[Check]:
-    """Return every check there is."""
+    """Return all checks."""
     return [check for checks in by_subject().values() for check in checks]

@@ -1,4 +1,4 @@
-"""The clock: whether its date can be true, how it is read, and who keeps it right."""
+"""The clock: whether its date is plausible, how it is read, and whether it is synchronized."""
 
 import ctypes
 import time
@@ -11,15 +11,15 @@ from torchmuster.finding import Finding, Status
 _SOURCES = "/sys/devices/system/clocksource/clocksource0"
 # Reading these takes a call to the device, about a microsecond each time.
 _SLOW_SOURCES = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
-# Nothing of this package is older, so no true clock shows less.
+# Before this package existed, so a correct clock shows no earlier date.
 _EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)
-# Certificates that are in use today have ended by then.
+# Certificates in use today have expired by then.
 _LATEST = datetime(2100, 1, 1, tzinfo=UTC)
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
 def check_clock(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the date and at the kernel's source of time."""
+    """Check the date, the kernel's clock source and the synchronization."""
     now = datetime.fromtimestamp(time.time(), UTC)
     findings = [*_date(now), *_source(surroundings), *_kept(surroundings)]
     source = (surroundings.text(f"{_SOURCES}/current_clocksource") or "").strip()
@@ -33,10 +33,10 @@ def _date(now: datetime) -> Iterator[Finding]:
     yield Finding(
         name="date-wrong",
         status=Status.FAILURE,
-        what=f"the clock says {now:%Y-%m-%d}, which cannot be",
-        why="certificates are not valid at that time, so joining machines, downloads and logins fail",
+        what=f"the clock is wrong: it shows {now:%Y-%m-%d}",
+        why="certificates are not valid at that date, so joining hosts, downloads and logins fail",
         fix="sudo timedatectl set-ntp true  # or, without a time server:\n"
-        "sudo date -s '2026-01-31 12:00:00'  # with the true time",
+        "sudo date -s '2026-01-31 12:00:00'  # insert the current time",
     )
 
 
@@ -46,17 +46,17 @@ def _source(surroundings: Surroundings) -> Iterator[Finding]:
         return
     available = (surroundings.text(f"{_SOURCES}/available_clocksource") or "").split()
     virtual = "hypervisor" in (surroundings.text("/proc/cpuinfo") or "").split()
-    fix = "add tsc=reliable to the kernel's command line, and switch hpet off in the firmware"
+    fix = "add tsc=reliable to the kernel command line, and disable hpet in the firmware"
     better = next((one for one in ("tsc", "kvm-clock") if one in available), None)
     if better:
         fix = f"echo {better} | sudo tee {_SOURCES}/current_clocksource"
     yield Finding(
         name="clock-source-slow",
-        # A virtual machine may have nothing better to choose.
+        # A virtual machine may have no better source.
         status=Status.NOTE if virtual and not better else Status.WARNING,
-        what=f"the time is read from {source}, which is slow",
-        why="each reading takes about a microsecond instead of 25 nanoseconds; torch, its profiler and "
-        "NCCL read the clock all the time",
+        what=f"the clock source is {source}, which is slow",
+        why="each read takes about 1 µs instead of 25 ns; torch, its profiler and NCCL read the "
+        "clock all the time",
         fix=fix,
         evidence=f"{_SOURCES}/available_clocksource: {' '.join(available)}",
     )
@@ -68,17 +68,17 @@ def _kept(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="clock-unsynchronised",
             status=Status.NOTE,
-            what="nothing keeps the clock of this machine right",
-            why="clocks drift apart by seconds a week; torchrun's own rendezvous goes wrong at 16 s, and "
-            "logs of several machines no longer fit together; muster check compares the clocks",
+            what="the clock of this host is not synchronized",
+            why="clocks drift apart by seconds per week; torchrun's rendezvous fails at 16 s, and "
+            "logs of several hosts cannot be correlated; muster check compares the clocks",
             fix="sudo timedatectl set-ntp true  # with systemd\n"
-            "sudo apt-get install chrony  # or a service of its own",
-            evidence="adjtimex: STA_UNSYNC; in a virtual machine the host may see to it instead",
+            "sudo apt-get install chrony  # or a separate service",
+            evidence="adjtimex: STA_UNSYNC; in a virtual machine the hypervisor may set the clock",
         )
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of ``struct timex``; the rest is of no interest."""
+    """The first fields of ``struct timex``; the rest is not used."""
 
     _fields_ = [
         ("modes", ctypes.c_uint),
@@ -92,9 +92,9 @@ class _Timex(ctypes.Structure):
 
 
 def _kernel_status() -> int | None:
-    """Return what the kernel says of its clock; None where it does not say."""
+    """Return the status flags of the kernel's clock; None if not available."""
     try:
-        record = _Timex()  # modes is 0: asking, not setting
+        record = _Timex()  # modes is 0: read only
         answer = ctypes.CDLL(None).adjtimex(ctypes.byref(record))
     except (OSError, AttributeError):
         return None
@@ -104,7 +104,7 @@ def _kernel_status() -> int | None:
 CHECKS = (
     Check(
         name="clock",
-        asks="Can the date be true, and is the time read quickly?",
+        asks="Is the date plausible, and is the clock fast to read?",
         run=check_clock,
     ),
 )

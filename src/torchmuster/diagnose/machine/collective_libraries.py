@@ -1,4 +1,4 @@
-"""The libraries that carry collectives: NCCL between NVIDIA GPUs, gloo between CPUs."""
+"""The libraries for collectives: NCCL between NVIDIA GPUs, gloo between CPUs."""
 
 from collections.abc import Iterator
 
@@ -7,14 +7,14 @@ from torchmuster.diagnose.machine import installed
 from torchmuster.diagnose.machine.torch_build import read_build
 from torchmuster.finding import Finding, Status
 
-# Since this release torch's store asks for libuv unless it is told not to.
+# Since this release torch's store uses libuv by default.
 _LIBUV_SINCE = (2, 4)
 
 
 def _nccl(surroundings: Surroundings) -> Iterator[Finding]:
     build = read_build(surroundings)
     if build is None:
-        return  # said elsewhere
+        return  # reported by torch-whole
     wheels = [
         one
         for one in installed.packages(surroundings)
@@ -30,8 +30,8 @@ def _nccl(surroundings: Surroundings) -> Iterator[Finding]:
             name="two-nccl",
             status=Status.WARNING,
             what=f"NCCL is installed more than once: {names}",
-            why="they put their library in the same place or before each other, so torch may get one "
-            "that it was not built with",
+            why="their libraries overwrite or shadow each other, so torch may load one that it was "
+            "not built with",
             fix=(f"{surroundings.python} -m pip uninstall -y {others}\n" if others else "")
             + f"{surroundings.python} -m pip install --force-reinstall --no-deps "
             f"{keep.name}=={keep.version}",
@@ -57,22 +57,23 @@ def _libuv(surroundings: Surroundings) -> Iterator[Finding]:
     yield Finding(
         name="torch-without-libuv",
         status=Status.WARNING,
-        what=f"torch {build.version} comes without libuv",
-        why="torchrun ends with “use_libuv was requested but PyTorch was build without libuv support”",
+        what=f"torch {build.version} is built without libuv",
+        why="torchrun fails with “use_libuv was requested but PyTorch was build without libuv "
+        "support”",
         fix='$env:USE_LIBUV = "0"  # in PowerShell; in cmd.exe: set USE_LIBUV=0',
-        evidence=f"{build.folder / 'lib' / 'uv.dll'} is not there",
+        evidence=f"{build.folder / 'lib' / 'uv.dll'} does not exist",
     )
 
 
 CHECKS = (
     Check(
         name="collective-libraries",
-        asks="Is there one NCCL, the one that this torch was made with?",
+        asks="Is NCCL installed once, in the version that this torch was built with?",
         run=_nccl,
     ),
     Check(
         name="libuv",
-        asks="Can torch's store be opened on Windows?",
+        asks="Can torch's store start on Windows?",
         run=_libuv,
         systems=("win32",),
     ),

@@ -1,4 +1,4 @@
-"""The firewall of this machine: which one is on, and whether it lets in what ranks need."""
+"""The firewall of this host: which one is active, and whether it allows the ports of a run."""
 
 import ipaddress
 import json
@@ -23,9 +23,9 @@ _DEEPEST = 20
 
 @dataclass(frozen=True, kw_only=True)
 class FilterRule:
-    """A rule: whom it concerns, and what is done with them.
+    """A filter rule: the connections it matches and its target.
 
-    ``ports`` None means all. ``certain`` is False if it also depends on something that is not known here.
+    ``ports`` None means all. ``certain`` is False if it also depends on conditions unknown here.
     """
 
     target: str
@@ -36,14 +36,14 @@ class FilterRule:
     goes_for_good: bool = False
 
     def concerns(self, port: int) -> bool:
-        """Say whether a new connection to a port may be meant."""
+        """Return whether the rule may match a new connection to a port."""
         meant = self.ports is None or any(first <= port <= last for first, last in self.ports)
         return meant and self.concerns_new
 
 
 @dataclass(kw_only=True)
 class FilterTable:
-    """Chains of rules that know each other; ``entries`` are those that packets enter by, with policies."""
+    """Chains of one table; ``entries`` are the chains that packets enter first, with policies."""
 
     name: str
     chains: dict[str, list[FilterRule]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class FilterTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedPort:
-    """What keeps others from a port: where, how (drop or reject), and the rule that does it."""
+    """What closes a port: table, chain, verdict (drop or reject), and the rule."""
 
     table: str
     chain: str
@@ -61,7 +61,7 @@ class ClosedPort:
 
 
 def closing_rule(tables: Sequence[FilterTable], port: int) -> ClosedPort | None:
-    """Return what keeps others from a port; None if nothing does."""
+    """Return the rule that closes a port to other hosts; None if it is open."""
     for table in tables:
         for entry, policy in table.entries.items():
             verdict, rule = _follow(table.chains, entry, port, 0) or (policy, f"policy {policy}")
@@ -73,7 +73,7 @@ def closing_rule(tables: Sequence[FilterTable], port: int) -> ClosedPort | None:
 def _follow(
     chains: Mapping[str, Sequence[FilterRule]], chain: str, port: int, depth: int
 ) -> tuple[str, str] | None:
-    """Return the verdict on a new connection and the rule that spoke it; None if none did."""
+    """Return the verdict on a new connection and the rule that decided it; None if none did."""
     doubtful = False  # whether the kernel may have left the chain before this rule
     for rule in chains.get(chain, ()) if depth < _DEEPEST else ():
         if not rule.concerns(port):
@@ -82,7 +82,7 @@ def _follow(
         if rule.target in chains:
             found = _follow(chains, rule.target, port, depth + 1)
         elif rule.target not in (ACCEPT, RETURN, *_CLOSES):
-            continue  # it only counts or writes to a log
+            continue  # counts or logs only
         leaves = rule.target == RETURN or rule.goes_for_good
         if found and (found[0] == ACCEPT or (found[0] in _CLOSES and rule.certain)):
             return None if doubtful and found[0] != ACCEPT else found
@@ -102,7 +102,7 @@ _TARGETS = {"ACCEPT": ACCEPT, "DROP": DROP, "REJECT": REJECT, "RETURN": RETURN}
 
 
 def from_iptables(listing: str) -> FilterTable:
-    """Read what ``iptables -S`` prints."""
+    """Parse the output of ``iptables -S``."""
     table = FilterTable(name="ip filter")
     for line in listing.splitlines():
         words = shlex.split(line)
@@ -142,14 +142,14 @@ def _iptables_rule(words: Sequence[str], line: str) -> FilterRule:
 
 
 def _may_be_new(options: Mapping[str, str]) -> bool:
-    """Say whether a rule may be about a new TCP connection from another machine to this one."""
+    """Return whether a rule may match a new TCP connection from another host to this one."""
     states = options.get("--ctstate", options.get("--state", "NEW")).split(",")
     return (
         "NEW" in states
         and options.get("-p", "tcp") in ("tcp", "all", "6")
         and options.get("-i") != "lo"
         and options.get("--dst-type", "LOCAL") == "LOCAL"
-        and "--ctstatus" not in options  # of connections that are passed on to containers
+        and "--ctstatus" not in options  # matches connections forwarded to containers
     )
 
 
@@ -161,7 +161,7 @@ def _ranges(listed: str) -> Iterator[tuple[int, int]]:
 
 
 def _others(ports: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Return the ranges between these."""
+    """Return the port ranges outside these."""
     free = 0
     for first, last in sorted(ports):
         if first > free:
@@ -175,7 +175,7 @@ def _others(ports: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def from_nftables(listing: str) -> list[FilterTable]:
-    """Read what ``nft -j list ruleset`` prints."""
+    """Parse the output of ``nft -j list ruleset``."""
     try:
         items = json.loads(listing)["nftables"]
     except (ValueError, KeyError, TypeError):
@@ -214,7 +214,7 @@ def _nftables_rule(content: Mapping[str, Any]) -> FilterRule:
 
 
 def _nftables_match(match: Mapping[str, Any], rule: dict[str, Any]) -> str:
-    """Note what a match means for a new TCP connection, and return it as text."""
+    """Record in ``rule`` what a match means for a new TCP connection, and return it as text."""
     left, right = match["left"], match["right"]
     ((kind, about),) = left.items() if isinstance(left, dict) else [("", {})]
     about = about if isinstance(about, dict) else {}
@@ -227,7 +227,7 @@ def _nftables_match(match: Mapping[str, Any], rule: dict[str, Any]) -> str:
         rule["concerns_new"] = False
     elif what == "state" and plain:
         rule["concerns_new"] &= "new" in values
-    elif what == "status":  # of connections that are passed on to containers
+    elif what == "status":  # matches connections forwarded to containers
         rule["concerns_new"] = False
     elif what in ("l4proto", "protocol", "nexthdr") and plain:
         rule["concerns_new"] &= "tcp" in values
@@ -253,15 +253,15 @@ def _port_pairs(right: Any) -> Iterator[tuple[int, int]]:
             yield int(one), int(one)
 
 
-_RANKS_PORTS = (32768, 60999)  # what Linux gives out unless told otherwise
-_NOBODYS = "192.0.2.0/24"  # for examples; it stands for a network that is not known
+_RANKS_PORTS = (32768, 60999)  # Linux's default ephemeral ports
+_NOBODYS = "192.0.2.0/24"  # TEST-NET-1: placeholder for an unknown network
 _ALF = "/usr/libexec/ApplicationFirewall/socketfilterfw"
-# As launch.network.firewall writes them: the program that a manager of rules is told by.
+# The program of each firewall manager, as launch.network.firewall writes it.
 _PROGRAMS = {"ufw": "sudo ufw", "firewalld": "sudo firewall-cmd", "": "sudo iptables"}
 
 
 def linux(surroundings: Surroundings) -> Iterator[Finding]:
-    """Follow the kernel's rules where they may be seen; else say which firewall is on."""
+    """Evaluate the kernel's rules where they are readable; else report which firewall is active."""
     manager = _manager(surroundings)
     tables = _tables(surroundings)
     if tables is None:
@@ -275,25 +275,25 @@ def linux(surroundings: Surroundings) -> Iterator[Finding]:
     )
     if meeting:
         yield _closed(
-            "firewall-meeting-closed", USUAL_PORT, "at which machines meet", meeting, manager
+            "firewall-meeting-closed", USUAL_PORT, "the rendezvous port", meeting, manager
         )
     if talking:
-        yield _closed("firewall-ranks-closed", ranks, "at which ranks talk", talking, manager)
+        yield _closed("firewall-ranks-closed", ranks, "used between ranks", talking, manager)
     if not meeting and not talking:
-        on = f"{manager} is on and lets" if manager else "no rule keeps"
-        what = f"{on} others {'in at' if manager else 'from'} the ports of a run"
+        on = f"{manager} is active and allows" if manager else "no rule blocks"
+        what = f"{on} {'connections to ' if manager else ''}the ports of a run"
         yield Finding(name="firewall", status=Status.OK, what=what)
 
 
 def _tables(surroundings: Surroundings) -> list[FilterTable] | None:
-    """Return the rules of the kernel; None where they may not be seen."""
+    """Return the kernel's rules; None if they are not readable."""
     old = surroundings.output(["iptables", "-S"], within_s=5.0)
     new = surroundings.output(["nft", "-j", "list", "ruleset"], within_s=5.0)
     if old is None and new is None:
         return None
     tables = from_nftables(new or "")
     if old is not None:
-        # A newer iptables keeps its rules in nftables, where they can be seen but not understood.
+        # iptables-nft keeps its rules in nftables, in a form that this parser does not read.
         tables = [one for one in tables if one.name != "ip filter"]
         tables.insert(0, from_iptables(old))
     return tables
@@ -308,15 +308,15 @@ def _manager(surroundings: Surroundings) -> str:
 
 def _unseen(manager: str) -> Finding:
     if not manager:
-        what = "only root may see the rules; muster check tries the ports"
+        what = "only root can read the rules; muster check tests the ports"
         return Finding(name="firewall", status=Status.OK, what=what)
     shown = "sudo ufw status" if manager == "ufw" else "sudo firewall-cmd --list-all"
     return Finding(
         name="firewall-on",
         status=Status.NOTE,
-        what=f"a firewall is on ({manager}); only root may see what it lets in",
-        why=f"machines meet at port {USUAL_PORT}, and ranks talk at ports that the system gives out",
-        fix=f"{shown}  # what it lets in\n{_command(manager, USUAL_PORT)}",
+        what=f"a firewall is active ({manager}); only root can read its rules",
+        why=f"a run needs port {USUAL_PORT} (rendezvous) and ephemeral ports (between ranks)",
+        fix=f"{shown}  # shows what it allows\n{_command(manager, USUAL_PORT)}",
     )
 
 
@@ -332,11 +332,11 @@ def _closed(
     verb = "drops" if closed.verdict == DROP else "rejects"
     return Finding(
         name=name,
-        status=Status.NOTE,  # so servers come; whether it keeps anybody out is tried by the links of check
-        what=f"the firewall of this machine {verb} what others send to {ports}, {use}",
-        why="runs on this machine alone are not concerned; in a run over several machines the others "
-        + ("wait in vain" if verb == "drops" else "are refused")
-        + "; muster check tries it",
+        status=Status.NOTE,  # the default on servers; muster check tests the links themselves
+        what=f"the firewall of this host {verb} connections to {ports}, {use}",
+        why="single-host runs are not affected; in a run over several hosts the others "
+        + ("time out" if verb == "drops" else "are refused")
+        + "; muster check tests it",
         fix=_command(manager, port, closed),
         evidence=f"{closed.table} {closed.chain}: {closed.rule}",
     )
@@ -353,13 +353,13 @@ def _command(manager: str, port: int | tuple[int, int], closed: ClosedPort | Non
 
 
 def _opened(system: str, port: int | tuple[int, int]) -> str:
-    """Return what lets in the own network, and nobody else; NETWORK where that is not known."""
+    """Return the command that allows only the local network; NETWORK if it is not known."""
     command = open_command(system, port, source=_own_network() or _NOBODYS)
     return command.replace(_NOBODYS, "NETWORK")
 
 
 def _own_network() -> str | None:
-    """Return the network in which others most likely reach this machine; None if it is alone in it."""
+    """Return the network at which others most likely reach this host; None if there is none."""
     best = next((one for one in network.interface_candidates() if ":" not in one.address), None)
     if best is None:
         return None
@@ -371,17 +371,17 @@ def _own_network() -> str | None:
 
 
 def windows(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the firewall of the network that Windows is on."""
+    """Check the Windows firewall of the current network profile."""
     told = surroundings.output(["netsh", "advfirewall", "show", "currentprofile"]) or ""
     if not re.search(r"^State\s+ON", told, re.MULTILINE):
-        yield Finding(name="firewall", status=Status.OK, what="it is off, or could not be seen")
+        yield Finding(name="firewall", status=Status.OK, what="off, or its state is not readable")
         return
     profile = re.search(r"^(\w+) Profile Settings", told, re.MULTILINE)
     yield Finding(
         name="firewall-on",
         status=Status.NOTE,
-        what="Windows' firewall is on" + (f" ({profile[1].lower()} network)" if profile else ""),
-        why=f"it keeps others from port {USUAL_PORT} and from the ports of ranks unless a rule lets them in",
+        what="Windows firewall is active" + (f" ({profile[1].lower()} network)" if profile else ""),
+        why=f"it blocks port {USUAL_PORT} and the ports of ranks unless a rule allows them",
         fix="# in PowerShell as administrator:\n"
         f"{_opened('win32', USUAL_PORT)}\n{_opened('win32', (49152, 65535))}",
         evidence="netsh advfirewall show currentprofile",
@@ -389,22 +389,23 @@ def windows(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def macos(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the application firewall of macOS."""
+    """Check the application firewall of macOS."""
     told = surroundings.output([_ALF, "--getglobalstate"]) or ""
     if "enabled" not in told:
-        yield Finding(name="firewall", status=Status.OK, what="it is off, or could not be seen")
+        yield Finding(name="firewall", status=Status.OK, what="off, or its state is not readable")
         return
     yield Finding(
         name="firewall-on",
         status=Status.NOTE,
-        what="the firewall of macOS is on",
-        why="it asks, on the screen, whether Python may be reached; where nobody answers it may not",
+        what="the macOS firewall is active",
+        why="macOS shows a dialog before Python may accept connections; without an answer it "
+        "blocks",
         fix=open_command("darwin", USUAL_PORT),
         evidence=told.strip(),
     )
 
 
-_ASKS = "Does the firewall let in what ranks need?"
+_ASKS = "Does the firewall allow the ports of a run?"
 CHECKS = (
     Check(name="firewall", asks=_ASKS, run=linux, systems=("linux",)),
     Check(name="firewall", asks=_ASKS, run=windows, systems=("win32",)),

@@ -1,4 +1,4 @@
-"""The packages that Python would find, read from their folders: nothing is imported."""
+"""The packages that Python would find, read from their metadata without importing them."""
 
 import importlib.util
 import re
@@ -9,18 +9,18 @@ from pathlib import Path
 from torchmuster.diagnose.check import Surroundings
 
 Version = tuple[int, ...]
-# One pattern over the whole file: torch's has more than ten thousand lines.
+# One pattern over the whole file: torch's RECORD has more than 10,000 lines.
 _RECORDED_LIBRARY = re.compile(
     r"^([^,\n]+\.(?:so|dll|pyd|dylib)(?:\.\d+)*),sha256=[^,\n]*,(\d+)$", re.MULTILINE
 )
 
-# Others put what they like there: NVIDIA's containers have 2.6.0a0+ecf3bae40a.nv25.01.
+# The label is free text: NVIDIA's containers have 2.6.0a0+ecf3bae40a.nv25.01.
 _HARDWARE = re.compile(r"(?<![a-z0-9])(cpu|cu\d+|rocm\d+(\.\d+)*|xpu)(?![a-z0-9])")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """An installed package as its metadata has it; ``name`` is normalised (``nvidia-nccl-cu12``)."""
+    """An installed package from its metadata; ``name`` is normalised (``nvidia-nccl-cu12``)."""
 
     name: str
     version: str
@@ -33,11 +33,11 @@ class Package:
 
     @property
     def release(self) -> Version:
-        """The version as numbers, without what was added by who built it: ``2.13.0+cpu``."""
+        """The version as numbers, without the local label (``+cpu``)."""
         return release(self.version)
 
     def requirements(self) -> Iterator["Requirement"]:
-        """Yield what it needs for itself, without its extras."""
+        """Yield its requirements, without those of extras."""
         for line in _header(self.metadata / "METADATA"):
             field, _, value = line.partition(": ")
             text, _, marker = value.partition(";")
@@ -48,14 +48,14 @@ class Package:
                 )
 
     def libraries(self) -> Iterator[tuple[str, int]]:
-        """Yield the compiled files it was installed with, each with the size it should have."""
+        """Yield its compiled files with their recorded sizes."""
         for match in _RECORDED_LIBRARY.finditer(_installed_text(self.metadata / "RECORD") or ""):
             yield match[1], int(match[2])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """What a package says that it needs: ``numpy``, ``<2,>=1.21``, and where (``marker``)."""
+    """A declared requirement: ``numpy``, ``<2,>=1.21``, and its environment ``marker``."""
 
     name: str
     bounds: str
@@ -63,13 +63,13 @@ class Requirement:
 
     @property
     def pinned(self) -> str | None:
-        """The one version that will do, if it names one."""
+        """The exact version it requires; None if it allows several."""
         match = re.fullmatch(r"==\s*([^,*\s]+)", self.bounds)
         return match[1] if match else None
 
     @property
     def below(self) -> Version | None:
-        """The version below which it must be, if it says so."""
+        """The exclusive upper bound; None if there is none."""
         match = re.search(r"<\s*(\d[\d.]*)", self.bounds)
         return release(match[1]) if match else None
 
@@ -81,23 +81,23 @@ def release(version: str) -> Version:
 
 
 def local_label(version: str) -> str:
-    """Return who a version was built for: ``cpu`` in ``2.13.0+cpu``, nothing if it does not say."""
+    """Return the local label of a version: ``cpu`` in ``2.13.0+cpu``, "" if it has none."""
     return version.partition("+")[2]
 
 
 def build_of_label(version: str) -> str:
-    """Return what hardware a version's label names (``cu126``), nothing if it names none."""
+    """Return the hardware that a version's label names (``cu126``), "" if none."""
     match = _HARDWARE.search(local_label(version))
     return match[0] if match else ""
 
 
 def normalised(name: str) -> str:
-    """Return a package's name as all its spellings have it."""
+    """Return the normalised form of a package name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def packages(surroundings: Surroundings) -> list[Package]:
-    """Return every installed package; of several of one name, the one that is found first leads."""
+    """Return every installed package, in the order of Python's search path."""
     found = []
     for folder in dict.fromkeys(surroundings.package_folders):
         for entry in _entries(folder):
@@ -109,18 +109,18 @@ def packages(surroundings: Surroundings) -> list[Package]:
 
 
 def first_installed(name: str, found: Sequence[Package]) -> Package | None:
-    """Return the package of this name that Python takes."""
+    """Return the package of this name that Python imports."""
     return next((one for one in found if one.name == name), None)
 
 
 def copies(name: str, surroundings: Surroundings) -> list[Path]:
-    """Return where a module can be imported from, the place that Python takes first."""
+    """Return the places a module can be imported from, in search order."""
     folders = dict.fromkeys(surroundings.package_folders)
     return [found for folder in folders if (found := importable(name, folder)) is not None]
 
 
 def importable(name: str, folder: Path) -> Path | None:
-    """Return what ``import name`` would take from a folder: a package or a file."""
+    """Return what ``import name`` would load from a folder: a package or a file."""
     for place in (folder / name / "__init__.py", folder / f"{name}.py"):
         if place.is_file():
             return place.parent if place.name == "__init__.py" else place
@@ -135,7 +135,7 @@ def torch_folder(surroundings: Surroundings) -> Path | None:
     if surroundings.package_folders != Surroundings().package_folders:
         return None
     try:
-        spec = importlib.util.find_spec("torch")  # as developers of torch install it
+        spec = importlib.util.find_spec("torch")  # an editable installation
     except (ImportError, ValueError):
         return None
     return Path(spec.origin).parent if spec is not None and spec.origin else None
@@ -144,12 +144,12 @@ def torch_folder(surroundings: Surroundings) -> Path | None:
 def _entries(folder: Path) -> list[str]:
     try:
         return sorted(path.name for path in folder.iterdir())
-    except OSError:  # a folder that is not there, a zip file
+    except OSError:  # a missing folder, a zip file
         return []
 
 
 def _header(path: Path) -> list[str]:
-    """Return the fields of a metadata file; the description that follows may be long."""
+    """Return the header fields of a metadata file, without the description."""
     return (_installed_text(path) or "").partition("\n\n")[0].splitlines()
 
 

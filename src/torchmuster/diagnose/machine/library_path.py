@@ -1,4 +1,4 @@
-"""What the system's loader is told by variables: libraries that come before those torch brought."""
+"""LD_LIBRARY_PATH and LD_PRELOAD: libraries that take precedence over those of torch."""
 
 import re
 from collections.abc import Iterator
@@ -9,9 +9,10 @@ from torchmuster.diagnose.machine.torch_build import read_build
 from torchmuster.finding import Finding, Status
 from torchmuster.redaction import redact_text
 
-# Torch is built with one version of these and brings it along; another one breaks it or slows it down.
+# Torch ships the version of these that it is built with; another version breaks it or slows it
+# down.
 _TORCHS_OWN = re.compile(r"(libnccl|libcudnn|libtorch\w*|libc10\w*)\.so(\.\d+)*$")
-# These keep old programs working when they are newer, as they mostly are.
+# Newer versions of these are backward compatible.
 _USUALLY_HARMLESS = re.compile(r"(libcudart|libcublas|libstdc\+\+)\.so(\.\d+)*$")
 _SHOWN = 4
 
@@ -21,7 +22,7 @@ def _library_path(surroundings: Surroundings) -> Iterator[Finding]:
     own = build.folder.parent if build else None
     value = surroundings.environment.get("LD_LIBRARY_PATH", "")
     named = [Path(one) for one in dict.fromkeys(value.split(":")) if one]
-    # The lib of an environment is where the torch below it belongs.
+    # The lib folder of an environment belongs to the torch inside it.
     folders = [
         one for one in named if own is None or (own not in one.parents and one not in own.parents)
     ]
@@ -30,10 +31,10 @@ def _library_path(surroundings: Surroundings) -> Iterator[Finding]:
         hard = [file for file in hard if file.name.startswith(("libtorch", "libc10"))]
     soft = [file for folder in folders for file in _matching(folder, _USUALLY_HARMLESS)]
     if hard and not (build and build.cuda):
-        yield _instead(hard, Status.WARNING, "the loader takes them first")
+        yield _instead(hard, Status.WARNING, "the loader searches there first")
     elif hard or soft:
-        # The wheels for CUDA have an RPATH, which the loader obeys before the variable.
-        why = "the loader takes them first, unless torch names its own, as wheels for CUDA do"
+        # The wheels for CUDA have an RPATH, which takes precedence over the variable.
+        why = "the loader searches there first, unless torch has an RPATH, as CUDA wheels do"
         yield _instead(hard or soft, Status.NOTE, why)
     preloaded = surroundings.environment.get("LD_PRELOAD", "")
     if preloaded:
@@ -42,10 +43,10 @@ def _library_path(surroundings: Surroundings) -> Iterator[Finding]:
             status=Status.NOTE,
             what=f"LD_PRELOAD={redact_text(preloaded)} is loaded into every program",
             why="it can replace any function that torch calls",
-            fix="unset LD_PRELOAD  # if it is not meant",
+            fix="unset LD_PRELOAD  # unless it is intended",
         )
     if not (hard or soft or preloaded):
-        words = "set, and has none of torch's libraries" if named else "not set"
+        words = "set, without libraries of torch" if named else "not set"
         yield Finding(name="library-path", status=Status.OK, what=words)
 
 
@@ -54,9 +55,9 @@ def _instead(files: list[Path], status: Status, why: str) -> Finding:
     return Finding(
         name="library-path",
         status=status,
-        what=f"LD_LIBRARY_PATH has other libraries than torch brought: {names}",
+        what=f"LD_LIBRARY_PATH has other versions of torch's libraries: {names}",
         why=f"{why}; torch was built and tested with its own",
-        fix="unset LD_LIBRARY_PATH  # or take these folders out of it",
+        fix="unset LD_LIBRARY_PATH  # or remove these folders from it",
         evidence=", ".join(str(file) for file in files[:_SHOWN]),
     )
 

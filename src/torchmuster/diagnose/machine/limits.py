@@ -11,26 +11,26 @@ from torchmuster.finding import Finding, Status
 from torchmuster.units import GiB, format_bytes
 
 _LINE = re.compile(r"^(Max [a-z ]+?)\s{2,}(\S+)\s+(\S+)", re.MULTILINE)
-# What most systems give; workers that hand over tensors need a file for each.
+# The usual default; DataLoader workers need an open file per shared tensor.
 _USUAL_FILES = 1024
 _WANTED_FILES = 65536
-# RDMA pins the buffers it sends from; NCCL alone takes more than this on a node of 8 GPUs.
+# RDMA pins its send buffers; NCCL alone needs more than this on a node with 8 GPUs.
 _LOCKED_BYTES = GiB
-# A rank with its threads and workers takes up to about a hundred.
+# A rank with its threads and workers needs up to about 100.
 _FEW_PROCESSES = 200
 _FEW_FOR_A_USER = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Limit:
-    """What holds now, and how far a user may raise it; None is unlimited."""
+    """The soft limit and the hard limit; None is unlimited."""
 
     soft: int | None
     hard: int | None
 
 
 def check_limits(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the limits that this process has, and so would what it starts."""
+    """Check the limits of this process, which its children inherit."""
     limits = {
         name: _Limit(soft=_limits_number(soft), hard=_limits_number(hard))
         for name, soft, hard in _LINE.findall(surroundings.text("/proc/self/limits") or "")
@@ -44,9 +44,9 @@ def check_limits(surroundings: Surroundings) -> Iterator[Finding]:
     ]
     files = limits.get("Max open files")
     seen = (
-        f"{_limits_message(files.soft)} open files, enough of the rest"
+        f"{_limits_message(files.soft)} open files, other limits sufficient"
         if files
-        else "could not be read"
+        else "not readable"
     )
     yield from findings or [Finding(name="limits", status=Status.OK, what=seen)]
 
@@ -60,13 +60,13 @@ def _limits_message(limit: int | None) -> str:
 
 
 def _raising(option: str, name: str, value: str, docker: str, systemd: str) -> str:
-    """Return how a limit is raised: in this shell, for good, in Docker and for a service."""
+    """Return how to raise a limit: in this shell, permanently, in Docker and for a service."""
     return (
         f"ulimit -{option} {value}  # in this shell\n"
-        f"echo '* - {name} {value}' | sudo tee /etc/security/limits.d/90-{name}.conf  # for good, "
-        "after the next login\n"
+        f"echo '* - {name} {value}' | sudo tee /etc/security/limits.d/90-{name}.conf  # "
+        "permanently, after the next login\n"
         f"docker run --ulimit {name}={docker} …\n"
-        f"{systemd}  # in the [Service] part of a systemd unit, slurmd's too"
+        f"{systemd}  # in the [Service] section of a systemd unit, e.g. slurmd's"
     )
 
 
@@ -79,18 +79,19 @@ def _open_files(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
         "n", "nofile", str(_WANTED_FILES), str(_WANTED_FILES), f"LimitNOFILE={_WANTED_FILES}"
     )
     if _USUAL_FILES < within < _WANTED_FILES:
-        raising = f"ulimit -n {within}  # as far as you may\n{raising.partition(chr(10))[2]}"
-    elif within <= _USUAL_FILES:  # without root nothing is to be had in this shell
+        raising = f"ulimit -n {within}  # your hard limit\n{raising.partition(chr(10))[2]}"
+    elif within <= _USUAL_FILES:  # only root can raise the hard limit
         raising = raising.partition("\n")[2]
     low = limit.soft < _USUAL_FILES
     yield Finding(
         name="open-files-low",
         status=Status.WARNING if low else Status.NOTE,
         what=f"a process may have only {limit.soft:,} files open",
-        why="DataLoader workers hand over each tensor as an open file and end with “Too many open "
-        "files”; each connection to another rank takes one too",
+        why="DataLoader workers pass each tensor as an open file and fail with “Too many open "
+        "files”; each connection to another rank needs one too",
         fix=raising,
-        evidence=f"/proc/self/limits: Max open files {limit.soft} (may be raised to {_limits_message(limit.hard)})",
+        evidence=f"/proc/self/limits: Max open files {limit.soft} (hard limit "
+        f"{_limits_message(limit.hard)})",
     )
 
 
@@ -106,9 +107,9 @@ def _locked_memory(limits: Mapping[str, _Limit], surroundings: Surroundings) -> 
     yield Finding(
         name="locked-memory-low",
         status=Status.WARNING,
-        what=f"only {format_bytes(limit.soft)} of memory may be locked, and this machine has RDMA",
-        why="NCCL and UCX pin the buffers that the network card reads; they end with “ibv_reg_mr failed: "
-        "Cannot allocate memory” or fall back to slow sockets",
+        what=f"only {format_bytes(limit.soft)} of memory may be locked, and this host has RDMA",
+        why="NCCL and UCX pin the buffers that the network adapter reads; they fail with "
+        "“ibv_reg_mr failed: Cannot allocate memory” or fall back to slow sockets",
         fix=_raising("l", "memlock", "unlimited", "-1", "LimitMEMLOCK=infinity"),
         evidence=f"/proc/self/limits: Max locked memory {limit.soft}; /dev/infiniband/{cards[0]}",
     )
@@ -121,7 +122,7 @@ def _limits_processes(
     user = re.search(r"^Uid:\s+(\d+)", surroundings.text("/proc/self/status") or "", re.M)
     if limit is None or limit.soft is None or limit.soft > _FEW_FOR_A_USER or user is None:
         return
-    if user[1] == "0":  # not held to it
+    if user[1] == "0":  # root is exempt
         return
     used = _threads_of(user[1], surroundings)
     if limit.soft - used >= _FEW_PROCESSES:
@@ -129,9 +130,9 @@ def _limits_processes(
     yield Finding(
         name="processes-few",
         status=Status.WARNING,
-        what=f"you may have {limit.soft:,} processes and threads, and have {used:,} already",
-        why="each rank starts dozens of threads; they end with “Resource temporarily unavailable” or "
-        "“can't start new thread”",
+        what=f"your limit is {limit.soft:,} processes and threads, and {used:,} are in use",
+        why="each rank starts dozens of threads; it fails with “Resource temporarily unavailable” "
+        "or “can't start new thread”",
         fix=_raising("u", "nproc", "65536", "65536", "LimitNPROC=65536"),
         evidence=f"/proc/self/limits: Max processes {limit.soft}",
     )
@@ -158,11 +159,12 @@ def _pids(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="pids-few",
             status=Status.WARNING,
-            what=f"this cgroup may have {most:,} processes and threads, and has {used or 0:,} already",
-            why="each rank starts dozens of threads; they end with “Resource temporarily unavailable” or "
-            "“can't start new thread”",
+            what=f"the limit of this cgroup is {most:,} processes and threads, and {used or 0:,} "
+            "are in use",
+            why="each rank starts dozens of threads; it fails with “Resource temporarily "
+            "unavailable” or “can't start new thread”",
             fix="docker run --pids-limit=-1 …\n"
-            "TasksMax=infinity  # in the [Service] part of a systemd unit\n"
+            "TasksMax=infinity  # in the [Service] section of a systemd unit\n"
             "podPidsLimit: -1  # in the kubelet's configuration",
             evidence=f"pids.max {most}, pids.current {used}",
         )
@@ -176,10 +178,11 @@ def _sizes(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
             name="address-space-limited",
             status=Status.WARNING,
             what=f"a process may use only {format_bytes(space.soft)} of address space",
-            why="CUDA reserves as much as all GPUs and the machine have together, and torch maps its "
-            "libraries; they end with “out of memory” although there is enough",
+            why="CUDA reserves address space for all GPU and host memory, and torch maps its "
+            "libraries; they fail with “out of memory” although there is enough",
             fix="ulimit -v unlimited\n"
-            "grep -r 'as ' /etc/security/limits.conf /etc/security/limits.d  # where it is set",
+            "grep -r 'as ' /etc/security/limits.conf /etc/security/limits.d  # shows where it is "
+            "set",
             evidence=f"/proc/self/limits: Max address space {space.soft}",
         )
     if file and file.soft is not None:
@@ -187,7 +190,7 @@ def _sizes(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
             name="file-size-limited",
             status=Status.WARNING,
             what=f"a process may write files of at most {format_bytes(file.soft)}",
-            why="a checkpoint that is larger ends the rank with “File size limit exceeded” (SIGXFSZ)",
+            why="a larger checkpoint kills the rank with “File size limit exceeded” (SIGXFSZ)",
             fix="ulimit -f unlimited",
             evidence=f"/proc/self/limits: Max file size {file.soft}",
         )
@@ -196,7 +199,7 @@ def _sizes(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
 CHECKS = (
     Check(
         name="limits",
-        asks="Do the limits of a process leave room for ranks and their workers?",
+        asks="Are the process limits high enough for ranks and their workers?",
         run=check_limits,
         systems=("linux",),
     ),

@@ -1,4 +1,4 @@
-"""Memory: how much there is, which limit holds, and whether it runs short now."""
+"""Memory: how much there is, which limit applies, and whether it is nearly used up."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.node.memory_evidence import MemoryWatch
 from torchmuster.units import GiB, KiB, MiB, format_bytes
 
-# A rank takes about this much before it has a model: Python, torch and its libraries.
+# Memory of a rank before it has a model: Python, torch and its libraries.
 _RANK_BYTES = 512 * MiB
 _SMALL_LIMIT_BYTES = 2 * GiB
 _STALLED_PERCENT = 10.0
@@ -24,7 +24,7 @@ _FULL_STALL = re.compile(r"^full .*\bavg60=([\d.]+)", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class _Room:
-    """How much may be used, how much of that is free, and the file that limits it, if one does."""
+    """Usable memory, how much of it is free, and the file that limits it, if any."""
 
     total_bytes: int
     free_bytes: int
@@ -32,13 +32,13 @@ class _Room:
 
 
 def check_memory(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the memory of the machine, of the cgroup, and at what the kernel counted."""
+    """Check the memory of the host and the cgroup, and the kernel's counters."""
     machine = {
         name: int(size) * KiB
         for name, size in _FIELD.findall(surroundings.text("/proc/meminfo") or "")
     }
     if "MemTotal" not in machine:
-        yield Finding(name="memory", status=Status.OK, what="how much there is could not be read")
+        yield Finding(name="memory", status=Status.OK, what="/proc/meminfo is not readable")
         return
     whole = _Room(
         total_bytes=machine["MemTotal"], free_bytes=machine.get("MemAvailable", machine["MemTotal"])
@@ -55,12 +55,12 @@ def check_memory(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _seen(room: _Room, whole: _Room) -> str:
-    part = f" of the machine's {format_bytes(whole.total_bytes)}" if room.limited_by else ""
+    part = f" of the host's {format_bytes(whole.total_bytes)}" if room.limited_by else ""
     return f"{format_bytes(room.total_bytes)}{part}, {format_bytes(room.free_bytes)} free"
 
 
 def _tightest(surroundings: Surroundings, whole: _Room) -> _Room:
-    """Return what may be used: limits hold at every level above this process's cgroup."""
+    """Return the usable memory: limits apply at every level above this process's cgroup."""
     room = whole
     for folder in cgroup_folders("memory", surroundings.path("/proc"), surroundings.path("/sys")):
         for limit_file, used_file in (
@@ -69,7 +69,7 @@ def _tightest(surroundings: Surroundings, whole: _Room) -> _Room:
         ):
             limit = sysfs.read_integer(folder / limit_file)
             if limit is None or limit >= room.total_bytes:
-                continue  # version 1 states "no limit" as a number beyond any machine
+                continue  # cgroup v1 writes "no limit" as a huge number
             used = (sysfs.read_integer(folder / used_file) or 0) - _reclaimable(
                 folder / "memory.stat"
             )
@@ -92,11 +92,11 @@ def _limit(room: _Room, whole: _Room) -> Iterator[Finding]:
     yield Finding(
         name="memory-limit",
         status=Status.WARNING if small else Status.NOTE,
-        what=f"only {format_bytes(room.total_bytes)} of the machine's "
-        f"{format_bytes(whole.total_bytes)} of memory may be used here",
-        why="a cgroup (container, Slurm job, systemd unit) sets the limit; whatever goes beyond it is "
-        "killed by the kernel without a message (exit code 137)"
-        + ("; one rank alone takes about 0.5 GiB before it has a model" if small else ""),
+        what=f"only {format_bytes(room.total_bytes)} of the host's "
+        f"{format_bytes(whole.total_bytes)} of memory can be used",
+        why="a cgroup (container, Slurm job, systemd unit) sets the limit; the kernel kills a "
+        "process that exceeds it without a message (exit code 137)"
+        + ("; one rank alone needs about 0.5 GiB before it has a model" if small else ""),
         fix="docker run --memory=32g …\n"
         "resources: {limits: {memory: 32Gi}}  # Kubernetes, in the container\n"
         "#SBATCH --mem=32G  # Slurm",
@@ -112,8 +112,10 @@ def _nearly_full(room: _Room) -> Iterator[Finding]:
         status=Status.WARNING,
         what=f"memory is nearly full: {format_bytes(room.free_bytes)} of "
         f"{format_bytes(room.total_bytes)} are free",
-        why="each rank takes about 0.5 GiB before it has a model; the kernel kills what does not fit",
-        fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest; end what is not needed",
+        why="each rank needs about 0.5 GiB before it has a model; the kernel kills what does not "
+        "fit",
+        fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop unneeded "
+        "ones",
         evidence=f"{room.limited_by or '/proc/meminfo'}",
     )
 
@@ -124,9 +126,11 @@ def _pressure(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="memory-pressure",
             status=Status.WARNING,
-            what=f"all programs stood still for want of memory {float(found[1]):.0f} % of the last minute",
-            why="the kernel swaps or drops cached files to make room; training would crawl",
-            fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest; end what is not needed",
+            what=f"all processes were stalled on memory {float(found[1]):.0f} % of the last minute",
+            why="the kernel swaps or drops cached files to free memory; training would be very "
+            "slow",
+            fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop "
+            "unneeded ones",
             evidence=f"/proc/pressure/memory: {found[0]}",
         )
 
@@ -140,10 +144,10 @@ def _kills(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="memory-kills",
             status=Status.NOTE,
-            what=f"the kernel has killed for want of memory {times} in this cgroup",
-            why="it is counted since the container, job or session began; a rank that vanished with "
+            what=f"the kernel's OOM killer has killed a process {times} in this cgroup",
+            why="counted since the container, job or session started; a rank that disappeared with "
             "exit code 137 or -9 was one of them",
-            fix="sudo dmesg -T | grep -i 'killed process'  # which, and when",
+            fix="sudo dmesg -T | grep -i 'killed process'  # shows which process, and when",
         )
 
 
@@ -155,9 +159,10 @@ def _overcommit(surroundings: Surroundings, machine: dict[str, int]) -> Iterator
     yield Finding(
         name="overcommit-strict",
         status=Status.WARNING if tight else Status.NOTE,
-        what="the kernel promises no more memory than it has (vm.overcommit_memory is 2)",
-        why="CUDA and forked DataLoader workers reserve far more than they use and end with “Cannot "
-        f"allocate memory” although memory is free; {format_bytes(max(left, 0))} can still be promised",
+        what="memory overcommit is disabled (vm.overcommit_memory is 2)",
+        why="CUDA and forked DataLoader workers reserve far more than they use and fail with "
+        f"“Cannot allocate memory” although memory is free; {format_bytes(max(left, 0))} can still "
+        "be reserved",
         fix="sudo sysctl vm.overcommit_memory=0",
         evidence=f"CommitLimit {format_bytes(machine.get('CommitLimit', 0))}, "
         f"Committed_AS {format_bytes(machine.get('Committed_AS', 0))}",
@@ -167,7 +172,7 @@ def _overcommit(surroundings: Surroundings, machine: dict[str, int]) -> Iterator
 CHECKS = (
     Check(
         name="memory",
-        asks="Is there memory for training, and which limit is near?",
+        asks="Is there enough memory for training, and which limit applies?",
         run=check_memory,
         systems=("linux",),
     ),

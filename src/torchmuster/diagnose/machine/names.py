@@ -1,4 +1,4 @@
-"""Names: whether this machine can look up its own, and how long looking up an address takes."""
+"""Name resolution: whether this host resolves its own hostname, and how long lookups take."""
 
 import ipaddress
 import os
@@ -24,10 +24,10 @@ _POINTER, _INTERNET = 12, 1
 
 
 def is_silent(server: str, address: str, *, port: int = _PORT) -> bool:
-    """Say whether a server lets the question for an address's name go unanswered.
+    """Return whether a name server ignores a reverse lookup of an address.
 
-    Any answer counts, a refusal too. One that cannot be reached at all is not silent: then looking up
-    fails at once.
+    Any answer counts, including a refusal. An unreachable server is not silent: lookups then fail
+    at once.
     """
     labels = ipaddress.ip_address(address).reverse_pointer.encode().split(b".")
     name = b"".join(bytes([len(one)]) + one for one in labels) + b"\0"
@@ -53,14 +53,14 @@ def _answered(asking: socket.socket, question: bytes) -> bool:
         return False
 
 
-# A lookup that takes longer is given up; so long each rank would wait, and more.
+# Timeout of a lookup; each rank would wait at least this long.
 _GIVEN_UP_S = 3.0
 _SLOW_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What a lookup gave, and after how long; ``given_up`` if it did not end in time."""
+    """The result of a lookup and its duration; ``given_up`` if it timed out."""
 
     addresses: Sequence[str]
     seconds: float
@@ -77,7 +77,7 @@ class _Answer:
 
 
 def own_name(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look up this machine's own name as torch does, and ``localhost``."""
+    """Resolve this host's hostname as torch does, and ``localhost``."""
     name = (surroundings.text("/proc/sys/kernel/hostname") or "").strip() or socket.gethostname()
     answer = _asked(lambda: network.resolve_host(name))
     own = {address for one in network.read_interfaces() for address in one.addresses}
@@ -88,9 +88,9 @@ def own_name(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def reverse_lookup(surroundings: Surroundings) -> Iterator[Finding]:
-    """Ask for the names of this machine's address and of its router's, as each TCPStore client does."""
+    """Do a reverse lookup of this host's address and its router's, as each TCPStore client does."""
     addresses = [one.address for one in network.interface_candidates()[:1]]
-    # The own address is often in /etc/hosts, where those of the others are not.
+    # /etc/hosts often has the own address but not those of other hosts.
     addresses += _routers(surroundings)[:1]
     seen = []
     for address in addresses:
@@ -100,11 +100,11 @@ def reverse_lookup(surroundings: Surroundings) -> Iterator[Finding]:
             return
         seen.append(f"{address} in {answer.seconds * 1000:.0f} ms")
     servers = _servers(surroundings)
-    # The others are asked only after the first, and only of addresses that /etc/hosts does not have.
+    # The resolver asks further servers only after the first, and only if /etc/hosts has no entry.
     if servers and addresses and is_silent(servers[0], addresses[0]):
         yield _silent_server(servers[0])
         return
-    what = f"asked for the names of {' and '.join(seen)}" if seen else "no address to ask about"
+    what = f"reverse lookup of {' and '.join(seen)}" if seen else "no address to look up"
     yield Finding(name="reverse-lookup", status=Status.OK, what=what)
 
 
@@ -114,7 +114,7 @@ def _servers(surroundings: Surroundings) -> list[str]:
 
 
 def _asked(look_up: Callable[[], Sequence[str]]) -> _Answer:
-    """Look up; again if it was slow but came: one lost packet or a busy machine is not a fault."""
+    """Look up, twice if the first was slow: one lost packet or a busy host is not a fault."""
     first = _ask(look_up)
     if first.given_up or not first.is_slow:
         return first
@@ -122,7 +122,7 @@ def _asked(look_up: Callable[[], Sequence[str]]) -> _Answer:
 
 
 def _ask(look_up: Callable[[], Sequence[str]]) -> _Answer:
-    """Look up in a thread of its own: the system's resolver cannot be told to give up."""
+    """Look up in a separate thread, because the system's resolver has no timeout."""
     answers: queue.Queue[Sequence[str]] = queue.Queue()
 
     def answer() -> None:
@@ -130,7 +130,7 @@ def _ask(look_up: Callable[[], Sequence[str]]) -> _Answer:
         try:
             found = look_up()
         finally:
-            answers.put(found)  # whatever went wrong, it did not take long
+            answers.put(found)  # an error is a quick answer too
 
     began = time.monotonic()
     threading.Thread(target=answer, daemon=True, name="lookup").start()
@@ -167,8 +167,8 @@ def _judge_own(
         yield Finding(
             name="name-ipv6-only",
             status=Status.NOTE,
-            what=f"the name {name} stands for IPv6 addresses only",
-            why="all machines of a run then need IPv6; muster agrees on an address that all reach",
+            what=f"the hostname {name} resolves to IPv6 addresses only",
+            why="all hosts of a run then need IPv6; muster selects an address that all reach",
             evidence=", ".join(answer.addresses),
         )
 
@@ -180,7 +180,7 @@ def _hosts_line(name: str) -> str:
 
 
 def _listed(name: str, surroundings: Surroundings) -> list[str]:
-    """Return the lines of /etc/hosts that have a name, without what is only remarked there."""
+    """Return the entries of /etc/hosts that contain a name, without comments."""
     lines = (surroundings.text("/etc/hosts") or "").splitlines()
     entries = [line.partition("#")[0].split() for line in lines]
     return [" ".join(words) for words in entries if name in words[1:]]
@@ -193,12 +193,12 @@ def _source(name: str, listed: Sequence[str]) -> str:
 
 
 def _right_hosts(name: str, listed: Sequence[str]) -> str:
-    """Return what makes /etc/hosts, which is asked first, say what is right."""
+    """Return the commands that correct /etc/hosts, which the resolver reads first."""
     return f"{_hosts_without(name)}\n{_hosts_line(name)}" if listed else _hosts_line(name)
 
 
 def _hosts_without(name: str) -> str:
-    """Return what takes a name out of /etc/hosts; in a container the file cannot be replaced as a whole."""
+    """Return the command that removes a name from /etc/hosts, in place (containers mount it)."""
     pattern = f"s/[[:space:]]{name.replace('.', '[.]')}([[:space:]]|$)/\\1/g"
     kept = f'kept=$(sed -E "{pattern}" /etc/hosts) && printf "%s\\n" "$kept" > /etc/hosts'
     return f"sudo cp /etc/hosts /etc/hosts.before && sudo sh -c '{kept}'"
@@ -208,8 +208,8 @@ def _nameless(name: str) -> Finding:
     return Finding(
         name="name-is-localhost",
         status=Status.NOTE,
-        what=f"this machine is called {name}, as every machine calls itself",
-        why="in a run over several machines it could not be told from the others",
+        what=f"the hostname of this host is {name}, which is not unique",
+        why="a run over several hosts could not tell them apart",
         fix="sudo hostnamectl set-hostname NAME",
     )
 
@@ -218,9 +218,9 @@ def _slow_own(name: str, answer: _Answer) -> Finding:
     return Finding(
         name="name-lookup-slow",
         status=Status.WARNING,
-        what=f"looking up this machine's own name, {name}, is slow: {answer.how_long()}",
-        why="a name server does not answer; gloo, torchrun and ssh look up names in every process",
-        fix=f"{_hosts_line(name)}\ncat /etc/resolv.conf  # and take out servers that do not answer",
+        what=f"resolving this host's hostname, {name}, is slow: {answer.how_long()}",
+        why="a name server does not answer; gloo, torchrun and ssh resolve names in every process",
+        fix=f"{_hosts_line(name)}\ncat /etc/resolv.conf  # and remove servers that do not answer",
     )
 
 
@@ -228,9 +228,9 @@ def _unresolvable(name: str) -> Finding:
     return Finding(
         name="name-unresolvable",
         status=Status.WARNING,
-        what=f"this machine does not know its own name, {name}",
-        why="muster gets by without it; torchrun ends with “Temporary failure in name resolution” or "
-        "“Name or service not known”, and gloo takes loopback",
+        what=f"this host cannot resolve its own hostname, {name}",
+        why="muster works without it; torchrun fails with “Temporary failure in name resolution” "
+        "or “Name or service not known”, and gloo uses loopback",
         fix=_hosts_line(name),
     )
 
@@ -239,9 +239,9 @@ def _loopback(name: str, addresses: Sequence[str], listed: Sequence[str]) -> Fin
     return Finding(
         name="name-is-loopback",
         status=Status.NOTE,
-        what=f"the name {name} stands for {', '.join(addresses)}, which leads to this machine only",
-        why="muster gets by, for it agrees on an address first; a bare torchrun over several machines "
-        f"hangs or ends with “Connection refused, remote=[{addresses[0]}]”",
+        what=f"the hostname {name} resolves to {', '.join(addresses)}, a loopback address",
+        why="muster is not affected, as it selects an address itself; plain torchrun over several "
+        f"hosts hangs or fails with “Connection refused, remote=[{addresses[0]}]”",
         fix=_right_hosts(name, listed),
         evidence=_source(name, listed),
     )
@@ -251,9 +251,9 @@ def _elsewhere(name: str, found: Sequence[str], own: set[str], listed: Sequence[
     return Finding(
         name="name-leads-elsewhere",
         status=Status.WARNING,
-        what=f"the name {name} stands for {', '.join(found)}, which this machine does not have",
-        why="muster gets by, for it agrees on an address first; torchrun and gloo tell the others that "
-        "address, and they reach another machine or none",
+        what=f"the hostname {name} resolves to {', '.join(found)}, not an address of this host",
+        why="muster is not affected, as it selects an address itself; torchrun and gloo announce "
+        "that address, and the other hosts reach the wrong host or none",
         fix=_right_hosts(name, listed),
         evidence=f"{_source(name, listed)}; addresses here: {', '.join(sorted(own))}",
     )
@@ -267,8 +267,9 @@ def _localhost(answer: _Answer) -> Iterator[Finding]:
     yield Finding(
         name="localhost-wrong",
         status=Status.NOTE if only_six else Status.FAILURE,
-        what=f"localhost stands for {stands}, not for 127.0.0.1",
-        why="programs that meet at localhost (MASTER_ADDR, torchrun --standalone) do not find each other",
+        what=f"localhost resolves to {stands}, not 127.0.0.1",
+        why="programs that connect to localhost (MASTER_ADDR, torchrun --standalone) do not find "
+        "each other",
         fix="echo '127.0.0.1 localhost' | sudo tee -a /etc/hosts",
     )
 
@@ -276,7 +277,7 @@ def _localhost(answer: _Answer) -> Iterator[Finding]:
 def _slow_reverse(address: str, answer: _Answer, surroundings: Surroundings) -> Finding:
     servers = ", ".join(_servers(surroundings)) or "none"
     return _reverse_is_slow(
-        f"asking for the name of {address} is slow: {answer.how_long()}",
+        f"reverse lookup of {address} is slow: {answer.how_long()}",
         address=address,
         evidence=f"/etc/resolv.conf: nameserver {servers}",
     )
@@ -284,7 +285,7 @@ def _slow_reverse(address: str, answer: _Answer, surroundings: Surroundings) -> 
 
 def _silent_server(server: str) -> Finding:
     return _reverse_is_slow(
-        f"the name server {server} does not answer, so that asking for a name takes many seconds",
+        f"the name server {server} does not answer, so each lookup takes many seconds",
         address="ADDRESS",
         evidence=f"/etc/resolv.conf: nameserver {server}; asked twice",
     )
@@ -295,10 +296,10 @@ def _reverse_is_slow(what: str, *, address: str, evidence: str) -> Finding:
         name="reverse-lookup-slow",
         status=Status.WARNING,
         what=what,
-        why="torch asks for the name of each rank that connects to its store, one after the other; a "
-        "server that does not answer costs about 10 s each time",
-        fix=f"echo '{address} NAME' | sudo tee -a /etc/hosts  # so for each machine, on each\n"
-        "sudoedit /etc/resolv.conf  # or name a server there that answers",
+        why="torch looks up the name of each rank that connects to its store, one after the other; "
+        "a server that does not answer costs about 10 s each time",
+        fix=f"echo '{address} NAME' | sudo tee -a /etc/hosts  # one line per host, on every host\n"
+        "sudoedit /etc/resolv.conf  # or configure a server that answers",
         evidence=evidence,
     )
 
@@ -316,13 +317,13 @@ def _routers(surroundings: Surroundings) -> list[str]:
 CHECKS = (
     Check(
         name="own-name",
-        asks="Does this machine's own name lead to it?",
+        asks="Does this host's hostname resolve to its own address?",
         run=own_name,
         deadline_s=4 * _GIVEN_UP_S + 2,
     ),
     Check(
         name="reverse-lookup",
-        asks="Is the name of an address found quickly?",
+        asks="Are reverse lookups fast?",
         run=reverse_lookup,
         deadline_s=4 * _GIVEN_UP_S + 2,
     ),

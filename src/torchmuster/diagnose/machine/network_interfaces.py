@@ -1,4 +1,4 @@
-"""Network interfaces and routes: which lead to other machines, and which are not as they should be."""
+"""Network interfaces and routes: which reach other hosts, and which are misconfigured."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from torchmuster.launch.network.interfaces import Interface
 
 
 def port_folders(surroundings: Surroundings) -> dict[str, Path]:
-    """Return the folders of all ports of InfiniBand and RoCE cards, by what to call them."""
+    """Return the sysfs folders of all ports of InfiniBand and RoCE adapters, by display name."""
     folder = surroundings.path("/sys/class/infiniband")
     return {
         f"{card} port {port}": folder / card / "ports" / port
@@ -24,21 +24,21 @@ def port_folders(surroundings: Surroundings) -> dict[str, Path]:
 
 
 def is_active(port: Path) -> bool:
-    """Say whether a port can be used."""
+    """Return whether a port is active."""
     return (sysfs.read_text(port / "state") or "").endswith("ACTIVE")
 
 
 def is_infiniband(port: Path) -> bool:
-    """Say whether a port carries InfiniBand itself; of Ethernet it is not known whether RoCE is meant."""
+    """Return whether the link layer is InfiniBand; an Ethernet port may or may not use RoCE."""
     return sysfs.read_text(port / "link_layer") == "InfiniBand"
 
 
 def check_infiniband(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the ports of InfiniBand and RoCE cards."""
+    """Check the ports of InfiniBand and RoCE adapters."""
     ports = port_folders(surroundings)
     down = [name for name, port in ports.items() if not is_active(port)]
     if not down:
-        seen = f"{', '.join(ports)} active" if ports else "no InfiniBand here"
+        seen = f"{', '.join(ports)} active" if ports else "no InfiniBand"
         yield Finding(name="infiniband", status=Status.OK, what=seen)
         return
     nothing_left = len(down) == len(ports)
@@ -47,23 +47,23 @@ def check_infiniband(surroundings: Surroundings) -> Iterator[Finding]:
     )
     yield Finding(
         name="infiniband-down",
-        # Of a card with two ports one is often left free.
+        # One port of a two-port adapter is often unused.
         status=Status.WARNING if nothing_left else Status.NOTE,
         what=f"{', '.join(down)} {'is' if len(down) == 1 else 'are'} not active ({state})",
         why="NCCL falls back to sockets, which are many times slower"
         if nothing_left
-        else "NCCL uses the other ports; if this one is meant to be used, a cable or the subnet "
+        else "NCCL uses the other ports; if this one should be used, a cable or the subnet "
         "manager is missing",
-        fix="ibstat  # “Physical state: LinkUp” and still not active: the subnet manager is missing\n"
-        "sudo systemctl start opensm  # on one machine of the fabric",
+        fix="ibstat  # “Physical state: LinkUp” but not active: the subnet manager is missing\n"
+        "sudo systemctl start opensm  # on one host of the fabric",
     )
 
 
 _FOLDER = "/sys/class/net"
-_SWITCHED_ON = 0x1  # IFF_UP; with a cable it is also running
+_SWITCHED_ON = 0x1  # IFF_UP; with a carrier it is also IFF_RUNNING
 _SLOW_MBITS = 100
 _USUAL_MTU = 1500
-_SMALLEST_MTU = 1280  # what IPv6 asks of every link
+_SMALLEST_MTU = 1280  # required by IPv6
 _MANY_ERRORS = 1000
 _ERROR_SHARE = 0.001
 _FEW_PORTS = 1000
@@ -72,7 +72,7 @@ _VERY_FEW_PORTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class _Card:
-    """What the kernel tells of an interface; None where it does not."""
+    """What the kernel reports of an interface; None if unknown."""
 
     name: str
     address: str
@@ -84,10 +84,10 @@ class _Card:
 
 
 def interfaces(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at each interface that has an address for others."""
+    """Check each interface that has an address reachable by others."""
     known = network.read_interfaces()
     usable = network.interface_candidates(known)
-    # One of a bridge or a tunnel says nothing of a cable.
+    # Bridges and tunnels report no physical link state.
     cards = [_card(one.interface, one.address, surroundings) for one in usable]
     wired = list({one.name: one for one in cards if _is_wired(one.name, surroundings)}.values())
     findings = [
@@ -129,9 +129,9 @@ def _none(usable: Sequence[object]) -> Iterator[Finding]:
         yield Finding(
             name="no-network",
             status=Status.NOTE,
-            what="this machine has no address at which others could reach it",
-            why="ranks on this machine alone can work together; a run over several machines cannot",
-            fix="ip -br address  # which interfaces there are; then bring one up",
+            what="this host has no address that other hosts can reach",
+            why="single-host runs work; runs over several hosts do not",
+            fix="ip -br address  # lists the interfaces; then bring one up",
         )
 
 
@@ -139,7 +139,7 @@ def _twice(known: Sequence[Interface]) -> Iterator[Finding]:
     holders: dict[str, list[str]] = {}
     for one in known:
         for address in one.addresses:
-            # An address with fe80 is meant for its own link, so that two may be alike.
+            # Link-local addresses (fe80) are unique per link only.
             if one.up and not one.is_loopback and not address.startswith("fe80"):
                 holders.setdefault(address, []).append(one.name)
     for address, names in holders.items():
@@ -148,16 +148,15 @@ def _twice(known: Sequence[Interface]) -> Iterator[Finding]:
                 name="address-twice",
                 status=Status.WARNING,
                 what=f"{' and '.join(names)} have the same address, {address}",
-                why="answers leave by one of them only, whichever the question came by",
-                fix="ip -br address  # then take it from the one that should not have it, where its "
-                "settings are kept",
+                why="replies leave through one of them only, whichever received the request",
+                fix="ip -br address  # then remove it from the wrong interface's configuration",
             )
 
 
 def _unplugged(
     known: Sequence[Interface], surroundings: Surroundings, *, others_work: bool
 ) -> Iterator[Finding]:
-    """Find interfaces that were switched on and given an address, and have no cable."""
+    """Yield interfaces that are up and have an address but no carrier."""
     for one in known:
         folder = surroundings.path(f"{_FOLDER}/{one.name}")
         switched_on = (sysfs.read_integer(folder / "flags") or 0) & _SWITCHED_ON
@@ -171,9 +170,9 @@ def _unplugged(
             yield Finding(
                 name="no-carrier",
                 status=Status.NOTE if others_work else Status.WARNING,
-                what=f"{one.name} ({addresses[0]}) is on, but nothing is connected to it",
-                why="muster leaves it out; torchrun may choose it and then wait for others in vain",
-                fix="plug the cable in, or switch the interface off:\n"
+                what=f"{one.name} ({addresses[0]}) is up but has no carrier",
+                why="muster skips it; torchrun may choose it and then time out",
+                fix="connect the cable, or disable the interface:\n"
                 f"sudo ip link set {one.name} down",
                 evidence=f"{_FOLDER}/{one.name}/carrier: 0",
             )
@@ -187,8 +186,8 @@ def _judge(card: _Card) -> Iterator[Finding]:
             status=Status.WARNING,
             what=f"{card.name} runs at {card.speed_mbits or 'an unknown number of'} Mbit/s"
             + (", half duplex" if half else ""),
-            why="a gigabit link falls back to this when a cable or a port is bad; each step would wait "
-            "for the gradients to cross it",
+            why="a gigabit link falls back to this speed when a cable or port is bad; each step "
+            "waits for the gradients to cross it",
             fix=f"sudo ethtool {card.name}  # what both ends offer; then try another cable or port",
             evidence=f"{_FOLDER}/{card.name}: speed {card.speed_mbits}, duplex {card.duplex}",
         )
@@ -196,29 +195,30 @@ def _judge(card: _Card) -> Iterator[Finding]:
         yield Finding(
             name="link-errors",
             status=Status.WARNING,
-            what=f"{card.name} counted {card.errors:,} damaged or lost packets among {card.packets:,}",
-            why="each lost packet holds a collective up by 200 ms or more; a cable, a port or a "
+            what=f"{card.name} reports {card.errors:,} damaged or lost packets out of "
+            f"{card.packets:,}",
+            why="each lost packet delays a collective by 200 ms or more; a cable, port or "
             "transceiver is bad",
-            fix=f"sudo ethtool -S {card.name} | grep -E 'err|drop|crc' | grep -v ': 0$'  # which, and "
-            "whether they grow; then try another cable",
+            fix=f"sudo ethtool -S {card.name} | grep -E 'err|drop|crc' | grep -v ': 0$'  # run "
+            "twice: if a counter grows, replace the cable",
             evidence=f"{_FOLDER}/{card.name}/statistics",
         )
     if card.mtu is not None and card.mtu < _SMALLEST_MTU:
         yield Finding(
             name="mtu-small",
             status=Status.WARNING,
-            what=f"{card.name} sends packets of at most {card.mtu} bytes",
-            why="it takes several times as many packets, and IPv6 does not work at all",
+            what=f"{card.name} has an MTU of only {card.mtu} bytes",
+            why="transfers need several times as many packets, and IPv6 does not work",
             fix=f"sudo ip link set {card.name} mtu {_USUAL_MTU}",
         )
     elif card.mtu is not None and card.mtu > _USUAL_MTU:
         yield Finding(
             name="mtu-large",
             status=Status.NOTE,
-            what=f"{card.name} sends packets of up to {card.mtu} bytes",
-            why="every switch on the way must carry them, or large messages vanish while small ones "
-            "arrive; muster check tries it",
-            fix="muster check --hosts A,B  # whether they arrive",
+            what=f"{card.name} has an MTU of {card.mtu} bytes",
+            why="every switch on the path must support it, or large messages are lost while small "
+            "ones arrive; muster check tests it",
+            fix="muster check --hosts A,B  # tests whether large frames arrive",
         )
 
 
@@ -227,20 +227,20 @@ def _several(names: Sequence[str]) -> Iterator[Finding]:
         yield Finding(
             name="several-interfaces",
             status=Status.NOTE,
-            what=f"several interfaces may lead to other machines: {', '.join(names)}",
-            why=f"muster tries {names[0]} first and takes the one that all machines reach; a bare "
-            "torchrun takes the one that the own name stands for",
+            what=f"several interfaces may reach other hosts: {', '.join(names)}",
+            why=f"muster tries {names[0]} first and uses the one that all hosts reach; plain "
+            "torchrun uses the one that the hostname resolves to",
             fix=f"export GLOO_SOCKET_IFNAME={names[0]} NCCL_SOCKET_IFNAME=={names[0]}  # for torchrun",
         )
 
 
 def routes(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the routes, and at the ports that connections are given."""
+    """Check the routes and the range of ephemeral ports."""
     table = [line.split() for line in (surroundings.text("/proc/net/route") or "").splitlines()[1:]]
     entries = [fields for fields in table if len(fields) > 7]
     findings = [*_default(entries), *_same_network(entries), *_ports(surroundings)]
     ways = sorted({fields[0] for fields in entries if fields[1] == "00000000"})
-    seen = f"the default route is by {', '.join(ways)}"
+    seen = f"default route through {', '.join(ways)}"
     yield from findings or [Finding(name="routes", status=Status.OK, what=seen)]
 
 
@@ -249,8 +249,8 @@ def _default(entries: Sequence[Sequence[str]]) -> Iterator[Finding]:
         yield Finding(
             name="no-default-route",
             status=Status.NOTE,
-            what="there is no route to other networks",
-            why="machines on the same network are reached; others, and the internet, are not",
+            what="there is no default route",
+            why="only hosts on the same network are reachable, not other networks or the internet",
             fix="sudo ip route add default via ROUTER",
         )
 
@@ -266,10 +266,10 @@ def _same_network(entries: Sequence[Sequence[str]]) -> Iterator[Finding]:
                 name="same-network-twice",
                 status=Status.NOTE,
                 what=f"{' and '.join(names)} are on the same network",
-                why="what is sent leaves by the first, whichever the others know this machine by; a "
-                "strict rp_filter then drops what comes by the other",
-                fix="ip route  # by which it leaves; then give each a network of its own, or do without "
-                "one by which nobody is connected",
+                why="packets leave through the first, whichever address the others use; a strict "
+                "rp_filter then drops packets that arrive at the other",
+                fix="ip route  # shows which is used; then put each on its own network, or disable "
+                "the unused one",
                 evidence="/proc/net/route",
             )
 
@@ -284,11 +284,11 @@ def _ports(surroundings: Surroundings) -> Iterator[Finding]:
     if count < _FEW_PORTS:
         yield Finding(
             name="ports-few",
-            # A hundred is a known way through a firewall, and enough for a few ranks.
+            # A range of 100 is a common firewall setup, and enough for a few ranks.
             status=Status.WARNING if count < _VERY_FEW_PORTS else Status.NOTE,
-            what=f"connections have only {count} ports to choose from, {first} to {last}",
-            why="each rank listens at one and each connection takes one; when they are used up, "
-            "connecting ends with “Cannot assign requested address”",
+            what=f"there are only {count} ephemeral ports, {first} to {last}",
+            why="each rank listens on one and each connection uses one; when none is left, "
+            "connecting fails with “Cannot assign requested address”",
             fix='sudo sysctl net.ipv4.ip_local_port_range="32768 60999"',
             evidence=file,
         )
@@ -296,8 +296,9 @@ def _ports(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="ports-overlap",
             status=Status.NOTE,
-            what=f"port {USUAL_PORT}, at which machines meet, may be given to any connection",
-            why=f"ports from {first} to {last} are handed out; muster takes the next one, torchrun ends",
+            what=f"port {USUAL_PORT} (rendezvous) is in the range of ephemeral ports",
+            why=f"any connection may take a port from {first} to {last}; muster then uses the next "
+            "one, torchrun fails",
             fix=f"sudo sysctl net.ipv4.ip_local_reserved_ports={USUAL_PORT},29500",
             evidence=file,
         )
@@ -313,10 +314,10 @@ def _is_reserved(surroundings: Surroundings) -> bool:
 
 
 CHECKS = (
-    Check(name="interfaces", asks="Which interfaces lead to other machines?", run=interfaces),
+    Check(name="interfaces", asks="Which interfaces reach other hosts?", run=interfaces),
     Check(
         name="routes",
-        asks="Are there routes, and ports for connections?",
+        asks="Are there routes, and enough ephemeral ports?",
         run=routes,
         systems=("linux",),
     ),

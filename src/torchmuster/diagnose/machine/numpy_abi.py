@@ -1,4 +1,4 @@
-"""NumPy: whether torch and the other compiled packages can work with the one that is installed."""
+"""NumPy: whether torch and other compiled packages support the installed version."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,8 +7,8 @@ from torchmuster.diagnose.machine import installed
 from torchmuster.diagnose.machine.installed import Package
 from torchmuster.finding import Finding, Status
 
-# The first release that is compiled for NumPy 2: github.com/numpy/numpy/issues/26191 and the release
-# notes of each. Older ones do not all say that they need NumPy 1.
+# The first release compiled for NumPy 2: github.com/numpy/numpy/issues/26191 and the release notes
+# of each. Not all older releases declare that they need NumPy 1.
 _FIRST_FOR_NUMPY_2 = {
     "torch": (2, 3),
     "pandas": (2, 2, 2),
@@ -31,7 +31,7 @@ def _numpy_abi_numpy(surroundings: Surroundings) -> Iterator[Finding]:
             name="numpy-missing",
             status=Status.NOTE,
             what="NumPy is not installed",
-            why="torch works without it, but says so at each start; .numpy() and from_numpy() fail",
+            why="torch works without it, but warns at each start; .numpy() and from_numpy() fail",
             fix=f"{surroundings.python} -m pip install numpy",
         )
         return
@@ -53,7 +53,7 @@ def _made_for_one(one: Package) -> bool:
 
 
 def _refuses(one: Package, numpy: Package) -> bool:
-    """Say whether a package states that this NumPy is too new; where it depends, it does not count."""
+    """Return whether a package declares this NumPy too new; ignore requirements with markers."""
     return any(
         need.name == "numpy" and not need.marker and need.below and numpy.release >= need.below
         for need in one.requirements()
@@ -66,11 +66,11 @@ def _mismatch(numpy: Package, old: Sequence[Package], surroundings: Surroundings
     return Finding(
         name="numpy-abi",
         status=Status.FAILURE if torch else Status.WARNING,
-        what=f"NumPy {numpy.version} does not fit to {names}, compiled for NumPy 1",
+        what=f"NumPy {numpy.version} is incompatible with {names}, compiled for NumPy 1",
         why="“A module that was compiled using NumPy 1.x cannot be run in NumPy 2”"
-        + ("; tensors cannot be made from arrays: “Numpy is not available”" if torch else ""),
+        + ("; creating tensors from arrays fails: “Numpy is not available”" if torch else ""),
         fix=f'{surroundings.python} -m pip install "numpy<2"\n'
-        f"or newer ones: {surroundings.python} -m pip install --upgrade "
+        f"or upgrade the packages: {surroundings.python} -m pip install --upgrade "
         + " ".join(one.name for one in old),
     )
 
@@ -78,10 +78,10 @@ def _mismatch(numpy: Package, old: Sequence[Package], surroundings: Surroundings
 def _unwanted(numpy: Package, bounded: Sequence[Package], surroundings: Surroundings) -> Finding:
     return Finding(
         name="numpy-too-new",
-        status=Status.NOTE,  # many state a bound to be on the safe side, and work beyond it
+        status=Status.NOTE,  # many packages declare a cautious upper bound
         what=f"NumPy {numpy.version} is newer than {_listed(bounded)} allow"
         + ("s" if len(bounded) == 1 else ""),
-        why="they state an older one as what they work with; importing them may fail or warn",
+        why="they declare support for older versions only; importing them may fail or warn",
         fix=f"{surroundings.python} -m pip install --upgrade "
         + " ".join(one.name for one in bounded[:_SHOWN]),
     )
@@ -95,7 +95,7 @@ def _listed(some: Sequence[Package]) -> str:
 CHECKS = (
     Check(
         name="numpy",
-        asks="Does the installed NumPy fit to torch and to what else is compiled for it?",
+        asks="Is the installed NumPy compatible with torch and other compiled packages?",
         run=_numpy_abi_numpy,
     ),
 )

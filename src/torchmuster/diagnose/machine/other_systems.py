@@ -1,4 +1,4 @@
-"""Windows and macOS: what torch can and cannot do there, and settings that end a long run."""
+"""Windows and macOS: what torch supports there, and settings that interrupt a long run."""
 
 import re
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ _SLEEP = re.compile(r"^\s*sleep\s+(\d+)", re.MULTILINE)
 
 
 def windows(surroundings: Surroundings) -> Iterator[Finding]:
-    """Say what holds on every Windows, and look at long paths and sleep."""
+    """Report the limits of every Windows, and check long paths and sleep."""
     yield Finding(
         name="windows-gloo-only",
         status=Status.NOTE,
-        what="on Windows torch has gloo only, no NCCL",
-        why="ranks on GPUs then exchange gradients through the processor's memory, which is slow; Linux "
-        "inside WSL 2 has NCCL, and uses the same GPUs",
+        what="on Windows torch supports gloo only, not NCCL",
+        why="ranks on GPUs then exchange gradients through host memory, which is slow; Linux in "
+        "WSL 2 has NCCL and uses the same GPUs",
         fix="wsl --install  # in PowerShell as administrator",
     )
     query = ["reg", "query", _FILE_SYSTEM, "/v", "LongPathsEnabled"]
@@ -27,8 +27,9 @@ def windows(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="windows-long-paths",
             status=Status.NOTE,
-            what="paths may have only 260 characters",
-            why="caches of torch.compile and of models have longer ones, and end with “No such file”",
+            what="paths are limited to 260 characters",
+            why="caches of torch.compile and of models use longer paths and fail with “No such "
+            "file”",
             fix=f"reg add {_FILE_SYSTEM} /v LongPathsEnabled /t REG_DWORD /d 1 /f  # as administrator",
         )
     yield from _windows_sleep(surroundings)
@@ -45,19 +46,19 @@ def _windows_sleep(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def macos(surroundings: Surroundings) -> Iterator[Finding]:
-    """Say what holds on every Mac, and look at sleep and open files."""
+    """Report the limits of every Mac, and check sleep and open files."""
     yield Finding(
         name="macos-gloo-only",
         status=Status.NOTE,
-        what="on macOS several ranks work together on the processor only (gloo)",
-        why="the GPU (mps) has no collectives; one process may train on it",
+        what="on macOS, multiple ranks run on the CPU only (gloo)",
+        why="the GPU (mps) has no collectives; a single process can train on it",
         fix="muster run --device cpu --ranks 2 train.py",
     )
     yield Finding(
         name="macos-spawn",
         status=Status.NOTE,
-        what="on macOS DataLoader workers start your script anew (spawn)",
-        why="what is not below the line runs once more in each worker, and ends with “An attempt has "
+        what="on macOS DataLoader workers import your script again (spawn)",
+        why="code outside this guard runs again in each worker and fails with “An attempt has "
         "been made to start a new process before the current process has finished its bootstrapping”",
         fix='if __name__ == "__main__":',
     )
@@ -70,7 +71,7 @@ def macos(surroundings: Surroundings) -> Iterator[Finding]:
             name="macos-open-files",
             status=Status.NOTE,
             what=f"a process may have only {limits[1]} files open",
-            why="DataLoader workers hand over each tensor as an open file and end with “Too many open "
+            why="DataLoader workers pass each tensor as an open file and fail with “Too many open "
             "files”",
             fix="ulimit -n 4096",
             evidence="launchctl limit maxfiles: " + " ".join(limits),
@@ -82,8 +83,8 @@ def _sleeps(system: str, minutes: int, fix: str, *, evidence: re.Match[str] | No
     return Finding(
         name="machine-sleeps",
         status=Status.NOTE,
-        what=f"{system} puts this machine to sleep after {after} without a key press",
-        why="training stops, and the other machines of a run take this one for lost",
+        what=f"{system} puts this host to sleep after {after} without user input",
+        why="training stops, and the launcher declares this host lost",
         fix=fix,
         evidence=evidence[0].strip() if evidence else "",
     )

@@ -1,4 +1,4 @@
-"""Processors: how many cores this process may really use, and what holds them back."""
+"""Processors: how many cores this process can use, and what slows them down."""
 
 import re
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
 
 _CPUS = "/sys/devices/system/cpu"
-# Below this many periods, a share says nothing.
+# With fewer periods, the share is not meaningful.
 _ENOUGH_PERIODS = 100
 _THROTTLED_SHARE = 0.5
 _LOAD_PER_CORE = 2.0
-# With these drivers "powersave" still goes to full speed under load.
+# With these drivers "powersave" still reaches full speed under load.
 _CLEVER_DRIVERS = ("intel_pstate", "amd-pstate", "amd-pstate-epp")
 _ALLOWED = re.compile(r"^Cpus_allowed_list:\s*(\S+)", re.MULTILINE)
 
 
 def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at quota, affinity, throttling, load and governor."""
+    """Check quota, affinity, throttling, load and governor."""
     machine = _processors_count(surroundings.text(f"{_CPUS}/online"))
     allowed = _ALLOWED.search(surroundings.text("/proc/self/status") or "")
     usable = usable_cores(
@@ -41,7 +41,7 @@ def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _processors_count(ranges: str | None) -> int:
-    """Count what ``0-3,8`` means; 0 if it cannot be read."""
+    """Return how many cores ``0-3,8`` lists; 0 if it is not readable."""
     count = 0
     for part in (ranges or "").strip().split(","):
         first, _, last = part.partition("-")
@@ -66,10 +66,10 @@ def _quota(cores: int, reason: str) -> Iterator[Finding]:
     yield Finding(
         name="cpu-quota",
         status=Status.WARNING if less_than_one else Status.NOTE,
-        what=f"a quota grants {found[1]} cores' worth of time here",
-        why=f"{reason}; torch counts all cores of the machine, and threads beyond the quota are "
-        "stopped in mid-step, which holds up every other rank",
-        fix=f"export OMP_NUM_THREADS={cores}  # for one rank; share it among several\n"
+        what=f"a CPU quota limits this process to {found[1]} cores",
+        why=f"{reason}; torch counts all cores of the host, and the kernel pauses threads beyond "
+        "the quota in mid-step, which delays every other rank",
+        fix=f"export OMP_NUM_THREADS={cores}  # for one rank; divide it among several\n"
         "docker run --cpus=8 …  # or a larger quota\n"
         "resources: {limits: {cpu: 8}}  # Kubernetes, in the container",
         evidence=found[2],
@@ -82,10 +82,10 @@ def _one_core(cores: int, reason: str, machine: int) -> Iterator[Finding]:
     yield Finding(
         name="cpu-affinity",
         status=Status.WARNING,
-        what=f"this process may use one core of {machine}",
+        what=f"this process can use one core of {machine}",
         why=f"{reason}; all ranks, their threads and DataLoader workers would share it",
-        fix="#SBATCH --cpus-per-task=8  # Slurm gives one core to a task unless told\n"
-        "taskset -cp 0-$(($(nproc --all) - 1)) $$  # a shell that was bound by taskset",
+        fix="#SBATCH --cpus-per-task=8  # Slurm's default is one core per task\n"
+        "taskset -cp 0-$(($(nproc --all) - 1)) $$  # if the shell was bound by taskset",
     )
 
 
@@ -99,11 +99,12 @@ def _throttled(surroundings: Surroundings) -> Iterator[Finding]:
             yield Finding(
                 name="cpu-throttled",
                 status=Status.WARNING,
-                what=f"the CPU quota stopped this cgroup in {throttled / periods:.0%} of its periods",
-                why="a rank that is stopped holds up all others; it wants more cores than it is granted",
+                what=f"the CPU quota throttled this cgroup in {throttled / periods:.0%} of its "
+                "periods",
+                why="a throttled rank delays all others; it needs more cores than the quota allows",
                 fix="docker run --cpus=8 …\n"
                 "resources: {limits: {cpu: 8}}  # Kubernetes, in the container\n"
-                "export OMP_NUM_THREADS=1  # or fewer threads in each rank",
+                "export OMP_NUM_THREADS=1  # or fewer threads per rank",
                 evidence=f"cpu.stat: nr_periods {periods}, nr_throttled {throttled}",
             )
             return
@@ -115,9 +116,10 @@ def _load(surroundings: Surroundings, cores: int) -> Iterator[Finding]:
         yield Finding(
             name="load-high",
             status=Status.NOTE,
-            what=f"{float(words[0]):.0f} programs want to run at once on {cores} cores",
-            why="others use this machine; measurements will be low and ranks here slower than elsewhere",
-            fix="ps -eo pid,user,pcpu,args --sort=-pcpu | head  # who",
+            what=f"high load: {float(words[0]):.0f} runnable processes on {cores} cores",
+            why="other processes use this host; benchmarks will be low, and ranks here slower than "
+            "elsewhere",
+            fix="ps -eo pid,user,pcpu,args --sort=-pcpu | head  # the busiest processes",
             evidence=f"/proc/loadavg: {' '.join(words[:3])}",
         )
 
@@ -130,8 +132,8 @@ def _governor(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="cpu-powersave",
             status=Status.NOTE,
-            what="the cores are kept at their lowest speed (governor powersave)",
-            why="loading data and starting kernels takes longer than it must",
+            what="the cores run at their lowest speed (governor powersave)",
+            why="loading data and launching kernels takes longer than necessary",
             fix="sudo cpupower frequency-set -g performance",
             evidence=f"{folder}/scaling_governor: {governor}, driver {driver or 'unknown'}",
         )
@@ -140,7 +142,7 @@ def _governor(surroundings: Surroundings) -> Iterator[Finding]:
 CHECKS = (
     Check(
         name="processors",
-        asks="How many cores may be used, and does anything hold them back?",
+        asks="How many cores can be used, and does anything slow them down?",
         run=check_processors,
         systems=("linux",),
     ),

@@ -1,4 +1,4 @@
-"""Python itself: the one that runs muster, and whether it imports the packages that were installed."""
+"""The Python that runs muster, and whether it imports the packages that were installed."""
 
 import os
 import platform
@@ -32,9 +32,9 @@ def _home(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="python-home",
             status=Status.WARNING,
-            what=f"PYTHONHOME={home} moves Python's own library",
-            why="every Python that is started here looks for its library there, also those of other "
-            "versions and of virtual environments",
+            what=f"PYTHONHOME={home} changes the location of Python's standard library",
+            why="every Python started here searches its standard library there, including other "
+            "versions and virtual environments",
             fix="unset PYTHONHOME",
         )
 
@@ -44,14 +44,14 @@ def _narrow() -> Iterator[Finding]:
         yield Finding(
             name="python-32-bit",
             status=Status.FAILURE,
-            what="this Python is a 32-bit program",
-            why="torch exists for 64-bit ones only",
-            fix="install a 64-bit Python and make a new virtual environment with it",
+            what="this Python is a 32-bit build",
+            why="torch supports 64-bit Python only",
+            fix="install a 64-bit Python and create a new virtual environment with it",
         )
 
 
 def _other_python(surroundings: Surroundings) -> Iterator[Finding]:
-    """Yield that ``python`` is not the Python that muster starts ranks with."""
+    """Yield a note if ``python`` is not the Python that muster starts ranks with."""
     usual = shutil.which("python", path=surroundings.environment.get("PATH", ""))
     if usual is None or Path(usual).parent == Path(surroundings.python).parent:
         return
@@ -61,12 +61,12 @@ def _other_python(surroundings: Surroundings) -> Iterator[Finding]:
         name="other-python-on-path",
         status=Status.NOTE,
         what=f"python is {usual}, but muster runs scripts with {surroundings.python}",
-        why="packages that are installed with the one are not seen by the other",
-        fix=f"{surroundings.python} -m pip install …  # installs for muster's",
+        why="packages installed with one are not available in the other",
+        fix=f"{surroundings.python} -m pip install …  # installs for muster's Python",
     )
 
 
-# ---- which packages it imports
+# ---- imported packages
 
 
 def _imports(surroundings: Surroundings) -> Iterator[Finding]:
@@ -78,12 +78,12 @@ def _imports(surroundings: Surroundings) -> Iterator[Finding]:
     yield from found
     if not found:
         folder = installed.torch_folder(surroundings)
-        words = f"packages in {folder.parent}" if folder else "packages where Python has them"
+        words = f"packages in {folder.parent}" if folder else "packages in Python's search path"
         yield Finding(name="python-imports", status=Status.OK, what=words)
 
 
 def _beside(module: str, surroundings: Surroundings) -> Iterator[Finding]:
-    """Yield a file or folder in the working folder that a script there imports instead."""
+    """Yield a file or folder in the working folder that shadows a module."""
     mine = installed.importable(module, surroundings.folder)
     real = installed.copies(module, surroundings)
     if mine is None or (real and mine.resolve() == real[0].resolve()):
@@ -95,15 +95,15 @@ def _beside(module: str, surroundings: Surroundings) -> Iterator[Finding]:
     yield Finding(
         name="module-shadowed",
         status=Status.FAILURE,
-        what=f"{mine} stands in the way of {module}",
-        why=f"a script in {surroundings.folder} that says “import {module}” gets this one, because "
-        "Python looks beside the script first",
+        what=f"{mine} shadows {module}",
+        why=f"“import {module}” in a script in {surroundings.folder} imports this one, because "
+        "Python searches the script's folder first",
         fix=fix,
     )
 
 
 def _twice(module: str, surroundings: Surroundings) -> Iterator[Finding]:
-    """Yield a module that is installed in two places in different versions."""
+    """Yield a module that is installed twice in different versions."""
     found = installed.copies(module, surroundings)
     if len(found) < 2 or found[0].is_file() or found[0].resolve() == found[1].resolve():
         return
@@ -115,22 +115,22 @@ def _twice(module: str, surroundings: Surroundings) -> Iterator[Finding]:
     listed = [Path(one).resolve() for one in variable.split(os.pathsep) if one]
     status = Status.WARNING
     if taken.parent.resolve() in listed:
-        why, fix = "PYTHONPATH puts its folder before Python's own", "unset PYTHONPATH"
+        why, fix = "PYTHONPATH puts its folder first", "unset PYTHONPATH"
     elif (Path(surroundings.environment.get("HOME", "~")) / ".local") in taken.parents:
-        why = "what was installed with --user comes before what all users have"
+        why = "packages installed with --user come before system packages"
         fix = "export PYTHONNOUSERSITE=1"
     elif (environment := _virtual_environment(taken)) and environment not in other.parents:
         status, fix = Status.NOTE, ""
-        why = "the virtual environment's own comes first, as it should"
+        why = "the virtual environment's copy comes first, as intended"
     else:
         why = "its folder comes first in Python's search path"
-        fix = f"{surroundings.python} -m pip uninstall {module}  # until only one is left"
+        fix = f"{surroundings.python} -m pip uninstall {module}  # repeat until one is left"
     yield Finding(
         name="module-twice",
         status=status,
-        what=f"{module} is installed twice: {versions[0]} in {taken.parent} is taken, "
+        what=f"{module} is installed twice: {versions[0]} in {taken.parent} is imported, "
         f"{versions[1]} in {other.parent} is not",
-        why=f"{why}; packages that belong to the other one get this one",
+        why=f"{why}; packages built for the other copy import this one",
         fix=fix,
     )
 
@@ -149,12 +149,12 @@ def _version(module: str, place: Path, surroundings: Surroundings) -> str:
 CHECKS = (
     Check(
         name="python",
-        asks="Is this Python one that torch can work with, and the one that is meant?",
+        asks="Does torch support this Python, and is it the one on PATH?",
         run=_python,
     ),
     Check(
         name="python-imports",
-        asks="Does Python import the packages that were installed, and not others of their name?",
+        asks="Does Python import the installed packages, and not others of the same name?",
         run=_imports,
     ),
 )

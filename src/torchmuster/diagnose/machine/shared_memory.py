@@ -1,4 +1,4 @@
-"""Shared memory: /dev/shm, through which DataLoader workers, gloo and NCCL hand data to each other."""
+"""Shared memory: /dev/shm, through which DataLoader workers, gloo and NCCL exchange data."""
 
 import os
 import re
@@ -14,30 +14,30 @@ from torchmuster.finding import Finding, Status
 from torchmuster.units import MiB, format_bytes
 
 FOLDER = "/dev/shm"  # noqa: S108
-# What Docker, Podman and Kubernetes give unless told otherwise; any real machine has gigabytes.
+# The default of Docker, Podman and Kubernetes; bare-metal hosts have gigabytes.
 _CONTAINER_DEFAULT_BYTES = 64 * MiB
 _BARELY_ANY_BYTES = MiB
-# A younger file may be in the making.
+# A younger file may still be in use by its creator.
 _STALE_AFTER_S = 60.0
-# Left behind by torch, OpenMP and CUDA, with the process id in the name. Of what others leave (Python,
-# NCCL) it cannot be told whose it is.
+# Left behind by torch, OpenMP and CUDA, with the process id in the name. Files of Python and NCCL
+# do not name their process.
 _LEFTOVER = re.compile(
     r"torch_(\d+)_.*|__KMP_REGISTERED_LIB_(\d+).*|cuda\.shm\.\w+\.([0-9a-f]+)\..*"
 )
-# The namespace in which every process of the machine can be seen. A container that shares /dev/shm with
-# others but not their processes would take what they use for left over.
+# The initial PID namespace. A container that shares /dev/shm but not the PID namespace would
+# mistake files in use for leftovers.
 _ALL_PROCESSES = "pid:[4026531836]"
 _FILES_SHOWN = 5
 
 _LARGER = """docker run --shm-size=8g …  # or --ipc=host
 shm_size: 8gb  # in a docker compose file, at the service
 volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]  # Kubernetes, mounted at /dev/shm
-sudo mount -o remount,size=90% /dev/shm  # a machine of your own"""
+sudo mount -o remount,size=90% /dev/shm  # outside containers"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Leftover:
-    """A file whose maker has ended and that no process uses any more."""
+    """A file whose creator has exited and that no process has open."""
 
     path: str
     size_bytes: int
@@ -45,7 +45,7 @@ class _Leftover:
 
 
 def check_shared_memory(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the size of /dev/shm, what is free of it, and what dead processes left there."""
+    """Check the size and free space of /dev/shm, and files left there by dead processes."""
     try:
         room = os.statvfs(surroundings.path(FOLDER))
     except OSError:
@@ -69,8 +69,8 @@ def _shared_memory_findings(
             name="shared-memory-small",
             status=Status.WARNING,
             what=f"{FOLDER} has only {format_bytes(total)}",
-            why="a container gets this little by default; one batch of 64 images takes 37 MiB and each "
-            "DataLoader worker holds two: they end with “Bus error” or “unable to allocate shared "
+            why="this is the default of a container; one batch of 64 images takes 37 MiB and each "
+            "DataLoader worker holds two: they fail with “Bus error” or “unable to allocate shared "
             "memory”, and so does NCCL",
             fix=_LARGER,
             evidence=seen,
@@ -81,17 +81,18 @@ def _shared_memory_findings(
             name="shared-memory-full",
             status=Status.FAILURE if free < _BARELY_ANY_BYTES else Status.WARNING,
             what=f"{FOLDER} is full: {format_bytes(free)} of {format_bytes(total)} are free",
-            why="DataLoader workers and NCCL take their buffers from it and end with “Bus error” or "
+            why="DataLoader workers and NCCL allocate buffers in it and fail with “Bus error” or "
             "“No space left on device”"
             + (f"; {_shared_memory_message(leftovers)}" if leftovers else ""),
-            fix=_removal(leftovers) or f"ls -lS {FOLDER} | head  # what fills it, and whose it is",
+            fix=_removal(leftovers)
+            or f"ls -lS {FOLDER} | head  # the largest files and their owners",
             evidence=seen,
         )
     elif wasted > _CONTAINER_DEFAULT_BYTES:
         yield Finding(
             name="shared-memory-stale",
             status=Status.NOTE,
-            what=f"{format_bytes(wasted)} of {FOLDER} are held by files that nobody uses",
+            what=f"{format_bytes(wasted)} of {FOLDER} are taken by unused files",
             why=_shared_memory_message(leftovers),
             fix=_removal(leftovers),
             evidence=seen,
@@ -102,8 +103,8 @@ def _missing() -> Finding:
     return Finding(
         name="shared-memory-missing",
         status=Status.FAILURE,
-        what=f"there is no {FOLDER}",
-        why="DataLoader workers, gloo and NCCL hand data to each other through it and cannot start",
+        what=f"{FOLDER} does not exist",
+        why="DataLoader workers, gloo and NCCL exchange data through it and cannot start",
         fix=f"sudo mkdir -p {FOLDER} && sudo mount -t tmpfs -o size=50%,mode=1777 tmpfs {FOLDER}",
     )
 
@@ -113,7 +114,7 @@ def _shared_memory_message(leftovers: Sequence[_Leftover]) -> str:
     wasted = format_bytes(sum(one.size_bytes for one in leftovers))
     files = "1 file is" if len(leftovers) == 1 else f"{len(leftovers)} files are"
     users = ", ".join(str(uid) for uid in owners)
-    return f"{files} left of processes that ended ({wasted}, user id {users})"
+    return f"{files} left over from processes that exited ({wasted}, user id {users})"
 
 
 def _removal(leftovers: Sequence[_Leftover]) -> str:
@@ -122,7 +123,7 @@ def _removal(leftovers: Sequence[_Leftover]) -> str:
 
 
 def _leftovers(surroundings: Surroundings) -> list[_Leftover]:
-    """Return the files of makers that have ended that nobody has open; only one's own, unless root."""
+    """Return the leftover files of this user; as root, those of all users."""
     proc = surroundings.path("/proc")
     if not _sees_all_processes(proc):
         return []
@@ -145,7 +146,7 @@ def _sees_all_processes(proc: Path) -> bool:
 
 
 def _maker(name: str) -> int | None:
-    """Return the process that made a file, by its name; None if the name does not tell."""
+    """Return the id of the process that created a file, from its name; None if it has none."""
     match = _LEFTOVER.fullmatch(name)
     if match is None:
         return None
@@ -173,7 +174,7 @@ def _candidates(folder: Path, proc: Path) -> Iterator[tuple[str, os.stat_result]
 
 
 def _in_use(proc: Path) -> set[str]:
-    """Return the files of shared memory that processes have mapped or open, as far as one may see."""
+    """Return the files in /dev/shm that visible processes have mapped or open."""
     found: set[str] = set()
     for process in proc.glob("[0-9]*"):
         try:
@@ -183,7 +184,7 @@ def _in_use(proc: Path) -> set[str]:
             )
             found.update(_open(process / "fd"))
         except OSError:
-            continue  # it has ended, or it is somebody else's
+            continue  # it has exited, or belongs to another user
     return found
 
 
@@ -198,7 +199,7 @@ def _open(folder: Path) -> Iterable[str]:
 CHECKS = (
     Check(
         name="shared-memory",
-        asks="Is there room in /dev/shm for what processes hand to each other?",
+        asks="Is there enough free space in /dev/shm?",
         run=check_shared_memory,
         systems=("linux",),
     ),

@@ -17,7 +17,7 @@ from torchmuster.units import GiB, MiB, format_bytes
 _WRITTEN_BYTES = 8 * MiB
 _SLOW_BYTES_PER_S = 20 * 10**6
 _SLOW_SYNC_S = 0.5
-# Others may use the disk at the moment, so the best of several tries counts.
+# Other processes may be using the disk, so the best of several tries counts.
 _TRIES = 3
 _PAUSE_S = 0.3
 _BUDGET_S = 12.0
@@ -25,34 +25,34 @@ _BUDGET_S = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The best that was seen."""
+    """The best measured disk speed."""
 
     bytes_per_s: float
     sync_s: float
 
     @property
     def writes_slowly(self) -> bool:
-        """Whether large checkpoints would hold up training."""
+        """Whether large checkpoints would stall training."""
         return self.bytes_per_s < _SLOW_BYTES_PER_S
 
     @property
     def is_slow(self) -> bool:
-        """Whether logs and checkpoints would hold up training, be they large or many."""
+        """Whether large or frequent writes would stall training."""
         return self.writes_slowly or self.sync_s > _SLOW_SYNC_S
 
 
 def check_disk_speed(surroundings: Surroundings) -> Iterator[Finding]:
-    """Write and make durable a few MiB; say so if even the best try was slow."""
+    """Write and fsync a few MiB; warn if even the best try was slow."""
     folder = next(
         one for one in (surroundings.folder, *surroundings.folder.parents) if one.is_dir()
     )
     try:
         speed = measure_disk_speed(folder)
-    except OSError as error:  # the check of the run folder says what is wrong with it
+    except OSError as error:  # the run-folder check reports the cause
         yield Finding(name="disk-speed", status=Status.OK, what=f"not measured: {error.strerror}")
         return
     seen = (
-        f"{format_bytes(round(speed.bytes_per_s))}/s to {folder}, a small file is safe after "
+        f"{format_bytes(round(speed.bytes_per_s))}/s to {folder}, fsync of a small file takes "
         f"{speed.sync_s * 1000:.1f} ms"
     )
     if not speed.is_slow:
@@ -63,12 +63,12 @@ def check_disk_speed(surroundings: Surroundings) -> Iterator[Finding]:
         minutes = 10 * 1024 * MiB / speed.bytes_per_s / 60
         why = f"a checkpoint of 10 GiB would take {minutes:.0f} minutes, and the ranks wait for it"
     else:
-        how = f"takes {speed.sync_s * 1000:.0f} ms to make a small file safe"
-        why = "the ranks wait so long for each file of a checkpoint and each record of a log"
+        how = f"takes {speed.sync_s * 1000:.0f} ms to fsync a small file"
+        why = "the ranks wait that long for each checkpoint file and each log record"
     yield Finding(
         name="disk-slow",
         status=Status.WARNING,
-        what=f"the disk below {folder} {how}",
+        what=f"the disk of {folder} {how}",
         why=why,
         fix="use a folder on a local disk for runs:\nmuster run --runs /scratch/runs …",
         evidence=f"{seen}; best of {_TRIES} tries with {format_bytes(_WRITTEN_BYTES)}",
@@ -76,7 +76,7 @@ def check_disk_speed(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def measure_disk_speed(folder: Path) -> Speed:
-    """Return the best of a few tries; a disk that is found fast is not tried again."""
+    """Return the best of up to three tries; stop at the first fast one."""
     until = time.monotonic() + _BUDGET_S
     best = _try(folder)
     for _ in range(_TRIES - 1):
@@ -92,7 +92,7 @@ def measure_disk_speed(folder: Path) -> Speed:
 
 
 def _try(folder: Path) -> Speed:
-    block = os.urandom(MiB)  # what compresses well would be written in no time
+    block = os.urandom(MiB)  # not compressible
     with tempfile.TemporaryFile(dir=folder) as stream:
         began = time.monotonic()
         for _ in range(_WRITTEN_BYTES // MiB):
@@ -113,7 +113,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """A mounted filesystem: where, of which kind, from what, and how."""
+    """A mounted filesystem: mount point, type, source and options."""
 
     folder: str
     kind: str
@@ -122,7 +122,7 @@ class Mount:
 
 
 def mount_of(folder: Path, surroundings: Surroundings) -> Mount | None:
-    """Return the filesystem that a folder is on; None where the system does not tell."""
+    """Return the filesystem of a folder; None if the system does not report it."""
     wanted = PurePosixPath(folder.resolve().as_posix())
     found = None
     for line in (surroundings.text("/proc/self/mountinfo") or "").splitlines():
@@ -131,7 +131,7 @@ def mount_of(folder: Path, surroundings: Surroundings) -> Mount | None:
         if len(fields) < 6 or len(kind) < 2:
             continue
         place = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields[4])
-        # The last one mounted at a place hides those before it.
+        # The last mount at a mount point hides earlier ones.
         if wanted.is_relative_to(place) and (found is None or len(place) >= len(found.folder)):
             options = tuple(fields[5].split(","))
             found = Mount(folder=place, kind=kind[0], source=kind[1], options=options)
@@ -142,7 +142,7 @@ _BARELY_ANY_BYTES = 16 * MiB
 _LITTLE_BYTES = GiB
 _LITTLE_TEMPORARY_BYTES = 64 * MiB
 _FEW_FILES = 1000
-# Over these every small write goes through a network or through another system.
+# On these filesystems every write goes over a network or to another operating system.
 _FAR_AWAY = (
     "nfs",
     "nfs4",
@@ -157,12 +157,12 @@ _FAR_AWAY = (
 # A socket's path has at most 107 characters, and multiprocessing adds /pymp-12345678/listener-12345678.
 _LONGEST_TEMPORARY = 107 - 33
 _EVERYBODYS = ("/tmp", "/var/tmp")  # noqa: S108
-_LOG = "sudo dmesg | tail  # whether the kernel met an error of the disk"
+_LOG = "sudo dmesg | tail  # shows disk errors"
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
 
 
 def run_folder(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the folder below which runs are written."""
+    """Check the folder for runs."""
     folder = surroundings.folder
     mount = mount_of(folder, surroundings)
     findings = list(_no_room(folder, "run-folder", _LITTLE_BYTES))
@@ -172,7 +172,7 @@ def run_folder(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def temporary_folder(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the folder that torchrun, multiprocessing and torch.compile write to."""
+    """Check the folder that torchrun, multiprocessing and torch.compile write to."""
     folder = Path(surroundings.environment.get("TMPDIR") or surroundings.path("/tmp"))  # noqa: S108
     mount = mount_of(folder, surroundings)
     findings = list(_no_room(folder, "temporary-folder", _LITTLE_TEMPORARY_BYTES))
@@ -184,7 +184,7 @@ def temporary_folder(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def cache_folders(surroundings: Surroundings) -> Iterator[Finding]:
-    """Look at the folders in which compiled kernels and downloaded models are kept."""
+    """Check the cache folders of compiled kernels and downloaded models."""
     chosen = {
         name: Path(value).expanduser()
         for name in CACHES
@@ -198,7 +198,7 @@ def cache_folders(surroundings: Surroundings) -> Iterator[Finding]:
         for name, folder in chosen.items()
         if (trouble := _trouble(folder)) is not None
     ]
-    seen = ", ".join(f"{name} {folder}" for name, folder in chosen.items()) or "the usual ones"
+    seen = ", ".join(f"{name} {folder}" for name, folder in chosen.items()) or "the default folders"
     yield from findings or [Finding(name="cache-folders", status=Status.OK, what=seen)]
 
 
@@ -211,12 +211,12 @@ def _fine(name: str, folder: Path, mount: Mount | None) -> Finding:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest above it that exists: the others will be made."""
+    """Return the folder or its nearest existing parent: missing folders will be created."""
     return next((one for one in (folder, *folder.parents) if one.exists()), folder)
 
 
 def _trouble(folder: Path) -> OSError | None:
-    """Try to write a little there: permissions alone do not tell (root, NFS, quotas)."""
+    """Return the error of a test write; permissions alone do not show it (root, NFS, quotas)."""
     try:
         with tempfile.TemporaryFile(dir=_existing(folder)) as stream:
             stream.write(b"\0" * 4096)
@@ -228,7 +228,7 @@ def _trouble(folder: Path) -> OSError | None:
 
 
 def _storage_room(folder: Path) -> tuple[int, int, int | None]:
-    """Return size, free bytes and free files; None where the filesystem does not count files."""
+    """Return size, free bytes and free inodes; None if the filesystem has no inode limit."""
     if not hasattr(os, "statvfs"):
         import shutil
 
@@ -251,9 +251,10 @@ def _no_room(folder: Path, name: str, little_bytes: int) -> Iterator[Finding]:
         yield Finding(
             name=f"{name}-no-inodes",
             status=Status.FAILURE if full or files == 0 else Status.WARNING,
-            what=f"the filesystem of {folder} can hold only {files or 0:,} more files",
-            why="it has room for bytes but not for files: every new one ends with “No space left on device”",
-            fix=f"sudo du --inodes -xS {quoted} | sort -n | tail  # where the many files are",
+            what=f"the filesystem of {folder} has only {files or 0:,} free inodes",
+            why="there is free space but no inode for a new file: creating one fails with “No "
+            "space left on device”",
+            fix=f"sudo du --inodes -xS {quoted} | sort -n | tail  # folders with the most files",
             evidence=f"df -i {quoted}",
         )
     elif full or free < little_bytes:
@@ -262,9 +263,9 @@ def _no_room(folder: Path, name: str, little_bytes: int) -> Iterator[Finding]:
             status=Status.FAILURE if full or free < _BARELY_ANY_BYTES else Status.WARNING,
             what=f"the disk of {folder} is {'full' if full else 'nearly full'}: "
             f"{format_bytes(free)} of {format_bytes(total)} are free",
-            why="logs and checkpoints end with “No space left on device”, and a checkpoint that was "
-            "written half is lost",
-            fix=f"du -xh --max-depth=2 {quoted} | sort -h | tail  # what takes the room",
+            why="writing logs and checkpoints fails with “No space left on device”, and a partly "
+            "written checkpoint is lost",
+            fix=f"du -xh --max-depth=2 {quoted} | sort -h | tail  # the largest folders",
             evidence=f"df -h {quoted}",
         )
 
@@ -280,31 +281,31 @@ def _cannot_write(folder: Path, name: str, trouble: OSError) -> Finding:
     return Finding(
         name=f"{name}-{word}",
         status=Status.FAILURE,
-        what=f"nothing can be written to {folder}",
-        why=f"{why}; logs and checkpoints have no place" if name == "run-folder" else why,
+        what=f"cannot write to {folder}",
+        why=f"{why}; logs and checkpoints cannot be written" if name == "run-folder" else why,
         fix="\n".join(_ways_to_write(_existing(folder), name, trouble.errno)),
         evidence=str(trouble),
     )
 
 
 def _ways_to_write(folder: Path, name: str, number: int | None) -> Iterator[str]:
-    """Give the steps in the order in which they do least harm: whose folder it is stays as it is."""
+    """Yield the commands, least invasive first; none changes the folder's owner."""
     quoted = shlex.quote(str(folder))
     everybodys = str(folder) in _EVERYBODYS
     if number in (errno.EROFS, errno.EIO, errno.ESTALE):
         yield _LOG
     elif number == errno.EDQUOT:
-        yield "quota -s  # how much you may use"
+        yield "quota -s  # your limits"
         yield f"du -xh --max-depth=2 {quoted} | sort -h | tail"
     elif number in (errno.EACCES, errno.EPERM) and everybodys:
-        yield f"sudo chmod 1777 {quoted}  # as it is meant to be"
+        yield f"sudo chmod 1777 {quoted}  # the standard permissions"
     if name == "run-folder":
-        yield "mkdir -p ~/runs  # or wherever you may write"
+        yield "mkdir -p ~/runs  # or any folder you can write to"
         yield "muster run --runs ~/runs …"
     else:
         yield f"export TMPDIR={'/tmp' if str(folder) == '/var/tmp' else '/var/tmp'}"  # noqa: S108
     if number == errno.EROFS:
-        # What the kernel made read-only after an error is damaged further by writing.
+        # A filesystem that the kernel remounted read-only after an error is damaged by writes.
         yield f'sudo mount -o remount,rw "$(stat -c %m {quoted})"  # only if the log shows no error'
 
 
@@ -313,8 +314,8 @@ def _far_away(folder: Path, mount: Mount) -> Finding:
         name="run-folder-far",
         status=Status.NOTE,
         what=f"{folder} is on {mount.kind} ({mount.source})",
-        why="every rank's log and checkpoint goes over it; if it stalls, so does training",
-        fix="muster doctor --deep  # measures how fast it is",
+        why="every rank writes logs and checkpoints to it; if it stalls, training stalls",
+        fix="muster doctor --deep  # measures its speed",
     )
 
 
@@ -326,11 +327,11 @@ def _no_programs(folder: Path, mount: Mount) -> Finding:
     return Finding(
         name="temporary-folder-noexec",
         status=Status.WARNING,
-        what=f"programs in {folder} may not be run (noexec)",
-        why="torch.compile and Triton put compiled code there and load it, and end with “failed to map "
+        what=f"{folder} is mounted noexec",
+        why="torch.compile and Triton load compiled code from there and fail with “failed to map "
         "segment from shared object”",
         fix="export TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/torchinductor\n"
-        f"sudo mount -o remount,exec {shlex.quote(mount.folder)}  # or allow it",
+        f"sudo mount -o remount,exec {shlex.quote(mount.folder)}  # or allow execution",
         evidence=f"{mount.folder}: {','.join(mount.options)}",
     )
 
@@ -340,22 +341,23 @@ def _long_name(folder: Path) -> Finding:
         name="temporary-folder-long",
         status=Status.WARNING,
         what=f"the path of the temporary folder has {len(str(folder))} characters",
-        why="DataLoader workers make sockets below it, whose paths may have 107; they end with “AF_UNIX "
-        "path too long”",
+        why="DataLoader workers create sockets there, and a socket's path is limited to 107 "
+        "characters; they fail with “AF_UNIX path too long”",
         fix="export TMPDIR=/tmp",
         evidence=f"TMPDIR={folder}",
     )
 
 
 def _unwritable_cache(name: str, folder: Path, trouble: OSError) -> Finding:
-    kept = "Triton, Hugging Face and others keep" if name == "HOME" else "it keeps"
+    kept = "Triton, Hugging Face and others store" if name == "HOME" else "libraries store"
     return Finding(
         name="cache-not-writable",
         status=Status.WARNING,
-        what=f"nothing can be written to {folder} ({name})",
-        why=f"{kept} compiled kernels or downloaded models there and would end with "
+        what=f"cannot write to {folder} ({name})",
+        why=f"{kept} compiled kernels or downloaded models there and would fail with "
         f"“{trouble.strerror or trouble}”",
-        fix=f"export {name}=/tmp/{name.lower()} && mkdir -p /tmp/{name.lower()}  # or another of yours",
+        fix=f"export {name}=/tmp/{name.lower()} && mkdir -p /tmp/{name.lower()}  # or another "
+        "folder",
         evidence=str(trouble),
     )
 
@@ -363,7 +365,7 @@ def _unwritable_cache(name: str, folder: Path, trouble: OSError) -> Finding:
 CHECKS = (
     Check(
         name="run-folder",
-        asks="Is there room for runs, and may they be written?",
+        asks="Is the folder for runs writable, with enough free space?",
         run=run_folder,
     ),
     Check(
@@ -374,12 +376,12 @@ CHECKS = (
     ),
     Check(
         name="cache-folders",
-        asks="Can compiled kernels and downloaded models be kept?",
+        asks="Are the caches of compiled kernels and downloaded models writable?",
         run=cache_folders,
     ),
     Check(
         name="disk-speed",
-        asks="Is the disk below the run folder fast enough for logs and checkpoints?",
+        asks="Is the disk of the run folder fast enough for logs and checkpoints?",
         run=check_disk_speed,
         cost=Cost.SECONDS,
         deadline_s=30.0,

@@ -1,4 +1,4 @@
-"""Torch at work, in a process of its own: imported, a group of one rank, matrix products checked."""
+"""Test torch in a separate process: import, a process group of one rank, matrix products."""
 
 import contextlib
 import json
@@ -22,44 +22,44 @@ PROBE = "torchmuster.diagnose.probes.torch_at_work"
 DEADLINE_S = 60.0
 _LAST_WORDS_S = 2.0
 _TAIL_LINES = 6
-# The slowest of alike devices that nobody else uses may be so much slower than the middle one.
+# An idle device below this share of the median of its model is slow.
 _SLOW = 0.8
 
 _DOING = {
     "": "starting",
     "import": "importing torch",
-    "numpy": "making a tensor from a NumPy array",
-    "group": "making a gloo group of one rank",
+    "numpy": "creating a tensor from a NumPy array",
+    "group": "creating a gloo process group of one rank",
     "device": "multiplying matrices",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What the probe did: its records, how it ended, and the end of what it wrote besides."""
+    """The result of the probe: its records, its exit code, and the tail of its stderr."""
 
     records: tuple[Mapping[str, Any], ...] = ()
-    code: int | None = 0  # None: it had to be ended
+    code: int | None = 0  # None: killed after the deadline
     complaint: str = ""
     seconds: float = field(default=0.0, compare=False)
 
     def of(self, stage: str) -> list[Mapping[str, Any]]:
-        """Return the records of a stage that was gone through."""
+        """Return the records of a completed stage."""
         return [one for one in self.records if one.get("stage") == stage and "begun" not in one]
 
     @property
     def last_begun(self) -> str:
-        """The stage that it was in when it ended."""
+        """The stage it was in when it exited."""
         return next((str(one["stage"]) for one in reversed(self.records) if "begun" in one), "")
 
 
 def _run_torch_at_work(surroundings: Surroundings) -> Iterator[Finding]:
     if installed.torch_folder(surroundings) is None:
-        return  # said already
+        return  # reported by torch-whole
     trial = try_torch([surroundings.python, "-P", "-m", PROBE], surroundings.environment)
     busy: set[int] = set()
     gpus = False
-    with contextlib.suppress(DevicesSilent):  # what torch made of them is then the more worth
+    with contextlib.suppress(DevicesSilent):  # then torch's own result is all there is
         node = surroundings.look()
         busy = {one.index for one in node.accelerators if one.compute_processes}
         gpus = node.main_kind in (DeviceKind.CUDA, DeviceKind.ROCM)
@@ -69,7 +69,7 @@ def _run_torch_at_work(surroundings: Surroundings) -> Iterator[Finding]:
 def try_torch(
     words: Sequence[str], environment: Mapping[str, str], *, within_s: float = DEADLINE_S
 ) -> Trial:
-    """Run the probe and return what it did; one that hangs is ended with all it started."""
+    """Run the probe and return its result; if it hangs, kill it with all its children."""
     began = time.monotonic()
     process = subprocess.Popen(
         list(words),
@@ -95,7 +95,7 @@ def try_torch(
 
 
 def _last_words(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Return what it wrote; one that waits for a device or a disk cannot be killed until that answers."""
+    """Return the output so far; a process in uninterruptible I/O may not die from SIGKILL yet."""
     try:
         return process.communicate(timeout=_LAST_WORDS_S)
     except subprocess.TimeoutExpired as error:
@@ -109,7 +109,7 @@ def _last_words(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
 def _records(lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     for line in lines:
         if line.startswith(MARK):
-            with contextlib.suppress(ValueError):  # half a line, as it was when it ended
+            with contextlib.suppress(ValueError):  # a line cut off when it was killed
                 record = json.loads(line[len(MARK) :])
                 if isinstance(record, dict) and "stage" in record:
                     yield record
@@ -130,7 +130,7 @@ def _tail(text: str) -> str:
 def judge_trial(
     trial: Trial, *, python: str, gpus: bool, busy: Collection[int] = ()
 ) -> Iterator[Finding]:
-    """Yield what the trial shows; ``busy`` are the devices that others use, which may be slow."""
+    """Yield the findings of a trial; ``busy`` are devices in use by others, which may be slow."""
     found = [
         *_ended_early(trial, python),
         *_torch_at_work_numpy(trial, python),
@@ -155,25 +155,26 @@ def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
         yield Finding(
             name="torch-hangs",
             status=Status.FAILURE,
-            what=f"torch did not get beyond {doing} within {trial.seconds:.0f} s",
-            why="a disk or a driver that it needs does not answer; a run would wait in the same place",
-            fix="df -h; sudo dmesg | tail -20  # the first hangs on a dead network disk, the second "
-            "shows a driver in trouble",
+            what=f"torch hangs while {doing}: no progress within {trial.seconds:.0f} s",
+            why="a disk or a driver that it needs does not respond; a run would hang in the same "
+            "place",
+            fix="df -h; sudo dmesg | tail -20  # df hangs if a network disk is dead, dmesg shows "
+            "driver errors",
             evidence=trial.complaint,
         )
     elif trial.code:
         how = f"signal {-trial.code}" if trial.code < 0 else f"exit code {trial.code}"
         last = trial.complaint.splitlines()[-1:] or [how]
-        known = next(iter(explain_text(trial.complaint, host="this machine")), None)
+        known = next(iter(explain_text(trial.complaint, host="this host")), None)
         yield Finding(
             name="torch-import-fails" if trial.last_begun in ("", "import") else "torch-crashes",
             status=Status.FAILURE,
             what=f"torch fails while {doing}: {last[0]}",
-            why=f"every script here fails in the same way ({how})"
+            why=f"every script on this host fails the same way ({how})"
             + (f"; {known.what}: {known.why}" if known else ""),
             fix=known.fix
             if known
-            else "muster doctor  # what is found besides is often the cause\n"
+            else "muster doctor  # its other findings often show the cause\n"
             f"{python} -m pip install --force-reinstall torch",
             evidence=trial.complaint,
         )
@@ -185,7 +186,7 @@ def _torch_at_work_numpy(trial: Trial, python: str) -> Iterator[Finding]:
             yield Finding(
                 name="numpy-broken",
                 status=Status.WARNING if record.get("installed") else Status.NOTE,
-                what="torch cannot make tensors from NumPy arrays",
+                what="torch cannot create tensors from NumPy arrays",
                 why=str(record["error"]),
                 fix=f'{python} -m pip install --force-reinstall numpy  # "numpy<2" for torch before 2.3',
             )
@@ -197,7 +198,7 @@ def _group(trial: Trial) -> Iterator[Finding]:
             yield Finding(
                 name="gloo-fails",
                 status=Status.FAILURE,
-                what="torch cannot make a group of one rank with gloo on this machine",
+                what="torch cannot create a gloo process group of one rank on this host",
                 why=str(record["error"]),
                 fix="muster doctor --only names network-interfaces variables",
             )
@@ -208,8 +209,8 @@ def _gpus_seen(record: Mapping[str, Any], gpus: bool) -> Iterator[Finding]:
         yield Finding(
             name="gpus-not-usable",
             status=Status.FAILURE,
-            what="torch is built for the GPUs of this machine, but sees none",
-            why=str(record.get("gpu_error") or "the driver shows none to it"),
+            what="torch is built for the GPUs of this host, but finds none",
+            why=str(record.get("gpu_error") or "the driver reports no GPU"),
             fix="muster doctor --only accelerators torch variables",
         )
 
@@ -223,9 +224,9 @@ def _torch_at_work_device(record: Mapping[str, Any]) -> Iterator[Finding]:
             status=Status.FAILURE,
             what=f"{name} cannot multiply matrices",
             why=str(record["error"]),
-            fix="take a torch that is built for this GPU"
+            fix="install a torch that is built for this GPU"
             if missing
-            else "sudo dmesg | grep -i xid  # names what the driver saw",
+            else "sudo dmesg | grep -i xid  # shows the driver's errors",
             evidence=f"this torch has code for {', '.join(record['built_for'])}"
             if record.get("built_for")
             else "",
@@ -235,16 +236,17 @@ def _torch_at_work_device(record: Mapping[str, Any]) -> Iterator[Finding]:
             name="device-computes-wrongly",
             status=Status.FAILURE,
             what=f"{name} computes wrong values: {record['wrong']} of {record['products']} products",
-            why="the products are of whole numbers and have one right answer; a training run on it "
-            "goes wrong without a word",
-            fix=f"leave {name} out of runs and have it replaced; run it at its standard clocks",
+            why="the products are of integers and have one correct result; training on it gives "
+            "wrong results without an error",
+            fix=f"exclude {name} from runs and replace it; if it is overclocked, use standard "
+            "clocks",
         )
 
 
 def _torch_at_work_slow(
     records: Sequence[Mapping[str, Any]], busy: Collection[int]
 ) -> Iterator[Finding]:
-    """Compare GPUs of one model with each other: what is normal differs from model to model."""
+    """Compare GPUs of one model with each other, as normal speed differs between models."""
     timed = [one for one in records if one.get("gflops") and one.get("index") not in (None, *busy)]
     for model in dict.fromkeys(one["model"] for one in timed):
         alike = sorted(
@@ -256,7 +258,8 @@ def _torch_at_work_slow(
                 yield Finding(
                     name="device-slow",
                     status=Status.WARNING,
-                    what=f"{one['name']} reaches {one['gflops'] / middle:.0%} of what its like here do",
+                    what=f"{one['name']} reaches {one['gflops'] / middle:.0%} of the speed of the "
+                    "same model here",
                     why="in a distributed run every other GPU waits for it",
                     fix=f"nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE -i {one['index']}",
                     evidence=f"{one['gflops']:.0f} GFLOP/s, the others {middle:.0f}",
@@ -266,7 +269,8 @@ def _torch_at_work_slow(
 CHECKS = (
     Check(
         name="torch-at-work",
-        asks="Can torch be imported, make a group, and multiply rightly on each device?",
+        asks="Can torch be imported, create a process group, and multiply correctly on each "
+        "device?",
         run=_run_torch_at_work,
         cost=Cost.SECONDS,
         deadline_s=DEADLINE_S + _LAST_WORDS_S + LOOK_WITHIN_S + 5,

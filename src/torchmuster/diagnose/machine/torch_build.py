@@ -1,6 +1,6 @@
-"""The torch that is installed: whether it is whole, and made for this Python and these GPUs.
+"""The installed torch: whether it is complete, and built for this Python and these GPUs.
 
-It is read from its files and never imported, so that a broken one can be told from a good one.
+The checks read its files and never import it, so they also work with a broken torch.
 """
 
 import re
@@ -19,33 +19,33 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.fingerprint import LEAST_TORCH, torch_too_old
 from torchmuster.units import format_bytes
 
-# CUDA's major version -> the oldest driver that serves it (Linux, Windows). From the release notes of
-# the CUDA toolkit, table "Minimum Required Driver Version for CUDA Minor Version Compatibility"
-# (docs.nvidia.com/cuda/cuda-toolkit-release-notes).
+# CUDA's major version -> the oldest driver that supports it (Linux, Windows). From the release
+# notes of the CUDA toolkit, table "Minimum Required Driver Version for CUDA Minor Version
+# Compatibility" (docs.nvidia.com/cuda/cuda-toolkit-release-notes).
 _LEAST_DRIVERS = {
     11: ("450.80.02", "452.39"),
     12: ("525.60.13", "528.33"),
     13: ("580", "580"),
 }
-# CUDA's major version -> the lowest compute capability that it still has a compiler for. From the
+# CUDA's major version -> the lowest compute capability that its compiler supports. From the
 # same notes: CUDA 12 dropped Kepler, CUDA 13 dropped Maxwell, Pascal and Volta.
 _LOWEST_CAPABILITY = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
-# Compute capability (major) -> the first CUDA that has a compiler for it: Hopper, Blackwell. A GPU
-# runs code of its own major version, so a higher minor one needs nothing newer.
+# Compute capability (major) -> the first CUDA whose compiler supports it: Hopper, Blackwell. A GPU
+# runs code of its own major version, so a higher minor version needs nothing newer.
 _FIRST_CUDA = {9: (11, 8), 10: (12, 8), 12: (12, 8)}
 
 
 def least_driver(cuda: str, system: str) -> str | None:
-    """Return the oldest driver that serves a CUDA version; None if it is not known."""
+    """Return the oldest driver that supports a CUDA version; None if unknown."""
     known = _LEAST_DRIVERS.get(release(cuda)[0]) if release(cuda) else None
     return known and known[system == "win32"]
 
 
 def driver_serves(cuda: str, *, driver: str | None, serves: str | None) -> bool | None:
-    """Say whether a driver is new enough for a CUDA version; None if that is not known.
+    """Return whether a driver is new enough for a CUDA version; None if unknown.
 
-    ``serves`` is the newest CUDA that the driver says to serve. It decides, because beside a
-    compatibility package an old driver serves more than its own version tells.
+    ``serves`` is the newest CUDA that the driver reports. It takes precedence, because with a
+    compatibility package an old driver supports more than its version number says.
     """
     wanted = release(cuda)
     if not wanted:
@@ -57,27 +57,27 @@ def driver_serves(cuda: str, *, driver: str | None, serves: str | None) -> bool 
 
 
 def why_no_code_for(capability: tuple[int, int], cuda: str) -> str:
-    """Say why a build for this CUDA cannot have code for a GPU; nothing if it can."""
+    """Return why a build for this CUDA cannot have code for a GPU; "" if it can."""
     name = f"{capability[0]}.{capability[1]}"
     wanted = release(cuda)[:2]
     lowest = _LOWEST_CAPABILITY.get(wanted[0]) if wanted else None
     first = _FIRST_CUDA.get(capability[0])
     if lowest and capability < lowest:
         return (
-            f"its compute capability is {name}, and CUDA {cuda} makes code for "
+            f"its compute capability is {name}, and CUDA {cuda} supports "
             f"{lowest[0]}.{lowest[1]} and newer only"
         )
     if first and wanted < first:
         return (
-            f"its compute capability is {name}, for which there is code since CUDA "
-            f"{first[0]}.{first[1]}; this torch is built with {cuda}"
+            f"its compute capability is {name}, which needs CUDA "
+            f"{first[0]}.{first[1]} or newer; this torch is built with {cuda}"
         )
     return ""
 
 
 _FIELD = re.compile(r"^(\w+)\s*(?::[^=\n]*)?=\s*['\"]([^'\"]*)['\"]", re.MULTILINE)
 _VENDORS = {DeviceKind.CUDA: "NVIDIA", DeviceKind.ROCM: "AMD", DeviceKind.XPU: "Intel"}
-# A desktop's processor often has a small GPU beside it that nobody means to train on.
+# Desktop processors often have a small integrated GPU that is not used for training.
 _STATUS = {
     DeviceKind.CUDA: Status.FAILURE,
     DeviceKind.ROCM: Status.WARNING,
@@ -88,7 +88,7 @@ _INSTALLERS = {"pip", "uv"}
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What a torch was built for, by its own version file; None for what it was not built for."""
+    """What a torch was built for, from its version file; None for what it was not built for."""
 
     folder: Path
     version: str
@@ -98,20 +98,20 @@ class Build:
 
     @property
     def kinds(self) -> tuple[DeviceKind, ...]:
-        """The kinds of GPUs it can use."""
+        """The kinds of GPUs it supports."""
         versions = {DeviceKind.CUDA: self.cuda, DeviceKind.ROCM: self.hip, DeviceKind.XPU: self.xpu}
         return tuple(kind for kind, version in versions.items() if version)
 
     @property
     def words(self) -> str:
-        """What to call it."""
+        """Display name: ``torch 2.13.0 for CUDA 12.6``."""
         known = (("CUDA", self.cuda), ("ROCm", self.hip), ("XPU", self.xpu))
         made_for = [f"{name} {version}" for name, version in known if version]
         return f"torch {self.version}" + (f" for {', '.join(made_for)}" if made_for else "")
 
 
 def read_build(surroundings: Surroundings) -> Build | None:
-    """Return the build that would be imported; None if there is none, or not even its version."""
+    """Return the build that would be imported; None if it is missing or has no version file."""
     folder = installed.torch_folder(surroundings)
     try:
         text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
@@ -129,7 +129,7 @@ def read_build(surroundings: Surroundings) -> Build | None:
     )
 
 
-# ---- is it whole?
+# ---- is it complete?
 
 
 def _whole(surroundings: Surroundings) -> Iterator[Finding]:
@@ -148,8 +148,8 @@ def _whole(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="module-shadowed",
             status=Status.FAILURE,
-            what=f"{folder} stands in the way of torch",
-            why="it is a file of that name, and Python looks there first",
+            what=f"{folder} shadows torch",
+            why="it is a file of that name, and Python searches there first",
             fix=f"mv {shlex.quote(str(folder))} {shlex.quote(str(moved))}",
         )
         return
@@ -160,7 +160,9 @@ def _whole(surroundings: Surroundings) -> Iterator[Finding]:
             name="torch-broken",
             status=Status.FAILURE,
             what=f"the torch in {folder} cannot be imported",
-            why=(troubles or ["it has no readable version.py, so it is not a whole torch"])[0],
+            why=(troubles or ["it has no readable version.py, so the installation is incomplete"])[
+                0
+            ],
             fix=f"{surroundings.python} -m pip install --force-reinstall torch",
             evidence="\n".join(troubles[1:5]),
         )
@@ -169,7 +171,7 @@ def _whole(surroundings: Surroundings) -> Iterator[Finding]:
             name="torch-too-old",
             status=Status.FAILURE,
             what=f"{build.words} is older than {LEAST_TORCH}",
-            why="torchmuster uses parts of torch that older versions do not have",
+            why="torchmuster uses APIs that older versions of torch do not have",
             fix=f"{surroundings.python} -m pip install 'torch>={LEAST_TORCH}'",
         )
     else:
@@ -177,13 +179,13 @@ def _whole(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _damage(folder: Path, surroundings: Surroundings) -> Iterator[str]:
-    """Yield what is missing of an installed torch, in words."""
+    """Yield what is wrong with the files of an installed torch, as text."""
     engines = [path.name for path in folder.glob("_C.*") if path.suffix in (".so", ".pyd")]
     if not engines:
-        yield "its compiled part (torch/_C) is not there"
+        yield "its compiled extension (torch/_C) is missing"
     elif not any(f"_C{suffix}" in engines for suffix in EXTENSION_SUFFIXES):
         yield (
-            f"it was built for another Python or another kind of machine ({engines[0]}) than this "
+            f"it was built for another Python or platform ({engines[0]}) than this "
             f"Python {sys.version_info.major}.{sys.version_info.minor}"
         )
     package = installed.first_installed("torch", installed.packages(surroundings))
@@ -192,13 +194,13 @@ def _damage(folder: Path, surroundings: Surroundings) -> Iterator[str]:
 
 
 def _missing_files(package: Package) -> Iterator[str]:
-    """Yield the libraries that are not there or too short, as after an installation that broke off."""
+    """Yield the libraries that are missing or too short, as after an interrupted installation."""
     try:
         installer = (package.metadata / "INSTALLER").read_text(encoding="utf-8").strip()
     except OSError:
         return
     if installer not in _INSTALLERS:
-        return  # others change the files after they have written them down
+        return  # other installers change files after recording them
     for name, size in package.libraries():
         try:
             seen = (package.folder / name).stat().st_size
@@ -209,18 +211,18 @@ def _missing_files(package: Package) -> Iterator[str]:
             yield f"{name} has {format_bytes(seen)} of {format_bytes(size)}"
 
 
-# ---- is it made for these GPUs?
+# ---- is it built for these GPUs?
 
 
 def _hardware(surroundings: Surroundings) -> Iterator[Finding]:
     build, node = read_build(surroundings), surroundings.look()
     if build is None:
-        return  # said already
+        return  # reported by torch-whole
     kind = node.main_kind
     devices = [one for one in node.accelerators if one.kind is kind and one.mig_index is None]
     found = list(_judge(build, kind, devices, node, surroundings))
     if not found:
-        gpus = f"{label_all(devices)} can be used" if devices else "no GPU here; it uses the CPU"
+        gpus = f"{label_all(devices)} can be used" if devices else "no GPU; torch uses the CPU"
         found = [Finding(name="torch-hardware", status=Status.OK, what=gpus)]
     yield from found
 
@@ -239,8 +241,9 @@ def _judge(
         yield Finding(
             name="torch-build-without-gpu",
             status=_STATUS[kind],
-            what=f"torch {build.version} cannot use the {_VENDORS[kind]} GPUs of this machine",
-            why=f"it {made_for}; {label_all(devices)} would stay idle, and a script that asks for them fails",
+            what=f"torch {build.version} cannot use the {_VENDORS[kind]} GPUs of this host",
+            why=f"it {made_for}; {label_all(devices)} would stay idle, and a script that requests "
+            "them fails",
             fix=f"{surroundings.python} -m pip uninstall -y torch\n"
             + _other_build(wanted, kind, build, surroundings),
             evidence=f"{build.folder / 'version.py'}: {build.version}",
@@ -251,13 +254,13 @@ def _judge(
 
 
 def _other_build(wanted: str, kind: DeviceKind, build: Build, surroundings: Surroundings) -> str:
-    """Say how to install a build for these GPUs: pip by itself has only that for NVIDIA on Linux."""
+    """Return how to install a build for these GPUs: plain pip only has the NVIDIA one on Linux."""
     if kind is DeviceKind.CUDA and surroundings.system == "linux":
         unwanted = installed.local_label(build.version) or "cpu"
         return f"{surroundings.python} -m pip install torch  # {wanted}, not +{unwanted}"
     return (
         f"then install {wanted} with the command that pytorch.org shows under “Get Started”; "
-        "“pip install torch” alone gives another one"
+        "“pip install torch” alone installs another build"
     )
 
 
@@ -266,25 +269,25 @@ def _driver(cuda: str, node: Node, surroundings: Surroundings) -> Iterator[Findi
     if enough is None or node.driver_version is None:
         return
     least = least_driver(cuda, surroundings.system)
-    serves = f", which serves CUDA up to {node.cuda_version}" if node.cuda_version else ""
+    serves = f", which supports CUDA up to {node.cuda_version}" if node.cuda_version else ""
     if not enough:
-        older = f"{node.cuda_version or 'what the driver has'}"
+        older = f"{node.cuda_version or 'the version of the driver'}"
         yield Finding(
             name="driver-too-old",
             status=Status.FAILURE,
             what=f"the NVIDIA driver {node.driver_version} is too old for this torch",
-            why=f"torch is built for CUDA {cuda} and needs driver {least} or newer; here is "
+            why=f"torch is built for CUDA {cuda} and needs driver {least} or newer; installed is "
             f"{node.driver_version}{serves}",
             fix=f"install the NVIDIA driver {least} or newer and reboot\n"
-            f"or take a torch that is built for CUDA {older} or older",
+            f"or install a torch that is built for CUDA {older} or older",
         )
     elif node.cuda_version and installed.release(node.cuda_version) < installed.release(cuda)[:2]:
         yield Finding(
             name="driver-older-than-torch",
             status=Status.NOTE,
             what=f"the NVIDIA driver {node.driver_version} is older than the CUDA {cuda} of this torch",
-            why=f"it serves CUDA up to {node.cuda_version}; that works within a major version, except "
-            "for code that is compiled at run time to PTX",
+            why=f"it supports CUDA up to {node.cuda_version}; that works within a major version, "
+            "except for PTX code compiled at run time",
         )
 
 
@@ -298,8 +301,8 @@ def _too_old_or_new(cuda: str, devices: Sequence[Device]) -> Iterator[Finding]:
                 name="gpu-not-in-build",
                 status=Status.FAILURE,
                 what=f"this torch has no code for {device.label} ({device.name})",
-                why=f"{why}; a kernel there ends with “no kernel image is available for execution”",
-                fix=f"take a torch that is built for it, or leave {device.label} out: "
+                why=f"{why}; kernels on it fail with “no kernel image is available for execution”",
+                fix=f"install a torch that is built for it, or exclude {device.label}: "
                 "muster gpus pick --gpu-ids …",
             )
 
@@ -307,12 +310,12 @@ def _too_old_or_new(cuda: str, devices: Sequence[Device]) -> Iterator[Finding]:
 CHECKS = (
     Check(
         name="torch-whole",
-        asks="Is torch installed, whole, and made for this Python?",
+        asks="Is torch installed, complete, and built for this Python?",
         run=_whole,
     ),
     Check(
         name="torch-hardware",
-        asks="Can this torch use the GPUs of this machine and their driver?",
+        asks="Can this torch use the GPUs of this host and their driver?",
         run=_hardware,
     ),
 )

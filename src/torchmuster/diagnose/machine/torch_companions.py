@@ -1,4 +1,4 @@
-"""What must fit to the installed torch: packages compiled for one release of it, its CUDA libraries."""
+"""Packages that must match the installed torch: compiled extensions and CUDA libraries."""
 
 import platform
 import re
@@ -44,7 +44,7 @@ def _companion(one: Package, torch: Package, surroundings: Surroundings) -> Iter
     yield Finding(
         name="torch-companion-mismatch",
         status=Status.WARNING,
-        what=f"{one.name} {one.version} does not fit to torch {torch.version}",
+        what=f"{one.name} {one.version} does not match torch {torch.version}",
         why=f"{why}; importing it fails, often with “operator {one.name}::… does not exist” or "
         "“undefined symbol”",
         fix=_fitting(one, torch, surroundings),
@@ -52,11 +52,13 @@ def _companion(one: Package, torch: Package, surroundings: Surroundings) -> Iter
 
 
 def _fitting(one: Package, torch: Package, surroundings: Surroundings) -> str:
-    """Say how to get a package that fits; what is after the + pip does not find by that name."""
+    """Return how to install a matching package; pip does not find local labels (+…)."""
     version, built = torch.version.partition("+")[0], installed.build_of_label(torch.version)
     if installed.local_label(torch.version) != built:
-        return f"take {one.name} from where torch {torch.version} came, or build it there"
-    where = f"  # both built for {built}, from where this torch came" if built else ""
+        return (
+            f"install {one.name} from the same source as torch {torch.version}, or build it there"
+        )
+    where = f"  # both built for {built}, from the index of this torch" if built else ""
     install = f"{surroundings.python} -m pip install --force-reinstall"
     return f"{install} {one.name} torch=={version}{where}"
 
@@ -64,7 +66,7 @@ def _fitting(one: Package, torch: Package, surroundings: Surroundings) -> str:
 def _nvidia_wheels(
     torch: Package, found: Sequence[Package], surroundings: Surroundings
 ) -> Iterator[Finding]:
-    """Compare what this torch names as its CUDA libraries with what is installed."""
+    """Compare the CUDA libraries that this torch requires with the installed ones."""
     if surroundings.system != "linux":
         return
     pins = {
@@ -78,26 +80,26 @@ def _nvidia_wheels(
         yield Finding(
             name="cuda-libraries-missing",
             status=Status.FAILURE,
-            what=f"torch's own CUDA libraries are not all installed: {', '.join(missing)}",
-            why="importing torch ends with “cannot open shared object file”",
+            what=f"CUDA libraries of torch are not installed: {', '.join(missing)}",
+            why="importing torch fails with “cannot open shared object file”",
             fix=f"{surroundings.python} -m pip install {wanted}",
         )
     for name, pin in pins.items():
         one = installed.first_installed(name, found)
         if one is not None and one.version != pin:
-            # NCCL keeps its interface, and a newer one is a usual remedy.
+            # NCCL's interface is stable, and a newer version is a common workaround.
             nccl = name.startswith("nvidia-nccl") and one.release > installed.release(pin)
             yield Finding(
                 name="cuda-library-version",
                 status=Status.NOTE if nccl else Status.WARNING,
-                what=f"{name} is {one.version}, but torch {torch.version} was made with {pin}",
-                why="another version may lack what torch calls, or compute otherwise",
+                what=f"{name} is {one.version}, but torch {torch.version} was built with {pin}",
+                why="another version may lack functions that torch calls, or compute differently",
                 fix=f"{surroundings.python} -m pip install {name}=={pin}",
             )
 
 
 def _holds_here(marker: str) -> bool:
-    """Say whether a requirement's marker speaks of this kind of machine."""
+    """Return whether a requirement's marker applies to this platform."""
     named = re.findall(r"platform_machine\s*==\s*['\"](\w+)['\"]", marker)
     return (not named or platform.machine() in named) and (
         "platform_system" not in marker or "Linux" in marker
@@ -107,7 +109,7 @@ def _holds_here(marker: str) -> bool:
 CHECKS = (
     Check(
         name="torch-companions",
-        asks="Do torchvision, torchaudio and the CUDA libraries fit to this torch?",
+        asks="Do torchvision, torchaudio and the CUDA libraries match this torch?",
         run=_companions,
     ),
 )

@@ -1,4 +1,4 @@
-"""Variables of the environment that make runs fail, hang or crawl."""
+"""Environment variables that make runs fail, hang or slow down."""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +46,7 @@ def _on_beside_infiniband(value: str, node: Node, surroundings: Surroundings) ->
 
 
 def _on_beside_other_cards(value: str, node: Node, surroundings: Surroundings) -> bool:
-    # The Ethernet of many virtual machines in clouds is such a card too.
+    # The Ethernet adapter of many cloud VMs is also listed as an RDMA device.
     there = bool(network_interfaces.port_folders(surroundings))
     return value == "1" and there and not _infiniband_in_use(surroundings)
 
@@ -61,7 +61,7 @@ def _set(value: str, node: Node, surroundings: Surroundings) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Harm:
-    """A variable, when it does harm, and which."""
+    """A harmful variable: when it applies, and its effect."""
 
     variable: str
     applies: Applies
@@ -73,81 +73,82 @@ HARMS = (
     Harm(
         variable="CUDA_LAUNCH_BLOCKING",
         applies=_on,
-        why="each kernel waits for the last one to end; good for finding an error, several times slower",
+        why="each kernel waits for the previous one: useful for debugging, but several times "
+        "slower",
     ),
     Harm(
         variable="PYTORCH_NO_CUDA_MEMORY_CACHING",
         applies=_on,
-        why="each tensor asks the driver for its memory, which is many times slower",
+        why="each tensor allocates its memory from the driver, which is many times slower",
     ),
     Harm(
         variable="TORCH_DISTRIBUTED_DEBUG",
         applies=_is("DETAIL"),
-        why="each collective is first compared between all ranks; good for finding an error, slow",
+        why="each collective is first compared across all ranks: useful for debugging, but slow",
     ),
     Harm(
         variable="TORCH_NCCL_BLOCKING_WAIT",
         applies=_on,
-        why="each collective stops the CPU until it has ended, so nothing overlaps with it",
+        why="each collective blocks the CPU until it completes, so nothing overlaps with it",
     ),
     Harm(
         variable="NCCL_BLOCKING_WAIT",
         applies=_on,
-        why="each collective stops the CPU until it has ended, so nothing overlaps with it",
+        why="each collective blocks the CPU until it completes, so nothing overlaps with it",
     ),
     Harm(
         variable="TORCH_NCCL_ASYNC_ERROR_HANDLING",
         applies=_off,
-        why="a rank whose peer has died waits for ever instead of ending",
+        why="a rank whose peer has died waits forever instead of exiting",
     ),
     Harm(
         variable="NCCL_ASYNC_ERROR_HANDLING",
         applies=_off,
-        why="a rank whose peer has died waits for ever instead of ending",
+        why="a rank whose peer has died waits forever instead of exiting",
     ),
     Harm(
         variable="NCCL_P2P_DISABLE",
         applies=_on_beside_nvlink,
-        why="the GPUs here are joined by NVLink, and it is not used: everything goes through the CPU's "
-        "memory",
+        why="the GPUs here have NVLink, but data goes through host memory instead",
     ),
     Harm(
         variable="NCCL_SHM_DISABLE",
         applies=_on_with_gpus,
-        why="GPUs that cannot reach each other directly go through the network instead of memory",
+        why="GPUs without a direct path exchange data over the network instead of shared memory",
     ),
     Harm(
         variable="NCCL_IB_DISABLE",
         applies=_on_beside_infiniband,
-        why="this machine has InfiniBand, and NCCL uses plain TCP instead",
+        why="this host has InfiniBand, but NCCL uses plain TCP instead",
     ),
     Harm(
         variable="NCCL_IB_DISABLE",
         applies=_on_beside_other_cards,
-        why="this machine has a card that may be meant for RoCE, and NCCL uses plain TCP instead",
+        why="this host has a network adapter that may support RoCE, but NCCL uses plain TCP "
+        "instead",
         status=Status.NOTE,
     ),
     Harm(
         variable="NVIDIA_TF32_OVERRIDE",
         applies=_set,
-        why="it overrules what the script chooses for the precision of every matrix product",
+        why="it overrides the precision that the script sets for matrix products",
     ),
     Harm(
         variable="NCCL_DEBUG",
         applies=_is("INFO", "TRACE"),
-        why="every rank writes many lines",
+        why="every rank logs many lines",
         status=Status.NOTE,
     ),
     Harm(
         variable="NCCL_ALGO",
         applies=_set,
-        why="NCCL no longer chooses by itself what is fastest",
+        why="NCCL no longer selects the fastest algorithm",
         status=Status.NOTE,
     ),
     Harm(
         variable="NCCL_PROTO",
         applies=_set,
-        why="NCCL no longer chooses by itself; LL128 where the hardware lacks it gives wrong values",
+        why="NCCL no longer selects the protocol; LL128 on hardware without it gives wrong values",
         status=Status.NOTE,
     ),
 )
@@ -170,10 +171,10 @@ def _harmful(surroundings: Surroundings) -> Iterator[Finding]:
     found += _allocator(environment)
     yield from found
     if all(one.status is Status.NOTE for one in found):
-        yield Finding(name="variables", status=Status.OK, what="none that slows a run down")
+        yield Finding(name="variables", status=Status.OK, what="no harmful variable set")
 
 
-# What torch 2.13 reads of PYTORCH_CUDA_ALLOC_CONF, by the words in its libraries.
+# The keys of PYTORCH_CUDA_ALLOC_CONF that torch 2.13 reads, from the strings in its libraries.
 _ALLOCATOR_KEYS = {
     *("backend", "max_split_size_mb", "max_non_split_rounding_mb", "garbage_collection_threshold"),
     *("roundup_power2_divisions", "roundup_bypass_threshold_mb", "expandable_segments"),
@@ -194,7 +195,7 @@ _ALLOCATOR_KEYS = {
 
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield options of torch's allocator that it does not have; a newer torch may have more."""
+    """Yield unknown options of torch's allocator; a newer torch may have more."""
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         items = environment.get(variable, "").split(",")
         keys = [item.partition(":")[0].strip() for item in items if ":" in item]
@@ -206,8 +207,8 @@ def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(
                 name="unknown-allocator-option",
                 status=Status.WARNING if meant else Status.NOTE,
-                what=f"{variable} has {key}, which torch's allocator is not known to have",
-                why="torch ends with “Unrecognized key” as soon as it uses a GPU",
+                what=f"{variable} sets {key}, which is not a known option of torch's allocator",
+                why="torch fails with “Unrecognized key” when it first uses a GPU",
                 fix=f"write {meant} instead of {key}" if meant else f"unset {variable}",
                 evidence=f"{variable}={redact_text(environment[variable])}",
             )
@@ -216,7 +217,7 @@ def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
 HARMFUL_CHECKS = (
     Check(
         name="harmful-variables",
-        asks="Is a variable set that makes runs slow, or hang where they should fail?",
+        asks="Does a variable make runs slow, or hang where they should fail?",
         run=_harmful,
     ),
 )
@@ -237,8 +238,8 @@ def _variables_devices(surroundings: Surroundings) -> Iterator[Finding]:
             Finding(
                 name="gpus-hidden",
                 status=Status.WARNING if value == '""' else Status.NOTE,
-                what=f"{hiding} hides every GPU of this machine",
-                why="programs that are started here compute on the CPU or fail",
+                what=f"{hiding} hides every GPU of this host",
+                why="programs started here run on the CPU or fail",
                 fix=f"unset {variable}",
             )
         )
@@ -251,7 +252,7 @@ def _variables_devices(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _interfaces(surroundings: Surroundings) -> Iterator[Finding]:
-    """Yield what cannot work at all as a failure, what works on this machine alone as a warning."""
+    """Yield a failure for interfaces that cannot work, a warning for single-host ones."""
     environment, known = surroundings.environment, interfaces.read_interfaces()
     gpus = surroundings.look().main_kind is DeviceKind.CUDA
     failing = interfaces.socket_findings(environment, known, alone=True, gpus=gpus)
@@ -260,7 +261,7 @@ def _interfaces(surroundings: Surroundings) -> Iterator[Finding]:
     yield from failing
     for one in among_others:
         if one.what not in told:
-            what = one.what.replace("cannot work on this machine", "works on this machine alone")
+            what = one.what.replace("cannot work on this host", "works on this host alone")
             yield Finding(
                 name=one.name,
                 status=Status.WARNING,
@@ -297,11 +298,11 @@ def _threads(surroundings: Surroundings) -> Iterator[Finding]:
                 Finding(
                     name="too-many-threads" if threads else "not-a-number-of-threads",
                     status=Status.WARNING,
-                    what=f"{variable}={value} is more than the {cores} cores that may be used here"
+                    what=f"{variable}={value} is more than the {cores} usable cores"
                     if threads
                     else f"{variable}={value} is not a number of threads",
-                    why="the threads of each rank take the cores from each other, and all wait for "
-                    "the last"
+                    why="the threads of each rank compete for the cores, and each step waits for "
+                    "the slowest"
                     if threads
                     else "it is ignored, and each rank starts a thread for every core",
                     fix=fix,
@@ -312,15 +313,15 @@ def _threads(surroundings: Surroundings) -> Iterator[Finding]:
                 Finding(
                     name="one-thread",
                     status=Status.NOTE,
-                    what=f"{variable}=1 keeps each rank on one of the {cores} cores here",
-                    why="what ranks do on the CPU, such as preparing data, is slower than it could be",
+                    what=f"{variable}=1 limits each rank to one of {cores} cores",
+                    why="CPU work of the ranks, such as preparing data, is slower than necessary",
                     fix=fix,
                 )
             )
     yield from found
     if all(one.status is Status.NOTE for one in found):
         value = surroundings.environment.get("OMP_NUM_THREADS", "")
-        words = f"OMP_NUM_THREADS={value}" if value else "threads left to torch"
+        words = f"OMP_NUM_THREADS={value}" if value else "not set; torch chooses"
         yield Finding(name="threads", status=Status.OK, what=words)
 
 
@@ -334,15 +335,15 @@ def _left_over(surroundings: Surroundings) -> Iterator[Finding]:
     settings = sorted(one for one in environment if one.startswith("PET_"))
     left = [one for one in (*_RUNS_OWN, *settings) if one in environment]
     if not left or run_is_active(environment):
-        words = "those of a run under way" if left else "none of another run"
+        words = "set by the current run" if left else "none from another run"
         yield Finding(name="left-over-variables", status=Status.OK, what=words)
         return
     yield Finding(
         name="left-over-variables",
         status=Status.WARNING,
-        what=f"this shell has variables of a run: {', '.join(left)}",
-        why="a script that is started here without a launcher takes itself for a rank of that run and "
-        "waits for the others" + ("; PET_ ones overrule the flags of torchrun" if settings else ""),
+        what=f"this shell has variables of another run: {', '.join(left)}",
+        why="a script started here without a launcher acts as a rank of that run and waits for the "
+        "others" + ("; PET_ variables override the flags of torchrun" if settings else ""),
         fix=f"unset {' '.join(left)}",
         evidence=", ".join(f"{one}={redact_text(environment[one])}" for one in left),
     )
@@ -352,17 +353,17 @@ CHECKS = (
     *HARMFUL_CHECKS,
     Check(
         name="visible-devices",
-        asks="Do CUDA_VISIBLE_DEVICES and its kin name GPUs that exist, each once?",
+        asks="Do CUDA_VISIBLE_DEVICES and similar variables name existing GPUs, each once?",
         run=_variables_devices,
     ),
     Check(
         name="chosen-interfaces",
-        asks="Do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name interfaces that are here and up?",
+        asks="Do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name interfaces that exist and are up?",
         run=_interfaces,
     ),
     Check(
         name="threads",
-        asks="Are OMP_NUM_THREADS and MKL_NUM_THREADS within the cores of this machine?",
+        asks="Are OMP_NUM_THREADS and MKL_NUM_THREADS within the cores of this host?",
         run=_threads,
     ),
     Check(

@@ -1,4 +1,4 @@
-"""What this machine runs inside of: a container, a virtual machine, Windows' Linux."""
+"""Whether this host is a container, a virtual machine or WSL."""
 
 import ipaddress
 import re
@@ -10,7 +10,7 @@ from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.firewall import open_command
 
-# The network that Docker puts containers into unless told otherwise.
+# Docker's default bridge network.
 _DOCKERS_NETWORK = ipaddress.ip_network("172.17.0.0/16")
 _BY_ENVIRONMENT = {
     "KUBERNETES_SERVICE_HOST": "a Kubernetes pod",
@@ -38,17 +38,17 @@ _HYPERVISORS = {
     "Microsoft Corporation Virtual Machine": "Hyper-V",
     "Xen": "Xen",
 }
-# Of every WSL, as Microsoft documents it for rules of the Hyper-V firewall.
+# The id of every WSL, as Microsoft documents it for Hyper-V firewall rules.
 _WSL_CREATOR = "{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}"
 
 
 def check_virtualisation(surroundings: Surroundings) -> Iterator[Finding]:
-    """Say what this machine runs inside of, and what that means for reaching it."""
+    """Detect a container, a virtual machine or WSL, and report network limits."""
     kernel = surroundings.text("/proc/sys/kernel/osrelease") or ""
     container, machine = _container(surroundings), _virtual_machine(surroundings)
     findings = [*_wsl(kernel, surroundings), *_own_network(container)]
     inside = " on ".join(one for one in (container, machine) if one)
-    seen = f"in {inside}" if inside else "neither a container nor a virtual machine was noticed"
+    seen = f"in {inside}" if inside else "no container or virtual machine detected"
     yield from findings or [Finding(name="virtualisation", status=Status.OK, what=seen)]
 
 
@@ -71,7 +71,7 @@ def _virtual_machine(surroundings: Surroundings) -> str:
         for file in ("sys_vendor", "product_name")
     )
     if "hypervisor" not in (surroundings.text("/proc/cpuinfo") or "").split():
-        # A processor of another kind than x86 does not say so, but the board may.
+        # Only x86 has the hypervisor flag; elsewhere the DMI data may name it.
         return next((f"a virtual machine ({one})" for one in ("KVM", "QEMU") if one in maker), "")
     kind = next((name for word, name in _HYPERVISORS.items() if word in maker), "")
     return f"a virtual machine ({kind})" if kind else "a virtual machine"
@@ -85,9 +85,9 @@ def _own_network(container: str) -> Iterator[Finding]:
         yield Finding(
             name="container-network",
             status=Status.NOTE,
-            what=f"this container is on Docker's own network ({addresses[0]})",
-            why="other machines cannot reach it there; ranks on this machine work",
-            fix="docker run --network=host …  # for a run over several machines",
+            what=f"this container is on Docker's bridge network ({addresses[0]})",
+            why="other hosts cannot reach it there; single-host runs work",
+            fix="docker run --network=host …  # for a run over several hosts",
         )
 
 
@@ -98,8 +98,8 @@ def _wsl(kernel: str, surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="wsl1",
             status=Status.WARNING,
-            what="this is WSL 1, which has no GPUs and no Linux kernel of its own",
-            why="CUDA, shared memory between processes and much of the network need WSL 2",
+            what="this is WSL 1, which has no GPU support and no Linux kernel",
+            why="CUDA, shared memory between processes and many network features need WSL 2",
             fix="wsl --set-version Ubuntu 2  # in PowerShell; wsl -l -v lists the names",
             evidence=kernel.strip(),
         )
@@ -109,16 +109,16 @@ def _wsl(kernel: str, surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="wsl2-mirrored",
             status=Status.NOTE,
-            what="this is WSL 2 with the network of Windows (mirrored)",
-            why="Windows' firewall decides who reaches it, and so does the one of Hyper-V",
+            what="this is WSL 2 with mirrored networking",
+            why="the Windows firewall and the Hyper-V firewall must both allow connections to it",
             fix="\n".join(["# in PowerShell as administrator:", *_wsl_rules()]),
         )
         return
     yield Finding(
         name="wsl2-nat",
         status=Status.NOTE,
-        what="this is WSL 2 on a network of its own: other machines cannot reach it",
-        why="Windows hides it behind its own address (NAT); ranks on this machine work",
+        what="this is WSL 2 with NAT networking: other hosts cannot reach it",
+        why="Windows hides it behind its own address (NAT); single-host runs work",
         fix="\n".join(
             [
                 "# in %UserProfile%\\.wslconfig on Windows 11:",
@@ -129,7 +129,7 @@ def _wsl(kernel: str, surroundings: Surroundings) -> Iterator[Finding]:
                 *_wsl_rules(),
             ]
         ),
-        evidence=f"wslinfo --networking-mode: {mode or 'not told'}; {kernel.strip()}",
+        evidence=f"wslinfo --networking-mode: {mode or 'unknown'}; {kernel.strip()}",
     )
 
 

@@ -1,10 +1,12 @@
-"""The program that proves a group of ranks by values: devices, collectives, pairs.
+"""The program that tests a group of ranks with known values: devices, collectives, pairs.
 
-Run it as ``torchrun --nproc-per-node 2 -m torchmuster.diagnose.probes.collectives``; ``muster check``
-runs it on all machines. Each rank prints its record (``diagnose/rank_record.py``), and ends with 0
-whatever it saw: what the records mean is decided where all of them are (``diagnose/collectives.py``).
+Run it as ``torchrun --nproc-per-node 2 -m torchmuster.diagnose.probes.collectives``; ``muster
+check`` runs it on all hosts. Each rank prints its record (``diagnose/rank_record.py``) and exits
+with 0 whatever it found: the launcher evaluates the records of all ranks
+(``diagnose/collectives.py``).
 
-Every stage begins with a node registry through the store and has a limit, so that a hang has a name.
+Every stage begins with a barrier through the store and has a timeout, so that a hang names its
+ranks.
 """
 
 import os
@@ -32,7 +34,7 @@ from torchmuster.launch.probes import membership, process_group
 
 
 def device_health(uuid: str | None) -> Health:
-    """Return temperature and throttling of a GPU, by its UUID; nothing is known of a CPU."""
+    """Return temperature and throttling of a GPU, by its UUID; empty for a CPU."""
     if uuid is None:
         return Health()
     for device in snapshot.take_snapshot().accelerators:
@@ -46,14 +48,14 @@ def device_health(uuid: str | None) -> Health:
 
 
 class Quota:
-    """How often the kernel held this process's cgroups back since this was made."""
+    """How often the kernel throttled this process's cgroups since this object was created."""
 
     def __init__(self, proc_root: Path = PROC, sys_root: Path = SYS) -> None:
         self._folders = list(cgroup_folders("cpu", proc_root, sys_root))
         self._before = [_periods(folder) for folder in self._folders]
 
     def held_back(self) -> float | None:
-        """Return the largest share of periods that were cut short; None if there is no quota."""
+        """Return the largest share of throttled periods; None if there is no quota."""
         shares = [
             (after[1] - before[1]) / (after[0] - before[0])
             for before, after in zip(self._before, map(_periods, self._folders), strict=True)
@@ -63,7 +65,7 @@ class Quota:
 
 
 def _periods(folder: Path) -> tuple[int, int] | None:
-    """Return how many periods of a quota have passed, and in how many of them it was used up."""
+    """Return the number of periods of a quota, and of those in which it was used up."""
     try:
         text = (folder / "cpu.stat").read_text(encoding="ascii")
     except OSError:
@@ -87,7 +89,7 @@ Changes = dict[str, Any]  # fields of the record that a stage fills
 
 
 def main() -> int:
-    """Run all stages; 0 unless no group could be formed."""
+    """Run all stages; return 0 unless the process group could not be created."""
     record = RankRecord(
         rank=membership.number_from("RANK", os.environ) or 0,
         world_size=membership.number_from("WORLD_SIZE", os.environ) or 1,
@@ -122,7 +124,7 @@ def main() -> int:
 
 
 class _Course:
-    """The stages in their order; the first that cannot be ended ends the course."""
+    """Runs the stages in order, and stops at the first that fails."""
 
     def __init__(self, record: RankRecord, together: RankBarrier, device: torch.device) -> None:
         self._record = record
@@ -132,7 +134,7 @@ class _Course:
         self._hosts: list[str] = []
 
     def run(self) -> RankRecord:
-        """Return the record with all that the stages have filled in."""
+        """Run the stages and return the filled record."""
         stages = {
             "devices": self._devices,
             "collectives": self._collectives,
@@ -173,7 +175,7 @@ class _Course:
         return None
 
     def _stragglers(self, stage: str) -> tuple[int, ...]:
-        """Return the ranks that have begun fewer collectives than others: for these all others wait."""
+        """Return the ranks that have begun fewer collectives, for which all others wait."""
         begun = collectives_begun(dist.group.WORLD)
         if begun is None:
             return ()
@@ -189,7 +191,7 @@ class _Course:
         quota = Quota()
         matmuls = matmul.check_matmuls(self._device)
         for again in range(_MEASURED_AGAIN):
-            # A neighbour may have been in the way; those that seem slow try again, the others rest.
+            # Another process may have interfered; slow ranks measure again while the others pause.
             fastest = self._fastest_alike(f"speeds {again}", matmuls[0].flops_per_s)
             if matmuls[0].flops_per_s < _SUSPICIOUS * fastest:
                 matmuls = matmul.better_matmul(matmul.check_matmuls(self._device), matmuls)
@@ -202,7 +204,7 @@ class _Course:
         }
 
     def _fastest_alike(self, name: str, flops_per_s: float) -> float:
-        """Return the best speed among the devices of this one's model."""
+        """Return the best speed among devices of the same model."""
         own = self._record.device_name
         speeds = self._together.share(name, [own, flops_per_s], _COME_S)
         return float(max(speed for model, speed in speeds if model == own))
@@ -211,7 +213,7 @@ class _Course:
         return {"operations": exact_values.check_collectives(self._seat, self._together)}
 
     def _suspects(self) -> Changes:
-        """Look for the rank that spoils sums, if any sum was wrong on any rank."""
+        """Search for the rank that corrupts sums, if any sum was wrong on any rank."""
         wrong = any(
             one.values.wrong
             for one in self._record.operations
@@ -225,7 +227,7 @@ class _Course:
         return {"pairs": pairs.measure_pairs(self._seat, self._hosts, self._together)}
 
     def _arrival(self) -> Changes:
-        """Do the same work everywhere, then wait for each other: who comes last waits least."""
+        """Do the same work on every rank, then an all-reduce: the last rank waits least."""
         waits = []
         for turn in range(_ARRIVALS):
             matmul.matmul_work(self._device)
@@ -246,20 +248,20 @@ def _changed(record: RankRecord, **changes: Any) -> RankRecord:
 
 
 def _say(record: RankRecord) -> None:
-    # One write for a line, so that the ranks' lines do not run into each other.
+    # One write per line, so that the lines of different ranks do not mix.
     sys.stdout.write(line_of(record) + "\n")
     sys.stdout.flush()
 
 
 def _end_collectives(record: RankRecord, together: RankBarrier) -> None:
-    """Leave together: the store may live in rank 0, and others may still have to read from it."""
+    """Exit together: rank 0 may host the store, and others may still have to read from it."""
     try:
         together.share("end", True, _END_S)
         together.share("left", True, _END_S)
     except (Absent, Hangs, RuntimeError):
-        pass  # they do not come any more; all that is known has been said
+        pass  # the others are gone; the records are already printed
     if record.trouble is not None:
-        # A thread may hang in a collective for good; an orderly end would wait for it.
+        # A thread may hang in a collective forever; a normal exit would wait for it.
         sys.stderr.flush()
         os._exit(0)
     process_group.cleanup_process_group()

@@ -1,4 +1,4 @@
-"""One sum over all ranks of a group that is there already, compared value by value."""
+"""One all-reduce over an existing process group, with every value verified."""
 
 import logging
 from datetime import timedelta
@@ -21,7 +21,7 @@ _COUNT = 2**18  # 1 MiB: large enough to leave NCCL's small-message path
 
 
 def verify_communication(rank: int, world_size: int, timeout_s: float) -> bool:
-    """Sum over all ranks what each contributes, and compare with what it must be."""
+    """Run an all-reduce over all ranks and return whether every value is correct."""
     if not dist.is_initialized():
         _log.error("communication not verified: there is no process group; call setup_distributed")
         return False
@@ -52,7 +52,7 @@ def verify_communication(rank: int, world_size: int, timeout_s: float) -> bool:
 
 
 def _sum_over_ranks(rank: int, device: torch.device, timeout_s: float) -> torch.Tensor:
-    """Return the sums; raises what went wrong, in time whatever happens."""
+    """Return the sums; raise on an error or after the timeout."""
     limit = timedelta(seconds=timeout_s)
 
     def reduce() -> torch.Tensor:
@@ -64,5 +64,5 @@ def _sum_over_ranks(rank: int, device: torch.device, timeout_s: float) -> torch.
         world.allreduce([values], options).wait(limit)
         return values
 
-    # The library keeps the limit itself, mostly; it gets a second to say what is wrong.
+    # The backend usually enforces the timeout itself; it gets 1 s more to report its error.
     return in_time(reduce, timeout_s + 1)

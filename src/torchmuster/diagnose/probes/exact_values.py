@@ -1,7 +1,7 @@
-"""Collectives whose every value is known beforehand, so that a single wrong one is seen.
+"""Collectives with known results, so that a single wrong value is detected.
 
-All numbers are whole and small enough to be exact in 32-bit floats in any order of adding up. Each
-rank's differ from all others', so a part that is missing, old or another rank's is wrong too.
+All values are integers small enough to be exact in float32 in any summation order. Each rank's
+values differ from those of all others, so a missing, stale or swapped part is detected too.
 """
 
 import functools
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torchmuster.diagnose.probes.in_time import ProbeHeartbeat, RankBarrier
 from torchmuster.diagnose.rank_record import Operation, Values
 
-_TURNS = 64  # after so many the numbers come again
+_TURNS = 64  # the values repeat after this many turns
 
-# What arrived, what it must be, and the rank it came from; None for a sum over all ranks.
+# The source rank (None for a sum over all ranks), the received and the expected values.
 Piece = tuple[int | None, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A rank in the group that is tested: the default group if ``group`` is None."""
+    """A rank in the tested group: the default group if ``group`` is None."""
 
     rank: int
     world_size: int
@@ -31,17 +31,17 @@ class Seat:
     group: dist.ProcessGroup | None = None
 
 
-# Puts a collective's data in place, and returns the call and the pieces that it fills.
+# The call of a prepared collective, and the pieces that it fills.
 Prepared = tuple[Callable[[], object], Callable[[], Iterator[Piece]]]
 
 
 def exact_numbers(rank: int, count: int, turn: int, device: torch.device) -> torch.Tensor:
-    """Return what a rank contributes in a turn: small whole numbers, others in the next turn."""
+    """Return what a rank contributes in a turn: small integers that differ from turn to turn."""
     return _pattern(count, device) + (turn % _TURNS + rank + 1)
 
 
 def exact_sums(world_size: int, count: int, turn: int, device: torch.device) -> torch.Tensor:
-    """Return what the contributions of all ranks add up to; exact up to 4,000 ranks."""
+    """Return the sum of the contributions of all ranks; exact up to 4,000 ranks."""
     constant = world_size * (turn % _TURNS) + world_size * (world_size + 1) // 2
     return torch.add(
         torch.full((), float(constant), device=device), _pattern(count, device), alpha=world_size
@@ -55,12 +55,12 @@ def _pattern(count: int, device: torch.device) -> torch.Tensor:
 
 
 def forget_groups() -> None:
-    """Give back the device memory that is kept between turns."""
+    """Free the device memory that is cached between turns."""
     _pattern.cache_clear()
 
 
 def all_reduce(seat: Seat, count: int, turn: int) -> Prepared:
-    """Everybody gets the sum over all ranks."""
+    """Prepare an all-reduce: every rank receives the sum over all ranks."""
     got = exact_numbers(seat.rank, count, turn, seat.device)
 
     def pieces() -> Iterator[Piece]:
@@ -70,7 +70,7 @@ def all_reduce(seat: Seat, count: int, turn: int) -> Prepared:
 
 
 def reduce_scatter(seat: Seat, count: int, turn: int) -> Prepared:
-    """Everybody gets its own part of the sum."""
+    """Prepare a reduce-scatter: every rank receives its own part of the sum."""
     own = max(1, count // seat.world_size)
     whole = exact_numbers(seat.rank, own * seat.world_size, turn, seat.device)
     got = torch.zeros(own, device=seat.device)
@@ -85,7 +85,7 @@ def reduce_scatter(seat: Seat, count: int, turn: int) -> Prepared:
 
 
 def broadcast(seat: Seat, count: int, turn: int) -> Prepared:
-    """Everybody gets the numbers of one rank, of another one in each turn."""
+    """Prepare a broadcast: every rank receives the values of one rank, which changes every turn."""
     root = turn % seat.world_size
     got = torch.zeros(count, device=seat.device)
     if seat.rank == root:
@@ -98,7 +98,7 @@ def broadcast(seat: Seat, count: int, turn: int) -> Prepared:
 
 
 def all_gather(seat: Seat, count: int, turn: int) -> Prepared:
-    """Everybody gets a part from every rank."""
+    """Prepare an all-gather: every rank receives a part from every rank."""
     each = max(1, count // seat.world_size)
     mine = exact_numbers(seat.rank, each, turn, seat.device)
     got = [torch.zeros(each, device=seat.device) for _ in range(seat.world_size)]
@@ -111,7 +111,7 @@ def all_gather(seat: Seat, count: int, turn: int) -> Prepared:
 
 
 def all_to_all(seat: Seat, count: int, turn: int) -> Prepared:
-    """Everybody gets from every rank the part that is meant for it."""
+    """Prepare an all-to-all: every rank receives its part from every rank."""
     each = max(1, count // seat.world_size)
     mine = exact_numbers(seat.rank, each * seat.world_size, turn, seat.device)
     got = torch.zeros_like(mine)
@@ -150,7 +150,7 @@ def compare_values(got: torch.Tensor, expected: torch.Tensor) -> Values:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a GPU has done what it was told; the CPU always has."""
+    """Wait until a GPU has finished its work; no-op on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -161,7 +161,7 @@ _LARGE = {"cpu": 2**20}  # 4 MiB
 _LARGE_ON_GPU = 2**23  # 32 MiB
 _SMALL_TURNS = 3
 _MIDDLE_TURNS = 2
-# A sum is where one wrong value in a million hides best: 12 turns of a million values find it.
+# One wrong value in a million is hardest to find in a sum: 12 turns of a million values find it.
 _MOST_TURNS = {"all-reduce": 12}
 _MOST_TURNS_OTHERS = 3
 _BUDGET_S = 1.0
@@ -170,7 +170,7 @@ _WAIT_S = 10.0
 
 
 def check_collectives(seat: Seat, together: RankBarrier) -> tuple[Operation, ...]:
-    """Run every collective; the slower the group, the fewer turns of large ones."""
+    """Run every collective; slower groups run fewer large turns."""
     return tuple(
         _run_exact_values(name, prepare, seat, together) for name, prepare in OPERATIONS.items()
     )
@@ -182,7 +182,7 @@ def _run_exact_values(
     count = _Count(prepare, seat, together.heartbeat)
     small_s = min(count.turn(_SMALL) for _ in range(_SMALL_TURNS))
     large = _LARGE.get(seat.device.type, _LARGE_ON_GPU)
-    # All ranks must make the same number of calls, so they decide by the slowest of them.
+    # All ranks must make the same number of calls, so the slowest rank decides.
     more_s = min(count.turn(_MIDDLE) for _ in range(_MIDDLE_TURNS)) - small_s
     middle_s = max(together.share(f"{name} middle", more_s, _WAIT_S))
     if middle_s * large / _MIDDLE > _TOO_SLOW_S:
@@ -204,7 +204,7 @@ def _run_exact_values(
 
 
 class _Count:
-    """The turns of one collective and what they came to."""
+    """Runs the turns of one collective and accumulates their values."""
 
     def __init__(
         self, prepare: Callable[[Seat, int, int], Prepared], seat: Seat, heartbeat: ProbeHeartbeat
@@ -217,7 +217,7 @@ class _Count:
         self.wrong_from: dict[int, int] = {}
 
     def turn(self, count: int) -> float:
-        """Run it once with so many numbers and compare them; return how long the call took."""
+        """Run it once with ``count`` values and compare them; return the duration of the call."""
         call, pieces = self._prepare(self._seat, count, self._turns)
         self._turns += 1
         wait_for_device(self._seat.device)
@@ -235,10 +235,10 @@ class _Count:
 
 
 def find_suspects(seat: Seat, together: RankBarrier) -> tuple[tuple[int, ...], ...]:
-    """Return the smallest groups of ranks whose sum is wrong, by halving the group again and again.
+    """Return the smallest groups of ranks whose sum is wrong, by repeatedly halving the group.
 
-    A rank that spoils what it adds spoils every group it is in, down to that of itself alone. Where
-    only two together are wrong, it is what lies between them.
+    A rank that corrupts its contribution makes every group with it wrong, down to itself alone. If
+    only two together are wrong, the path between them is the cause.
     """
     groups = [tuple(range(seat.world_size))]
     smallest: list[tuple[int, ...]] = []
@@ -262,10 +262,10 @@ def _halves(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _wrong_groups(
     groups: list[tuple[int, ...]], seat: Seat, together: RankBarrier, level: int
 ) -> list[tuple[int, ...]]:
-    """Let each of these groups add up its numbers by itself; return those that got a wrong sum."""
+    """Run an all-reduce in each of these groups; return those with a wrong sum."""
     seen_wrong = False
     for ranks in groups:
-        group = dist.new_group(list(ranks))  # all ranks must make all groups, in the same order
+        group = dist.new_group(list(ranks))  # all ranks must create all groups, in the same order
         if seat.rank not in ranks:
             continue
         inside = Seat(

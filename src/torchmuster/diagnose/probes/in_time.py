@@ -1,6 +1,6 @@
-"""What ranks tell each other beside the collectives under test: through their store, with a limit.
+"""Communication between ranks outside the tested collectives: through their store, with a timeout.
 
-A collective that hangs says nothing of who is missing; the store does.
+A hung collective does not show which rank is missing; the store does.
 """
 
 import json
@@ -15,36 +15,35 @@ Result = TypeVar("Result")
 
 
 class Hangs(Exception):
-    """Work that did not end in time."""
+    """Work did not finish in time."""
 
 
 class Absent(Exception):
-    """Ranks that did not come to a stage in time."""
+    """Ranks did not reach a stage in time."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"ranks {list(ranks)} did not come")
+        super().__init__(f"ranks {list(ranks)} did not arrive")
         self.ranks = tuple(ranks)
 
 
 class ProbeHeartbeat:
-    """Counts what has been done, so that work that goes on slowly is not taken for work that hangs."""
+    """Counts completed steps, to tell slow work from hung work."""
 
     def __init__(self) -> None:
         self.beats = 0
 
     def beat(self) -> None:
-        """Say that something was completed."""
+        """Record a completed step."""
         self.beats += 1
 
 
 def in_time(
     work: Callable[[], Result], within_s: float, heartbeat: ProbeHeartbeat | None = None
 ) -> Result:
-    """Return what the work returns, raise what it raises, or ``Hangs`` if it does not end in time.
+    """Return what ``work`` returns, raise what it raises, or raise ``Hangs`` after the timeout.
 
-    With a heartbeat it is in time as long as it beats again within ``within_s``. A collective can block
-    inside the call itself, so the limit is kept from outside; what hangs stays behind in a thread that
-    dies with the process.
+    With a heartbeat, the timeout restarts at every beat. A collective can block inside the call, so
+    ``work`` runs in a separate thread; a hung one stays behind and dies with the process.
     """
     results: list[Result] = []
     errors: list[Exception] = []
@@ -64,14 +63,14 @@ def in_time(
         if heartbeat is None:
             break
     if errors:
-        raise errors.pop()  # kept here, it would keep the group alive that its traceback mentions
+        raise errors.pop()  # a kept traceback would keep the process group alive
     if not results:
         raise Hangs(f"no answer within {within_s:g} s; a rank is missing, stuck or unreachable")
     return results[0]
 
 
 class RankBarrier:
-    """The ranks' common board: each writes its own value, all read all."""
+    """Shares values between ranks: each writes its own, all read all."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
@@ -92,7 +91,7 @@ class RankBarrier:
             self._store.wait(keys, timedelta(seconds=within_s))
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if not missing:  # the last one came just now
+            if not missing:  # the last one arrived just now
                 return self._read(keys)
             raise Absent(missing) from error
         return self._read(keys)

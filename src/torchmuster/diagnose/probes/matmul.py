@@ -1,4 +1,4 @@
-"""The stage in which every rank computes by itself: is its device right, and how fast is it."""
+"""The device stage: correctness and speed of matrix products on each rank."""
 
 import time
 
@@ -8,12 +8,12 @@ from torchmuster.diagnose.probes.exact_values import compare_values, wait_for_de
 from torchmuster.diagnose.rank_record import Matmul, Values
 
 _BLOCK = 256
-_TIMES_ON_GPU = 16  # the block is repeated so often in both directions: 4096 x 4096
+_TIMES_ON_GPU = 16  # repeats of the block in both directions: 4096 x 4096
 _WARM_S = 0.1
 _MEASURE_S = 0.5
 _PRECISIONS = {"cpu": (torch.float32,)}
 _PRECISIONS_ON_GPU = (torch.float32, torch.bfloat16, torch.float16)
-# A product may be added up from parts that were rounded before; such sums are not exact.
+# Reduced-precision reductions round partial sums, so their results are not exact.
 _LESS_PRECISE = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
@@ -21,17 +21,17 @@ _LESS_PRECISE = (
 
 
 def check_matmuls(device: torch.device) -> tuple[Matmul, ...]:
-    """Multiply matrices for a moment in each precision; every value is compared with the right one.
+    """Multiply matrices for 0.6 s in each dtype and compare every value with the expected one.
 
-    The factors hold only -1, 0 and 1 and the sums stay small, so the product is exact in every
-    precision. What is right is computed in whole numbers on the CPU.
+    The factors contain only -1, 0 and 1 and the sums stay small, so the product is exact in every
+    dtype. The expected values are computed with integers on the CPU.
     """
     settings = torch.backends.cuda.matmul
     allowed = {name: getattr(settings, name) for name in _LESS_PRECISE}
     threads = torch.get_num_threads()
     torch.set_num_threads(
         1
-    )  # one core is as fast as the next; a pool's speed depends on its neighbours
+    )  # the speed of one core is comparable; that of a thread pool depends on other load
     try:
         for name in allowed:
             setattr(settings, name, False)
@@ -56,7 +56,7 @@ def better_matmul(new: tuple[Matmul, ...], old: tuple[Matmul, ...]) -> tuple[Mat
 
 
 def matmul_work(device: torch.device) -> None:
-    """Keep the device busy for some milliseconds."""
+    """Keep the device busy for a few milliseconds."""
     left, right, _ = _factors(device, torch.float32)
     for _ in range(20):
         torch.matmul(left, right)
@@ -75,7 +75,7 @@ def _measure(device: torch.device, precision: torch.dtype) -> Matmul:
         seconds = time.perf_counter() - turn
         values += compare_values(product, expected)
         if passed_s >= _WARM_S or best_s == float("inf"):
-            # The best of many short turns: a neighbour takes the core away now and then, not always.
+            # The best of many short turns: other processes take the core only now and then.
             best_s = min(best_s, seconds)
     flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
     name = str(precision).removeprefix("torch.")
@@ -85,11 +85,11 @@ def _measure(device: torch.device, precision: torch.dtype) -> Matmul:
 def _factors(
     device: torch.device, precision: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return two matrices and their product, made of blocks so that it is known at any size."""
+    """Return two matrices and their product, made of repeated blocks with a known product."""
     times = 1 if device.type == "cpu" else _TIMES_ON_GPU
     maker = torch.Generator().manual_seed(1)
     left, right = (torch.randint(-1, 2, (_BLOCK, _BLOCK), generator=maker) for _ in range(2))
-    # A power of two times a whole number below 256 is exact in 8 bits.
+    # A power of two times an integer below 256 is exact with an 8-bit mantissa.
     product = torch.matmul(left, right) * times
     return (
         left.repeat(times, times).to(device, precision),

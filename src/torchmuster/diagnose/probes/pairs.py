@@ -1,4 +1,4 @@
-"""The stage in which ranks send to each other two by two: is it right, how late, how fast."""
+"""The point-to-point stage: correctness, latency and bandwidth between pairs of ranks."""
 
 import statistics
 import time
@@ -17,19 +17,19 @@ from torchmuster.diagnose.probes.in_time import RankBarrier
 from torchmuster.diagnose.rank_record import Pair, Values
 from torchmuster.diagnose.rounds import collective_rounds, rounds_for
 
-_ALL_PAIRS_UP_TO = 9  # ranks; beyond, those that collectives connect
+_ALL_PAIRS_UP_TO = 9  # ranks; in larger groups, only the pairs that collectives use
 _PINGS = 12
 _BLOCK = {"cpu": 2**18}  # 1 MiB
 _BLOCK_ON_GPU = 2**24  # 64 MiB
 _BLOCKS = 3
 _SLOW_BLOCK_S = 0.4  # a pair that takes longer for one block sends no more of them
-_SUSPICIOUS = 0.35  # of the median: measured again, since a busy machine can be in the way
+_SUSPICIOUS = 0.35  # of the median: measured again, since a busy host may be the cause
 _TRIES_AGAIN = 2
 _WAIT_S = 10.0
 
 
 def measure_pairs(seat: Seat, hosts: list[str], together: RankBarrier) -> tuple[Pair, ...]:
-    """Let every two ranks (in a large group: some) exchange numbers, none in two pairs at a time."""
+    """Exchange values between all pairs of ranks (in a large group: some), in disjoint rounds."""
     few = seat.world_size <= _ALL_PAIRS_UP_TO
     rounds = (rounds_for if few else collective_rounds)(seat.world_size)
     found: dict[int, Pair] = {}
@@ -50,7 +50,7 @@ def measure_pairs(seat: Seat, hosts: list[str], together: RankBarrier) -> tuple[
 
 
 def slow_pairs(table: list[dict[str, Any]], hosts: list[str]) -> set[tuple[int, int]]:
-    """Return the pairs that are far below the median of their kind: on one machine, or between two."""
+    """Return the pairs far below the median of their kind: within one host, or between two."""
     speeds: dict[bool, dict[tuple[int, int], float]] = {True: {}, False: {}}
     for rank, row in enumerate(table):
         for peer, speed in row.items():
@@ -77,10 +77,10 @@ def _better(new: Pair, old: Pair | None) -> Pair:
 
 
 def _exchange(seat: Seat, peer: int) -> Pair:
-    """Ping, then send blocks to and fro; the lower rank speaks first and decides how many."""
+    """Ping, then exchange blocks; the lower rank sends first and decides how many."""
     first = seat.rank < peer
     ping = torch.zeros(1, device=seat.device)
-    _to_and_fro(seat, peer, ping, ping, first)  # makes the connection
+    _to_and_fro(seat, peer, ping, ping, first)  # opens the connection
     latency_s = min(_to_and_fro(seat, peer, ping, ping, first) for _ in range(_PINGS)) / 2
     count = _BLOCK.get(seat.device.type, _BLOCK_ON_GPU)
     values, best_s = _block(seat, peer, count, 0, first)
@@ -103,7 +103,7 @@ def _block(seat: Seat, peer: int, count: int, turn: int, first: bool) -> tuple[V
 
 
 def _to_and_fro(seat: Seat, peer: int, mine: torch.Tensor, got: torch.Tensor, first: bool) -> float:
-    """Send and receive; return the seconds from the first word to the last."""
+    """Send and receive; return the seconds for both."""
     wait_for_device(seat.device)
     began = time.perf_counter()
     if first:

@@ -1,6 +1,6 @@
-"""Torch tried out in this process, one stage after the other; each writes a line of JSON.
+"""Test torch in this process, stage by stage; each stage writes lines of JSON.
 
-A line says that a stage has begun, another what it came to, so that a crash or a hang names its place.
+One line marks the start of a stage, another has its result, so a crash or a hang shows its stage.
 """
 
 import json
@@ -22,7 +22,7 @@ _CHECKED_PRODUCTS = 3
 
 
 def main() -> int:
-    """Go through the stages; a stage that raises is told and does not stop the next."""
+    """Run the stages; an error in one is recorded and does not stop the next."""
     _begin("import")
     began = time.perf_counter()
     import torch
@@ -47,7 +47,7 @@ def _facts(torch: Any) -> dict[str, Any]:
     try:
         facts["devices"] = torch.accelerator.device_count()
         if facts["gpu_build"] and not facts["devices"]:
-            torch.cuda.init()  # says why there are none
+            torch.cuda.init()  # raises the reason
     except Exception as error:
         facts["gpu_error"] = f"{type(error).__name__}: {error}"
     return facts
@@ -64,7 +64,7 @@ def _probes_torch_at_work_numpy(torch: Any) -> dict[str, Any]:
         total = int(torch.from_numpy(numpy.arange(4)).sum())
     except Exception as error:
         return {"installed": True, "error": f"{type(error).__name__}: {error}"}
-    return {"installed": True, "error": "" if total == 6 else f"0+1+2+3 came out as {total}"}
+    return {"installed": True, "error": "" if total == 6 else f"0+1+2+3 gave {total}"}
 
 
 def _group() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _group() -> dict[str, Any]:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     try:
-        # A store inside this process: no port is opened that another program could hold.
+        # An in-process store opens no port that another program could hold.
         dist.init_process_group(
             "gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20)
         )
@@ -95,7 +95,7 @@ def _torch_at_work_devices(torch: Any) -> list["torch.device"]:
 
 
 def _multiply(torch: Any, device: "torch.device") -> dict[str, Any]:
-    """Multiply matrices of 1 and -1, whose product is exact in every number format."""
+    """Multiply matrices of 1 and -1, whose product is exact in every dtype."""
     size = _SIZE.get(device.type, _GPU_SIZE)
     record: dict[str, Any] = {"name": str(device), "index": device.index, "model": device.type}
     try:
@@ -117,7 +117,7 @@ def _torch_at_work_timed(torch: Any, device: "torch.device", a: Any, b: Any) -> 
     first = torch.mm(*on_device)
     began, products, wrong = time.perf_counter(), 0, int(not _is_right(torch, first, a, b))
     while products < _CHECKED_PRODUCTS or time.perf_counter() - began < _MATMUL_S:
-        # The comparison also waits for the device to be done.
+        # The comparison also waits for the device to finish.
         wrong += not torch.equal(torch.mm(*on_device), first)
         products += 1
     seconds = (time.perf_counter() - began) / products
@@ -130,7 +130,7 @@ def _torch_at_work_timed(torch: Any, device: "torch.device", a: Any, b: Any) -> 
 
 
 def _is_right(torch: Any, product: Any, a: Any, b: Any) -> bool:
-    """Compare with the same in whole numbers on the CPU: for a vector v, (AB)v is A(Bv)."""
+    """Compare with integer arithmetic on the CPU: for a vector v, (AB)v is A(Bv)."""
     vector = torch.arange(1, a.shape[0] + 1)
     exact = a.long() @ (b.long() @ vector)
     return bool(torch.equal(product.cpu().long() @ vector, exact))
@@ -148,4 +148,4 @@ def _tell_torch_at_work(stage: str, **values: Any) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # what torch does at its end is not what is tried here
+    os._exit(code)  # torch's shutdown is not part of the test

@@ -1,4 +1,4 @@
-"""What a check found, as text, tables, pictures and pages."""
+"""Reports of a check: terminal text, JSON, SVG and HTML."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ __all__ = ["check_json", "check_page", "check_text", "write_check_report"]
 
 
 def write_check_report(folder: Path, result: GroupResult) -> None:
-    """Write check.json, report.html and, where something was measured, links.svg into a folder."""
+    """Write check.json, report.html and, if links were measured, links.svg into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "check.json").write_text(json_text(result), encoding="utf-8")
     (folder / "report.html").write_text(check_page(result), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The picture's contents without its looks: who reaches whom, and how fast.
+"""The grid of links: who reaches whom, and how fast; and its heat map.
 
-One grid serves machines and ranks, the terminal and the picture. Where there are too many to show each
-of them, neighbours are put together, and a cell shows the worst of what it stands for.
+One grid serves hosts and ranks, the terminal and the heat map. If there are too many to show,
+adjacent ones are merged, and a cell shows the worst of them.
 """
 
 import math
@@ -14,7 +14,7 @@ from torchmuster.diagnose.result import GroupResult
 
 MOST_SHOWN = 32
 
-# What each problem of a link is called where there is little room.
+# Short labels of the problems of a link.
 PROBLEMS = {
     "timeout": "no answer",
     "refused": "refused",
@@ -32,7 +32,7 @@ PROBLEMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One direction between two; ``problem`` is a key of ``PROBLEMS``, or empty if it works."""
+    """One direction of a link; ``problem`` is a key of ``PROBLEMS``, or empty if it works."""
 
     source: str
     target: str
@@ -42,12 +42,12 @@ class Cell:
 
     @property
     def blocked(self) -> bool:
-        """Whether data does not pass, or not rightly."""
+        """Whether data does not pass, or arrives corrupted."""
         return self.problem not in ("", "not-tried")
 
     @property
     def badness(self) -> tuple[int, float]:
-        """The worst sorts first: blocked, then by speed; what is not known comes last."""
+        """The sort key, worst first: blocked, then by speed; unknown last."""
         if self.blocked:
             return 0, 0.0
         if self.bytes_per_s is None:
@@ -57,32 +57,32 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Cells by row and column; ``cells[row][column]`` is from the row's to the column's."""
+    """Cells by row and column; ``cells[row][column]`` is the link from the row to the column."""
 
     title: str
     names: tuple[str, ...]
     cells: tuple[tuple[Cell | None, ...], ...]
     worst: tuple[Cell, ...] = ()
-    together: int = 1  # how many neighbours a row stands for
+    together: int = 1  # how many hosts or ranks a row represents
 
     @property
     def speeds(self) -> list[float]:
-        """All speeds in it, slowest first."""
+        """All speeds, slowest first."""
         known = (cell for row in self.cells for cell in row if cell and not cell.blocked)
         return sorted(cell.bytes_per_s for cell in known if cell.bytes_per_s)
 
 
 def grid_of_hosts(result: GroupResult) -> Grid | None:
-    """Return the links between machines; None if there are none."""
+    """Return the grid of links between hosts; None if there are none."""
     if not result.links:
         return None
     cells = {link.places: _cell(link) for link in result.links}
     names = {machine.place: machine.name for machine in result.machines}
-    return _grid("links between machines", [names[place] for place in sorted(names)], cells)
+    return _grid("links between hosts", [names[place] for place in sorted(names)], cells)
 
 
 def grid_of_ranks(result: GroupResult) -> Grid | None:
-    """Return what ranks sent each other two by two; None if they did not, or in separate groups."""
+    """Return the grid of point-to-point speeds; None if not measured, or in separate groups."""
     ranks = sorted(result.ranks, key=lambda record: record.rank)
     numbers = [record.rank for record in ranks]
     if numbers != list(range(len(numbers))) or not any(record.pairs for record in ranks):
@@ -136,7 +136,7 @@ def _grid(title: str, names: Sequence[str], cells: dict[tuple[int, int], Cell]) 
 
 
 def speed_text(bytes_per_s: float) -> str:
-    """Format a speed as networks are sold: ``9.4 Gbit/s``, ``94 Mbit/s``."""
+    """Format a speed in bits per second: ``9.4 Gbit/s``, ``94 Mbit/s``."""
     bits = bytes_per_s * 8
     for name, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= 0.9995 * size:
@@ -146,13 +146,13 @@ def speed_text(bytes_per_s: float) -> str:
 
 
 def grid_text(cell: Cell) -> str:
-    """Say in a few words what a cell has: its speed, or why there is none."""
+    """Return the text of a cell: its speed, or its problem."""
     if cell.problem:
         return PROBLEMS.get(cell.problem, cell.problem)
     return "reached" if cell.bytes_per_s is None else speed_text(cell.bytes_per_s)
 
 
-# Cividis at equal distances, slow to fast.
+# The cividis colour map in equal steps, slow to fast.
 _SCALE = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
 _BLOCKED = "#ffffff"
 _CROSS = "#b00020"
@@ -163,12 +163,12 @@ _FONT = "font-family:system-ui,sans-serif;font-size:11px"
 
 
 def heat_map(grid: Grid) -> str:
-    """Return the picture: rows send, columns receive."""
+    """Return the heat map as SVG: rows send, columns receive."""
     count = len(grid.names)
     side = max(18, min(64, 720 // count))
     longest = max(len(_grid_short(name)) for name in grid.names)
     left = round(24 + longest * _LETTER)
-    # Column labels stand at 45 degrees.
+    # Column labels are rotated by 45 degrees.
     top = round(58 + longest * _LETTER * 0.71)
     overhang = round(longest * _LETTER * 0.71)
     width = max(left + count * side + overhang + 10, left + _LEGEND_WIDTH + 170)
@@ -179,7 +179,7 @@ def heat_map(grid: Grid) -> str:
         f"<style>text{{{_FONT};fill:{_INK}}}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="12" y="20" style="font-size:14px;font-weight:600">{escape(_title(grid))}</text>',
-        '<text x="12" y="36">each row sends to the columns</text>',
+        '<text x="12" y="36">rows send, columns receive</text>',
         *_labels(grid, left, top, side),
         *_grid_cells(grid, left, top, side),
         *_legend(grid, left, top + count * side + 24),
@@ -191,7 +191,7 @@ def heat_map(grid: Grid) -> str:
 def _title(grid: Grid) -> str:
     if grid.together == 1:
         return grid.title
-    return f"{grid.title}, the worst of each {grid.together} x {grid.together}"
+    return f"{grid.title}, worst of each {grid.together} x {grid.together} block"
 
 
 def _grid_short(name: str) -> str:
@@ -222,7 +222,7 @@ def _grid_cells(grid: Grid, left: int, top: int, side: int) -> Iterator[str]:
 def _heat_cell(cell: Cell, x: int, y: int, side: int, speeds: list[float]) -> Iterator[str]:
     tip = f"{cell.source} to {cell.target}: {grid_text(cell)}"
     if cell.round_trip_s is not None:
-        tip += f", {cell.round_trip_s * 1e3:.2f} ms there and back"
+        tip += f", {cell.round_trip_s * 1e3:.2f} ms round trip"
     if cell.blocked:
         yield _square(x, y, side, _BLOCKED, tip, edge=_CROSS)
         inner = side * 0.28
@@ -260,13 +260,13 @@ def _mark(x: int, y: int, side: int, text: str, ink: str, up: int = 0) -> str:
 
 
 def _grid_share(value: float, speeds: list[float]) -> float:
-    """Return where a speed lies between the slowest and the fastest, by its logarithm."""
+    """Return the position of a speed between the slowest and the fastest, on a log scale."""
     low, high = _ends(speeds)
     return (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
 
 
 def _ends(speeds: list[float]) -> tuple[float, float]:
-    """Return the ends of the scale, at least a factor of ten apart: small differences look small."""
+    """Return the ends of the scale, at least a factor of 10 apart: small differences look small."""
     high = speeds[-1]
     return min(speeds[0], high / 10), high
 
@@ -298,6 +298,6 @@ def _legend(grid: Grid, left: int, y: int) -> Iterator[str]:
         yield f'<text x="{end}" y="{y + 26}" text-anchor="end">{speed_text(high)}</text>'
     x = left + _LEGEND_WIDTH + 24
     yield f'<text x="{x}" y="{y + 10}" style="fill:{_CROSS};font-weight:700">✕</text>'
-    yield f'<text x="{x + 16}" y="{y + 10}">does not pass</text>'
+    yield f'<text x="{x + 16}" y="{y + 10}">blocked</text>'
     yield f'<text x="{x + 4}" y="{y + 26}">·</text>'
     yield f'<text x="{x + 16}" y="{y + 26}">not tried</text>'

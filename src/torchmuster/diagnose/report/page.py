@@ -1,4 +1,4 @@
-"""A check as one page: report.html, which needs no other file and no network."""
+"""The report of a check as a self-contained page: report.html."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -13,17 +13,17 @@ from torchmuster.pages.frame import html_article, html_details, html_table
 from torchmuster.units import format_seconds, plural
 
 _WORST_SHOWN = 20
-_NAMED_IN_PICTURE = 8  # up to so many, every figure can be read in the picture itself
+_NAMED_IN_PICTURE = 8  # up to this size, the heat map shows every number itself
 _MOST_ROWS = 1000  # all are in check.json
 _OPEN_UP_TO = 40
 
 
 def check_page(result: GroupResult) -> str:
-    """Return the page. Everything that machines said is shown as text, never as markup."""
+    """Return the page. All text that hosts sent is escaped."""
     found = worst_first(result.findings)
     parts = [
         f"<h1>{_page_verdict(result)}</h1>",
-        f"<p>{plural(len(result.machines), 'machine')}, {plural(len(result.ranks), 'rank')}, "
+        f"<p>{plural(len(result.machines), 'host')}, {plural(len(result.ranks), 'rank')}, "
         f"in {format_seconds(result.seconds)}</p>",
         *(f"<p>not tried: {escape(one)}</p>" for one in result.not_tried),
         *(html_article(one) for one in found if one.status is not Status.NOTE),
@@ -31,7 +31,7 @@ def check_page(result: GroupResult) -> str:
     for grid in (grid_of_hosts(result), grid_of_ranks(result)):
         if grid is not None:
             parts += _links(grid)
-    parts.append(_section("machines", _machines(result.machines), len(result.machines)))
+    parts.append(_section("hosts", _machines(result.machines), len(result.machines)))
     if result.ranks:
         parts.append(_section("ranks", _page_ranks(result.ranks), len(result.ranks)))
     parts += [html_article(one) for one in found if one.status is Status.NOTE]
@@ -46,18 +46,18 @@ def _page_verdict(result: GroupResult) -> str:
 
 
 def _section(title: str, body: str, rows: int) -> str:
-    """Return a part of the page; a long one is to be opened by a click."""
+    """Return a section of the page; a long one is collapsed."""
     return html_details(title, body, opened=rows <= _OPEN_UP_TO)
 
 
 def _machines(machines: Sequence[Machine]) -> str:
-    titles = ("machine", "ranks", "devices", "cores", "torch", "python", "system", "clock")
+    titles = ("host", "ranks", "devices", "cores", "torch", "python", "system", "clock")
     return html_table(titles, (_page_machine(machine) for machine in machines[:_MOST_ROWS]))
 
 
 def _page_machine(machine: Machine) -> tuple[str, ...]:
     if machine.missing:
-        return machine.name, "", f"did not come: {machine.missing}", "", "", "", "", ""
+        return machine.name, "", f"not connected: {machine.missing}", "", "", "", "", ""
     return (
         machine.name,
         or_unknown(machine.ranks),
@@ -77,7 +77,7 @@ def _links(grid: Grid) -> Iterator[str]:
     rows = (
         (f"{cell.source} to {cell.target}", grid_text(cell)) for cell in grid.worst[:_WORST_SHOWN]
     )
-    yield html_table(("the worst", ""), rows)
+    yield html_table(("worst links", ""), rows)
 
 
 def _page_ranks(records: Sequence[RankRecord]) -> str:
@@ -98,9 +98,7 @@ def _page_ranks(records: Sequence[RankRecord]) -> str:
                     for one in record.matmuls
                 ),
                 bus,
-                "ended" if record.ended else f"came as far as {record.stage}",
+                "finished" if record.ended else f"reached stage {record.stage}",
             )
         )
-    return html_table(
-        ("rank", "machine", "device", "matrix products", "all-reduce (bus)", ""), rows
-    )
+    return html_table(("rank", "host", "device", "matrix products", "all-reduce (bus)", ""), rows)

@@ -1,4 +1,4 @@
-"""A check on the terminal: the machines, the links between them, and what was found."""
+"""The report of a check as terminal text and JSON: hosts, links and findings."""
 
 import dataclasses
 import json
@@ -20,12 +20,12 @@ from torchmuster.diagnose.result import GroupResult, Machine
 from torchmuster.finding import Finding, Status, exit_code, render, worst_first
 from torchmuster.redaction import harmless
 
-# Raised when a key changes its meaning or goes away; new keys may come at any time.
+# Increased when a key changes its meaning or is removed; new keys may be added at any time.
 SCHEMA = 1
 
 
 def check_json(result: GroupResult) -> dict[str, Any]:
-    """Return everything that a check learnt, as plain JSON types."""
+    """Return the full result of a check as plain JSON types."""
     return {
         "schema": SCHEMA,
         "passed": exit_code(result.findings) == 0,
@@ -39,7 +39,7 @@ def check_json(result: GroupResult) -> dict[str, Any]:
 
 
 def json_text(result: GroupResult) -> str:
-    """Return it as the text of a file."""
+    """Return the result as JSON text."""
     return json.dumps(check_json(result), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -72,7 +72,7 @@ _CLOCK_WORTH_SAYING_S = 0.05
 
 
 def check_text(result: GroupResult, *, width: int = 100, colour: bool = False) -> str:
-    """Return everything that ``muster check`` shows at its end but the verdict."""
+    """Return the report that ``muster check`` prints, without the last line."""
     parts = ["\n".join(_machines(result.machines))]
     grid = grid_of_hosts(result) or grid_of_ranks(result)
     if grid is not None:
@@ -85,7 +85,7 @@ def check_text(result: GroupResult, *, width: int = 100, colour: bool = False) -
 
 
 def _in_short(finding: Finding) -> Finding:
-    """Leave a note its headline: what hurts must fit on a screen, and the page has the rest."""
+    """Shorten a note to its headline; report.html has the rest."""
     if finding.status is not Status.NOTE:
         return finding
     return dataclasses.replace(finding, why="", fix="", evidence="")
@@ -93,14 +93,14 @@ def _in_short(finding: Finding) -> Finding:
 
 def _machines(machines: Sequence[Machine]) -> Iterator[str]:
     shown = [one for one in machines if not one.missing][:_MOST_MACHINES]
-    titles = ("machine", "ranks", "devices", "cores", "torch", "python", "system", "clock")
+    titles = ("host", "ranks", "devices", "cores", "torch", "python", "system", "clock")
     yield from aligned_columns([titles, *(_terminal_row(machine) for machine in shown)])
     left_out = sum(not one.missing for one in machines) - len(shown)
     if left_out:
-        yield f"… and {left_out} more, all of them in check.json"
+        yield f"… and {left_out} more; all are in check.json"
     for machine in machines:
         if machine.missing:
-            yield harmless(f"{machine.name}  did not come: {machine.missing}")
+            yield harmless(f"{machine.name}  not connected: {machine.missing}")
 
 
 def _terminal_row(machine: Machine) -> tuple[str, ...]:
@@ -117,19 +117,19 @@ def _terminal_row(machine: Machine) -> tuple[str, ...]:
 
 
 def or_unknown(value: object) -> str:
-    """Return a value as text; one that is not known is a question mark."""
+    """Return a value as text; "?" if it is unknown."""
     return "?" if value is None else str(value)
 
 
 def _terminal_devices(devices: Sequence[str]) -> str:
-    """Put equal ones together: ``8 x NVIDIA A100``."""
+    """Return the devices as text, equal ones counted: ``8 x NVIDIA A100``."""
     counts = {name: devices.count(name) for name in dict.fromkeys(devices)}
     parts = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
     return ", ".join(parts) or "CPU"
 
 
 def clock_text(offset_s: float | None) -> str:
-    """Say how far a clock is off; small differences are as small as they can be measured."""
+    """Return the clock offset as text; "same" if it is too small to measure."""
     if offset_s is None:
         return "?"
     return "same" if abs(offset_s) < _CLOCK_WORTH_SAYING_S else f"{offset_s:+.1f} s"
@@ -137,13 +137,13 @@ def clock_text(offset_s: float | None) -> str:
 
 def _links(grid: Grid) -> Iterator[str]:
     if len(grid.names) <= _MOST_COLUMNS:
-        yield f"{grid.title}, from the left to the top"
+        yield f"{grid.title}, from row to column"
         header = ("", *grid.names)
         yield from aligned_columns([header, *_rows(grid)], right=True)
         return
     speeds = [cell.bytes_per_s for cell in grid.worst if cell.bytes_per_s]
     yield f"{grid.title}: {len(grid.worst)} measured" + (
-        f", {speed_text(statistics.median(speeds))} in the middle" if speeds else ""
+        f", median {speed_text(statistics.median(speeds))}" if speeds else ""
     )
     yield from aligned_columns(
         [
@@ -152,7 +152,7 @@ def _links(grid: Grid) -> Iterator[str]:
         ]
     )
     if len(grid.worst) > _WORST_SHOWN:
-        yield f"  … the other {len(grid.worst) - _WORST_SHOWN} are no worse"
+        yield f"  … and {len(grid.worst) - _WORST_SHOWN} more that are not worse"
 
 
 def _rows(grid: Grid) -> Iterator[tuple[str, ...]]:
@@ -165,7 +165,7 @@ def _rows(grid: Grid) -> Iterator[tuple[str, ...]]:
 
 
 def aligned_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
-    """Line up cells; all but the first column can stand to the right."""
+    """Align cells in columns; ``right`` aligns all but the first column to the right."""
     rows = [[harmless(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

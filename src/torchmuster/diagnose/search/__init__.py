@@ -1,4 +1,4 @@
-"""Finding the few bad machines and links of a large group in a number of rounds that grows as log N.
+"""Find the few bad hosts and links of a large group in O(log N) rounds.
 
-Nothing is imported here: import the module that has what you need.
+This package imports nothing: import the module that you need.
 """

@@ -1,1 +1,1 @@
-"""One folder for each lab: reading, solution (the starter is cut from it), checks, measurements, words."""
+"""One folder per lab: reading, solution (source of the starter), checks, measurements, texts."""

@@ -1,1 +1,1 @@
-"""What runs the learner's file: processes of their own, with torch and a deadline."""
+"""Run the learner's file in separate processes with torch and a deadline."""

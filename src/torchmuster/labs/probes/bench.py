@@ -1,4 +1,4 @@
-"""What a check is given: the learner's code, who this rank is, and a way to say what is wrong."""
+"""The environment of a check: the learner's code, this rank, and reporting of mistakes."""
 
 import importlib.util
 import sys
@@ -13,9 +13,9 @@ from torchmuster.runfolder import write_atomically
 
 
 class Recognised(BaseException):
-    """A mistake that has a name; ``seen`` is what gave it away.
+    """A named mistake; ``seen`` is the evidence.
 
-    No Exception: it may be found inside of the learner's code, which may catch those.
+    Not an Exception: it may be raised inside the learner's code, which may catch those.
     """
 
     def __init__(self, name: str, seen: str = "") -> None:
@@ -25,18 +25,18 @@ class Recognised(BaseException):
 
 
 def mistake(name: str, seen: str = "") -> NoReturn:
-    """End the check: this mistake was made."""
+    """Stop the check with this mistake."""
     raise Recognised(name, seen)
 
 
 def require(good: bool, otherwise: str, seen: str = "") -> None:
-    """End the check with a mistake unless something holds."""
+    """Stop the check with a mistake unless the condition holds."""
     if not good:
         raise Recognised(otherwise, seen)
 
 
 def compare(given: Any, expected: Any, what: str, otherwise: str = "wrong-value") -> None:
-    """End the check unless a number or tensor is what it should be, within rounding."""
+    """Stop the check unless a number or tensor has the expected value, within rounding."""
     got = torch.as_tensor(given, dtype=torch.float64)
     wanted = torch.as_tensor(expected, dtype=torch.float64)
     same = got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
@@ -48,7 +48,7 @@ def compare(given: Any, expected: Any, what: str, otherwise: str = "wrong-value"
 
 
 def is_close(given: Any, other: Any) -> bool:
-    """Say whether two numbers or tensors of one shape agree within rounding."""
+    """Return whether two numbers or tensors of one shape agree within rounding."""
     left = torch.as_tensor(given, dtype=torch.float64)
     right = torch.as_tensor(other, dtype=torch.float64)
     return left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-6)
@@ -65,7 +65,7 @@ def _bench_short(value: Any) -> str:
 
 
 class Learner:
-    """The learner's module; a name that it lacks is a mistake with a word, not an error of ours."""
+    """The learner's module; a missing name is a mistake of the learner, not an internal error."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -78,7 +78,7 @@ class Learner:
         return getattr(module, name)
 
     def replace(self, name: str, value: Any) -> None:
-        """Give the module something else under a name, before it is tried."""
+        """Replace a name in the module before it is tested."""
         getattr(self, name)
         setattr(self._loaded(), name, value)
 
@@ -95,7 +95,7 @@ class Learner:
 
 
 class Bench:
-    """One rank's place in an exercise. ``folder`` is empty at first, and shared by the ranks."""
+    """One rank of an exercise. ``folder`` is initially empty, and shared by the ranks."""
 
     def __init__(self, *, file: Path, rank: int, world_size: int, folder: Path) -> None:
         self.code = Learner(file)
@@ -104,11 +104,11 @@ class Bench:
         self.folder = folder
 
     def tell(self, name: str, text: str) -> None:
-        """Leave a text for the other rank, outside of any process group."""
+        """Write a text for the other rank, without a process group."""
         write_atomically(self.folder / name, text, durable=False)
 
     def told(self, name: str) -> str:
-        """Wait for a text that the other rank leaves."""
+        """Wait for a text of the other rank."""
         while not (self.folder / name).exists():
             time.sleep(0.005)
         return (self.folder / name).read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Ranks forked from a process that has imported torch, so that an exercise costs no start-up.
 
-Each rank leaves what came of it in a file and then waits to be ended: whoever left early would break the
-connections of those that still talk. They meet at a store on the loopback, as ranks of torchrun do.
+Each rank writes its result to a file and then waits to be killed: a rank that exits early would
+break the connections of the others. They rendezvous at a store on loopback, like ranks of torchrun.
 """
 
 import ctypes
@@ -28,11 +28,12 @@ from torchmuster.labs.probes.bench import Bench, Recognised
 from torchmuster.runfolder import write_atomically
 
 _PR_SET_PDEATHSIG = 1
-# For the others after the first rank has ended. Checks take about as long on each, so of the deadline this
-# share; and where the first one tells what is wrong, only long enough to be told the same.
+# For the others after the first rank has finished: this share of the deadline, as checks take about
+# equally
+# long on each rank; if the first rank reports a mistake, only long enough to get the same report.
 _AFTER_THE_FIRST = 0.3
 _AFTER_A_MISTAKE_S = 1.0
-# From what tells most to what follows from something else; mistakes of a lab's own come before all of these.
+# From most informative to consequential; named mistakes of a lab come before all of these.
 _TELLING = ("not-done", "missing", "ended", "raised", "died", "hangs", "wrong-value", "waits")
 _LOOK_EVERY_S = 0.01
 _PRINTED_LINES = 6
@@ -40,7 +41,7 @@ _TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception r
 
 
 class LearnerOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a rank: the name of a mistake, or none and the value that its program returned."""
+    """The result of a rank: the name of a mistake, or the value that its program returned."""
 
     mistake: str = ""
     seen: str = ""
@@ -53,7 +54,7 @@ Program = Callable[[Bench], Any]
 def run_learner_ranks(
     program: Program, *, file: Path, ranks: int, joined: bool, folder: Path, deadline_s: float
 ) -> list[LearnerOutcome]:
-    """Run a program on forked ranks; what does not end is ended, and counts as hanging."""
+    """Run a program on forked ranks; ranks beyond the deadline are killed and count as hanging."""
     fork = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as meeting:
         port = meeting.getsockname()[1]
@@ -63,10 +64,10 @@ def run_learner_ranks(
         ]
         (folder / "scratch").mkdir()
         for rank, process in enumerate(processes):
-            for name in ("printed", "stack"):  # a rank may be ended before it has opened them
+            for name in ("printed", "stack"):  # a rank may be killed before it has opened them
                 (folder / f"{name}-{rank}.txt").touch()
             process.start()
-        # After the fork: no rank may inherit the store's thread half-way through something.
+        # After the fork: no rank may inherit the store's thread.
         store = _store(meeting) if ranks > 1 else None
         try:
             return _outcomes(processes, folder, file, deadline_s)
@@ -79,7 +80,7 @@ def run_learner_ranks(
 
 
 def worst(outcomes: list[LearnerOutcome]) -> LearnerOutcome:
-    """Return the outcome that tells most: a mistake with a name before those that follow from it."""
+    """Return the most informative outcome: a named mistake before its consequences."""
     return min(
         outcomes,
         key=lambda one: (
@@ -108,7 +109,7 @@ def _outcomes(
         for rank, process in enumerate(processes):
             if rank in found:
                 continue
-            alive = process.is_alive()  # before the look: it may leave its file and die in between
+            alive = process.is_alive()  # before reading: it may write its file and die in between
             if (left := _left(folder, rank)) is not None:
                 found[rank] = left
             elif not alive:
@@ -127,11 +128,13 @@ def _outcomes(
     if waiting:
         time.sleep(0.3)  # for the stacks to be written
     made = any(one.mistake for one in found.values())
-    others = "".join(f"; rank {rank} has ended {one.seen}" for rank, one in sorted(found.items()))
+    others = "".join(
+        f"; rank {rank} has finished {one.seen}" for rank, one in sorted(found.items())
+    )
     for rank in waiting:
         place = _where(folder / f"stack-{rank}.txt", file)
         seen = f"rank {rank} is still {place or 'running'}{others}".strip()
-        # In a check of ours it only waits for a rank that has made a mistake.
+        # Inside a check it only waits for a rank with a mistake.
         found[rank] = LearnerOutcome(mistake="hangs" if place or not made else "waits", seen=seen)
     return [_with_printed(found[rank], folder, rank) for rank in range(len(processes))]
 
@@ -147,18 +150,18 @@ def _left(folder: Path, rank: int) -> LearnerOutcome | None:
 
 def _end_ranks(process: BaseProcess) -> str:
     code = process.exitcode or 0
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def _where(stack: Path, file: Path) -> str:
-    """Say where a rank hangs: the innermost line of the learner's file."""
+    """Return where a rank hangs: the innermost line of the learner's file."""
     pattern = re.compile(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)')
     found = pattern.search(stack.read_text(encoding="utf-8", errors="replace"))
     return f"at {file.name}:{found[1]}, in {found[2]}" if found else ""
 
 
 def _with_printed(outcome: LearnerOutcome, folder: Path, rank: int) -> LearnerOutcome:
-    """Add what a rank printed, where something is wrong: people look for mistakes by printing."""
+    """Append what a rank printed, if there is a mistake: learners debug by printing."""
     if not outcome.mistake:
         return outcome
     text = (folder / f"printed-{rank}.txt").read_text(encoding="utf-8", errors="replace")
@@ -179,7 +182,7 @@ def _be_rank(
     stack = (folder / f"stack-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     os.chdir(folder / "scratch")
-    # What torchrun sets, its store included.
+    # As set by torchrun, including its store.
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(ranks),

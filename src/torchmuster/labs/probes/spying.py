@@ -1,4 +1,4 @@
-"""Watching what the learner's code does, without changing what comes of it."""
+"""Record what the learner's code does, without changing its results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class Calls:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Put something else in a name's place for a while."""
+    """Replace a name temporarily."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -33,7 +33,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def watched(owner: Any, name: str, before: Callable[..., object] | None = None) -> Iterator[Calls]:
-    """Write down the calls of a function; ``before`` sees each one's arguments first."""
+    """Record the calls of a function; ``before`` gets the arguments of each call first."""
     calls = Calls()
     original = getattr(owner, name)
 
@@ -48,9 +48,9 @@ def watched(owner: Any, name: str, before: Callable[..., object] | None = None) 
 
 
 class SavedBytes:
-    """Counts what autograd keeps for backward, each storage once, the parameters left out.
+    """Counts what autograd saves for backward, each storage once, without parameters.
 
-    ``with_repeats`` counts a storage as often as it is kept.
+    ``with_repeats`` counts a storage each time it is saved.
     """
 
     def __init__(self, parameters: Any) -> None:
@@ -77,7 +77,7 @@ class SavedBytes:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells ``seen(name, result)`` of every operation below autograd."""
+    """Calls ``seen(name, result)`` for every operation below autograd."""
 
     def __init__(self, seen: Callable[[str, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Who keeps whom waiting: what each rank is doing, and what that says of all of them."""
+"""Hang detection: what each rank is doing, and which rank keeps the others waiting."""

@@ -1,9 +1,8 @@
-"""From the ranks' heartbeats over time: nothing is wrong, or who keeps whom waiting, and how.
+"""Detect hangs from the ranks' heartbeats over time.
 
-A hang is judged on evidence only: some rank waits in a collective, and another one does not come to it.
-How long that must last depends on what the other one does: a process that was stopped will not go on by
-itself, one that sleeps seldom does, one that works (a compilation, an evaluation) is given long. So a
-slow first step is no hang.
+A hang needs evidence: some rank waits in a collective, and another one does not reach it. How long that must
+last depends on what the other rank does: a stopped process does not resume by itself, a sleeping one seldom
+does, and a busy one (compilation, evaluation) gets more time. So a slow first step is not a hang.
 """
 
 import dataclasses
@@ -26,17 +25,17 @@ _STOPPED_AFTER_S = 3.0
 _DIFFERENT_AFTER_S = 5.0
 _ENDED_AFTER_S = 5.0
 _ASLEEP_AFTER_S = 12.0
-# So long also where hardly anything has been done together yet: connections and caches are new.
+# Longer if the ranks have run only a few collectives: connections and caches are new.
 _ASLEEP_AT_FIRST_AFTER_S = 20.0
 _AT_FIRST = 8  # collectives
 _AT_WORK_AFTER_S = 60.0
-# Where those that wait compute all the same, they may have something to do meanwhile.
+# If the waiting ranks compute too, they may have other work to do.
 _AT_WORK_BOTH_AFTER_S = 300.0
-_UNHEARD_S = 6.0  # of a machine that is not heard nothing is known
+_UNHEARD_S = 6.0  # without heartbeats nothing is known about a host's ranks
 _SAMPLES_FOR_S = 10.0
 _NOT_AGAIN_BEFORE_S = 30.0
 _MOVES_SEEN = 3
-# What a rank is expected to do alone, and for a while, although it hardly computes.
+# Phases that one rank may spend alone for a while, using little CPU.
 _LONG_PHASES = ("saving", "evaluating", "compiling", "planning")
 
 
@@ -54,7 +53,7 @@ _PATIENCE_S: Mapping[HangKind, float] = {
 
 
 class HangWatch:
-    """Listens to the heartbeats of one attempt; asked every second or so what there is to say."""
+    """Receives the heartbeats of one attempt; ``look`` is called about every second."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class HangWatch:
         *,
         devices: Mapping[int, str] | None = None,
     ) -> None:
-        """Judge by ``clock``; ``devices`` says which device each rank has, for people."""
+        """Use ``clock`` for all times; ``devices`` are the device names of the ranks, for messages."""
         self._clock = clock
         self._devices = devices or {}
         self._ranks: dict[int, ObservedRank] = {}
@@ -72,11 +71,11 @@ class HangWatch:
 
     @property
     def told(self) -> Hang | None:
-        """The hang that was told last and is not over."""
+        """The last reported hang that is not over."""
         return self._told
 
     def heard(self, host: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Take in what a machine says of its ranks; also that it has nothing new to say."""
+        """Process the heartbeats of a host's ranks; there may be none."""
         now = self._clock()
         self._hosts[host] = now
         for heartbeat in heartbeats:
@@ -89,7 +88,7 @@ class HangWatch:
             _go_on(known, heartbeat, now)
 
     def look(self) -> Finding | None:
-        """Return what there is to say now: a hang, that it lasts, or that it is over."""
+        """Return a finding if there is news: a hang, that it continues, or that it is over."""
         now = self._clock()
         hang = self._judge(now)
         before = self._told
@@ -108,7 +107,7 @@ class HangWatch:
         return messages.hang_over_finding(before, now, ended=ended)
 
     def _is_over(self, hang: Hang) -> bool:
-        """Say whether a hang that was told is over; not while too little is heard to know."""
+        """Return whether a reported hang is over; False while heartbeats are missing."""
         heard = {one.rank: one for one in self._heard_of(self._clock())}
         return any(
             one.rank in heard and _progress(heard[one.rank].heartbeat) != _progress(one.heartbeat)
@@ -122,8 +121,8 @@ class HangWatch:
 
     def _judge(self, now: float) -> Hang | None:
         ranks = sorted(self._heard_of(now), key=lambda one: one.rank)
-        # A rank waits for a GPU's results with a processor kept busy; so it also waits if somebody is known
-        # to be missing where it is.
+        # A rank that waits for GPU results keeps a CPU busy; so it also counts as waiting if another rank is
+        # known to be missing in its collective.
         least_begun = _least_begun(ranks)
         waiting = [one for one in ranks if one.waits or one.is_ahead(least_begun)]
         if different := _different([one for one in ranks if one.may_wait]):
@@ -144,7 +143,7 @@ class HangWatch:
         by_kind: dict[HangKind, list[ObservedRank]] = {}
         for one in members or absent:
             by_kind.setdefault(_what_keeps(one, now), []).append(one)
-        for kind in HangKind:  # the most certain first: the others may only be slow
+        for kind in HangKind:  # most certain first: the other ranks may only be slow
             some = by_kind.get(kind)
             if some and (hang := self._hang(kind, some, waiting, now, at_least_s=at_least_s)):
                 return hang
@@ -152,7 +151,7 @@ class HangWatch:
 
     def _all_wait(self, ranks: Sequence[ObservedRank], now: float) -> Hang | None:
         numbers = [{(one.group, one.number) for one in rank.heartbeat.waits} for rank in ranks]
-        if not all(numbers):  # a look now and then may find healthy ranks in collectives each time
+        if not all(numbers):  # sampling may find healthy ranks in collectives each time
             return None
         together = bool(set.intersection(*numbers))
         return self._hang(HangKind.TOGETHER if together else HangKind.UNEQUAL, ranks, ranks, now)
@@ -167,9 +166,9 @@ class HangWatch:
         waited_s: float | None = None,
         at_least_s: float = 0.0,
     ) -> Hang | None:
-        """Return the hang if it has lasted long enough to be one."""
+        """Return the hang if it has lasted long enough."""
         if waited_s is None:
-            # The longest wait counts; where all of them must stand still, the shortest.
+            # The longest wait counts; if all of them must be stuck, the shortest.
             waits = [now - one.since_s for one in waiting]
             everybody = kind in (HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER)
             waited_s = min(waits) if everybody else max(waits)
@@ -179,12 +178,12 @@ class HangWatch:
         if kind in (HangKind.ASLEEP, HangKind.DISK, HangKind.NATIVE):
             if self._at_first():
                 patience_s = max(patience_s, _ASLEEP_AT_FIRST_AFTER_S)
-            # Who has only just come to where it is may be on the way; but not for ever.
+            # A rank that moved recently may still arrive; but this has a limit.
             long = [one for one in culprits if now - one.still_s >= patience_s]
             culprits = long or (culprits if waited_s >= _AT_WORK_AFTER_S else [])
         if waited_s < patience_s or not culprits:
             return None
-        # As they are now: what is heard later must not change what was told.
+        # Copies: later heartbeats must not change what was reported.
         return Hang(
             kind=kind,
             culprits=tuple(dataclasses.replace(one) for one in culprits),
@@ -194,14 +193,14 @@ class HangWatch:
         )
 
     def _at_first(self) -> bool:
-        """Say whether hardly anything has been done together yet."""
+        """Return whether the ranks have run only a few collectives."""
         heartbeats = [one.heartbeat for one in self._ranks.values()]
         numbers = [number for heartbeat in heartbeats for number in heartbeat.begun.values()]
         return max(numbers or [heartbeat.moves for heartbeat in heartbeats]) <= _AT_FIRST
 
 
 def _go_on(known: ObservedRank, heartbeat: Heartbeat, now: float) -> None:
-    """Take in a heartbeat of the same process."""
+    """Process a heartbeat of the same process."""
     before = known.heartbeat
     known.heartbeat = heartbeat
     known.groups.update(heartbeat.groups, heartbeat.begun)
@@ -210,8 +209,8 @@ def _go_on(known: ObservedRank, heartbeat: Heartbeat, now: float) -> None:
     if _progress(heartbeat) != _progress(before):
         known.since_s = now
     place = (heartbeat.place, heartbeat.doing)
-    # One that looks again and again whether something has come is between the same few lines. Where
-    # it cannot be seen whether anything moves, every change counts.
+    # A polling rank alternates between the same few lines. If progress cannot be seen, every change
+    # counts.
     if heartbeat.moves != before.moves or heartbeat.moves < _MOVES_SEEN:
         known.places.clear()
     if place not in known.places and place != (before.place, before.doing):
@@ -228,7 +227,7 @@ def _go_on(known: ObservedRank, heartbeat: Heartbeat, now: float) -> None:
 
 
 def _progress(heartbeat: Heartbeat) -> tuple[object, ...]:
-    """Return what changes when a rank gets anywhere."""
+    """Return the values that change when a rank makes progress."""
     return (
         heartbeat.pid,
         heartbeat.moves,
@@ -240,7 +239,7 @@ def _progress(heartbeat: Heartbeat) -> tuple[object, ...]:
 
 
 def _least_begun(ranks: Sequence[ObservedRank]) -> dict[str, int]:
-    """Return how far the last rank of each group has come, of those that stand still."""
+    """Return the lowest collective number of each group, among the ranks that are stuck."""
     least: dict[str, int] = {}
     for one in ranks:
         for group, number in one.heartbeat.begun.items():
@@ -249,7 +248,7 @@ def _least_begun(ranks: Sequence[ObservedRank]) -> dict[str, int]:
 
 
 def _members(absent: Sequence[ObservedRank], waiting: Sequence[ObservedRank]) -> list[ObservedRank]:
-    """Return those who can be meant: who are in a group that is waited in, or of whom that is not known."""
+    """Return the absent ranks that may be waited for: members of a waiting group, or with unknown groups."""
     groups = {called.group for one in waiting for called in one.heartbeat.waits}
     if EVERYBODY in groups or not all(one.heartbeat.waits for one in waiting):
         return list(absent)
@@ -257,7 +256,7 @@ def _members(absent: Sequence[ObservedRank], waiting: Sequence[ObservedRank]) ->
 
 
 def _different(waiting: Sequence[ObservedRank]) -> list[ObservedRank]:
-    """Return the ranks that wait in one group's collective of the same number, but called different things."""
+    """Return ranks that wait in the same collective number of a group, but made different calls."""
     by_number: dict[tuple[str, int], list[tuple[ObservedRank, PendingCollective]]] = {}
     for one in waiting:
         for called in one.heartbeat.waits:
@@ -272,7 +271,7 @@ def _different(waiting: Sequence[ObservedRank]) -> list[ObservedRank]:
 
 
 def _what_keeps(one: ObservedRank, now: float) -> HangKind:
-    """Say what keeps a rank from coming to the others."""
+    """Return what keeps a rank from reaching the collective."""
     if one.ended:
         return HangKind.ENDED
     if one.heartbeat.state == "D" and now - one.state_since_s >= SILENT_S:

@@ -1,9 +1,9 @@
-"""What torch's flight recorders of several ranks say together: who is behind, who called something else.
+"""Compare torch's flight recorders of several ranks: who is behind, who called something else.
 
-Each rank's recorder keeps its last collectives, numbered within each group. Compared over the ranks, the
-numbers show who has not come to a collective that others wait in, and the first one that the ranks did
-not call alike. Gloo and NCCL write the same fields; gloo's leave ``state`` as it was and the members of a
-group unknown, so both are taken from what else is there.
+Each rank's recorder keeps its last collectives, numbered within each group. Compared across ranks, the
+numbers show who has not reached a collective that others wait in, and the first collective that differs
+between ranks. Gloo and NCCL write the same fields; gloo does not update ``state`` and does not record the
+members of a group, so both are derived from other fields.
 """
 
 import json
@@ -15,14 +15,14 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import torch_private
 from torchmuster.launch.launcher.console import rank_text
 
-# In these every rank must bring tensors of the same shape; in others they may differ (gather, all_to_all).
+# These need tensors of the same shape on every rank; in others shapes may differ (gather, all_to_all).
 SAME_SHAPES = frozenset(
     {"all_reduce", "allreduce", "broadcast", "reduce", "allreduce_coalesced"}
     | {"all_reduce_coalesced", *torch_private.SAME_SHAPES}
 )
 _KINDS_SHOWN = 4
 _SHAPES_SHOWN = 4
-EVERYBODY = "0"  # the name of the group that init_process_group makes
+EVERYBODY = "0"  # the name of the default process group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +37,23 @@ class RecordedCall:
 
     @property
     def words(self) -> str:
-        """What was called, for people: ``all_reduce of Float [1024]``."""
+        """The call as text: ``all_reduce of Float [1024]``."""
         return call_text(self.op, self.shapes, self.dtypes)
 
     def fits(self, other: "RecordedCall") -> bool:
-        """Say whether two ranks' calls can be one collective."""
+        """Return whether two ranks' calls can be the same collective."""
         if self.op != other.op:
             return False
         if self.op not in SAME_SHAPES:
             return True
-        # Without shapes it is not known what was called, and nothing can be held against it.
+        # Without shapes the call is unknown, and counts as matching.
         same_shapes = not self.shapes or not other.shapes or self.shapes == other.shapes
         same_types = not self.dtypes or not other.dtypes or self.dtypes == other.dtypes
         return same_shapes and same_types
 
 
 def call_text(op: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
-    """Say what was called, for people: ``all_reduce of Float [1024]``."""
+    """Return a call as text: ``all_reduce of Float [1024]``."""
     if not shapes:
         return op
     sizes = ", ".join(str(list(shape)) for shape in shapes[:_SHAPES_SHOWN])
@@ -64,28 +64,28 @@ def call_text(op: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGroup:
-    """What one rank's recorder says of one group."""
+    """One group in one rank's recorder."""
 
     name: str
-    called: str  # by its description, for people
-    members: tuple[int, ...]  # () where the recorder does not know them
+    called: str  # its description, for messages
+    members: tuple[int, ...]  # () if the recorder does not know them
     calls: Mapping[int, RecordedCall]  # by number; the oldest may have been dropped
 
     @property
     def waits_in(self) -> RecordedCall | None:
-        """The earliest collective that is not done."""
+        """The earliest unfinished collective."""
         return next(
             (self.calls[seq] for seq in sorted(self.calls) if not self.calls[seq].done), None
         )
 
     @property
     def last(self) -> RecordedCall | None:
-        """The collective that was called last."""
+        """The last collective that was called."""
         return self.calls[max(self.calls)] if self.calls else None
 
 
 def read_flight_record(text: str | bytes) -> dict[str, Any]:
-    """Read a dump as a recorder wrote it; what is not one is an empty one."""
+    """Return a recorder's dump; an empty dict if the text is not one."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -94,7 +94,7 @@ def read_flight_record(text: str | bytes) -> dict[str, Any]:
 
 
 def groups_of(dump: Mapping[str, Any]) -> dict[str, RecordedGroup]:
-    """Return what a dump says, by group; entries that are not understood are passed over."""
+    """Return the groups of a dump; unreadable entries are skipped."""
     calls: dict[str, dict[int, RecordedCall]] = {}
     called: dict[str, str] = {}
     for entry in _entries(dump):
@@ -112,7 +112,7 @@ def groups_of(dump: Mapping[str, Any]) -> dict[str, RecordedGroup]:
 
 
 def analyse_flight_records(dumps: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """Return what the dumps of several ranks, by rank, say together; nothing if all is in order."""
+    """Return findings from the dumps of several ranks, by rank; empty if nothing is wrong."""
     by_rank = {rank: groups_of(dump) for rank, dump in sorted(dumps.items())}
     names = dict.fromkeys(name for groups in by_rank.values() for name in groups)
     findings = []
@@ -130,7 +130,7 @@ def _expected(
     known: Mapping[int, RecordedGroup],
     by_rank: Mapping[int, Mapping[str, RecordedGroup]],
 ) -> Iterable[int]:
-    """Return the ranks that take part in a group, of those whose dump is there."""
+    """Return the ranks of a group that have a dump."""
     members = {rank for group in known.values() for rank in group.members}
     if not members and name == EVERYBODY:
         return by_rank
@@ -138,7 +138,7 @@ def _expected(
 
 
 def _not_alike(known: Mapping[int, RecordedGroup]) -> Finding | None:
-    """Find the first collective that the ranks did not call alike."""
+    """Find the first collective that differs between ranks."""
     for seq in sorted({seq for group in known.values() for seq in group.calls}):
         calls = {rank: group.calls[seq] for rank, group in known.items() if seq in group.calls}
         first = next(iter(calls.values()))
@@ -156,20 +156,20 @@ def _not_alike(known: Mapping[int, RecordedGroup]) -> Finding | None:
             name="collectives-differ" if len(ops) > 1 else "collective-shapes-differ",
             status=Status.FAILURE,
             what=f"the ranks did not call the same collective as number {seq}{_in(known)}: {shown}",
-            why="collectives meet in the order in which each rank calls them; "
+            why="collectives are matched in the order in which each rank calls them; "
             + (
-                "from here on the ranks wait for different things, and none of it can come"
+                "from here on the ranks wait for each other forever"
                 if len(ops) > 1
-                else "tensors of different shapes or types cannot be brought together"
+                else "tensors of different shapes or dtypes cannot be combined"
             ),
             fix=FIX_ORDER if len(ops) > 1 else FIX_SHAPES,
-            evidence=f"before it, {seq - 1} were called alike" if seq > 1 else "",
+            evidence=f"the {seq - 1} before it were the same on all ranks" if seq > 1 else "",
         )
     return None
 
 
 def _behind(known: Mapping[int, RecordedGroup], missing: Sequence[int]) -> Finding | None:
-    """Find who has not come to the collective that others wait in."""
+    """Find ranks that have not reached the collective that others wait in."""
     waiting = {rank: call for rank, group in known.items() if (call := group.waits_in)}
     if not waiting:
         return None
@@ -188,15 +188,15 @@ def _behind(known: Mapping[int, RecordedGroup], missing: Sequence[int]) -> Findi
     return Finding(
         name="rank-behind",
         status=Status.FAILURE,
-        what=f"{rank_text(absent)} {_has(absent)} not come to {earliest.words}, number "
+        what=f"{rank_text(absent)} {_has(absent)} not reached {earliest.words}, number "
         f"{earliest.seq}{_in(known)}, in which {rank_text(there)} {_wait_flight_recorder(there)}",
         why="; ".join(words),
-        fix="the stacks show what they do instead",
+        fix="see the stacks for what they do instead",
     )
 
 
 def _all_in_it(known: Mapping[int, RecordedGroup]) -> Finding | None:
-    """Find a collective that all have called, and that does not end on some."""
+    """Find a collective that all ranks have called and that does not finish on some."""
     waiting = {rank: call for rank, group in known.items() if (call := group.waits_in)}
     if not waiting:
         return None
@@ -206,9 +206,9 @@ def _all_in_it(known: Mapping[int, RecordedGroup]) -> Finding | None:
     return Finding(
         name="collective-does-not-end",
         status=Status.WARNING,
-        what=f"all ranks have called {earliest.words}, number {earliest.seq}{_in(known)}, and it does not end on "
+        what=f"all ranks have called {earliest.words}, number {earliest.seq}{_in(known)}, and it does not finish on "
         f"{everybody}",
-        why="nobody is missing: it takes long, or what the ranks send does not arrive",
+        why="no rank is missing: it is slow, or the data between the ranks does not arrive",
         fix=FIX_NETWORK,
     )
 
@@ -218,11 +218,11 @@ FIX_ORDER = (
     "number of batches on every rank (a DistributedSampler, drop_last=True, or torch.distributed.algorithms.Join)"
 )
 FIX_SHAPES = (
-    "give tensors of one shape and type on all ranks: pad the last batch or drop it (drop_last=True), or gather the "
+    "use tensors of the same shape and dtype on all ranks: pad the last batch or drop it (drop_last=True), or gather the "
     "sizes first"
 )
 FIX_NETWORK = (
-    "muster check --hosts …   # tries the ways between the machines, with small and large messages"
+    "muster check --hosts …   # tests the connections between hosts, with small and large messages"
 )
 
 
@@ -241,7 +241,7 @@ def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _call_flight_recorder(entry: Mapping[str, Any]) -> RecordedCall | None:
-    """Return the collective of an entry; None for messages between two ranks, which have no common number."""
+    """Return the collective of an entry; None for point-to-point messages, which have no common number."""
     seq, name = entry.get("collective_seq_id"), entry.get("profiling_name")
     if entry.get("is_p2p") or not isinstance(seq, int) or not isinstance(name, str):
         return None
@@ -250,7 +250,7 @@ def _call_flight_recorder(entry: Mapping[str, Any]) -> RecordedCall | None:
         op=name.partition(":")[2] or name,
         shapes=_shapes(entry.get("input_sizes")),
         dtypes=_texts(entry.get("input_dtypes")),
-        # Gloo only marks it as retired; NCCL may notice the end before that.
+        # Gloo only marks it as retired; NCCL may set the state before that.
         done=entry.get("retired") is True or entry.get("state") == "completed",
     )
 
@@ -268,7 +268,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _members(dump: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return the ranks of a group, where the recorder knows them: as the text "[0, 1]"."""
+    """Return the ranks of a group, if the recorder knows them: as the text "[0, 1]"."""
     config = dump.get("pg_config")
     about = config.get(name) if isinstance(config, dict) else None
     ranks = about.get("ranks") if isinstance(about, dict) else None
@@ -280,7 +280,7 @@ def _members(dump: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _in(known: Mapping[int, RecordedGroup]) -> str:
-    """Say which group, where it is not everybody's."""
+    """Return the name of the group, unless it is the default group."""
     group = next(iter(known.values()))
     if group.name == EVERYBODY:
         return ""

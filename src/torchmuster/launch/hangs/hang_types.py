@@ -1,4 +1,4 @@
-"""What the hang detector knows of ranks, and the hang it found."""
+"""Types of the hang detector: observed ranks and hangs."""
 
 import enum
 from collections import deque
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 
-# Less than this is what a process uses that waits.
+# A process that uses fewer CPUs than this is waiting.
 BUSY_PROCESSORS = 0.1
 
 
@@ -18,12 +18,12 @@ SILENT_S = 6.0
 
 
 class HangKind(enum.Enum):
-    """What keeps a rank from coming, the most certain first."""
+    """What keeps a rank from reaching a collective, most certain first."""
 
-    DIFFERENT = "different"  # the ranks called different things: they can never meet
+    DIFFERENT = "different"  # the ranks called different collectives, which can never match
     STOPPED = "stopped"  # by a signal or a debugger
     ENDED = "ended"
-    NATIVE = "native"  # in native code, with Python's lock held
+    NATIVE = "native"  # in native code that holds the GIL
     DISK = "disk"  # in the kernel: a disk, a network file system, a driver
     ASLEEP = "asleep"
     AT_WORK = "at work"
@@ -33,29 +33,29 @@ class HangKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RankSample:
-    """How busy a process was at a moment."""
+    """How busy a process was at one moment."""
 
     at_s: float
-    load: float  # processors kept busy by it and its children
+    load: float  # CPUs used by it and its children
     ready: bool  # it has work to do
 
 
 @dataclass(kw_only=True)
 class ObservedRank:
-    """A rank as it was heard; times are of the watch's clock."""
+    """A rank as seen through its heartbeats; times are of the watch's clock."""
 
     host: str
     heartbeat: Heartbeat
-    since_s: float  # it has been doing just this since then
-    still_s: float  # it has come to nothing new since then
+    since_s: float  # it has been doing the same since then
+    still_s: float  # no progress since then
     state_since_s: float
-    places: set[tuple[str, str]] = field(default_factory=set)  # it was at since it moved
-    groups: set[str] = field(default_factory=set)  # it is in; none: not known
+    places: set[tuple[str, str]] = field(default_factory=set)  # visited since its last progress
+    groups: set[str] = field(default_factory=set)  # its process groups; none: unknown
     samples: deque[RankSample] = field(default_factory=deque)  # of the last seconds
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The rank number."""
         return self.heartbeat.rank
 
     @property
@@ -70,26 +70,26 @@ class ObservedRank:
 
     @property
     def silent(self) -> bool:
-        """Whether Python has not run in it for longer than a busy machine explains."""
+        """Whether Python has not run in it for longer than a busy host explains."""
         return self.heartbeat.silent_s >= SILENT_S
 
     @property
     def may_wait(self) -> bool:
-        """Whether it can be one that waits for others."""
-        # Whoever waits for others lets Python run; one that does not may be on its way out.
+        """Whether it may be waiting for other ranks."""
+        # A rank that waits in a collective lets Python run; one that does not may be exiting.
         return not (self.stopped or self.ended or self.silent)
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others: in a collective, or for one that it has called."""
+        """Whether it waits for other ranks: in a collective, or for one that it has called."""
         if not self.may_wait:
             return False
         return self.heartbeat.waiting or (bool(self.heartbeat.waits) and not self.busy)
 
     def is_ahead(self, least_begun: Mapping[str, int]) -> bool:
-        """Say whether it stands still since it called a collective that somebody has not come to.
+        """Return whether it is stuck in a collective that another rank has not reached.
 
-        ``least_begun`` is how far the last of each group is known to have come.
+        ``least_begun`` is the lowest known collective number of each group.
         """
         return self.may_wait and any(
             least_begun.get(called.group, called.number) < called.number
@@ -98,9 +98,9 @@ class ObservedRank:
 
     @property
     def busy(self) -> bool:
-        """Whether it or a child of it computes; where that is not known, yes.
+        """Whether it or a child process computes; True if unknown.
 
-        On a machine with too much to do, one that would compute is at least ready for it.
+        On an overloaded host, a process that wants to compute is at least in state R.
         """
         if not self.samples:
             return True
@@ -111,7 +111,7 @@ class ObservedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """Who keeps whom waiting. ``waited_s`` is how long the first of the waiting ones has waited."""
+    """Which ranks keep which waiting. ``waited_s`` is how long the first waiting rank has waited."""
 
     kind: HangKind
     culprits: tuple[ObservedRank, ...]
@@ -121,10 +121,10 @@ class Hang:
 
     @property
     def key(self) -> tuple[HangKind, tuple[int, ...]]:
-        """What makes it the same hang at another time."""
+        """Identity of the hang, the same over time."""
         return self.kind, tuple(one.rank for one in self.culprits)
 
     @property
     def hopeless(self) -> bool:
-        """Whether it cannot end well by itself, however long one waits."""
+        """Whether it can never resolve itself."""
         return self.kind is HangKind.DIFFERENT

@@ -1,4 +1,4 @@
-"""What is said of a hang: who, doing what, where, for how long, who waits, and what to do."""
+"""Messages about a hang: which rank, doing what, where, for how long, who waits, and how to fix it."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ _RANKS_SHOWN = 8
 _CULPRITS_SHOWN = 3
 _LOADER = "DataLoader"
 
-# The names of findings, by what the rank does that keeps the others waiting.
+# Finding names, by what the rank that keeps the others waiting is doing.
 KEEPS_WAITING = {
     HangKind.ENDED: "rank-exited",
     HangKind.NATIVE: "rank-blocked-in-native-code",
@@ -28,27 +28,25 @@ NAMES = frozenset(
 
 _WHY = {
     HangKind.STOPPED: "its process was stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger; it does nothing until it is "
-    "continued",
-    HangKind.ENDED: "its process has ended while the others still need it: it did fewer steps than they, or left early",
-    HangKind.NATIVE: "it is in native code that does not give Python's lock back, and uses no processor: it waits for "
-    "something there",
+    "resumed",
+    HangKind.ENDED: "its process exited while the others still need it: it ran fewer steps, or exited early",
+    HangKind.NATIVE: "it is in native code that does not release the GIL, and uses no CPU: it waits for something there",
     HangKind.DISK: "its process waits in the kernel (state D): for a disk, a network file system or a driver",
-    HangKind.ASLEEP: "its process uses no processor: it sleeps, or waits for something that is not a collective",
-    HangKind.AT_WORK: "it works, but the others have nothing to do until it comes; it may be slow, or in a loop that does not "
-    "end",
+    HangKind.ASLEEP: "its process uses no CPU: it sleeps, or waits for something that is not a collective",
+    HangKind.AT_WORK: "it is busy, and the others are idle until it arrives; it may be slow, or in an endless loop",
 }
 _FIX = {
-    HangKind.ENDED: "give every rank the same number of batches (a DistributedSampler, drop_last=True), and end with a barrier",
-    HangKind.NATIVE: "its stacks name the call; look for locks held by threads at a fork, and for files or sockets that do not "
-    "answer",
-    HangKind.DISK: "see on {host} what it waits for: cat /proc/{pid}/stack; dmesg; a network mount that does not answer",
-    HangKind.AT_WORK: "if only one rank has this work to do, let the others wait with torchmuster.train.world.rank_zero_first(), or do it "
-    "before the start",
+    HangKind.ENDED: "give every rank the same number of batches (a DistributedSampler, drop_last=True), and finish with a barrier",
+    HangKind.NATIVE: "its stacks show the call; look for locks held by threads at a fork, and for files or sockets that do not "
+    "respond",
+    HangKind.DISK: "check on {host} what it waits for: cat /proc/{pid}/stack; dmesg; a network mount that does not respond",
+    HangKind.AT_WORK: "if only one rank does this work, let the others wait with torchmuster.train.world.rank_zero_first(), or do "
+    "it before the run",
 }
 
 
 def hang_finding(hang: Hang, devices: Mapping[int, str]) -> Finding:
-    """Return the finding that tells of a hang."""
+    """Return the finding that reports a hang."""
     kind = hang.kind
     if kind is HangKind.DIFFERENT:
         return _of_different(hang, devices)
@@ -71,12 +69,12 @@ def hang_finding(hang: Hang, devices: Mapping[int, str]) -> Finding:
 
 
 def hang_continues_finding(told: Finding) -> Finding:
-    """Return what to say of a hang that was told before and goes on: who and for how long."""
+    """Return the finding for a known hang that continues: which rank and for how long."""
     return dataclasses.replace(told, why="", fix="", evidence="")
 
 
 def hang_over_finding(hang: Hang, now_s: float, *, ended: Collection[int] = ()) -> Finding:
-    """Return the finding that says that a hang is over; ``ended`` are ranks that do nothing any more."""
+    """Return the finding that reports the end of a hang; ``ended`` are ranks that have exited."""
     took = format_seconds(hang.waited_s + max(0.0, now_s - hang.now_s))
     who = rank_text(one.rank for one in hang.culprits)
     if hang.kind in (HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER):
@@ -84,9 +82,9 @@ def hang_over_finding(hang: Hang, now_s: float, *, ended: Collection[int] = ()) 
     elif any(one.rank in ended for one in hang.culprits):
         left = [one.rank for one in hang.waiting if one.rank not in ended]
         who = rank_text(left) if left else "the ranks"
-    verb = "goes" if who.startswith("rank ") else "go"
+    verb = "continues" if who.startswith("rank ") else "continue"
     return Finding(
-        name="hang-over", status=Status.NOTE, what=f"{who} {verb} on after {took} of standing still"
+        name="hang-over", status=Status.NOTE, what=f"{who} {verb} after a hang of {took}"
     )
 
 
@@ -95,16 +93,16 @@ def _doing(one: ObservedRank, hang: Hang, devices: Mapping[int, str]) -> str:
     match hang.kind:
         case HangKind.STOPPED:
             where = _at(one)
-            return f"{who} is stopped for {format_seconds(hang.waited_s)}" + (
+            return f"{who} has been stopped for {format_seconds(hang.waited_s)}" + (
                 f", last seen{where}" if where else ""
             )
         case HangKind.ENDED:
-            return f"{who} has ended, and keeps the others waiting"
+            return f"{who} has exited, and keeps the others waiting"
     doing = one.heartbeat.doing or "its own code"
     stood = format_seconds(max(0.0, hang.now_s - one.still_s))
     if hang.kind is HangKind.AT_WORK:
         stood = format_seconds(hang.waited_s)
-    # What it said last, shortly before Python could no longer run in it.
+    # Its last report, shortly before Python could no longer run in it.
     seen = ", last seen" if hang.kind is HangKind.NATIVE and _at(one) else ""
     return f"{who} keeps the others waiting: in {doing} for {stood}{seen}{_at(one)}"
 
@@ -115,7 +113,7 @@ def _who(one: ObservedRank, devices: Mapping[int, str]) -> str:
 
 
 def _at(one: ObservedRank) -> str:
-    """Say where in the user's code a rank is, and in which part of which step."""
+    """Return the rank's line in the user's code, its phase and step."""
     heartbeat = one.heartbeat
     step = f"step {heartbeat.step}" if heartbeat.step is not None else ""
     part = ", ".join(words for words in (heartbeat.phase, step) if words)
@@ -124,7 +122,7 @@ def _at(one: ObservedRank) -> str:
 
 
 def _waiting_words(waiting: Sequence[ObservedRank]) -> str:
-    """Say who waits in what: ``ranks 0-2 wait in all_reduce``."""
+    """Return which ranks wait in what: ``ranks 0-2 wait in all_reduce``."""
     by_what: dict[str, list[int]] = {}
     for one in waiting:
         by_what.setdefault(_what(one), []).append(one.rank)
@@ -135,7 +133,7 @@ def _waiting_words(waiting: Sequence[ObservedRank]) -> str:
 
 
 def _what(one: ObservedRank) -> str:
-    """Say what a rank waits in: the collective's own name, where there is one."""
+    """Return what a rank waits in: the name of the collective, if there is one."""
     if one.heartbeat.waits:
         return one.heartbeat.waits[0].operation
     return one.heartbeat.doing or "a collective"
@@ -144,14 +142,14 @@ def _what(one: ObservedRank) -> str:
 def _fix_messages(kind: HangKind, one: ObservedRank) -> str:
     heartbeat = one.heartbeat
     if kind is HangKind.STOPPED:
-        return f"on {one.host}: kill -CONT {heartbeat.pid}   # after finding out who stopped it"
+        return f"on {one.host}: kill -CONT {heartbeat.pid}   # after finding out what stopped it"
     if kind is HangKind.ASLEEP:
         if heartbeat.doing.startswith(_LOADER) or heartbeat.phase == "loading data":
             return (
-                f"see what the loader reads on {one.host}: a disk, a download or a worker that does not answer; "
+                f"check what the loader reads on {one.host}: a disk, a download or a worker that does not respond; "
                 "DataLoader(timeout=60) turns such a wait into an error"
             )
-        return f"look at {heartbeat.place or 'its stacks'}: what is waited for there on this rank alone?"
+        return f"see {heartbeat.place or 'its stacks'}: what does only this rank wait for there?"
     return _FIX[kind].format(host=one.host, pid=heartbeat.pid)
 
 
@@ -168,13 +166,13 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
     return Finding(
         name="collective-shapes-differ" if same_op else "collectives-differ",
         status=Status.WARNING,
-        what=f"the ranks called different collectives and wait for each other for ever: {'; '.join(told)}",
+        what=f"the ranks called different collectives and wait for each other forever: {'; '.join(told)}",
         why=f"all of these are collective number {calls[0].number} of their group, and "
         + (
-            "tensors of different shapes or types cannot be brought together"
+            "tensors of different shapes or dtypes cannot be combined"
             if same_op
-            else "collectives meet in the order in which each rank calls them: one rank called something that others did "
-            "not, or did more or fewer steps"
+            else "collectives are matched in the order in which each rank calls them: one rank called something that "
+            "others did not, or ran more or fewer steps"
         ),
         fix=FIX_SHAPES if same_op else FIX_ORDER,
         evidence=_messages_evidence(hang, devices),
@@ -187,28 +185,28 @@ def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
         return Finding(
             name="collectives-out-of-step",
             status=Status.WARNING,
-            what=f"all ranks wait for {waited}, but not in the same collective: "
+            what=f"all ranks have waited for {waited}, but not in the same collective: "
             + "; ".join(
                 f"rank {one.rank} in {_call_messages(one)}{_messages_number(one)}{_at(one)}"
                 for one in hang.culprits[:_CULPRITS_SHOWN]
             ),
-            why="collectives meet in the order in which each rank calls them, in each group by itself; ranks that wait in "
-            "different ones never meet",
+            why="collectives are matched per group, in the order in which each rank calls them; ranks in different "
+            "collectives wait forever",
             fix=FIX_ORDER,
             evidence=_messages_evidence(hang, devices),
         )
     return Finding(
         name="collective-does-not-end",
         status=Status.WARNING,
-        what=f"all ranks are in {_what(hang.culprits[0])} for {waited}, and it does not end{_at(hang.culprits[0])}",
-        why="nobody is missing: it takes long, or what the ranks send to each other does not arrive",
+        what=f"all ranks have been in {_what(hang.culprits[0])} for {waited}, and it does not finish{_at(hang.culprits[0])}",
+        why="no rank is missing: it is slow, or the data between the ranks does not arrive",
         fix=FIX_NETWORK,
         evidence=_messages_evidence(hang, devices),
     )
 
 
 def _call_messages(one: ObservedRank) -> str:
-    """Say what a rank called: ``all_reduce of Float [1024]``."""
+    """Return what a rank called: ``all_reduce of Float [1024]``."""
     if not one.heartbeat.waits:
         return _what(one)
     called = one.heartbeat.waits[0]
@@ -221,7 +219,7 @@ def _messages_number(one: ObservedRank) -> str:
 
 
 def _messages_evidence(hang: Hang, devices: Mapping[int, str]) -> str:
-    """Show a line for each rank, the guilty ones first; of very many only the first."""
+    """Return a line for each rank, the ranks that cause the hang first; at most 8 ranks."""
     everybody = {one.rank: one for one in (*hang.culprits, *hang.waiting)}
     lines = [
         f"{_who(one, devices)}: {one.heartbeat.doing or 'its own code'}"

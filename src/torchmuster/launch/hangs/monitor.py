@@ -17,19 +17,19 @@ from torchmuster.launch.launcher.node_handle import NodeHandle, Sign
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder
 
-# Of many ranks that wait for one, some show what all of them do.
+# If many ranks wait for one, the stacks of some of them are enough.
 _RANKS_EXAMINED = 64
 _EXAMINED_WITHIN_S = 10.0
-# One that comes again and again is told each time, but the first ones are enough to look at.
+# A recurring hang is reported each time, but only the first ones are kept.
 _HANGS_KEPT = 20
-# A hang that cannot end well by itself is ended, so that the run can be started again. Not at once: whoever
-# watches may want to look into the processes.
+# A hang that cannot resolve itself is stopped, so that the run can restart. Not at once: the user may want to
+# inspect the processes.
 _HOPELESS_AFTER_S = 60.0
 
 
 @dataclass(kw_only=True)
 class _StackDump:
-    """A hang whose ranks are being asked what they do: where it is kept, and who has not answered yet."""
+    """A stack dump in progress: its folder, and the nodes that have not answered yet."""
 
     finding: Finding
     folder: Path
@@ -50,9 +50,9 @@ class HangMonitor:
         later: Callable[[Awaitable[None]], None],
         end_after_s: float | None = None,
     ) -> None:
-        """Watch from now on; ``later`` does something without anybody waiting for it.
+        """Start watching; ``later`` schedules a background task.
 
-        With ``end_after_s`` every hang is taken for one that must be ended, after that long.
+        With ``end_after_s`` every hang must be stopped after that time.
         """
         self._nodes = nodes
         self._run = run
@@ -71,12 +71,12 @@ class HangMonitor:
 
     @property
     def finding(self) -> Finding | None:
-        """What was told of a hang that is not over."""
+        """The finding of the current hang, if there is one."""
         return self._finding
 
     @property
     def must_end(self) -> bool:
-        """Whether it has gone on for so long that the run is to be ended."""
+        """Whether the hang has lasted so long that the run must be stopped."""
         hang = self._watch.told
         if hang is None or self._finding is None:
             return False
@@ -85,7 +85,7 @@ class HangMonitor:
         return hang.hopeless and hang.waited_s >= _HOPELESS_AFTER_S
 
     def look(self) -> None:
-        """Say what is new; asked every second or so."""
+        """Report what is new; called about every second."""
         with self._whatever_happens():
             told = self._watch.look()
             if told is None:
@@ -97,7 +97,7 @@ class HangMonitor:
                 return
             self._show([told])
             run_state.log_event(self._run, "hang-over" if hang is None else "hang", what=told.what)
-            if hang is None:  # should it come again, it is another one
+            if hang is None:  # if it recurs, it is another hang
                 self._examined.clear()
             else:
                 self._examined.add(hang.key)
@@ -118,7 +118,7 @@ class HangMonitor:
                         self._examination.answered.set()
 
     async def _write_down(self, node: NodeHandle, sign: protocol.Heartbeats) -> None:
-        """Write for a machine that does not see the run's folder what its ranks are doing."""
+        """Record the ranks' heartbeats for a host without access to the run folder."""
         await asyncio.to_thread(
             node_records.write_node_ranks,
             self._run,
@@ -129,7 +129,7 @@ class HangMonitor:
 
     @contextlib.contextmanager
     def _whatever_happens(self) -> Iterator[None]:
-        """Go on without a hang monitor should it fail: it must not end the run that it watches."""
+        """Continue without a hang monitor if it fails: it must not stop the run that it watches."""
         try:
             yield
         except Exception as error:
@@ -137,10 +137,10 @@ class HangMonitor:
             self._watch = HangWatch()
             if not self._failed:
                 self._failed = True
-                self._say(f"hangs may go unnoticed, the hang monitor failed: {error!r}")
+                self._say(f"the hang monitor failed, hangs are no longer reported: {error!r}")
 
     async def _examine(self, hang: Hang, finding: Finding) -> None:
-        """Have the ranks show what they are doing, and keep it beside what was told."""
+        """Request stack dumps from the ranks, and store them next to the finding."""
         if self._kept >= _HANGS_KEPT:
             return
         self._kept += 1
@@ -151,7 +151,7 @@ class HangMonitor:
             folder = await asyncio.to_thread(evidence.new_hang, self._run)
             await asyncio.to_thread(evidence.keep_hang, folder, finding)
         except OSError as error:
-            self._say(f"what the ranks show cannot be kept: {error}")
+            self._say(f"cannot store the ranks' stack dumps: {error}")
             return
         here = {node.place for node in self._nodes if not node.lost and not node.ended}
         self._examination = _StackDump(finding=finding, folder=folder, missing=here)
@@ -162,24 +162,22 @@ class HangMonitor:
             await asyncio.wait_for(self._examination.answered.wait(), _EXAMINED_WITHIN_S)
         kept = await asyncio.to_thread(evidence.keep_hang, folder, finding)
         if kept.files:
-            self._say(
-                f"what the ranks were doing is in {folder}: their stacks, and their collectives"
-            )
-        if finding.name == "collective-does-not-end":  # else it says again what was told
+            self._say(f"stacks and collectives of the ranks are in {folder}")
+        if finding.name == "collective-does-not-end":  # else it only repeats the finding
             self._show([one for one in kept.analysis if one.name != finding.name])
 
     def _keep(self, examination: _StackDump, sign: protocol.Evidence) -> None:
-        # The name comes from another machine: only those that we know become files.
+        # The name comes from another host: only known names become files.
         endings = {"stacks.txt": evidence.STACKS, "flight.json": evidence.FLIGHT}
         if ending := endings.get(sign.name):
-            with contextlib.suppress(OSError):  # a full disk must not end the run
+            with contextlib.suppress(OSError):  # a full disk must not stop the run
                 text = redact_text(sign.text) if ending == evidence.STACKS else sign.text
                 path = examination.folder / f"rank-{sign.rank}{ending}"
                 path.write_text(text, encoding="utf-8")
 
 
 def devices_of(nodes: Sequence[NodeHandle]) -> Mapping[int, str]:
-    """Return the device of each rank, where it has one of its own."""
+    """Return the device of each rank that has its own."""
     found, first = {}, 0
     for node in nodes:
         prepared = node.prepared

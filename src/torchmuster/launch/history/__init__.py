@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and what is read from it: state, timeline, root cause."""
+"""Run history in the run folder: state, timeline, failure records and root cause."""

@@ -1,12 +1,12 @@
-"""What a run's folder keeps of its failures and hangs, so that they can be explained later, and elsewhere.
+"""Records of failures and hangs in the run folder, so that they can be explained later and on other hosts.
 
 ::
 
-    failures.jsonl         a line for each failed attempt: the verdict, and how every rank ended
-    hang/<n>/hang.json     a hang as it was told; beside it each rank's stacks and flight recorder
+    failures.jsonl         a line for each failed attempt: the root cause, and how every rank exited
+    hang/<n>/hang.json     a hang as it was reported; next to it each rank's stacks and flight recorder
 
-Written so that a torn last line costs that line only. Secrets are redacted, sizes have bounds, and what
-cannot be written does not end the run.
+If the last line is truncated, only that line is lost. Secrets are redacted, sizes are limited, and write
+errors do not stop the run.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _NOT_UNDERSTOOD = (KeyError, TypeError, ValueError, OverflowError)
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How one rank of a failed attempt ended."""
+    """How one rank of a failed attempt exited."""
 
     rank: int
     host: str
@@ -54,7 +54,7 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedAttempt:
-    """A failed attempt: the verdict on it, and the ranks that ended badly, the first in time first."""
+    """A failed attempt: its root cause, and the ranks that failed, in chronological order."""
 
     attempt: int
     at_unix_s: float
@@ -64,7 +64,7 @@ class FailedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class HangRecord:
-    """A hang that was told, and what the dumps say of it; ``folder`` has the files."""
+    """A reported hang and the analysis of its dumps; ``folder`` has the files."""
 
     at_unix_s: float
     finding: Finding
@@ -85,7 +85,7 @@ class HangRecord:
 def keep_failure(
     run: RunFolder, attempt: int, finding: Finding, ends: Sequence[NodeExit] = ()
 ) -> FailedAttempt:
-    """Write down why an attempt failed and how each of its ranks ended; none has where it never began."""
+    """Record why an attempt failed and how each of its ranks exited; no ranks if it never started."""
     failed = FailedAttempt(
         attempt=attempt,
         at_unix_s=time.time(),
@@ -98,7 +98,7 @@ def keep_failure(
 
 
 def read_failures(run: RunFolder) -> list[FailedAttempt]:
-    """Return the failed attempts, the first first; a line that is not understood is passed over."""
+    """Return the failed attempts, oldest first; unreadable lines are skipped."""
     found = []
     for line in read_lines(run.path / FAILURES):
         with contextlib.suppress(*_NOT_UNDERSTOOD):
@@ -114,7 +114,7 @@ def read_failures(run: RunFolder) -> list[FailedAttempt]:
 
 
 def _rank_ends(content: object) -> Iterator[RankEnd]:
-    """Yield how ranks ended; one that is not understood is passed over, and what a newer version adds."""
+    """Yield how ranks exited; unreadable entries and fields of newer versions are skipped."""
     for one in content if isinstance(content, list) else ():
         with contextlib.suppress(*_NOT_UNDERSTOOD):
             peak = one.get("peak_rss_bytes") if isinstance(one, dict) else None
@@ -164,7 +164,7 @@ def _rank_end(failure: protocol.Failure, host: str, at_unix_s: float, *, whole: 
 
 
 def new_hang(run: RunFolder) -> Path:
-    """Make the folder of the next hang, for what the ranks show of themselves."""
+    """Create the folder of the next hang, for the ranks' stack dumps."""
     run.hang.mkdir(exist_ok=True)
     number = max((int(path.name) for path in hang_folders(run)), default=0)
     while True:
@@ -178,9 +178,9 @@ def new_hang(run: RunFolder) -> Path:
 
 
 def keep_hang(folder: Path, finding: Finding, *, at_unix_s: float | None = None) -> HangRecord:
-    """Write down a hang as it was told, with what the dumps that are in the folder say together.
+    """Record a hang as it was reported, with the combined analysis of the dumps in the folder.
 
-    Called again when more dumps have come, or when there is more to tell of the same hang.
+    Called again when more dumps have arrived, or when the same hang is reported again.
     """
     known = read_hang(folder)
     began = known.at_unix_s if known else time.time()
@@ -195,14 +195,14 @@ def keep_hang(folder: Path, finding: Finding, *, at_unix_s: float | None = None)
         "finding": hang.finding.as_json(),
         "analysis": [one.as_json() for one in hang.analysis],
     }
-    with contextlib.suppress(OSError):  # a full disk must not end the run
+    with contextlib.suppress(OSError):  # a full disk must not stop the run
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         write_atomically(folder / HANG, text, durable=False)
     return hang
 
 
 def read_hang(folder: Path) -> HangRecord | None:
-    """Return the hang of a folder; None if it was not written down."""
+    """Return the hang recorded in a folder; None if there is none."""
     try:
         content = json.loads((folder / HANG).read_text(encoding="utf-8"))
         return HangRecord(
@@ -216,13 +216,13 @@ def read_hang(folder: Path) -> HangRecord | None:
 
 
 def read_hangs(run: RunFolder) -> list[HangRecord]:
-    """Return the hangs that were told, the first first."""
+    """Return the reported hangs, oldest first."""
     found = (read_hang(folder) for folder in hang_folders(run))
     return [hang for hang in found if hang is not None]
 
 
 def hang_folders(run: RunFolder) -> list[Path]:
-    """Return the folders of the hangs that were told, the first first."""
+    """Return the folders of the reported hangs, oldest first."""
     try:
         folders = [path for path in run.hang.iterdir() if path.name.isdecimal()]
     except OSError:
@@ -231,7 +231,7 @@ def hang_folders(run: RunFolder) -> list[Path]:
 
 
 def dumps_in(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the flight recorders' dumps that lie in a folder, by rank."""
+    """Return the flight recorder dumps in a folder, by rank."""
     found = {}
     for path in folder.glob("rank-*.json"):
         with contextlib.suppress(OSError):
@@ -250,12 +250,12 @@ def _rank_of(path: Path) -> int | None:
 
 
 def redacted_evidence(finding: Finding) -> Finding:
-    """Return a finding without secrets; parts of it are programs' own words."""
+    """Return a finding without secrets; parts of it are output of other programs."""
     texts = {key: redact_text(text) for key, text in finding.as_json().items() if key != "status"}
     return Finding(**texts, status=finding.status)
 
 
 def finding_from(content: Mapping[str, str]) -> Finding:
-    """Return the finding that was written as JSON; raises KeyError or ValueError if it was not one."""
+    """Return the finding stored as JSON; raises KeyError or ValueError if it is not one."""
     texts = {key: str(content[key]) for key in ("name", "what", "why", "fix", "evidence")}
     return Finding(**texts, status=Status(content["status"]))

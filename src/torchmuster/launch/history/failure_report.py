@@ -1,7 +1,7 @@
-"""The account of a run from its folder alone: the first cause, what follows from it, where to look.
+"""The failure report of a run, read from its folder alone: root cause, secondary errors, files to read.
 
-Nothing is asked of any process but whether the launcher lives, so it can be given while the run goes on, after
-it, after everything was killed, and on another machine.
+The only process it needs is the launcher, and only to see whether it is alive. So the report works while the run
+is active, after it, after everything was killed, and on another host.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _LONGEST_LINE = 200
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineEvent:
-    """A line of the story."""
+    """One line of the timeline."""
 
     at_unix_s: float
     what: str
@@ -37,7 +37,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Everything that was written down of a run; what is missing or torn is left out."""
+    """Everything recorded of a run; missing or truncated parts are left out."""
 
     run: RunFolder
     job: run_state.RunJob | None
@@ -60,16 +60,16 @@ class Timeline:
 
     @property
     def hang_now(self) -> evidence.HangRecord | None:
-        """The hang that was told last, if neither its end was told nor another attempt begun since."""
+        """The last reported hang, unless it was reported as over or another attempt has started since."""
         ends = [one for one in self.events if one.name in _NO_HANG_SINCE]
         after = max((one.at_unix_s for one in ends), default=0.0)
         return next((one for one in self.hangs[-1:] if one.at_unix_s >= after), None)
 
     @property
     def verdict(self) -> evidence.FailedAttempt | None:
-        """The failure that the run ended with; None if nothing was written down of it.
+        """The failure that ended the run; None if none was recorded.
 
-        One of an earlier launch in the same folder is another story.
+        A failure of an earlier launch in the same folder does not count.
         """
         last, state = self.failures[-1] if self.failures else None, self.state
         if last is None or state is None or last.at_unix_s < state.started_unix_s:
@@ -79,7 +79,7 @@ class Timeline:
 
     @property
     def untold_restarts(self) -> list[run_state.RunEvent]:
-        """Restarts after a failure that nothing else was written down of: such as of the launcher itself."""
+        """Restarts after a failure with no other record, such as a failure of the launcher itself."""
         found, since = [], 0.0
         for event in self.events:
             if event.name != run_state.RESTART:
@@ -91,13 +91,13 @@ class Timeline:
         return found
 
     def moments(self) -> list[TimelineEvent]:
-        """Return what happened, in the order of time."""
+        """Return the events in chronological order."""
         return sorted(self._moments(), key=lambda one: one.at_unix_s)
 
     def _moments(self) -> Iterator[TimelineEvent]:
         state = self.state
         if state is not None:
-            words = printable(self.job.shown) if self.job else "not known what"
+            words = printable(self.job.shown) if self.job else "unknown command"
             yield TimelineEvent(at_unix_s=state.started_unix_s, what=f"launched: {words}")
         for event in self.events:
             if words := _event_words(event):
@@ -116,7 +116,7 @@ class Timeline:
             yield TimelineEvent(at_unix_s=state.since_unix_s, what=words)
 
     def _saves(self) -> Iterator[TimelineEvent]:
-        with contextlib.suppress(Exception):  # damaged ones are another command's subject
+        with contextlib.suppress(Exception):  # another command reports damaged ones
             from torchmuster.checkpoints.local import FolderStore
             from torchmuster.checkpoints.manifest import committed_manifests
 
@@ -128,7 +128,7 @@ class Timeline:
 
 
 def timeline_text(moments: Sequence[TimelineEvent]) -> list[str]:
-    """Return the story as a few lines, each with its time; of a long one the middle is left out."""
+    """Return the timeline as text lines with times; the middle of a long one is left out."""
     if not moments:
         return []
     first = moments[0].at_unix_s
@@ -145,12 +145,12 @@ def timeline_text(moments: Sequence[TimelineEvent]) -> list[str]:
 
 
 def failure_text(event: run_state.RunEvent) -> str:
-    """Say what happened, a restart too; "" for what only leads to something else."""
+    """Return the text of an event, including restarts; "" for intermediate phases."""
     return _restart_words(event) if event.name == run_state.RESTART else _event_words(event)
 
 
 def _event_words(event: run_state.RunEvent) -> str:
-    """Say what happened; "" for what only leads to something else."""
+    """Return the text of an event; "" for intermediate phases."""
     facts = event.facts
     match event.name:
         case "submitted" | "joining" | "starting" | "running":
@@ -172,7 +172,7 @@ def _restart_words(event: run_state.RunEvent) -> str:
         event.facts.get("from_step"),
     )
     where = f" from step {step:,}" if isinstance(step, int) else ""
-    return f"{headline or 'it failed'}; started again{where}"
+    return f"{headline or 'it failed'}; restarted{where}"
 
 
 def _failure_report_line(text: str) -> str:
@@ -183,13 +183,13 @@ def _failure_report_line(text: str) -> str:
 _LOGS_NAMED = 8
 _LOGS_READ = 16
 _LOG_BYTES = 64 * 1024
-# Where the run's folder was when it was written does not matter to whoever has it now.
+# The path of the run folder at the time of writing does not matter to the reader.
 _PATH_INSIDE = re.compile(r"(?<![\w/])/\S*/((?:logs/rank-|hang/\d+|checkpoints/)\S*)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """What is to be said of a run, the first cause first; ``files`` are names within its folder."""
+    """The report of a run, root cause first; ``files`` are names within its folder."""
 
     story: Timeline
     findings: tuple[Finding, ...]
@@ -197,7 +197,7 @@ class FailureReport:
 
 
 def failure_report_of(run: RunFolder) -> FailureReport:
-    """Read a run's folder and say what it means."""
+    """Read a run folder and return its failure report."""
     story = Timeline.of(run)
     return FailureReport(
         story=story,
@@ -218,7 +218,7 @@ def _failure_report_findings(story: Timeline) -> Iterator[Finding]:
         case "failed":
             yield _failed(story, state)
         case "saved":
-            words = state.headline or "saved at a request to end"
+            words = state.headline or "checkpointed after a stop request"
             yield Finding(name="run-saved", status=Status.OK, what=words, fix=_how_to_go_on(story))
         case "stopped":
             yield Finding(name="run-stopped", status=Status.NOTE, what=state.headline)
@@ -237,12 +237,12 @@ def _finished(story: Timeline, state: run_state.RunState) -> Finding:
     return Finding(
         name="run-finished",
         status=Status.OK,
-        what=f"{state.headline or 'finished well'} in {took}{_after_failures(story)}",
+        what=f"{state.headline or 'finished'} in {took}{_after_failures(story)}",
     )
 
 
 def _failed(story: Timeline, state: run_state.RunState) -> Finding:
-    """Return the last attempt's verdict, with what else the folder knows of it."""
+    """Return the last attempt's root cause, with other records from the folder."""
     if story.verdict is None:
         finding = Finding(name="run-failed", status=Status.FAILURE, what=state.headline)
         if not story.failures:
@@ -257,7 +257,7 @@ def _failed(story: Timeline, state: run_state.RunState) -> Finding:
         )
     hang = story.hang_now
     if hang is not None and finding.name not in messages.NAMES:
-        why.append(f"shortly before it was told: {hang.finding.what}")
+        why.append(f"reported shortly before: {hang.finding.what}")
     said = [one.what for one in hang.analysis] if hang is not None else []
     return dataclasses.replace(
         finding, why=_joined(why), evidence=_joined([finding.evidence, *said])
@@ -270,24 +270,24 @@ def _died(story: Timeline, state: run_state.RunState) -> Finding:
     was = f"the run was {phases[-1]}; " if phases else ""
     if job is not None and not job.launcher.is_of_this_machine:
         return _not_heard_of(story, state, job.launcher.host, was)
-    left = f"muster stop {story.run.path}   # ends what may be left of it"
+    left = f"muster stop {story.run.path}   # stops any remaining processes"
     return Finding(
         name="launcher-killed",
         status=Status.FAILURE,
-        what=f"{state.headline}{f' on {job.launcher.host}' if job else ''}, and its ranks ended with it",
-        why=f"{was}it left no word, so it was ended from outside: kill -9, want of memory, or the machine was "
-        "restarted",
-        fix=_joined(["journalctl and dmesg there tell who did it", left, _how_to_go_on(story)]),
+        what=f"{state.headline}{f' on {job.launcher.host}' if job else ''}, and its ranks were stopped",
+        why=f"{was}it logged nothing, so it was killed: by kill -9, for lack of memory, or by a reboot of the "
+        "host",
+        fix=_joined(["journalctl and dmesg there show what killed it", left, _how_to_go_on(story)]),
     )
 
 
 def _not_heard_of(story: Timeline, state: run_state.RunState, host: str, was: str) -> Finding:
-    there = f"on {host}, should it be there: muster stop {story.run.path}"
+    there = f"on {host}, if it is up: muster stop {story.run.path}"
     return Finding(
         name="launcher-gone",
         status=Status.FAILURE,
         what=state.headline.replace("the launcher", f"the launcher on {host}"),
-        why=f"{was}that machine is gone, or cut off from this disk; if this folder is a copy, it was made then",
+        why=f"{was}that host is down, or lost access to this disk; or this folder is a copy from that time",
         fix=_joined([there, _how_to_go_on(story)]),
     )
 
@@ -298,12 +298,12 @@ def _active(story: Timeline, state: run_state.RunState) -> Finding:
         since = format_seconds(max(0.0, time.time() - state.started_unix_s))
         what = f"{state.phase}; launched {since} ago{_after_failures(story)}"
         return Finding(name="run-active", status=Status.OK, what=what)
-    host = job.launcher.host if job else "another machine"
+    host = job.launcher.host if job else "another host"
     return Finding(
         name="run-active",
         status=Status.NOTE,
-        what=f"{state.phase} when it was last heard of{_after_failures(story)}",
-        why=f"it was launched on {host}: whether it still runs cannot be seen from here. The newest file in its folder "
+        what=f"{state.phase} at its last heartbeat{_after_failures(story)}",
+        why=f"it was launched on {host}: its process cannot be checked from here. The newest file in its folder "
         f"is {_age_of_newest(story.run)} old",
         fix=f"on {host}: muster explain {story.run.id}",
     )
@@ -313,14 +313,14 @@ def _failure_report_unknown() -> Finding:
     return Finding(
         name="run-unknown",
         status=Status.NOTE,
-        what="its folder does not say how it went",
-        why="state.json is missing or cannot be read: the run never began, or its folder was copied in part",
+        what="the run folder does not contain the state of the run",
+        why="state.json is missing or unreadable: the run never started, or its folder was copied only in part",
         fix="see console.log and logs/ in its folder",
     )
 
 
 def _last_troubles(story: Timeline) -> Iterator[Finding]:
-    """Return what was wrong when the run ended without a verdict."""
+    """Return the last known problems of a run that ended without a root cause."""
     hang = story.hang_now
     if hang is not None:
         yield _of_hang(hang)
@@ -333,14 +333,14 @@ def _last_troubles(story: Timeline) -> Iterator[Finding]:
 
 
 def _of_hang(hang: evidence.HangRecord) -> Finding:
-    """Return a hang as it was told, with what the flight recorders say of it."""
+    """Return a hang as it was reported, with the analysis of the flight recorders."""
     said = [one.what for one in hang.analysis]
     return dataclasses.replace(hang.finding, evidence=_joined([hang.finding.evidence, *said]))
 
 
 def _how_to_go_on(story: Timeline) -> str:
     ours = story.job is not None and story.job.typed[:1] == ["train"]
-    resume = f"muster train --resume {story.run.path}   # goes on from its newest good checkpoint"
+    resume = f"muster train --resume {story.run.path}   # resumes from its newest valid checkpoint"
     return resume if ours else ""
 
 
@@ -353,7 +353,7 @@ def _after_failures(story: Timeline) -> str:
 
 
 def _failure_report_files(story: Timeline) -> Iterator[str]:
-    """Return the names of what there is to read, the most telling first."""
+    """Return the names of the files to read, the most relevant first."""
     run = story.run
     guilty = [one.rank for failed in story.failures[-1:] for one in failed.ranks]
     logs = [run.rank_log(rank) for rank in guilty] or sorted(run.logs.glob("rank-*.log"))
@@ -364,7 +364,7 @@ def _failure_report_files(story: Timeline) -> Iterator[str]:
 
 
 def _explained(finding: Finding, known: Sequence[Finding]) -> Finding:
-    """Add what is known of the texts in the logs to a finding that has no explanation."""
+    """Add the explanation of error texts in the logs to a finding without one."""
     if not known:
         return finding
     first = known[0]
@@ -372,7 +372,7 @@ def _explained(finding: Finding, known: Sequence[Finding]) -> Finding:
 
 
 def _logs(run: RunFolder) -> list[Path]:
-    """Return the logs that are there, those written last first; the launcher's own is the last."""
+    """Return the existing rank logs, newest first, then the launcher's console log."""
     found = [*run.logs.glob("rank-*.log")]
     with contextlib.suppress(OSError):
         found.sort(key=lambda path: -path.stat().st_mtime)
@@ -380,7 +380,7 @@ def _logs(run: RunFolder) -> list[Path]:
 
 
 def _known_in(logs: Sequence[Path]) -> list[Finding]:
-    """Return what is known of the error texts in logs, causes before what follows from them."""
+    """Return explanations of the error texts in logs, causes before secondary errors."""
     found: dict[str, Explanation] = {}
     for path in logs:
         for one in explain_text(_end_of(path)):
@@ -407,7 +407,7 @@ def _age_of_newest(run: RunFolder) -> str:
 
 
 def _with_names_inside(finding: Finding) -> Finding:
-    """Name files as they are called within the run's folder, wherever that is now."""
+    """Replace absolute paths with paths relative to the run folder."""
     return dataclasses.replace(
         finding,
         why=_PATH_INSIDE.sub(r"\1", finding.why),

@@ -1,8 +1,8 @@
-"""What is known of exit codes: why a rank ends with one, what to do.
+"""Known exit codes: their cause and fix.
 
-A table only; :mod:`torchmuster.launch.history.root_cause` reads it, and where there is an error's text asks
-:mod:`torchmuster.known_errors`. ``{host}`` in a text is the machine's name. Negative exit codes are signals, by
-their numbers on Linux whatever this machine is.
+This is only a table. :mod:`torchmuster.launch.history.root_cause` reads it; error texts are explained by
+:mod:`torchmuster.known_errors` instead. ``{host}`` in a text is the host name. Negative exit codes are
+signals, with Linux numbers on every platform.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class KnownExit:
-    """An exit code that came without an error's text; ``name`` is that of the finding."""
+    """An exit code without an error text; ``name`` is the name of the finding."""
 
     words: str
     why: str
@@ -19,7 +19,7 @@ class KnownExit:
 
 
 _LESS_MEMORY = (
-    "use fewer DataLoader workers, smaller batches or fewer ranks on {host}; or allow the job more: "
+    "use fewer DataLoader workers, smaller batches or fewer ranks on {host}; or raise the job's limit: "
     "Slurm --mem, Kubernetes resources.limits.memory, docker --memory"
 )
 _MORE_SHARED_MEMORY = (
@@ -29,7 +29,7 @@ _MORE_SHARED_MEMORY = (
 OUT_OF_MEMORY = KnownExit(
     name="rank-oom-killed",
     words="killed by the kernel: out of memory",
-    why="the machine, or this job's share of it, had no memory left",
+    why="the host, or this job's memory limit, had no memory left",
     fix=_LESS_MEMORY,
 )
 
@@ -37,92 +37,92 @@ EXITS: dict[int, KnownExit] = {
     -9: KnownExit(
         name="rank-killed",
         words="killed (SIGKILL)",
-        why="it was killed from outside: kill -9, a scheduler's limit, systemd-oomd or earlyoom",
-        fix="ask the scheduler (sacct -j JOB), or journalctl and dmesg on {host}, who did it",
+        why="another process killed it: kill -9, a scheduler's limit, systemd-oomd or earlyoom",
+        fix="find out which one: sacct -j JOB, or journalctl and dmesg on {host}",
     ),
     -6: KnownExit(
         name="rank-crashed",
         words="aborted (SIGABRT)",
-        why="a C++ library gave up, which Python cannot catch; the lines above tell more",
+        why="a C++ library aborted, which Python cannot catch; see the lines above",
         fix="read the end of its log; TORCH_SHOW_CPP_STACKTRACES=1 shows where it was",
     ),
     -7: KnownExit(
         name="rank-crashed",
         words="bus error (SIGBUS)",
-        why="it touched memory that could not be had: most often /dev/shm is full (DataLoader)",
+        why="it accessed memory that is not available: most often /dev/shm is full (DataLoader)",
         fix=_MORE_SHARED_MEMORY,
     ),
     -11: KnownExit(
         name="rank-crashed",
         words="segmentation fault (SIGSEGV)",
-        why="native code touched memory that is not its own: a broken or mismatched extension",
-        fix="the stack in its log names the library; reinstall it for this torch and Python",
+        why="native code accessed invalid memory: a broken or mismatched extension",
+        fix="the stack trace in its log names the library; reinstall it for this torch and Python",
     ),
     -4: KnownExit(
         name="rank-crashed",
         words="illegal instruction (SIGILL)",
-        why="a library was built for a newer processor than the one of {host}",
-        fix="install builds made for this processor on {host}",
+        why="a library was built for a newer processor than {host} has",
+        fix="install builds for this processor on {host}",
     ),
     -8: KnownExit(
         name="rank-crashed",
         words="arithmetic fault (SIGFPE)",
         why="native code divided an integer by zero",
-        fix="the stack in its log names the library",
+        fix="the stack trace in its log names the library",
     ),
     -15: KnownExit(
         name="rank-terminated",
-        words="ended from outside (SIGTERM)",
-        why="somebody asked it to end: a scheduler, a service manager, or kill",
-        fix="ask the scheduler, or journalctl on {host}, who did it",
+        words="terminated (SIGTERM)",
+        why="a scheduler, a service manager or a user (kill) stopped it",
+        fix="find out which one: the scheduler's log, or journalctl on {host}",
     ),
     -2: KnownExit(
         name="rank-terminated",
         words="interrupted (SIGINT)",
-        why="somebody interrupted it: Ctrl-C, or kill -2",
+        why="a user interrupted it: Ctrl-C, or kill -2",
     ),
     -10: KnownExit(
         name="rank-terminated",
-        words="ended by SIGUSR1",
+        words="terminated by SIGUSR1",
         why="a scheduler sends this signal as a warning, and the script has no handler for it",
         fix="signal.signal(signal.SIGUSR1, …) in the script, and save a checkpoint there",
     ),
     -12: KnownExit(
         name="rank-terminated",
-        words="ended by SIGUSR2",
+        words="terminated by SIGUSR2",
         why="a scheduler sends this signal as a warning, and the script has no handler for it",
         fix="signal.signal(signal.SIGUSR2, …) in the script, and save a checkpoint there",
     ),
     -24: KnownExit(
         name="rank-terminated",
-        words="ended by SIGXCPU",
-        why="its allowance of processor time (ulimit -t) was used up",
+        words="terminated by SIGXCPU",
+        why="it reached its CPU time limit (ulimit -t)",
         fix="raise the limit on {host}: ulimit -t unlimited",
     ),
     0: KnownExit(
-        words="ended early, with exit code 0",
-        why="it ended well while others still needed it",
-        fix="let all ranks do the same number of steps",
+        words="exited early, with exit code 0",
+        why="it finished while other ranks still needed it",
+        fix="let all ranks run the same number of steps",
     ),
     1: KnownExit(
         words="exit code 1, without a traceback",
-        why="the script ended itself, or a launcher inside it did, and hid the error",
+        why="the script, or a launcher inside it, exited without showing the error",
         fix="read the end of its log",
     ),
     2: KnownExit(
         words="exit code 2",
-        why="the script did not understand its arguments (argparse ends with 2)",
-        fix="compare the arguments after the script's name with what it knows: python SCRIPT --help",
+        why="the script rejected its arguments (argparse exits with 2)",
+        fix="compare the arguments after the script's name with its help: python SCRIPT --help",
     ),
     126: KnownExit(
         words="exit code 126: not executable",
-        why="a program was found on {host}, but may not be run",
-        fix="chmod +x it on {host}, or see whether its disk is mounted noexec",
+        why="a program was found on {host}, but is not executable",
+        fix="chmod +x it on {host}, or check whether its disk is mounted noexec",
     ),
     127: KnownExit(
         words="exit code 127: command not found",
         why="a program that was called is not installed on {host}, or not in its PATH",
-        fix="install it on {host}, or give its whole path",
+        fix="install it on {host}, or use its full path",
     ),
 }
 
@@ -135,18 +135,18 @@ def by_signal(exit_code: int) -> int:
 
 
 def exit_of(exit_code: int) -> KnownExit:
-    """Return what is known of an exit code."""
+    """Return the known meaning of an exit code."""
     code = by_signal(exit_code)
     if code in EXITS:
         return EXITS[code]
     if code < 0:
         return KnownExit(
             name="rank-terminated",
-            words=f"ended by signal {-code}",
-            why="somebody sent it this signal",
+            words=f"terminated by signal {-code}",
+            why="another process sent it this signal",
         )
     return KnownExit(
         words=f"exit code {exit_code}",
-        why="the script ended itself with this code (sys.exit) and showed no traceback",
+        why="the script exited with this code (sys.exit) and showed no traceback",
         fix="read the end of its log",
     )

@@ -1,9 +1,9 @@
-"""What a machine's ranks are doing, as a file in the run's folder: for whoever watches the run.
+"""Records of what each host's ranks are doing, as files in the run folder, for monitoring.
 
-``metrics/ranks/<machine>/from-<first rank>.json`` is written anew every two seconds, by the machine itself where it sees the
-run's folder, else by the launcher, which hears of its ranks anyway. So ranks are never held up by who watches them, and who
-watches needs no way to the ranks. The folder is that of the machine that writes: what is written on one is served
-by its exporter, which need not look at what all the others write.
+``metrics/ranks/<machine>/from-<first rank>.json`` is rewritten every two seconds, by the host itself if it has access to the
+run folder, else by the launcher, which receives the heartbeats anyway. So monitoring never blocks the ranks and needs no
+connection to them. The subfolder is named after the writing host: its exporter serves these files and need not read those
+of other hosts.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.runfolder import RunFolder, write_atomically
 
 _EVERY_S = 10.0
-# What was written longer ago is not shown as if it were so now.
+# Older records are not shown as current.
 _OLD_AFTER_S = 45.0
 
 
 class NodeDevices(msgspec.Struct, frozen=True, kw_only=True):
-    """The accelerators of one machine at one moment."""
+    """The accelerators of one host at one moment."""
 
     host: str
     at_unix_s: float
@@ -38,9 +38,9 @@ class NodeDevices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRecorder:
-    """Writes them down in a thread of its own, since a driver may take long to answer, or never answer.
+    """Records the accelerators in a separate thread, since a driver may answer late or never.
 
-    On a machine without accelerators it looks once; on one that does not see the run's folder, never.
+    Takes one snapshot on a host without accelerators, and none on a host without access to the run folder.
     """
 
     def __init__(self, run: RunFolder | None, first_rank: int) -> None:
@@ -68,7 +68,7 @@ class NodeRecorder:
 
 
 def write_node_devices(path: Path, node: Node) -> None:
-    """Write down a machine's accelerators; a full disk must not end the run."""
+    """Record a host's accelerators; a full disk must not stop the run."""
     content = NodeDevices(
         host=socket.gethostname(),
         at_unix_s=node.taken_unix_s,
@@ -80,13 +80,13 @@ def write_node_devices(path: Path, node: Node) -> None:
 
 
 def _for_others(device: Device) -> Device:
-    """Return a device without what others on it have typed: a run's folder is shown around."""
+    """Return a device without the commands of its processes, because run folders are shared."""
     nameless = tuple(dataclasses.replace(one, command=None) for one in device.processes)
     return dataclasses.replace(device, processes=nameless)
 
 
 def read_node_devices(run: RunFolder, now_unix_s: float) -> list[NodeDevices]:
-    """Return the machines whose accelerators were seen lately."""
+    """Return the hosts with recent accelerator records."""
     files = sorted(run.metrics.glob("devices-from-*.json"))
     found = [one for one in map(_read_devices, files) if one is not None]
     return [one for one in found if now_unix_s - one.at_unix_s < _OLD_AFTER_S]
@@ -99,12 +99,12 @@ def _read_devices(path: Path) -> NodeDevices | None:
         return None
 
 
-# A machine that has not written for so long does not run ranks of this run any more.
+# A host without a record for this long no longer runs ranks of this run.
 _GONE_AFTER_S = 30.0
 
 
 class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of one machine at one moment."""
+    """The ranks of one host at one moment."""
 
     host: str
     attempt: int
@@ -113,7 +113,7 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seen_here(path: str | None, run_id: str) -> RunFolder | None:
-    """Return the run's folder if this machine sees it too: on the same disk, or on one that is shared."""
+    """Return the run folder if this host can access it too: on the same or a shared disk."""
     if path is None:
         return None
     run = RunFolder(Path(path))
@@ -126,7 +126,7 @@ def seen_here(path: str | None, run_id: str) -> RunFolder | None:
 def write_node_ranks(
     run: RunFolder, *, host: str, attempt: int, heartbeats: tuple[Heartbeat, ...]
 ) -> None:
-    """Write down what a machine's ranks are doing; a full disk must not end the run."""
+    """Record what a host's ranks are doing; a full disk must not stop the run."""
     if not heartbeats or not run.marker.is_file():
         return
     content = NodeRanks(host=host, attempt=attempt, at_unix_s=time.time(), ranks=heartbeats)
@@ -139,14 +139,14 @@ def write_node_ranks(
 
 
 def node_record_path(run: RunFolder, machine: str, first_rank: int) -> Path:
-    """Return where a machine writes what ranks are doing, from this one on."""
+    """Return the path of a host's record of the ranks starting with this one."""
     return run.metrics / "ranks" / quote(machine, safe="") / f"from-{first_rank}.json"
 
 
 def read_node_ranks(
     run: RunFolder, now_unix_s: float, *, written_on: str | None = None
 ) -> list[NodeRanks]:
-    """Return the machines whose ranks were seen lately, of the newest attempt; all, or what one machine wrote."""
+    """Return the hosts with recent rank records of the newest attempt; all, or those written on one host."""
     found = [
         one for one in map(_read_ranks, _node_records_files(run, written_on)) if one is not None
     ]
@@ -156,7 +156,7 @@ def read_node_ranks(
 
 
 def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
-    """Leave out what is told anew elsewhere: a machine that hears of a lower rank later writes to another file."""
+    """Keep the newest record of each rank: a host that gets a lower rank later writes another file."""
     newest: dict[int, float] = {}
     for node in nodes:
         for heartbeat in node.ranks:

@@ -1,8 +1,8 @@
-"""From everything that went wrong on all machines to the one thing that went wrong first.
+"""Find the root cause among all failures on all hosts.
 
-When a rank dies, the others notice that it is gone and die of that, often before the first one's
-death is reported; then those that are left are ended. So it is not enough to take the first report:
-what only says that a peer is gone, and what was ended on purpose, stands behind every real cause.
+When a rank exits, the others lose their connection to it and fail too, often before the first exit is
+reported; then the launcher stops the rest. So the first report is not always the cause: reports that a
+peer is gone, and exits that the launcher requested, rank below real causes.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _OURS = re.compile(r"[/\\]torchmuster[/\\](?:train|launch|worker\.py|distributed
 
 
 def without_torch_prefix(text: str) -> str:
-    """Take torch's ``[rank3]: `` from the beginning of every line."""
+    """Remove torch's ``[rank3]: `` prefix from every line."""
     return _TORCH_PREFIX.sub("", text)
 
 
@@ -57,7 +57,7 @@ def exception_text(traceback: str) -> str:
 
 
 def last_cxx_error(output: str) -> str:
-    """Return what C++ said when it gave up (``what():``); "" if it said nothing."""
+    """Return the message of the last C++ exception (``what():``); "" if there is none."""
     spoken: list[str] = _CXX_WHAT.findall(without_torch_prefix(output))
     return spoken[-1].strip() if spoken else ""
 
@@ -71,14 +71,14 @@ def last_error(output: str) -> str:
 
 
 def raised_at(traceback: str) -> str:
-    """Return ``train.py:13``, the last place in the user's own code; "" if there is none."""
+    """Return ``train.py:13``, the last line in the user's own code; "" if there is none."""
     frames: list[tuple[str, str]] = _FRAME.findall(without_torch_prefix(traceback))
     own = [f"{file}:{line}" for file, line in frames if not _LIBRARY.search(file)]
     return own[-1] if own else ""
 
 
 def crashed_at(output: str) -> str:
-    """Return ``train.py:13 in step``, where a fatal error (a signal) met the user's own code; else ""."""
+    """Return ``train.py:13 in step``, the user's line at a fatal error (a signal); else ""."""
     stack = without_torch_prefix(output).rpartition("Current thread 0x")[2].partition("\n\n")[0]
     for file, line, name in _FATAL_FRAME.findall(stack):  # the innermost first
         if _own(file):
@@ -87,7 +87,7 @@ def crashed_at(output: str) -> str:
 
 
 def from_own_code(text: str) -> str:
-    """Leave out the frames before the user's own code, in each traceback of a text that comes to it."""
+    """Remove the frames before the user's own code from each traceback that reaches it."""
     lines = text.splitlines()
     kept: list[str] = []
     at = 0
@@ -118,15 +118,15 @@ _LINES_SHOWN = 25
 _LONGEST_HEADLINE = 240
 _KILLED, _ABORTED = -9, -6
 _ASKED_TO_END = (-15, -2)
-# Whoever was killed so long after the others were told to end was killed by us.
+# A rank killed this long after the stop request was killed by us.
 _WITH_THE_FIRST_S = 2.0
-_SCRIPT_ENDED_ITSELF = "the script ended itself: "
+_SCRIPT_ENDED_ITSELF = "the script exited with: "
 _ENDED_BY_REQUEST = re.compile(
     r"^KeyboardInterrupt|SignalException|got signal: (?:15|2)\b|by SIG(?:TERM|INT)"
 )
 _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|h|hpp):\d+\] |(?<=enforce fail at )/\S+/")
-# What ranks say that only waited for another one (train/first.py, train/data/stream.py); it quotes the other's error, so the
-# words of that error must not be looked at.
+# Errors of ranks that only waited for another rank (train/first.py, train/data/stream.py). They quote the other rank's error,
+# so that text must not be analysed.
 _ONLY_WAITED = re.compile(
     r"(?:[\w.]+: )?(?:what rank \d+ waited for failed on rank \d+: "
     r"|rank \d+ could not read its data: "
@@ -139,9 +139,9 @@ _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote worker.*", r
 
 @dataclass(frozen=True, kw_only=True)
 class NodeExit:
-    """How one machine's part ended; times are of the launcher's monotonic clock.
+    """How one host's ranks exited; times are of the launcher's monotonic clock.
 
-    ``ended`` is what its node agent reported, at ``ended_s``; ``lost`` is why it is not heard any more.
+    ``ended`` is the report of its node agent, at ``ended_s``; ``lost`` is why its heartbeats stopped.
     """
 
     host: str
@@ -152,16 +152,16 @@ class NodeExit:
 
 
 class _Blame(enum.IntEnum):
-    """What a report is, the guiltiest first."""
+    """How a report relates to the root cause, most likely cause first."""
 
     CAUSE = 0
-    PEER = 1  # it says that another one is gone, or late
-    ENDED = 2  # it was ended on purpose
+    PEER = 1  # it reports that a peer is gone or late
+    ENDED = 2  # it was stopped on purpose
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """One thing that went wrong: a rank, or a machine as a whole where there is no ``failure``."""
+    """One failure: of a rank, or of a whole host if there is no ``failure``."""
 
     host: str
     at_s: float
@@ -180,11 +180,11 @@ def root_cause_of(
     grace_s: float = 5.0,
     hang: Finding | None = None,
 ) -> Finding:
-    """Return the one finding that says why an attempt failed.
+    """Return the finding with the root cause of a failed attempt.
 
-    ``noticed_s`` is when the launcher noticed and told the others to end, ``grace_s`` what it gave
-    them for that; ``logs`` is the folder of the ranks' logs. ``hang`` is what was told of ranks that kept
-    others waiting and was not over.
+    ``noticed_s`` is when the launcher noticed the failure and requested the other ranks to stop, ``grace_s``
+    is the time it gave them; ``logs`` is the folder of the ranks' logs. ``hang`` is the reported hang that was
+    not over.
     """
     blames = _blamed(_reports(ends), noticed_s + min(_WITH_THE_FIRST_S, grace_s / 2))
     if hang is not None and _Blame.CAUSE not in blames.values():
@@ -193,7 +193,7 @@ def root_cause_of(
         return Finding(
             name="run-failed",
             status=Status.FAILURE,
-            what="the run failed, and no machine said why",
+            what="the run failed, and no host reported why",
             fix=f"read the logs: {logs}",
         )
     first = min(blames, key=lambda report: (blames[report], report.at_s))
@@ -222,27 +222,27 @@ def root_cause_of(
 
 
 def _of_abort_at_exit(finding: Finding, first: _Report, aftermath: Sequence[str]) -> Finding:
-    """Return the verdict on a rank whose script had ended well when its process was aborted."""
+    """Return the root cause for a rank whose script had finished when its process aborted."""
     left = f"rank {first.failure.rank} on {first.host}" if first.failure else first.host
-    said = [f"it said: {_headline(first.text)}"] if first.text else []
-    why = "a thread of a library still ran: mostly of a process group that the script left open"
+    said = [f"its message: {_headline(first.text)}"] if first.text else []
+    why = "a library thread was still running, usually of a process group that the script did not destroy"
     return dataclasses.replace(
         finding,
         name="rank-aborted-at-exit",
-        what=f"{left} ended well, then aborted (SIGABRT) while Python was shutting down",
+        what=f"{left} finished, then aborted (SIGABRT) while Python was shutting down",
         why=_clean("\n".join([why, *said, *aftermath])),
         fix="call torch.distributed.destroy_process_group() at the end of the script, on every rank",
     )
 
 
 def _after_hang(hang: Finding, blames: Mapping[_Report, _Blame]) -> Finding:
-    """Return the verdict where nothing failed by itself: some gave up waiting for what was told."""
+    """Return the root cause if no rank failed by itself: ranks timed out in a reported hang."""
     gave_up = [report for report, blame in blames.items() if blame is _Blame.PEER]
     lines = []
     if gave_up:
         first = min(gave_up, key=lambda report: report.at_s)
         lines = (
-            [f"{rank_text(_root_cause_ranks(gave_up))} then gave up: {_cause(first)}"]
+            [f"{rank_text(_root_cause_ranks(gave_up))} then timed out: {_cause(first)}"]
             if first.failure
             else []
         )
@@ -265,8 +265,8 @@ def _of_early_end(
     return dataclasses.replace(
         finding,
         name="rank-ended-early",
-        what=f"{who} ended well while {left} still needed {'it' if len(early) == 1 else 'them'}",
-        why=_clean("\n".join(["the ranks did not do the same number of steps", *lines])),
+        what=f"{who} finished while {left} still needed {'it' if len(early) == 1 else 'them'}",
+        why=_clean("\n".join(["the ranks did not run the same number of steps", *lines])),
         fix="give every rank the same number of batches: a DistributedSampler, drop_last=True, or "
         "torch.distributed.algorithms.Join; no collective inside `if rank == 0`",
     )
@@ -284,7 +284,7 @@ def _reports(ends: Sequence[NodeExit]) -> list[_Report]:
             text = _said(failure)
             reports.append(_Report(host=end.host, at_s=at_s, text=text, failure=failure))
         if not end.ended.good and not end.ended.failures:
-            words = end.ended.words or "torchrun's agent ended without a word"
+            words = end.ended.words or "torchrun's agent exited without a message"
             error = last_error(words)
             text = words.splitlines()[0] + (f": {error}" if error else "")
             reports.append(_Report(host=end.host, at_s=end.ended_s, text=text, log=words))
@@ -292,7 +292,7 @@ def _reports(ends: Sequence[NodeExit]) -> list[_Report]:
 
 
 def _said(failure: protocol.Failure) -> str:
-    """Return the error's whole text: the exception, or what the log ends with."""
+    """Return the full error text: the exception, or the end of the log."""
     if failure.what:
         return failure.what
     error = exception_text(failure.traceback) or failure.error
@@ -300,7 +300,7 @@ def _said(failure: protocol.Failure) -> str:
     if error and own == error:
         return error
     if failure.exit_code < 0:
-        # Whatever else it printed has nothing to do with its end.
+        # Its other output is unrelated to the exit.
         aborted = failure.exit_code == _ABORTED
         return last_cxx_error(failure.last_lines) if aborted else ""
     # sys.exit("no data") is an error's text, sys.exit(3) is not
@@ -309,7 +309,7 @@ def _said(failure: protocol.Failure) -> str:
 
 
 def _root_cause_code(failure: protocol.Failure) -> int:
-    """Return how it ended by itself: a rank that is on its way out is still sent a signal."""
+    """Return its own exit code: a rank that is already exiting may still get a signal."""
     own = failure.error.removeprefix(_SCRIPT_ENDED_ITSELF)
     if failure.what or failure.traceback or (own and own == failure.error):
         return 1
@@ -318,9 +318,9 @@ def _root_cause_code(failure: protocol.Failure) -> int:
 
 
 def _blamed(reports: Sequence[_Report], ours_from_s: float) -> dict[_Report, _Blame]:
-    """Say what each report is; a kill after ``ours_from_s`` is our own."""
+    """Classify each report; a kill after ``ours_from_s`` is our own."""
     late = [report.at_s for report in reports if _role(report) is Role.PEER_LATE]
-    # Whoever kept others waiting until they gave up was killed for that, not before.
+    # A rank that kept others waiting until they timed out was killed after that, not before.
     ours_from_s = min([ours_from_s, *(at_s + _WITH_THE_FIRST_S for at_s in late)])
     return {report: _blame(report, ours_from_s) for report in reports}
 
@@ -352,7 +352,7 @@ def _role(report: _Report) -> Role | None:
 
 
 def _root_cause_known(report: _Report) -> Explanation | None:
-    """Return what is known of a report's text, without what the text says only in passing."""
+    """Return the explanation of a report's text, unless it matches only incidental messages."""
     found = explain_text(report.text, host=report.host)
     return found[0] if found and found[0].role is not Role.ASIDE else None
 
@@ -365,7 +365,7 @@ def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> F
     why, fix = _explanation(first)
     if failure := first.failure:
         name, what = _exit(failure).name, f"{who} failed: {_cause(first)}"
-        if failure.what.startswith(f"{who} "):  # it says itself who it is
+        if failure.what.startswith(f"{who} "):  # the text already names the rank
             what = _cause(first)
         shown = "" if failure.what else failure.traceback or failure.last_lines
         shown = from_own_code(without_torch_prefix(shown))
@@ -386,13 +386,13 @@ def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> F
 
 
 def _clean(text: str) -> str:
-    """Return a text that programs wrote without secrets and without what steers a terminal."""
+    """Return the output of a program without secrets and terminal control sequences."""
     lines = redact_text(text).split("\n")
     return "\n".join(printable(line.replace("\t", "    "), colour=False) for line in lines)
 
 
 def _cause(report: _Report) -> str:
-    """Return the cause in a few words, for the headline."""
+    """Return a short cause for the headline."""
     if report.failure is None:
         return _headline(report.text)
     exit_ = _exit(report.failure)
@@ -403,7 +403,7 @@ def _cause(report: _Report) -> str:
 
 
 def _exit(failure: protocol.Failure) -> known_failures.KnownExit:
-    """Return what is known of how a rank ended."""
+    """Return the known meaning of a rank's exit."""
     code = _root_cause_code(failure)
     if code == _KILLED and _was_out_of_memory(failure):
         return known_failures.OUT_OF_MEMORY
@@ -419,14 +419,14 @@ def _headline(text: str) -> str:
 
 
 def _explanation(report: _Report) -> tuple[list[str], str]:
-    """Return why it happened, a sentence each, and what to do."""
+    """Return the reasons, one sentence each, and the fix."""
     failure = report.failure
     why = fix = ""
     if failure is not None and failure.what:
         why, fix = failure.why, failure.fix
     elif report.lost:
-        why = "the launcher and {host} no longer hear each other"
-        fix = "see whether {host} is up and on the network, and whether somebody ended it there"
+        why = "the launcher and {host} lost contact"
+        fix = "check that {host} is up and on the network, and that its node agent was not killed there"
     elif found := _root_cause_known(report):
         why, fix = "; ".join(part for part in (found.what, found.why) if part), found.fix
     elif failure is not None and (_root_cause_code(failure) != 1 or not report.text):
@@ -451,7 +451,7 @@ def _of_memory(failure: protocol.Failure) -> str:
 
 
 def _alike(first: _Report, other: _Report) -> bool:
-    """Say whether two ranks failed of the same thing: equal but for numbers."""
+    """Return whether two ranks failed for the same reason: same text except for numbers."""
     if first.failure is None or other.failure is None:
         return False
     texts = {re.sub(r"\d+", "#", _cause(report)) for report in (first, other)}
@@ -463,7 +463,7 @@ def _root_cause_ranks(reports: Sequence[_Report]) -> list[int]:
 
 
 def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]:
-    """Say in a line each what became of the others."""
+    """Return one line each for the other ranks."""
     lines = []
     for report in [one for one, blame in rest.items() if blame is _Blame.CAUSE][:3]:
         who = f"rank {report.failure.rank} on {report.host}" if report.failure else report.host
@@ -474,9 +474,9 @@ def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]
     if peers:
         lines.append(f"{rank_text(peers)} then lost {_its(peers)} connection to it")
     if ended and nobody_failed:
-        lines.append(f"{rank_text(ended)} had not failed but had to be ended: look there first")
+        lines.append(f"{rank_text(ended)} had not failed but had to be killed: check there first")
     elif ended:
-        lines.append(f"{rank_text(ended)} {'was' if len(ended) == 1 else 'were'} then ended")
+        lines.append(f"{rank_text(ended)} {'was' if len(ended) == 1 else 'were'} then stopped")
     return lines
 
 

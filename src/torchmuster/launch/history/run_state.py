@@ -1,7 +1,7 @@
-"""What is written down about a run in its folder: what was launched, by whom, and how it goes.
+"""Run state in the run folder: what was launched, by which process, and its phase.
 
-``muster runs``, ``attach`` and ``stop`` know a run only by this, so it also has to be true when the
-launcher was killed: whether it is alive is asked of the system, or of its signs of life, not of the file.
+``muster runs``, ``attach`` and ``stop`` know a run only from these files, so they must be right even if the
+launcher was killed: whether it is alive comes from the system or its heartbeats, not from the file.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from torchmuster.redaction import redact_command, redact_mapping, redact_text
 from torchmuster.runfolder import RunFolder, write_atomically
 from torchmuster.units import format_seconds
 
-# A run that fails a thousand times must not fill the disk; its first failures are the ones to read.
+# A run that fails a thousand times must not fill the disk; its first failures matter most.
 _LARGEST_FILE_BYTES = 16 * 2**20
 _LONGEST_LINE_BYTES = 4 * 2**20
 _LAST_UNIX_S = 1e11  # some thousand years on
 
 
 def append_line(path: Path, content: Mapping[str, object]) -> None:
-    """Add a line, in one write so that several processes may; a full disk must not end the run."""
+    """Append a line in one write, so that several processes can; a full disk must not stop the run."""
     data = json.dumps(content, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
     if len(data) > _LONGEST_LINE_BYTES:
         return
@@ -43,7 +43,7 @@ def append_line(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _line_end_if_torn(stream: io.FileIO, size: int) -> bytes:
-    """Return what sets the next line apart from one that was cut off by a crash."""
+    """Return a line break if a crash truncated the last line."""
     if not size:
         return b""
     stream.seek(size - 1)
@@ -51,7 +51,7 @@ def _line_end_if_torn(stream: io.FileIO, size: int) -> bytes:
 
 
 def unix_s(value: object) -> float:
-    """Return a time as it was written down; raises ValueError for what is none that a calendar has."""
+    """Return a stored time; raises ValueError if it is not a valid Unix time."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"not a time: {value!r}")
     if not 0 <= value < _LAST_UNIX_S:  # nor is NaN
@@ -60,7 +60,7 @@ def unix_s(value: object) -> float:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines that are whole; nothing where there is no such file."""
+    """Yield the complete lines; nothing if the file does not exist."""
     try:
         stream = path.open("rb")
     except OSError:
@@ -80,7 +80,7 @@ SILENT_AFTER_S = 120.0
 
 @contextlib.contextmanager
 def launcher_heartbeat_file(state: Path) -> Iterator[None]:
-    """Let other machines see, for as long as this lasts, that the run's launcher lives."""
+    """Show other hosts that the launcher is alive, for the duration of the context."""
     task = asyncio.get_running_loop().create_task(_touch_often(state))
     try:
         yield
@@ -96,14 +96,14 @@ async def _touch_often(path: Path) -> None:
 
 
 def silent_for_s(state: Path) -> float:
-    """Return for how long nothing was heard of a launcher, by the clock of the disk where in doubt."""
+    """Return the seconds since a launcher's last heartbeat, by the disk's clock if in doubt."""
     try:
         heard = state.stat().st_mtime
     except OSError:
         return 0.0
     silent_s = time.time() - heard
     if not 0 <= silent_s < SILENT_AFTER_S:
-        # A disk that cannot be written to from here leaves only this machine's clock.
+        # If this host cannot write to the disk, only its own clock is left.
         with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=state.parent) as written_now:
             silent_s = os.fstat(written_now.fileno()).st_mtime - heard
     return max(0.0, silent_s)
@@ -112,18 +112,17 @@ def silent_for_s(state: Path) -> float:
 # The phases of a run that is not over.
 ACTIVE = ("submitted", "joining", "starting", "running")
 EVENTS = "events.jsonl"
-RESTART = "restart"  # the event that all ranks, or their launcher, start again after a failure
-# A run whose folder is there but nothing else yet: its launcher is given so long to write it down.
+RESTART = "restart"  # event: all ranks, or their launcher, restart after a failure
+# How long the launcher of a new, empty run folder may take to write the job.
 _WRITTEN_WITHIN_S = 5.0
 _CLOCK_TOLERANCE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The process that launched a run; its start tells it from a later one with the same number.
+    """The process that launched a run; its start time distinguishes it from a later one with the same PID.
 
-    ``start_ticks`` (Linux) are counted from the machine's start, so that setting the clock does not
-    make another process of it.
+    ``start_ticks`` (Linux) count from boot, so that setting the clock does not change the identity.
     """
 
     host: str
@@ -144,11 +143,11 @@ class Launcher:
 
     @property
     def is_of_this_machine(self) -> bool:
-        """Whether its process would be one of this machine's."""
+        """Whether its process would be on this host."""
         return self.host == socket.gethostname()
 
     def process(self) -> psutil.Process | None:
-        """Return the process if it is alive on this machine."""
+        """Return the process if it is alive on this host."""
         if not self.is_of_this_machine:
             return None
         try:
@@ -185,13 +184,13 @@ class RunJob:
 
     @property
     def shown(self) -> list[str]:
-        """The command for people: their script, or what they typed where it is ours."""
+        """The command to display: the user's script, or the typed command if the script is ours."""
         return self.typed if is_ours(self.command) else self.command
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """How a run goes: a phase while it is active; finished, failed or stopped after."""
+    """The state of a run: a phase while it is active; finished, failed or stopped after."""
 
     phase: str
     since_unix_s: float
@@ -201,14 +200,14 @@ class RunState:
 
     @property
     def active(self) -> bool:
-        """Whether it is not over, as far as was written down."""
+        """Whether it is not over, according to the file."""
         return self.phase in ACTIVE
 
 
 def write_job(
     run: RunFolder, spec: JobSpec, *, token: str = "", slurm_job: str | None = None
 ) -> None:
-    """Write down what is being launched, secrets redacted."""
+    """Record what is being launched, with secrets redacted."""
     job = RunJob(
         command=redact_command(spec.command),
         folder=spec.folder,
@@ -224,14 +223,14 @@ def write_job(
         write_atomically(run.job, json.dumps(content, indent=2, default=str) + "\n")
     except OSError as error:
         raise Impossible(
-            f"cannot write in the run's folder {run.path}",
+            f"cannot write to the run folder {run.path}",
             why=error.strerror or str(error),
-            fix="make room on that disk, or put run folders elsewhere: --runs DIR",
+            fix="free space on that disk, or use another folder for runs: --runs DIR",
         ) from error
 
 
 def read_job(run: RunFolder) -> RunJob | None:
-    """Return what was launched, or None if that was not written (yet)."""
+    """Return what was launched, or None if it has not been recorded (yet)."""
     content = _read_run_state(run.job)
     try:
         return RunJob(
@@ -249,7 +248,7 @@ def read_job(run: RunFolder) -> RunJob | None:
 
 
 def await_job(run: RunFolder) -> RunJob | None:
-    """Return what was launched; where the run has only just been made, wait for that to be written."""
+    """Return what was launched; for a run that was just created, wait until it is recorded."""
     try:
         made = run.marker.stat().st_mtime
     except OSError:
@@ -261,7 +260,7 @@ def await_job(run: RunFolder) -> RunJob | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Something that happened to a run: a phase begun, ranks started, a hang told, its end."""
+    """An event of a run: a phase started, ranks started, a hang reported, the end."""
 
     at_unix_s: float
     name: str
@@ -269,18 +268,18 @@ class RunEvent:
 
 
 def log_event(run: RunFolder, event: str, **facts: object) -> None:
-    """Write down that something happened to a run."""
+    """Append an event to the event log of a run."""
     content = redact_mapping(facts) | {"at_unix_s": time.time(), "event": event}
     append_line(run.path / EVENTS, content)
 
 
 def read_events(run: RunFolder) -> list[RunEvent]:
-    """Return what happened to a run, in its order; a line that is not understood is passed over."""
+    """Return the events of a run in order; unreadable lines are skipped."""
     return [event for line in read_lines(run.path / EVENTS) if (event := event_of(line))]
 
 
 def event_of(line: dict[str, Any]) -> RunEvent | None:
-    """Return the event that was written as this line; None if it was not one."""
+    """Return the event stored in a line; None if it is not one."""
     try:
         at_unix_s, name = unix_s(line["at_unix_s"]), str(line["event"])
     except (KeyError, TypeError, ValueError):
@@ -295,17 +294,17 @@ class EventLog:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         before = _history_state(_read_run_state(run.state))
-        # One whose launcher was killed and started again goes on.
+        # A run whose launcher was killed and restarted keeps its start time.
         goes_on = before is not None and before.active
         self._started = before.started_unix_s if before and goes_on else time.time()
 
     def phase(self, name: str) -> None:
-        """The run has entered another phase."""
+        """Record that the run entered another phase."""
         log_event(self._run, name)
         self._write(RunState(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
 
     def ended(self, phase: str, exit_code: int, headline: str) -> None:
-        """The run is over."""
+        """Record that the run is over."""
         headline = redact_text(headline)
         log_event(self._run, phase, exit_code=exit_code, headline=headline)
         self._write(
@@ -319,12 +318,12 @@ class EventLog:
         )
 
     def _write(self, state: RunState) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end the run
+        with contextlib.suppress(OSError):  # a full disk must not stop the run
             write_atomically(self._run.state, json.dumps(asdict(state)) + "\n", durable=False)
 
 
 def read_state(run: RunFolder) -> RunState | None:
-    """Return how a run goes; one whose launcher was killed, or is not heard of any more, is ``died``."""
+    """Return the state of a run; it is ``died`` if the launcher was killed or its heartbeats stopped."""
     content = _read_run_state(run.state)
     state = _history_state(content)
     if state is None:
@@ -338,8 +337,8 @@ def read_state(run: RunFolder) -> RunState | None:
         if silent_s < SILENT_AFTER_S:
             return state
         since_unix_s = time.time() - silent_s
-        headline = f"nothing was heard of the launcher for {format_seconds(silent_s)}"
-    fresh = _read_run_state(run.state)  # it may have ended between the two looks
+        headline = f"no heartbeat from the launcher for {format_seconds(silent_s)}"
+    fresh = _read_run_state(run.state)  # it may have ended between the two reads
     if fresh != content:
         return _history_state(fresh)
     return RunState(
@@ -351,7 +350,7 @@ def read_state(run: RunFolder) -> RunState | None:
 
 
 def _heard_unix_s(run: RunFolder, state: RunState) -> float:
-    """Return when a launcher that is gone gave its last sign of life."""
+    """Return the time of the last heartbeat of a launcher that is gone."""
     try:
         return max(state.since_unix_s, run.state.stat().st_mtime)
     except OSError:
@@ -359,7 +358,7 @@ def _heard_unix_s(run: RunFolder, state: RunState) -> float:
 
 
 def _history_state(content: dict[str, Any]) -> RunState | None:
-    """Return the state that was written as this; None if it was not one."""
+    """Return the state stored in this content; None if it is not one."""
     exit_code = content.get("exit_code")
     try:
         return RunState(
@@ -374,7 +373,7 @@ def _history_state(content: dict[str, Any]) -> RunState | None:
 
 
 def _run_state_known(kind: type[Launcher], content: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what a newer version may have written beside what is known here."""
+    """Drop fields that a newer version may have added."""
     names = {one.name for one in fields(kind)}
     return {name: value for name, value in content.items() if name in names}
 

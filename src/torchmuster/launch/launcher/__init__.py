@@ -1,1 +1,1 @@
-"""The process that the user started: connects nodes, starts ranks, watches, restarts."""
+"""The process that the user started: connects hosts, starts, monitors and restarts ranks."""

@@ -1,7 +1,7 @@
-"""What differs between the machines of a run, found before anything starts.
+"""Find the differences between the hosts of a run before anything starts.
 
-The first machine is the one that the others are measured by. There is one finding for each kind of
-difference, however many machines have it.
+The first host is the reference. There is one finding for each kind of difference, however many hosts
+have it.
 """
 
 import shlex
@@ -23,16 +23,16 @@ _VALUES_SHOWN = 4
 _PACKAGES_SHOWN = 5
 _LINES_SHOWN = 3
 _SYSTEMS = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
-# These have findings of their own.
+# These packages have their own findings.
 _TOLD_APART = {"torch", "torchmuster"}
 _SAME_KIND = {"amd64": "x86_64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeDescription:
-    """A machine of the run: its name as people know it, and what it has told.
+    """A host of the run: its display name and what it reported.
 
-    ``clock_offset_s`` is its clock less the launcher's, measured when its record came.
+    ``clock_offset_s`` is its clock minus the launcher's, measured when its record arrived.
     """
 
     name: str
@@ -47,10 +47,10 @@ def compare_all_nodes(
     *,
     packages: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[Finding]:
-    """Return what differs between the machines and between what they would run.
+    """Return the differences between the hosts and between the code they would run.
 
-    ``packages`` are the lists of the machines that ``ask_for_packages`` returns, by place; without
-    them it is only said that packages differ.
+    ``packages`` are the lists of the hosts that ``ask_for_packages`` returns, by place; without them
+    the finding does not name the packages.
     """
     return [
         *_systems(nodes),
@@ -65,9 +65,9 @@ def compare_all_nodes(
 
 
 def ask_for_packages(nodes: Sequence[NodeDescription]) -> list[int]:
-    """Return the places that should tell their packages: the first and one of each other kind.
+    """Return the places whose package lists are needed: the first and one of each other kind.
 
-    None where all are alike; a few where thousands differ.
+    Empty if all are equal; a few even if thousands differ.
     """
     first_with: dict[str, int] = {}
     for place, one in enumerate(nodes):
@@ -77,17 +77,17 @@ def ask_for_packages(nodes: Sequence[NodeDescription]) -> list[int]:
 
 
 def other_protocol(name: str, hello: protocol.Hello) -> protocol.Trouble:
-    """Say that a machine's torchmuster and this one do not understand each other."""
+    """Return the error for a host whose torchmuster has another protocol version."""
     return protocol.Trouble(
         name="other-protocol",
-        what=f"torchmuster on {name} speaks protocol {hello.protocol}, here it is {protocol.PROTOCOL}",
-        why=f"{name} has version {hello.record.torchmuster}, this machine {__version__}",
+        what=f"torchmuster on {name} uses protocol {hello.protocol}, this host uses {protocol.PROTOCOL}",
+        why=f"{name} has version {hello.record.torchmuster}, this host {__version__}",
         fix=_install(__version__, "torchmuster", [name]),
         exit_code=ExitCode.IMPOSSIBLE,
     )
 
 
-# ---- the machines themselves
+# ---- the hosts themselves
 
 
 def _systems(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
@@ -96,10 +96,10 @@ def _systems(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="mixed-operating-systems",
             status=Status.FAILURE,
-            what=f"the machines have different operating systems: {_shares(groups)}",
-            why="gloo cannot connect ranks on different systems, and NCCL exists on Linux only",
+            what=f"the hosts have different operating systems: {_shares(groups)}",
+            why="gloo cannot connect ranks on different systems, and NCCL runs on Linux only",
             fix="run all of them on Linux (on Windows inside WSL2)\n"
-            f"or use only the machines of one kind: {name_several(max(groups.values(), key=len))}",
+            f"or use only hosts with the same system: {name_several(max(groups.values(), key=len))}",
         )
 
 
@@ -110,7 +110,7 @@ def _torchmuster(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             name="torchmuster-version",
             status=Status.WARNING,
             what=f"torchmuster differs: {_shares(groups)}",
-            why="they understand each other, but may do things differently",
+            why="the versions are compatible, but may behave differently",
             fix=_install(next(iter(groups)), "torchmuster", _others(groups)),
         )
 
@@ -125,7 +125,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             name="torch-missing",
             status=Status.FAILURE,
             what=f"torch is not installed on {name_several(missing)}",
-            why="it was looked for with the Python that runs torchmuster there",
+            why="checked with the Python that runs torchmuster there",
             fix=_install(next(iter(releases), ""), "torch", missing),
         )
     old = [one.name for one in having if torch_too_old(one.record.torch or "")]
@@ -134,7 +134,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             name="torch-too-old",
             status=Status.FAILURE,
             what=f"torch on {name_several(old)} is older than {LEAST_TORCH}",
-            why=f"torchmuster uses parts of torch that older versions do not have: {_shares(releases)}",
+            why=f"torchmuster uses features that older versions do not have: {_shares(releases)}",
             fix=f"python -m pip install 'torch>={LEAST_TORCH}'  # on {name_several(old)}",
         )
     elif len(releases) > 1:
@@ -142,7 +142,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             name="torch-version",
             status=Status.FAILURE,
             what=f"torch differs: {_shares(releases)}",
-            why="different versions may connect and then hang, or calculate different things",
+            why="different versions may connect and then hang, or compute different results",
             fix=_install(next(iter(releases)), "torch", _others(releases)),
         )
     elif len(builds) > 1:
@@ -163,8 +163,8 @@ def _machine_kinds(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="machine-kind",
             status=Status.WARNING,
-            what=f"the processors are of different kinds: {_shares(groups)}",
-            why="it works, but results may differ in the last digits and the slowest sets the pace",
+            what=f"CPU architectures differ: {_shares(groups)}",
+            why="it works, but results may differ in the last digits, and all ranks wait for the slowest",
         )
 
 
@@ -179,7 +179,7 @@ def _pythons(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             name="python-version",
             status=Status.WARNING,
             what=f"Python differs: {_shares(groups)}",
-            why="objects that ranks send to each other may not be readable on the other side",
+            why="pickled objects that ranks send to each other may not be readable on the other host",
         )
 
 
@@ -198,9 +198,9 @@ def _clocks(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             name="clocks",
             status=Status.NOTE,
             what=f"clocks differ from that of {nodes[0].name}: {name_several(apart)}",
-            why="this does not harm a run of muster, but the times in logs differ by as much, and a bare "
-            "torchrun may train alone from 16 s on",
-            fix="sudo timedatectl set-ntp true  # on these machines",
+            why="a muster run is not affected, but times in logs differ by as much, and torchrun without "
+            "muster may train on one host alone from 16 s on",
+            fix="sudo timedatectl set-ntp true  # on these hosts",
         )
 
 
@@ -213,15 +213,15 @@ def _compare_nodes_code(known: Sequence[NodeDescription], spec: JobSpec) -> Iter
     folder = str(code_folder(kind(spec.folder, spec.command[0]), spec.module, spec.folder))
     missing = [one.name for one in known if not _script_of(one)]
     present = [one for one in known if _script_of(one)]
-    # Where no machine has a module, Python itself says so best.
+    # If no host has the module, Python's own error is clearer.
     if missing and (present or not spec.module):
         at_first = not _script_of(known[0])
         yield Finding(
             name="script-missing",
             status=Status.FAILURE,
-            what=f"{script} is not on {name_several(missing)}",
-            why=f"every machine runs its own copy, in {folder}",
-            fix="check the path, or start it from the folder that has it"
+            what=f"{script} does not exist on {name_several(missing)}",
+            why=f"every host runs its own copy in {folder}",
+            fix="check the path, or run muster in the folder that contains it"
             if at_first
             else _copy(known[0], missing, folder),
         )
@@ -241,8 +241,8 @@ def _different_code(
         yield Finding(
             name="script-differs",
             status=Status.FAILURE,
-            what=f"{script} is not the same on {name_several(other_script)} as on {first.name}",
-            why="ranks that run different code wait for each other in different places",
+            what=f"{script} on {name_several(other_script)} differs from {first.name}",
+            why="ranks that run different code can hang in different collectives",
             fix=_copy(first, other_script, folder),
         )
     if other_code:
@@ -250,7 +250,7 @@ def _different_code(
         yield Finding(
             name="code-differs",
             status=Status.FAILURE,
-            what=f"the code beside {script} is not the same on {name_several(names)} as on {first.name}",
+            what=f"the code next to {script} on {name_several(names)} differs from {first.name}",
             why=f"Python files in {folder} differ: {_compare_nodes_files(first)}, {_compare_nodes_files(other_code[0])}",
             fix=_copy(first, names, folder),
         )
@@ -291,15 +291,15 @@ def _packages(
         for place, one in others.items()
         if place in packages and first_place in packages
     }
-    # Those that differ only in what has findings of its own need no other.
+    # Hosts that differ only in packages with their own findings need no other finding.
     different = [one.name for one in others.values() if told.get(_packages_of(one)) != ""]
     if different:
         yield Finding(
             name="packages-differ",
             status=Status.WARNING,
-            what=f"the installed packages on {name_several(different)} are not those on {first.name}",
+            what=f"installed packages on {name_several(different)} differ from {first.name}",
             why="\n".join([text for text in told.values() if text][:_VALUES_SHOWN]),
-            fix=f"pip freeze > requirements.txt  # on {first.name}, and then on the others:\n"
+            fix=f"pip freeze > requirements.txt  # on {first.name}; then on the other hosts:\n"
             "pip install -r requirements.txt",
         )
 
@@ -319,13 +319,13 @@ def _package_differences(who: str, mine: Mapping[str, str], theirs: Mapping[str,
     return f"{who}: {', '.join(shown)}" if names else ""
 
 
-# ---- how they are told
+# ---- how they are shown
 
 
 def _groups(
     nodes: Sequence[NodeDescription], value: Callable[[NodeDescription], str]
 ) -> dict[str, list[str]]:
-    """Return the names of the machines by a value, in the order in which the values appear."""
+    """Return the host names by value, in the order in which the values appear."""
     found: dict[str, list[str]] = {}
     for one in nodes:
         found.setdefault(value(one), []).append(one.name)
@@ -358,12 +358,12 @@ def _copy(first: NodeDescription, names: Sequence[str], folder: str) -> str:
     if first.record.system == "win32":
         return f"copy {folder} from {first.name} to {name_several(names)}"
     path = folder.rstrip("/") + "/"
-    # By content (-c): copies of the same length and time would be passed over.
+    # By content (-c): rsync would skip copies with the same length and time.
     lines = [
         f"rsync -ac {shlex.quote(path)} {shlex.quote(f'{name}:{path}')}"
         for name in names[:_LINES_SHOWN]
     ]
     lines[0] += f"  # on {first.name}"
     if len(names) > _LINES_SHOWN:
-        lines.append(f"# and so for {len(names) - _LINES_SHOWN:,} others")
+        lines.append(f"# and the same for {len(names) - _LINES_SHOWN:,} others")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the launcher prints: the ranks' lines on standard output, its own on standard error."""
+"""Print the ranks' lines on standard output and the launcher's own on standard error."""
 
 import contextlib
 import dataclasses
@@ -21,21 +21,21 @@ from torchmuster.runfolder import RunFolder
 
 WINDOW_S = 0.5
 LINES_PER_S = 1000
-# So many lines a second a rank may always show, so that one rank's flood does not hide another's error.
+# Every rank may show this many lines per second, so that one rank's flood does not hide another's error.
 _QUIET_LINES_PER_S = 50
-# A terminal that takes nothing any more: this much waits for it, the rest is in the logs.
+# Lines queued for a terminal that accepts no output; the rest is in the logs.
 _WAITING_LINES = 20_000
 _LONGEST_LINE = 10_000
 _PIECES_OF_A_LIST = 12
 
 _OWN_PREFIX = re.compile(r"\[rank ?(\d{1,9})\]")
-# torch's own log lines begin with a time to the nanosecond, so no two of them would be alike.
+# torch's own log lines begin with a nanosecond timestamp, so no two of them would be equal.
 _LOG_TIME = re.compile(r"(?<=^\[[EFIW])\d{4} \d\d:\d\d:\d\d\.\d+")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])"
 )
-# Control characters, marks that turn the direction of writing, and halves of characters
+# Control characters, text direction marks and lone surrogates
 _STEERING = (
     "\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 )
@@ -44,7 +44,7 @@ _DANGEROUS_OR_COLOUR = re.compile(f"[{_STEERING}\x1b]")
 
 
 def printable(line: str, *, colour: bool) -> str:
-    """Return a line that cannot steer a terminal; colours may stay, and end with the line."""
+    """Return a line without terminal control sequences; colours may stay and are reset at its end."""
     if line.isprintable():
         return line
     line = _SEQUENCE.sub(
@@ -56,7 +56,7 @@ def printable(line: str, *, colour: bool) -> str:
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Return ``0,2-3`` for the ranks 0, 2 and 3; a long list is cut and counted."""
+    """Return ``0,2-3`` for the ranks 0, 2 and 3; a long list is truncated and shows the total."""
     ordered = sorted(set(ranks))
     spans: list[list[int]] = []
     for rank in ordered:
@@ -66,7 +66,7 @@ def rank_list(ranks: Iterable[int]) -> str:
             spans.append([rank, rank])
     words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
     if len(words) > _PIECES_OF_A_LIST:
-        return f"{','.join(words[:_PIECES_OF_A_LIST])},… ({len(ordered)} in all)"
+        return f"{','.join(words[:_PIECES_OF_A_LIST])},… ({len(ordered)} in total)"
     return ",".join(words)
 
 
@@ -78,7 +78,7 @@ def rank_text(ranks: Iterable[int]) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Entry:
-    """A line that waits to be shown, and how often which rank said it; nobody: it is our own."""
+    """A queued line and how often each rank printed it; no ranks: a line of the launcher."""
 
     place: int
     ready_s: float
@@ -93,10 +93,10 @@ _place = attrgetter("place")
 
 
 class OutputDeduplicator:
-    """Decides which lines are shown, and when: a line waits for at most ``window_s``.
+    """Decide which lines are shown, and when: a line is held back for at most ``window_s``.
 
-    ``logs`` is the folder that people are sent to for what a flood left out. Times are seconds of
-    any clock that does not go backwards.
+    ``logs`` is the folder named in the note about omitted lines. Times are seconds of a monotonic
+    clock.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class OutputDeduplicator:
         self._withheld: dict[int, int] = {}
 
     def add(self, rank: int, text: str, now_s: float) -> None:
-        """Take whole lines that a rank wrote."""
+        """Add whole lines that a rank wrote."""
         if not text:
             return
         for line in text.removesuffix("\n").split("\n"):
@@ -134,11 +134,11 @@ class OutputDeduplicator:
         last_state = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar
         more = len(last_state) - _LONGEST_LINE
         shown = printable(last_state[:_LONGEST_LINE], colour=self._colour)
-        return f"{shown}… {more:,} characters more: see {self._log(rank)}" if more > 0 else shown
+        return f"{shown}… {more:,} more characters: see {self._log(rank)}" if more > 0 else shown
 
     def _add_line(self, rank: int, line: str, now_s: float) -> None:
         own_prefix = line.startswith("[rank") and _console_names(line, rank)
-        # What a rank says of itself by number is its own statement, never another's as well.
+        # A line that names its own rank is never merged with another rank's line.
         key = f"\0{rank}\0{line}" if own_prefix else _LOG_TIME.sub("", line)
         last = self._last_of.get(rank)
         if last is not None and last.waits and last.key == key:
@@ -146,7 +146,7 @@ class OutputDeduplicator:
             return
         same = self._by_key.get(key)
         if same:
-            # Only what comes after this rank's last line: its order is never changed.
+            # Merge only with lines after this rank's last one, so that its order is kept.
             later = bisect_right(same, last.place, key=_place) if last is not None else 0
             if later < len(same):
                 same[later].times[rank] = 1
@@ -156,7 +156,7 @@ class OutputDeduplicator:
             self._begin_second(now_s)
         if self._is_flood(rank):
             self._withheld[rank] = self._withheld.get(rank, 0) + 1
-            # Nothing that was said before this line may be joined any more.
+            # Later lines must not be merged with lines from before this one.
             self._last_of[rank] = self._entry("", "", now_s)
             return
         self._new_lines += 1
@@ -185,7 +185,7 @@ class OutputDeduplicator:
             of = "" if len(ranks) == 1 else f" of {rank_text(ranks)}"
             log = self._log(ranks[0]) if len(ranks) == 1 else self._logs
             lines = "line" if count == 1 else "lines"
-            self.note(f"… {count:,} {lines} more{of}: see {log}", now_s)
+            self.note(f"… {count:,} more {lines}{of}: see {log}", now_s)
         self._second_began_s, self._new_lines = now_s, 0
         self._new_lines_of, self._withheld = {}, {}
 
@@ -193,11 +193,11 @@ class OutputDeduplicator:
         return f"{self._logs}/rank-{rank}.log"
 
     def note(self, line: str, now_s: float) -> None:
-        """Take a line of the launcher's own; it is shown as it is, after all that came before it."""
+        """Add a line of the launcher; it is shown unchanged, after everything added before it."""
         self._entries.append(self._entry("", line, now_s))
 
     def due(self, now_s: float) -> list[str]:
-        """Return the lines whose time has come."""
+        """Return the lines that are due."""
         if self._withheld and now_s - self._second_began_s >= 1:
             self._begin_second(now_s)
         shown: list[str] = []
@@ -206,7 +206,7 @@ class OutputDeduplicator:
         return shown
 
     def flush(self) -> list[str]:
-        """Return everything that still waits."""
+        """Return all lines that are still queued."""
         self._begin_second(float("-inf"))
         shown: list[str] = []
         while self._entries:
@@ -214,7 +214,7 @@ class OutputDeduplicator:
         return shown
 
     def next_due_s(self, now_s: float) -> float | None:
-        """Return in how many seconds something is due; None if nothing waits."""
+        """Return the seconds until the next line is due; None if no line is queued."""
         if self._entries:
             return max(0.0, self._entries[0].ready_s - now_s)
         return max(0.0, self._second_began_s + 1 - now_s) if self._withheld else None
@@ -248,9 +248,9 @@ def _console_names(line: str, rank: int) -> bool:
 
 
 class OutputBuffer:
-    """Writes what the folder shows to a terminal, a pipe or a file, without ever making one wait.
+    """Write the deduplicated lines to a terminal, a pipe or a file without ever blocking the caller.
 
-    Used as a context manager. When nobody reads any more, the run goes on and the logs have it.
+    Used as a context manager. If the reader is gone, the run continues and the logs keep the lines.
     """
 
     def __init__(
@@ -292,20 +292,20 @@ class OutputBuffer:
                 self._changed.notify_all()
 
     def say(self, line: str) -> None:
-        """Show a line of the launcher's own, after what the ranks said before it."""
+        """Show a line of the launcher, after what the ranks printed before it."""
         with self._changed:
             self._folder.note(line, self._clock())
             self._changed.notify_all()
 
     def catch_up(self, timeout_s: float) -> None:
-        """Show at once all that waits; return when that is done, or after ``timeout_s``."""
+        """Write all queued lines now; return when that is done, or after ``timeout_s``."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._hurry, timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Show all that is left; a terminal that takes nothing is left alone after ``timeout_s``."""
+        """Write the remaining lines; give up on a blocked terminal after ``timeout_s``."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -328,7 +328,7 @@ class OutputBuffer:
                     self._changed.notify_all()
 
     def _write(self, text: str) -> bool:
-        """Write it all; return False when there is nobody to write to."""
+        """Write all of the text; return False if the reader is gone."""
         data = memoryview(text.encode(self._encoding, errors="replace"))
         while data:
             try:
@@ -340,14 +340,14 @@ class OutputBuffer:
         return True
 
 
-# What the ranks wrote before comes first, unless their terminal takes nothing for so long.
+# The ranks' earlier lines come first, unless their terminal is blocked for this long.
 _CATCH_UP_WITHIN_S = 0.3
 
 
 class TerminalConsole:
-    """Speaks to a terminal and to the run's console log.
+    """Print to a terminal and to the run's console log.
 
-    ``colour`` is for what the ranks write (standard output), ``own_colour`` for the launcher's own words.
+    ``colour`` is for the ranks' lines (standard output), ``own_colour`` for the launcher's own.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class TerminalConsole:
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
-        """Show what is said for as long as the run goes on, and at its end what is left."""
+        """Print messages while the run lasts, and the remaining ones at its end."""
         with (
             self._run.console.open("a", encoding="utf-8", errors="replace") as self._stream,
             self._console(sys.stderr) as self._own,
@@ -381,24 +381,24 @@ class TerminalConsole:
                 self._own = self._stream = None
 
     def world(self, size: int) -> None:
-        """Learn how many ranks there are; an attempt may have other ones than the one before."""
+        """Set the number of ranks; it may differ between attempts."""
         self.finish()
         assert self._stream is not None
         self._ranks = self._console(sys.stdout, size, colour=self._colour).__enter__()
         self._log = self._console(self._stream, size).__enter__()
 
     def say(self, text: str) -> None:
-        """Say something of the launcher's own."""
+        """Print a message of the launcher."""
         self._print([f"muster: {printable(line, colour=False)}" for line in text.splitlines()])
 
     def output(self, rank: int, text: str) -> None:
-        """Show what a rank wrote."""
+        """Print what a rank wrote."""
         for console in (self._ranks, self._log):
             if console is not None:
                 console.output(rank, text)
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Show findings."""
+        """Print findings."""
         if findings:
             findings = [_harmless(one) for one in findings]
             plain = render(findings, width=self._width)
@@ -406,7 +406,7 @@ class TerminalConsole:
             self._print(text.splitlines(), plain.splitlines())
 
     def finish(self) -> None:
-        """Show the last of what the ranks wrote."""
+        """Print the remaining lines of the ranks."""
         for console in (self._ranks, self._log):
             if console is not None:
                 console.close()
@@ -428,13 +428,13 @@ class TerminalConsole:
             if self._log is not None:
                 self._log.say(line)
             elif self._stream is not None:
-                with contextlib.suppress(OSError):  # a full disk must not end the run
+                with contextlib.suppress(OSError):  # a full disk must not stop the run
                     self._stream.write(f"{line}\n")
                     self._stream.flush()
 
 
 def _harmless(finding: Finding) -> Finding:
-    """Return a finding that cannot steer a terminal: parts of it may be other machines' words."""
+    """Return a finding without terminal control sequences: parts of it may come from other hosts."""
 
     def clean(text: str) -> str:
         return "\n".join(printable(line, colour=False) for line in text.split("\n"))

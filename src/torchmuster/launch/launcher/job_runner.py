@@ -1,4 +1,4 @@
-"""The launcher's heart: a run from the node registry to its end, started again after failures if asked."""
+"""Run a job from the node registry to its end, and restart it after failures if configured."""
 
 import asyncio
 import contextlib
@@ -30,14 +30,14 @@ _LOOK_EVERY_S = 1.0
 
 
 class PrepareNodes(Protocol):
-    """What has machines prepared, and compares them with the others."""
+    """Prepare hosts and compare them with the others."""
 
     async def __call__(self, nodes: Sequence[NodeHandle], *, again: bool) -> None:
-        """Prepare them."""
+        """Prepare these hosts."""
 
 
 class NodeRejoin:
-    """Looks for newcomers for as long as an attempt lasts, and prepares them."""
+    """Wait for missing hosts while an attempt runs, and prepare those that join."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class NodeRejoin:
         self.asked_to_save = False
 
     async def __aenter__(self) -> None:
-        """Begin to look, where somebody is missing."""
+        """Start waiting if a host is missing."""
         if self._session.registry.left_out:
             self._task = asyncio.create_task(self._look())
 
@@ -67,7 +67,7 @@ class NodeRejoin:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Look no longer."""
+        """Stop waiting."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -77,7 +77,7 @@ class NodeRejoin:
         session = self._session
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            # Before, the machines answer to the start of the attempt, and must not be asked anything else.
+            # Until the attempt runs, the hosts answer to its start and accept no other request.
             new = [one for one in session.registry.newcomers if one.prepared is None]
             if not new or not self._is_running():
                 continue
@@ -86,31 +86,35 @@ class NodeRejoin:
                 continue
             who = name_several([node.name for node in ready])
             if self._ranks_can_save:
-                self._say(f"{who} can take part: asking all ranks to save, to go on together")
+                self._say(
+                    f"{who} can rejoin: asking all ranks to save a checkpoint before the restart"
+                )
                 self.asked_to_save = True
                 session.pass_on("SIGUSR1")
                 return
-            self._say(f"{who} can take part, and will after the next restart")
+            self._say(f"{who} can rejoin at the next restart")
 
     async def _is_ready(self, node: NodeHandle) -> bool:
         try:
             await self._prepare([node], again=True)
         except MusterError as error:
-            self._say(f"{node.name} came, but cannot take part: {error.what}")
+            self._say(f"{node.name} connected, but cannot rejoin: {error.what}")
             await self._session.registry.send_away(node)
             return False
         return True
 
 
 def rejoin_message(registry: NodeRegistry, all_machines: int, global_batch_size: int | None) -> str:
-    """Say with how many machines a run goes on: ``going on with 3 of 4 machines, without d``."""
+    """Return how many hosts a run continues with: ``continuing with 3 of 4 hosts, without d``."""
     here = len(registry.nodes)
     without = f", without {name_several(registry.left_out)}" if registry.left_out else ""
-    batch = "" if global_batch_size is None else f"; the global batch stays {global_batch_size:,}"
-    return f"going on with {here:,} of {all_machines:,} machines{without}{batch}"
+    batch = (
+        "" if global_batch_size is None else f"; the global batch size stays {global_batch_size:,}"
+    )
+    return f"continuing with {here:,} of {all_machines:,} hosts{without}{batch}"
 
 
-# The same error at the same place so many times is no accident.
+# The same error at the same step this many times is a crash loop.
 _LOOP = 3
 _LONGEST_PAUSE_S = 30.0
 _CANNOT_MEND_ITSELF = re.compile(
@@ -121,10 +125,10 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class PastAttempt:
-    """An attempt that failed, and where the work stood; steps are None where nothing is known of them.
+    """A failed attempt and the training progress at its end; steps are None where unknown.
 
-    ``got_on`` says that it left a newer checkpoint than there was, ``saved`` is the newest one's step, and
-    ``reached`` the last step that was done in it. ``mistake``: another attempt would meet it again.
+    ``got_on``: it wrote a newer checkpoint. ``saved`` is the newest checkpoint's step and ``reached`` the
+    last finished step. ``mistake``: another attempt would fail the same way.
     """
 
     finding: Finding
@@ -135,16 +139,16 @@ class PastAttempt:
 
 
 def decide_restart(history: Sequence[PastAttempt], *, max_restarts: int) -> Decision[float | None]:
-    """Return after which pause to start again, or None to end the run.
+    """Return the pause before the restart in seconds, or None to end the run.
 
-    ``max_restarts`` are allowed in a row; a newer checkpoint begins another row. The reason is for
-    people: which restart this is, or why there is none.
+    ``max_restarts`` are allowed in a row; a newer checkpoint resets the count. The reason is for the
+    user: which restart this is, or why there is none.
     """
     last = history[-1]
     row = _in_a_row(history)
     never_worked = len(history) == 1 and last.saved is None and last.reached is None
     if max_restarts == 0 or (never_worked and last.mistake):
-        return Decision(value=None, reason="")  # the cause says it all
+        return Decision(value=None, reason="")  # the cause needs no addition
     if loop := _crash_loop(row):
         return Decision(value=None, reason=loop)
     if len(row) > max_restarts:
@@ -154,21 +158,21 @@ def decide_restart(history: Sequence[PastAttempt], *, max_restarts: int) -> Deci
 
 
 def restart_announcement(last: PastAttempt, pause_s: float, reason: str) -> str:
-    """Say what failed and from where it will go on: ``…; starting again from step 100 (restart 1 of 3)``."""
+    """Return what failed and where the run resumes: ``…; restarting from step 100 (restart 1 of 3)``."""
     place = "" if last.saved is None else f" from step {last.saved:,}"
     when = f" in {pause_s:.0f} s" if pause_s else ""
-    return f"{last.finding.what}; starting again{place}{when} ({reason})"
+    return f"{last.finding.what}; restarting{place}{when} ({reason})"
 
 
 def with_reason(finding: Finding, reason: str) -> Finding:
-    """Return why the run failed together with why it was not started again."""
+    """Return why the run failed together with why it was not restarted."""
     return replace(finding, why="\n".join(part for part in (reason, finding.why) if part))
 
 
 def needs_user(finding: Finding, failures: Iterable[protocol.Failure]) -> bool:
-    """Say whether the cause is a mistake that another attempt would meet again.
+    """Return whether the user must fix the cause, because another attempt would fail the same way.
 
-    That is an error of ours, which says what to change, or code that cannot be read or imported.
+    That is one of our errors, which name the fix, or code that cannot be parsed or imported.
     """
     ours = (failure.what.partition("\n")[0] for failure in failures if failure.what)
     return bool(_CANNOT_MEND_ITSELF.search(finding.what)) or any(
@@ -177,7 +181,7 @@ def needs_user(finding: Finding, failures: Iterable[protocol.Failure]) -> bool:
 
 
 def _in_a_row(history: Sequence[PastAttempt]) -> list[PastAttempt]:
-    """Return the last attempts, from the one on that left the newest checkpoint."""
+    """Return the last attempts, starting with the one that wrote the newest checkpoint."""
     row: list[PastAttempt] = []
     for attempt in reversed(history):
         row.insert(0, attempt)
@@ -187,7 +191,7 @@ def _in_a_row(history: Sequence[PastAttempt]) -> list[PastAttempt]:
 
 
 def _crash_loop(row: Sequence[PastAttempt]) -> str:
-    """Say that the same happens again and again at the same place; "" if that is not so."""
+    """Return a description of the crash loop; "" if there is none."""
     last = row[-1]
     alike = list(itertools.takewhile(lambda one: _signature(one) == _signature(last), row[::-1]))
     known = last.saved is not None or last.reached is not None
@@ -214,14 +218,14 @@ def _standing(last: PastAttempt) -> str:
 
 
 def _signature(attempt: PastAttempt) -> tuple[str, int | None, int | None]:
-    """Return what two attempts share that failed alike: the error but for its numbers, and the place."""
+    """Return a key that is equal for equal failures: the error without its numbers, and the steps."""
     what = attempt.finding.what
     error = what.partition(" failed: ")[2] or what
     return _NUMBERS.sub("#", error), attempt.reached, attempt.saved
 
 
 def _from_outside(finding: Finding) -> bool:
-    """Say whether somebody else ended it, which may strike anywhere and any number of times."""
+    """Return whether the cause is external (lost host, SIGKILL), which is never a crash loop."""
     return finding.name == "host-lost" or "SIGKILL" in finding.what
 
 
@@ -230,10 +234,10 @@ _LOOK_WITHIN_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class JobOutcome:
-    """How a run ended: ``good``, or the finding that says why not; ``left`` did not say that they ended.
+    """How a run ended: ``good``, or the finding with the cause; ``left`` are hosts that did not confirm the end.
 
-    ``saved`` is what the ranks said that saved their work because they were asked to end. ``words`` are
-    for the ledger, where whoever asked for it tells people the rest.
+    ``saved`` is the message of the ranks that saved after a stop request. ``words`` is the text for the
+    event log where the caller prints the rest itself.
     """
 
     good: bool
@@ -245,7 +249,7 @@ class JobOutcome:
 
 
 class JobRunner:
-    """One run, from the node registry to its end."""
+    """One run, from the node registry to its end, with all its attempts."""
 
     def __init__(
         self,
@@ -273,7 +277,7 @@ class JobRunner:
         self.stop = self._session.stop
 
     def pass_on(self, name: str) -> None:
-        """Pass a signal on to every rank."""
+        """Forward a signal to every rank."""
         self._asked_to_save = self._asked_to_save or name == "SIGUSR1"
         self._session.pass_on(name)
 
@@ -282,7 +286,7 @@ class JobRunner:
         self._tell_phase(name)
 
     async def run(self) -> JobOutcome:
-        """Do the whole of it."""
+        """Run the job to its end."""
         session = self._session
         outcome = JobOutcome(good=False, stopped=True)
         try:
@@ -302,7 +306,7 @@ class JobRunner:
                 good=False, stopped=True, left=left, saved=node_handle.trouble_text(nodes)
             )
         finally:
-            words = "the run ended well" if outcome.good else "the run has ended"
+            words = "the run finished" if outcome.good else "the run stopped"
             if outcome.finding is not None:
                 words = outcome.finding.what
             await session.leave(0 if outcome.good else 1, outcome.saved or words)
@@ -318,7 +322,7 @@ class JobRunner:
         self._session.say_reasons(nodes)
 
     def _refuse(self, findings: Sequence[Finding]) -> None:
-        """End the run before it begins if the machines cannot work together."""
+        """Raise before the run starts if the hosts cannot work together."""
         failures = [one for one in findings if one.status is Status.FAILURE]
         self._console.show(failures[1:])
         if failures:
@@ -360,7 +364,7 @@ class JobRunner:
             await self._session.waiting.unless_stopped(asyncio.sleep(chosen.value))
 
     async def _announce(self, pause_s: float, reason: str) -> None:
-        """Say what failed and that all starts again, and write it down."""
+        """Print and log what failed and that the run restarts."""
         last = self._history[-1]
         self._console.say(restart_announcement(last, pause_s, reason))
         run = RunFolder(self._logs.parent)
@@ -371,7 +375,7 @@ class JobRunner:
     async def _attempt(
         self, number: int, taking_in: NodeRejoin, now: training_progress.TrainingProgress
     ) -> Finding | None:
-        """Run once; return None if it went well, else what went wrong."""
+        """Run one attempt; return None on success, else the finding."""
         session = self._session
         self._on_phase("starting")
         for node in session.registry.nodes:
@@ -407,7 +411,7 @@ class JobRunner:
     async def _look(
         self, since_unix_s: float, known: training_progress.TrainingProgress
     ) -> training_progress.TrainingProgress:
-        """Look where the training stands; object storage that does not answer must not hold it up."""
+        """Read the training progress; object storage that does not respond must not block the run."""
         metrics = self._logs.parent / "metrics"
         work = asyncio.to_thread(
             training_progress.read_training_progress,

@@ -1,4 +1,4 @@
-"""Launching a job from beginning to end: the run folder, the signals, the job runner, the last word."""
+"""Launch a job from start to end: run folder, signals, job runner, final message."""
 
 import asyncio
 import contextlib
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from torchmuster.launch.launcher.job_runner import JobOutcome
 
 
-# Schedulers signal every process of a job, so that one request may arrive by several ways.
+# Schedulers signal every process of a job, so one request may arrive more than once.
 _SAME_REQUEST_S = 0.5
 _REMIND_AFTER_S = 2.0
 
 
 class GroupTask(Protocol):
-    """What is done with the machines: a run (``Job runner``), or a check of the group."""
+    """The task for the hosts: a run (``JobRunner``) or a check of the group."""
 
     token: str
 
     @property
     def stop(self) -> Callable[[str], None]:
-        """Ask for the end, and say why; asked a second time, without any grace."""
+        """Request a stop and give the reason; a second request stops without a grace period."""
 
     @property
     def pass_on(self) -> Callable[[str], None]:
         """Pass a signal on to every rank."""
 
     async def run(self) -> "JobOutcome":
-        """Do the whole of it."""
+        """Run the task to its end."""
 
 
 class MakeGroupTask(Protocol):
-    """What makes a course, once the machines have been called."""
+    """Create a task once the transport has begun to connect the hosts."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class MakeGroupTask(Protocol):
         logs: str,
         on_phase: Callable[[str], None],
     ) -> GroupTask:
-        """Return the course."""
+        """Return the task."""
 
 
 def launch_job(
@@ -70,13 +70,13 @@ def launch_job(
     make_voice: Callable[[RunFolder], "TerminalConsole"],
     make_course: MakeGroupTask | None = None,
 ) -> int:
-    """Launch a job and stay with it until it is over; return the exit code of the command.
+    """Launch a job and wait until it is over; return the exit code of the command.
 
-    With ``make_course``, something else than a run is done with the machines.
+    ``make_course`` creates a task other than a run.
     """
 
     async def work() -> int:
-        # The machines are called first: node agents start while this process imports what it needs.
+        # Connect the hosts first: node agents start while this process imports what it needs.
         called = _Called(transport)
         await called.call()
         return await _launch(spec, called, run, make_voice(run), make_course)
@@ -86,9 +86,9 @@ def launch_job(
 
 
 def _ignore_early_warnings() -> None:
-    """Let a scheduler's warning do nothing before and after the ranks run: by default it ends the process.
+    """Ignore a scheduler's warning signal before and after the ranks run: by default it kills the process.
 
-    By a handler: child processes would inherit that a signal is ignored.
+    This uses a handler because child processes would inherit SIG_IGN.
     """
     for name in ("SIGUSR1", "SIGUSR2"):
         number = getattr(signal, name, None)  # Windows has none
@@ -97,7 +97,7 @@ def _ignore_early_warnings() -> None:
 
 
 class _Called:
-    """A transport whose machines were called before anybody was there to take them in."""
+    """A transport that connects the hosts before the node registry exists."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -106,7 +106,7 @@ class _Called:
         self._failed: MusterError | None = None
 
     async def call(self) -> None:
-        """Call the machines; what goes wrong is told when somebody takes them in."""
+        """Connect the hosts; ``open`` raises the error if that fails."""
         try:
             await self._transport.open(lambda place, channel: self._arrive(place, channel))
         except MusterError as error:
@@ -114,11 +114,11 @@ class _Called:
 
     @property
     def places(self) -> Sequence[str]:
-        """The machines that are expected."""
+        """The expected hosts."""
         return self._transport.places
 
     async def open(self, arrive: Arrive) -> None:
-        """Take in those that came already, and then all others."""
+        """Pass on the hosts that are already connected, and then all others."""
         if self._failed is not None:
             raise self._failed
         self._arrive = arrive
@@ -126,23 +126,23 @@ class _Called:
             arrive(place, channel)
 
     async def reopen(self, place: int) -> None:
-        """Call a machine again that was lost."""
+        """Reconnect a lost host."""
         await self._transport.reopen(place)
 
     def waiting_for(self, place: int) -> str:
-        """Say in a few words why a machine is not here yet."""
+        """Return a short text: why a host has not joined yet."""
         return self._transport.waiting_for(place)
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return why a machine will not come."""
+        """Return why a host will not join."""
         return self._transport.gave_up(place)
 
     def rejoins(self, place: int) -> bool:
-        """Say whether a machine that was lost may come again by itself."""
+        """Return whether a lost host may rejoin by itself."""
         return self._transport.rejoins(place)
 
     async def close(self) -> None:
-        """End everything that was opened."""
+        """Close everything that was opened."""
         await self._transport.close()
 
 
@@ -177,16 +177,14 @@ async def _launch(
                 launcher_heartbeat_file(run.state),
                 _signals(course, console, asked, warned, can_save=spec.checkpoints is not None),
             ):
-                console.say(f"run {run.id}")  # whoever reads it may ask for the end
+                console.say(f"run {run.id}")  # from here on the user can stop it by this id
                 outcome = await course.run()
         except MusterError as error:
             console.show(findings := from_error(error))
             keep_failure(run, len(read_failures(run)), findings[0], ())
             event_log.ended("failed", error.exit_code, error.what)
             return error.exit_code
-        except (
-            asyncio.CancelledError
-        ):  # Ctrl-C before anybody was there to ask for the end politely
+        except asyncio.CancelledError:  # Ctrl-C before the signal handlers were installed
             event_log.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
             raise
         except BaseException as error:
@@ -236,15 +234,15 @@ def _conclude(
         event_log.ended("finished", ExitCode.GOOD, outcome.words)
         return ExitCode.GOOD
     if outcome.good:
-        console.say(f"finished well in {took}; logs in {_launch_job_shown(run.logs)}")
-        event_log.ended("finished", ExitCode.GOOD, "finished well")
+        console.say(f"finished in {took}; logs in {_launch_job_shown(run.logs)}")
+        event_log.ended("finished", ExitCode.GOOD, "finished")
         return ExitCode.GOOD
     if outcome.saved:
         console.say(f"{outcome.saved}, after {took}; {_how_to_go_on(spec, run)}")
         event_log.ended("saved", ExitCode.SAVED, outcome.saved)
         return ExitCode.SAVED
     if outcome.stopped:
-        not_saved = ", without saving once more" if spec.checkpoints else ""
+        not_saved = " without a final checkpoint" if spec.checkpoints else ""
         console.say(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
         event_log.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
         return ExitCode.INTERRUPTED
@@ -258,15 +256,17 @@ def _conclude(
 
 
 def _how_to_go_on(spec: JobSpec, run: RunFolder) -> str:
-    if spec.checkpoints is None:  # a script of the user's own, which knows how
-        return "start it again to go on"
-    return f"go on with: muster train --resume {_launch_job_shown(run.path)}"
+    if spec.checkpoints is None:  # the user's own script, which knows how to resume
+        return "rerun it to resume"
+    return f"resume with: muster train --resume {_launch_job_shown(run.path)}"
 
 
 def _left(machines: Sequence[str]) -> str:
     if not machines:
-        return "nothing of it is running any more"
-    return f"given up: {name_several(machines)}, where its node agent ends it as soon as it can"
+        return "none of its processes is running"
+    return (
+        f"no answer from {name_several(machines)}; the node agent there stops its ranks when it can"
+    )
 
 
 def _launch_job_shown(path: Path) -> str:
@@ -284,9 +284,9 @@ def _signals(
     *,
     can_save: bool,
 ) -> Iterator[None]:
-    """Turn signals into requests for as long as the run lasts.
+    """Turn signals into requests while the run lasts.
 
-    ``asked`` is who asked for the end, ``warned`` are the warnings of it that were passed on.
+    ``asked`` collects the stop requests, ``warned`` the warning signals that were forwarded.
     """
     loop = asyncio.get_running_loop()
     reminder: asyncio.TimerHandle | None = None
@@ -294,7 +294,7 @@ def _signals(
 
     def stop(why: str) -> None:
         asked.append(why)
-        console.say(f"{why}: ending all ranks (once more to end them at once)")
+        console.say(f"{why}: stopping all ranks (repeat to kill them immediately)")
         course.stop(why)
 
     def stop_as_a_scheduler_asks(why: str) -> None:
@@ -307,17 +307,17 @@ def _signals(
         nonlocal reminder
         warned.append(name)
         course.pass_on(name)
-        if (
-            can_save
-        ):  # once more for ranks that are only now being started: they would not know of it
+        if can_save:  # repeat it for ranks that are still starting and missed the first one
             reminder = loop.call_later(_REMIND_AFTER_S, warn, name)
 
     def suspend() -> None:
-        console.say("a run cannot be suspended; to get the terminal back: --detach, muster attach")
+        console.say(
+            "a run cannot be suspended; to free the terminal use --detach and muster attach"
+        )
 
     actions = {
         "SIGINT": (stop, "Ctrl-C"),
-        "SIGTERM": (stop_as_a_scheduler_asks, "asked to end (SIGTERM)"),
+        "SIGTERM": (stop_as_a_scheduler_asks, "stop requested (SIGTERM)"),
         "SIGUSR1": (warn, "SIGUSR1"),
         "SIGUSR2": (course.pass_on, "SIGUSR2"),
     }
@@ -331,9 +331,9 @@ def _signals(
     with contextlib.suppress(AttributeError, NotImplementedError):
         loop.add_signal_handler(signal.SIGTSTP, suspend)
         known.append(signal.SIGTSTP)
-        # Whoever started it with nohup, or --detach, has said that a hangup should do nothing.
+        # With nohup or --detach, a hangup does nothing.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(signal.SIGHUP, stop, "the terminal has gone")
+            loop.add_signal_handler(signal.SIGHUP, stop, "terminal closed (SIGHUP)")
             known.append(signal.SIGHUP)
     try:
         yield

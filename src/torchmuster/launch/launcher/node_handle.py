@@ -1,4 +1,4 @@
-"""One machine of a run as the launcher sees it: its channel, what it said, how it is doing."""
+"""One host of a run as the launcher sees it: its channel, its messages and its state."""
 
 import asyncio
 import contextlib
@@ -13,26 +13,26 @@ from torchmuster.launch.history import known_failures
 from torchmuster.launch.transports.channel import Channel
 
 Reply = TypeVar("Reply", bound=protocol.Message)
-# What an engaged program says, and at last how it ended.
+# Output of a sidecar process, and finally how it exited.
 Word = protocol.Relay | protocol.SidecarEnded
-# What a machine says of what its ranks are doing, unasked and asked.
+# Reports of what a host's ranks are doing, unsolicited and requested.
 Sign = protocol.Heartbeats | protocol.Evidence | protocol.StackDump
 
 
 class NodeHandle:
-    """A machine that answered the node registry."""
+    """A host that connected to the node registry."""
 
     def __init__(self, place: int, name: str, channel: Channel, part: str) -> None:
         self.place = place
         self.name = name
         self.channel = channel
-        self.part = part  # the token of what this node agent starts
+        self.part = part  # the token of the processes that this node agent starts
         self.record: protocol.NodeRecord | None = None
         self.prepared: protocol.Prepared | None = None
         self.clock_offset_s = 0.0
         self.ended: protocol.Ended | None = None
         self.ended_s = 0.0
-        self.lost = ""  # why it cannot be heard any more
+        self.lost = ""  # why it is lost; "" if it is not
         self.lost_s = 0.0
         self.heard_s = time.monotonic()
         self._attempt = -1
@@ -46,26 +46,26 @@ class NodeHandle:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether its ranks are to use GPUs, as far as it has said."""
+        """Whether its ranks use GPUs; False until it is prepared."""
         return self.prepared is not None and self.prepared.devices != ("CPU",)
 
     def listen(
         self, *, on_output: Callable[[int, str], None], on_change: Callable[[], None]
     ) -> None:
-        """Begin to take in what the machine says."""
+        """Start receiving the host's messages."""
         self._on_change = on_change
         self._tasks = [asyncio.create_task(self._take_in(on_output))]
 
     def say_alive(self) -> None:
-        """Give the machine a sign of life, unless it has not taken the last one yet."""
+        """Send the host a heartbeat, unless the last one is still being sent."""
         if not self.lost and (self._sign is None or self._sign.done()):
             self._sign = asyncio.create_task(self.channel.send(protocol.Alive()))
 
     def notice_silence(self, lost_after_s: float) -> None:
-        """Take the machine for lost if it was not heard for too long."""
+        """Declare the host lost if it was silent for too long."""
         silent_s = time.monotonic() - self.heard_s
         if silent_s > lost_after_s:
-            self.lose(f"not heard for {silent_s:.0f} s: the link is cut, or the machine is gone")
+            self.lose(f"no heartbeat for {silent_s:.0f} s: the link is down or the host is gone")
 
     async def ask(
         self,
@@ -75,7 +75,7 @@ class NodeHandle:
         within_s: float | None,
         on_waiting: Callable[[str], None] = lambda _: None,
     ) -> Reply:
-        """Send a message and return the answer of this kind; raises what the machine refuses with."""
+        """Send a message and return the reply of this kind; raise the error if the host refuses."""
         await self.channel.send(message)
         return await self.hear(kind, within_s=within_s, on_waiting=on_waiting)
 
@@ -86,7 +86,7 @@ class NodeHandle:
         within_s: float | None,
         on_waiting: Callable[[str], None] = lambda _: None,
     ) -> Reply:
-        """Return the next answer of this kind; a machine that gives none in time is lost."""
+        """Return the next reply of this kind; a host that does not reply in time is declared lost."""
         replies = self._replies
         deadline = None if within_s is None else time.monotonic() + within_s
         while True:
@@ -100,7 +100,7 @@ class NodeHandle:
                 raise MachineLost(f"{self.name} does not answer", why=why) from None
             match reply:
                 case None:
-                    replies.put_nowait(None)  # for whoever asks next
+                    replies.put_nowait(None)  # for the next caller
                     raise MachineLost(f"{self.name} is lost", why=self.lost)
                 case protocol.Refused():
                     raise error_from(reply.trouble)
@@ -110,7 +110,7 @@ class NodeHandle:
                     return reply
 
     def expect(self, attempt: int) -> None:
-        """Forget how the last attempt went; nothing that still comes of it counts."""
+        """Reset the state for a new attempt; late messages of the last one are ignored."""
         self._attempt = attempt
         self._asked_to_start = self._asked_to_stop = False
         self.ended = None
@@ -119,29 +119,29 @@ class NodeHandle:
             self._replies.put_nowait(None)
 
     async def start(self, message: protocol.Start, *, within_s: float) -> protocol.Started:
-        """Have the machine's ranks started."""
+        """Start the host's ranks."""
         self._asked_to_start = True
         return await self.ask(message, protocol.Started, within_s=within_s)
 
     async def stop(self, grace_s: float, why: str) -> None:
-        """Ask for the end of the machine's ranks; ``ended`` tells of it."""
+        """Request a stop of the host's ranks; ``ended`` is set when they have stopped."""
         self._asked_to_stop = True
         await self.channel.send(protocol.Stop(grace_s=grace_s, why=why))
 
     def watch(self, on_sign: Callable[[Sign], None]) -> None:
-        """Have what is said of the ranks' doings brought to whoever watches them."""
+        """Set the callback for heartbeats and stack dumps of the ranks."""
         self._on_sign = on_sign
 
     async def engage(
         self, program: str, on_word: Callable[[Word], None], *, within_s: float
     ) -> None:
-        """Have a program started beside the node agent; ``on_word`` gets its lines, and its end."""
+        """Start a sidecar process next to the node agent; ``on_word`` gets its lines and its exit."""
         self._on_word = on_word
         message = protocol.StartSidecar(program=program, token=self.part)
         await self.ask(message, protocol.SidecarStarted, within_s=within_s)
 
     def lose(self, why: str) -> None:
-        """Take the machine for lost."""
+        """Declare the host lost."""
         if not self.lost:
             self.lost = why
             self.lost_s = time.monotonic()
@@ -150,12 +150,12 @@ class NodeHandle:
             self._on_change()
 
     async def close(self) -> None:
-        """Let go of the machine; its node agent ends what is left there."""
+        """Release the host; its node agent stops what is still running there."""
         tasks = [*self._tasks, *filter(None, [self._sign])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # A process whose output nobody reads does not end.
+        # A process blocks at exit while its output is not read.
         draining = asyncio.create_task(self._drain())
         try:
             await self.channel.close()
@@ -170,13 +170,13 @@ class NodeHandle:
                     return
 
     async def _take_in(self, on_output: Callable[[int, str], None]) -> None:
-        """Take in what the machine says; one whose message cannot be handled is lost."""
+        """Receive the host's messages; declare it lost if one cannot be handled."""
         try:
             await self._take_in_all(on_output)
         except protocol.UnreadableMessage as error:
-            self.lose(f"it cannot be understood: {error}")
+            self.lose(f"unreadable message: {error}")
         except Exception as error:
-            self.lose(f"what it sent could not be handled: {type(error).__name__}: {error}")
+            self.lose(f"error while handling its message: {type(error).__name__}: {error}")
             await self.channel.close()
 
     async def _take_in_all(self, on_output: Callable[[int, str], None]) -> None:
@@ -186,7 +186,9 @@ class NodeHandle:
             match message:
                 case None:
                     words = self.channel.why_closed().rstrip(".")
-                    self.lose(words or "its node agent was killed, or ended without a word")
+                    self.lose(
+                        words or "its node agent was killed or exited without an error message"
+                    )
                     return
                 case protocol.Alive():
                     pass
@@ -195,7 +197,7 @@ class NodeHandle:
                 case protocol.Relay() | protocol.SidecarEnded():
                     self._on_word(message)
                 case protocol.Heartbeats() if message.attempt != self._attempt:
-                    pass  # still of the attempt before
+                    pass  # from the previous attempt
                 case protocol.Heartbeats() | protocol.Evidence() | protocol.StackDump():
                     self._on_sign(message)
                 case protocol.Ended():
@@ -204,7 +206,7 @@ class NodeHandle:
                     self._replies.put_nowait(message)
 
     def _take_end(self, message: protocol.Ended) -> None:
-        """Take in how the attempt ended here; what is said of an earlier one does not count."""
+        """Record how the attempt ended on this host; messages of earlier attempts are ignored."""
         nothing_ran = self._asked_to_stop and not self._asked_to_start
         if self.ended is None and (message.attempt == self._attempt or nothing_ran):
             self.ended = message
@@ -213,7 +215,7 @@ class NodeHandle:
 
 
 def error_from(trouble: protocol.Trouble, host: str = "") -> MusterError:
-    """Turn what a machine refused with into the error it was there."""
+    """Return the error with which a host refused a request."""
     kinds: dict[int, type[MusterError]] = {2: Impossible, 3: NotNow}
     kind = kinds.get(trouble.exit_code, MusterError)
     if trouble.name == "not-trusted":
@@ -223,16 +225,16 @@ def error_from(trouble: protocol.Trouble, host: str = "") -> MusterError:
     return kind(what, why=why, fix=trouble.fix)
 
 
-# A rank that saved is on its way out when it is told once more to end, with whoever is still there.
+# A rank that saved may still be exiting when the remaining ranks get another stop signal.
 _ENDED = (0, -2, -9, -15)
 _WARNED = -getattr(signal, "SIGUSR1", 10)
-NOTHING_NEW = "ended at a request, with nothing new to save"
+NOTHING_NEW = "stopped on request with nothing new to save"
 
 
 def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False) -> str:
-    """Return what the ranks said of it; "" where a machine has none that saved, or one that failed.
+    """Return the ranks' message about saving; "" if a host has no rank that saved, or one that failed.
 
-    If they can save and were ``warned``, those that the warning ended had not begun, or were done.
+    If they can save and were ``warned``, ranks killed by the warning had not started or were finished.
     """
     asked = (int(ExitCode.SAVED), *((_WARNED,) if warned else ()))
     ends = [node.ended for node in nodes if node.ended is not None]
@@ -244,7 +246,7 @@ def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False) -> str:
     if any(_node_handle_code(failure) not in (*asked, *_ENDED) for failure in failures):
         return ""
     told = [one.what for one in failures if one.exit_code == ExitCode.SAVED]
-    return next(filter(None, told), "saved at a request to end" if told else NOTHING_NEW)
+    return next(filter(None, told), "saved after a stop request" if told else NOTHING_NEW)
 
 
 def _node_handle_code(failure: protocol.Failure) -> int:
@@ -252,16 +254,16 @@ def _node_handle_code(failure: protocol.Failure) -> int:
 
 
 T = TypeVar("T")
-# While something is being waited for, somebody is told at least this often.
+# Seconds until the first message while waiting, and between later ones.
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 9.0
 
 
 class Stopped(Exception):
-    """Somebody asked for the end."""
+    """A stop was requested."""
 
 
 class WaitingMessages:
-    """What is waited on: something new, or the wish that it should end."""
+    """Wait for changes or a stop request, and report what is being waited for."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -270,20 +272,20 @@ class WaitingMessages:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody asked for the end."""
+        """Whether a stop was requested."""
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Ask for the end."""
+        """Request a stop."""
         self._stop.set()
         self._changed.set()
 
     def change(self) -> None:
-        """Something is new."""
+        """Wake up waiters because something changed."""
         self._changed.set()
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
-        """Wait for something; raises `Stopped` if it is no longer wanted."""
+        """Wait for ``work``; raise `Stopped` if a stop is requested first."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
         try:
@@ -299,7 +301,7 @@ class WaitingMessages:
                     await task
 
     async def something_new(self, within_s: float, *, although_stopped: bool = False) -> None:
-        """Wait until something is new, or the time is up; raises `Stopped` if it is not wanted."""
+        """Wait for a change, at most ``within_s``; raise `Stopped` if a stop was requested."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), within_s)
         self._changed.clear()
@@ -308,7 +310,7 @@ class WaitingMessages:
 
     @contextlib.asynccontextmanager
     async def telling(self, words: Callable[[], str]) -> AsyncIterator[None]:
-        """Say every few seconds what is being waited for."""
+        """Print every few seconds what is being waited for."""
 
         async def tell() -> None:
             await asyncio.sleep(FIRST_WORD_S)

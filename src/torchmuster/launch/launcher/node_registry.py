@@ -1,4 +1,4 @@
-"""The node registry: who is here, who is missing and why. What it costs grows with the machines, not faster."""
+"""The node registry: which hosts have joined, which are missing and why. Cost is linear in the hosts."""
 
 import asyncio
 import contextlib
@@ -15,22 +15,22 @@ from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.transports.channel import Channel, Transport
 
 _SHOWN_HERE, _SHOWN_MISSING = 12, 8
-# A machine that was lost may come back: it is called again this often, and once the others go on
-# without it, less and less often.
+# A lost host may come back: it is reconnected at this interval, and once the others continue
+# without it, at growing intervals.
 _CALL_AGAIN_AFTER_S = 1.0
 _CALL_LEFT_OUT_AFTER_S, _CALL_LEFT_OUT_AT_LEAST_S = 5.0, 30.0
-# Many machines that come at once are looked at together.
+# Hosts that join at the same time are handled together.
 _LOOK_EVERY_S = 0.05
 _ALIVE_EVERY_S, _TURNS = 2.0, 8
-# A lost machine hears nothing of being let go of, so that nothing is gained by waiting for it.
+# A lost host does not receive the release message, so waiting longer is useless.
 _LET_GO_WITHIN_S = 3.0
 _LEAVE_WITHIN_S = 3.0
 
 
 class NodeRegistry:
-    """The machines of a run, as they come, go and come back.
+    """The hosts of a run as they join, leave and rejoin.
 
-    Where ``enough`` is given, so many of them do: whoever is missing is left out, and may still come.
+    With ``enough``, that many hosts suffice: missing hosts are left out and may still join.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class NodeRegistry:
 
     @property
     def nodes(self) -> list[NodeHandle]:
-        """The machines that take part, in the order of their ranks."""
+        """The participating hosts, in rank order."""
         return [self._nodes[one] for one in sorted(self._nodes) if one not in self._left_out]
 
     @property
     def left_out(self) -> list[str]:
-        """The machines without which the others go on."""
+        """The hosts that the others continue without."""
         names = self._transport.places
         return [names[place] for place in sorted(self._left_out)]
 
     @property
     def newcomers(self) -> list[NodeHandle]:
-        """Those of them that have come since."""
+        """The left-out hosts that have joined since."""
         self._name_all()
         return [self._nodes[place] for place in sorted(self._left_out) if self._is_here(place)]
 
     def arrive(self, place: int, channel: Channel) -> None:
-        """Take in a machine that has come."""
-        # A node agent that was lost and still ends its ranks must not end those of the one after it.
+        """Register a host that has connected."""
+        # A lost node agent that is still killing its ranks must not kill those of its successor.
         part = f"{self._token}.{place}.{self._arrivals}"
         self._arrivals += 1
         node = NodeHandle(place, f"machine {place + 1}", channel, part)
@@ -92,7 +92,7 @@ class NodeRegistry:
         task.add_done_callback(self._greetings.discard)
 
     async def call(self, places: Iterable[int], *, again: bool = False) -> None:
-        """Wait until these machines are here; ``again``, one that cannot come yet is called again."""
+        """Wait until these hosts have joined; with ``again``, reconnect those that failed to connect."""
         within_s = self._return_s if again else self._join_s
         began = time.monotonic()
         missing = set(places)
@@ -107,11 +107,11 @@ class NodeRegistry:
                 until_s = began + self._join_s
                 await self._deal_with_refused(missing, again=again, until_s=until_s)
                 if waited_s > self._join_s:
-                    who = "everybody" if self._enough is None else "enough machines"
+                    who = "all hosts" if self._enough is None else "enough hosts"
                     raise NotNow(
                         self.words(),
-                        why=f"not {who} answered within {self._join_s:.0f} s",
-                        fix="start the missing machines, or wait longer: --join-timeout 10m",
+                        why=f"not {who} joined within {self._join_s:.0f} s",
+                        fix="start the missing hosts, or wait longer: --join-timeout 10m",
                     )
                 await self._waiting.something_new(0.2)
                 await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
@@ -122,7 +122,7 @@ class NodeRegistry:
         return self._enough is not None and here >= self._enough
 
     def _can_be_enough(self) -> bool:
-        """Say whether enough machines can still come, where not all are needed."""
+        """Return whether enough hosts can still join, where not all are needed."""
         places = range(len(self._transport.places))
         hopeless = sum(self._will_not_come(place) for place in places)
         return self._enough is not None and len(places) - hopeless >= self._enough
@@ -133,14 +133,14 @@ class NodeRegistry:
         return lost or place in self._left_out or self._transport.gave_up(place) is not None
 
     def _raise_refusal(self) -> None:
-        """Raise what a machine was refused for; one that was only lost may be done without."""
+        """Raise the error of a refused host; a lost host is skipped if enough others can join."""
         for place in list(self._refusals):
             error = self._refusals.pop(place)
             if not (isinstance(error, MachineLost) and self._can_be_enough()):
                 raise error
 
     def _leave_out(self, places: Iterable[int]) -> None:
-        """Go on without these machines; they are still called now and then."""
+        """Continue without these hosts; they are still reconnected from time to time."""
         for place in places:
             self._left_out[place] = asyncio.create_task(self._call_now_and_then(place))
 
@@ -156,20 +156,20 @@ class NodeRegistry:
                 await self._transport.reopen(place)
 
     async def _take_in(self, places: Iterable[int]) -> None:
-        """Take machines in again that were left out."""
+        """Include hosts again that were left out."""
         tasks = [self._left_out.pop(place) for place in places if place in self._left_out]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def send_away(self, newcomer: NodeHandle) -> None:
-        """Let go of a machine that came and cannot take part; it is called again later."""
-        newcomer.lose("it cannot take part")
+        """Release a host that cannot rejoin; it is reconnected later."""
+        newcomer.lose("it cannot rejoin")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(newcomer.close(), _LET_GO_WITHIN_S)
 
     async def gather(self) -> dict[int, Finding]:
-        """Wait until every machine is here or will not come; return why not, by place."""
+        """Wait until every host has joined or failed to; return the failures by place."""
         deadline = time.monotonic() + self._join_s
         places = range(len(self._transport.places))
         absent = self._absent()
@@ -186,14 +186,14 @@ class NodeRegistry:
             absent[place] = Finding(
                 name="host-missing",
                 status=Status.FAILURE,
-                what=f"{self._transport.places[place]} did not come within {self._join_s:.0f} s",
+                what=f"{self._transport.places[place]} did not join within {self._join_s:.0f} s",
                 why=self._transport.waiting_for(place),
                 fix="start it, or wait longer: --join-timeout 10m",
             )
         return absent
 
     def _absent(self) -> dict[int, Finding]:
-        """Return the machines that will not come, as far as that is certain."""
+        """Return the hosts that are known not to join."""
         found = {place: from_error(error)[0] for place, error in self._refusals.items()}
         for place in range(len(self._transport.places)):
             trouble = self._transport.gave_up(place)
@@ -209,8 +209,8 @@ class NodeRegistry:
         return found
 
     async def call_back_the_lost(self) -> list[NodeHandle]:
-        """Call every machine again that was lost or is not prepared; return those to be prepared."""
-        self._refusals.clear()  # those of the last call
+        """Reconnect every host that is lost or not prepared; return those to be prepared."""
+        self._refusals.clear()  # of the previous attempt
         new = [newcomer.place for newcomer in self.newcomers]
         await self._take_in(new)
         whole = {place for place, one in self._nodes.items() if one.prepared and not one.lost}
@@ -219,9 +219,7 @@ class NodeRegistry:
         known = [self._nodes[place] for place in lost if place in self._nodes]
 
         def words() -> str:
-            return (
-                f"letting go of {name_several([node.name for node in known])}, to call them again"
-            )
+            return f"closing the connections to {name_several([node.name for node in known])} to reconnect"
 
         async with self._waiting.telling(words):
             leaving = asyncio.gather(*(self._call_anew(node) for node in known))
@@ -235,12 +233,12 @@ class NodeRegistry:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LET_GO_WITHIN_S if node.lost else None):
                 await node.close()
-        if self._nodes.get(node.place) is node:  # else it has come again by itself
+        if self._nodes.get(node.place) is node:  # else it has rejoined by itself
             del self._nodes[node.place]
             await self._transport.reopen(node.place)
 
     async def leave(self, exit_code: int, words: str) -> None:
-        """Tell every node agent that it is over, and let go of all."""
+        """Send every node agent that the run is over, and release all hosts."""
         message = protocol.Leave(exit_code=exit_code, words=words)
 
         async def leave(node: NodeHandle) -> None:
@@ -249,20 +247,20 @@ class NodeRegistry:
             await node.close()
 
         await self.close()
-        # One that cannot be let go of must not keep the others.
+        # A host that cannot be released must not block the others.
         everybody = list(self._nodes.values())
         await asyncio.gather(*(leave(node) for node in everybody), return_exceptions=True)
         await self._transport.close()
 
     async def close(self) -> None:
-        """Stop looking after the machines."""
+        """Stop the heartbeats and all waiting tasks."""
         tasks = [*self._greetings, *self._left_out.values(), *filter(None, [self._care])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def words(self) -> str:
-        """Say who is here and who is not: ``2 of 3 joined: a ok, b ok, c missing (…)``."""
+        """Return which hosts have joined: ``2 of 3 joined: a ok, b ok, c missing (…)``."""
         names = self._transport.places
         here = [place for place in range(len(names)) if self._is_here(place)]
         away = sorted(set(range(len(names))).difference(here))
@@ -282,16 +280,16 @@ class NodeRegistry:
         return node is not None and node.record is not None and not node.lost
 
     async def _look_after_them(self) -> None:
-        """Give every machine a sign of life regularly, and notice those that give none."""
+        """Send heartbeats to every host, and declare hosts without heartbeats lost."""
         pause_s = _ALIVE_EVERY_S / _TURNS
         for turn in itertools.count():
             began = time.monotonic()
             await asyncio.sleep(pause_s)
-            # While we ourselves were held up, nobody could be heard.
+            # Time in which this process was blocked does not count as silence.
             deaf_s = time.monotonic() - began - pause_s
             for node in list(self._nodes.values()):
                 node.heard_s += deaf_s
-                # Not all at once: there may be thousands.
+                # Spread over several turns: there may be thousands of hosts.
                 if (node.place + turn) % _TURNS == 0:
                     node.say_alive()
                 if self._lost_after_s is not None:
@@ -330,7 +328,7 @@ class NodeRegistry:
             await self._transport.reopen(place)
 
     def _name_all(self) -> None:
-        """Give the machines the names people know; a list of many names takes time to make."""
+        """Set the display names of all hosts; building a long list of names takes time."""
         names = self._transport.places
         for place, node in self._nodes.items():
             node.name = names[place]

@@ -1,7 +1,7 @@
-"""The logs of other machines' ranks, kept in the run's folder on the launcher's machine.
+"""Write the logs of other hosts' ranks to the run folder on the launcher's host.
 
-Written by a thread: the folder is often on a network disk, and one that stands still for some seconds
-must not silence the launcher, whose node agents would take it for lost. What waits for the disk is kept in
+A thread writes them: the folder is often on a network disk, and a disk that blocks for some seconds
+must not delay the launcher's heartbeats, or node agents would declare it lost. Pending text stays in
 memory.
 """
 
@@ -15,33 +15,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 _KEPT_OPEN = 64
-# A disk that took nothing for so long is not waited for at the end.
+# At the end, give up on a disk that accepted nothing for this long.
 _PATIENCE_S = 5.0
 
 
 def mark_restart(folder: Path) -> None:
-    """Draw a line in every rank's log: what comes after it is of another attempt."""
-    line = f"--- started again, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n"
+    """Write a separator line to every rank's log before the next attempt."""
+    line = f"--- restarted, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n"
     for path in folder.glob("rank-*.log"):
         with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
             log.write(line)
 
 
 class RankLogs:
-    """Writes what ranks of other machines say; ``say`` is told once when that cannot be done."""
+    """Write the output of ranks on other hosts; call ``say`` once if that fails."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder
         self._say = say
         self._texts: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
-        self._open: OrderedDict[int, io.FileIO] = OrderedDict()  # the one used last is the last
+        self._open: OrderedDict[int, io.FileIO] = OrderedDict()  # least recently used first
         self._thread: threading.Thread | None = None
-        self._written = 0  # texts, well or not
+        self._written = 0  # texts, including failed ones
         self._trouble = ""
         self._told = False
 
     def write(self, rank: int, text: str) -> None:
-        """Add to a rank's log, soon; returns at once."""
+        """Queue text for a rank's log; return immediately."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_on, name="rank-logs", daemon=True)
             self._thread.start()
@@ -49,7 +49,7 @@ class RankLogs:
         self._tell()
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
-        """Write all that is left, for as long as the disk takes something every ``patience_s``."""
+        """Write the queued text while the disk accepts something at least every ``patience_s``."""
         if self._thread is None:
             return
         self._texts.put(None)
@@ -58,21 +58,21 @@ class RankLogs:
             written = self._written
             self._thread.join(patience_s)
         if self._thread.is_alive():
-            self._trouble = self._trouble or "the disk takes nothing any more"
+            self._trouble = self._trouble or "the disk does not respond"
         self._tell()
 
     def _tell(self) -> None:
-        # Not by the thread that writes: only one at a time may speak.
+        # Not in the writing thread: only one thread may call ``say``.
         if self._trouble and not self._told:
             self._told = True
-            self._say(f"what the ranks wrote cannot be kept in {self._folder}: {self._trouble}")
+            self._say(f"cannot write the ranks' output to {self._folder}: {self._trouble}")
 
     def _write_on(self) -> None:
         while (item := self._texts.get()) is not None:
             rank, text = item
             try:
                 self._append(rank, text.encode("utf-8", errors="replace"))
-            except OSError as error:  # a full disk must not end the run
+            except OSError as error:  # a full disk must not stop the run
                 self._trouble = self._trouble or str(error)
                 self._close(rank)
             self._written += 1

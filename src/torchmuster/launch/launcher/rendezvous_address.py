@@ -1,4 +1,4 @@
-"""Where the ranks meet: an address of the first machine that all others really reach."""
+"""Choose the rendezvous address: an address of the first host that all other hosts can reach."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ _ANSWER_WITHIN_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousAddress:
-    """The settled place, and each machine's own address and interface towards it."""
+    """The chosen address, and each host's own address and interface towards it."""
 
     address: str
     port: int
@@ -29,7 +29,7 @@ class RendezvousAddress:
 async def choose_rendezvous_address(
     spec: JobSpec, nodes: Sequence[NodeHandle], *, attempt: int, say: Callable[[str], None]
 ) -> RendezvousAddress:
-    """Settle the place and open its port, and let all machines try whether they reach each other."""
+    """Choose the address, open its port, and have all hosts check that they reach each other."""
     head, *others = nodes
     nonce = os.urandom(16).hex()
     if not others:
@@ -38,7 +38,7 @@ async def choose_rendezvous_address(
         return _meeting(spec, only.address, listening.port, (only,))
     assert head.record is not None
     limit_s, system = spec.limits.reach_s, head.record.system
-    # First any port, for that is where ranks talk; the meeting port last, for it is held from then on.
+    # First any port, because ranks use such ports; the rendezvous port last, because it stays open.
     talking = await _listen_rendezvous_address(head, nonce, 0, spec.address)
     reach.check_not_loopback(head.name, talking, spec.address, head.record.addresses)
     if spec.endpoint is not None:
@@ -52,7 +52,7 @@ async def choose_rendezvous_address(
         )
     except (
         Impossible
-    ):  # perhaps they get through to the meeting port only; that is told apart below
+    ):  # perhaps only the rendezvous port is reachable; the check below distinguishes that
         best, narrowed = None, listening
     reached = await _reach_all(others, nonce, narrowed, limit_s)
     chosen = reach.choose_address(head.name, system, narrowed, reached, timeout_s=limit_s)
@@ -75,7 +75,7 @@ async def choose_rendezvous_address(
         calls, both_ways=both_ways, port=listening.port, timeout_s=limit_s
     )
     if attempt == 0:
-        say(f"meeting at {(best or chosen).reason}; {listening.reason}")
+        say(f"rendezvous at {(best or chosen).reason}; {listening.reason}")
         if note:
             say(note)
     return _meeting(spec, chosen.value, listening.port, local)
@@ -98,7 +98,7 @@ async def _reach(
 async def _reach_all(
     nodes: Sequence[NodeHandle], nonce: str, listening: protocol.Listening, limit_s: float
 ) -> reach.Answers:
-    """Let machines try all addresses of the first one."""
+    """Have hosts try all addresses of the first host."""
     targets = [
         protocol.Target(address=one.address, port=listening.port) for one in listening.addresses
     ]
@@ -115,7 +115,7 @@ async def _answers(
 async def _call_each_other(
     nodes: Sequence[NodeHandle], places: Sequence[reach.NodeAddress], nonce: str, limit_s: float
 ) -> list[reach.ReachCall]:
-    """Let every machine but the first open any port, and some of the others try it."""
+    """Have every host except the first open a free port, and some of the others connect to it."""
     opened = await asyncio.gather(
         *(
             _listen_rendezvous_address(node, nonce, 0, place.address)
@@ -155,7 +155,7 @@ def _rendezvous_address_place(node: NodeHandle, end: protocol.Address) -> reach.
 
 
 async def _try_service(spec: JobSpec, nodes: Sequence[NodeHandle], target: protocol.Target) -> None:
-    """Let every machine try the etcd server; torch's agents would only say that it failed."""
+    """Have every host connect to the etcd server; torch's agents only report that it failed."""
     limit_s = spec.limits.reach_s
     answers = await _answers(nodes, "etcd", [target], limit_s)
     reach.check_service("etcd", target, answers, timeout_s=limit_s)
@@ -165,7 +165,8 @@ def _target(endpoint: str) -> protocol.Target:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise Impossible(
-            f"{endpoint!r} is not where a server can be", fix="--rdzv-endpoint HOST:2379"
+            f"invalid rendezvous endpoint {endpoint!r}: expected HOST:PORT",
+            fix="--rdzv-endpoint HOST:2379",
         )
     return protocol.Target(address=host.removeprefix("[").removesuffix("]"), port=int(port))
 

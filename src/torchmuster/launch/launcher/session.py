@@ -1,8 +1,8 @@
-"""A session with the machines of a run: called, prepared, met, started, watched, ended, let go of.
+"""A session with the hosts of a run: connect, prepare, rendezvous, start, monitor, stop, release.
 
-It does not know how machines are reached (that is the transport's) nor how a machine starts its ranks
-(the node agent's), nor what the ranks are for: a run (``supervisor.py``) and a check of the group use it
-alike. Every wait has a limit, and whoever waits says for whom.
+It does not know how hosts are reached (the transport does), how a host starts its ranks (the node agent
+does) or what the ranks do: a run (``job_runner.py``) and a check of the group both use it. Every wait has
+a timeout and reports what it is waiting for.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from torchmuster.units import format_seconds, plural
 
 _STARTING_TOLD = 7
 _LONG_S = 30.0
-# What torch says while it starts does not show that a rank is at work.
+# torch's log lines during start-up do not show that a rank is working.
 _LIBRARY_WORDS = re.compile(r"\[[EFIW]\d{4} ")
 
 
 class SilenceWatch:
-    """Listens to the ranks of one attempt; asked every few seconds what there is to say."""
+    """Track how long the ranks of one attempt have printed nothing; polled every few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,16 +51,16 @@ class SilenceWatch:
         self._tell_after_s = _LONG_S
 
     def heard(self, text: str) -> None:
-        """A rank wrote something."""
+        """Record that a rank printed something."""
         self._heard_s = self._clock()
         self._at_work = self._at_work or not _LIBRARY_WORDS.match(text)
 
     def words(self) -> str:
-        """Return what to say now, mostly nothing."""
+        """Return the message to print now, usually ""."""
         return self._of_ranks_at_work() if self._at_work else self._of_the_start()
 
     def _of_the_start(self) -> str:
-        """Say what is waited for until the first rank prints; after a minute, only now and then."""
+        """Return a message until the first rank prints; after a minute, only rarely."""
         self._asked += 1
         if self._asked <= _STARTING_TOLD:
             return "the ranks are starting; nothing was printed yet"
@@ -69,7 +69,7 @@ class SilenceWatch:
         return "the ranks are running; none of them has printed anything yet"
 
     def _of_ranks_at_work(self) -> str:
-        """Tell of a silence twice as long as the last that was told; a quiet script is hardly disturbed."""
+        """Report a silence that is twice as long as the last reported one, so that few messages appear."""
         silent_s = self._clock() - self._heard_s
         if silent_s < self._tell_after_s:
             return ""
@@ -78,35 +78,35 @@ class SilenceWatch:
 
 
 _PREPARED_WITHIN_S = 60.0
-# What an ending machine may take beyond its grace, before it is given up.
+# How long a host may take to stop beyond the grace period before it is declared lost.
 _END_WITHIN_S = 8.0
 _MACHINES_SHOWN = 16
 _DEVICES_NOTED = 16  # of each of them
 
 
 class Console(Protocol):
-    """How the launcher speaks."""
+    """How the launcher prints."""
 
     def say(self, text: str) -> None:
-        """Say something of the launcher's own."""
+        """Print a message of the launcher."""
 
     def world(self, size: int) -> None:
-        """Learn how many ranks there are."""
+        """Set the number of ranks."""
 
     def output(self, rank: int, text: str) -> None:
-        """Show what a rank wrote."""
+        """Print what a rank wrote."""
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Show findings."""
+        """Print findings."""
 
 
 def environment_of(spec: JobSpec) -> dict[str, str]:
-    """Return the variables that the ranks of a job get on every machine."""
+    """Return the environment variables for the ranks of a job on every host."""
     return {GRACE_VARIABLE: f"{max(1.0, spec.limits.grace_s):.0f}"} | spec.environment
 
 
 class Session:
-    """The machines of one run, from the node registry until they are let go of."""
+    """The hosts of one run, from the node registry until they are released."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Session:
             self.waiting,
             token=self.token,
             join_s=spec.limits.join_s,
-            # A pipe to this machine ends by itself; only a network can fall silent.
+            # A pipe to this host closes by itself; only a network connection can go silent.
             lost_after_s=spec.limits.lost_after_s if self._many else None,
             on_output=self._output,
             enough=spec.min_nodes,
@@ -146,7 +146,7 @@ class Session:
         )
 
     def stop(self, why: str) -> None:
-        """Ask for the end of the run; asked a second time, without any grace."""
+        """Request a stop of the run; a second request stops without a grace period."""
         again = self.waiting.stopped
         self._stop_why = self._stop_why or why
         self._stop_grace_s = 0.0 if again else self._spec.limits.grace_s
@@ -156,14 +156,14 @@ class Session:
                 self._later(node.stop(0.0, why))
 
     def pass_on(self, name: str) -> None:
-        """Pass a signal on to every rank."""
+        """Forward a signal to every rank."""
         for node in self.registry.nodes:
             self._later(node.channel.send(protocol.Signal(name=name)))
 
     # ---- before the start
 
     async def prepare(self, nodes: Sequence[NodeHandle], *, again: bool = False) -> None:
-        """Have the machines take devices and look at the code; the first that refuses decides."""
+        """Have the hosts lease devices and fingerprint the code; raise the first refusal."""
         waiting: dict[str, str] = {}
 
         async def prepare(node: NodeHandle) -> None:
@@ -192,7 +192,7 @@ class Session:
         again: bool = False,
         on_waiting: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Have one machine prepared for the job, or for another one on the same devices."""
+        """Prepare one host for the job, or for another job on the same devices."""
         node.prepared = await node.ask(
             self._preparation(node, spec or self._spec, again=again),
             protocol.Prepared,
@@ -201,7 +201,7 @@ class Session:
         )
 
     def say_reasons(self, nodes: Sequence[NodeHandle]) -> None:
-        """Say why each machine gives what it gives, machines with the same reason together."""
+        """Print why each host provides its devices, grouping hosts with the same reason."""
         machines: dict[str, list[str]] = {}
         for node in nodes:
             for reason in node.prepared.reasons if node.prepared else ():
@@ -214,7 +214,7 @@ class Session:
         alone = not self._many
         return protocol.Prepare(
             run_id=self._run_id,
-            # Below the part's own: what else runs there is not swept away with the ranks.
+            # Below the token of this part: cleanup of the ranks must not kill other processes there.
             token=f"{node.part}.ranks",
             command=spec.command,
             module=spec.module,
@@ -223,7 +223,7 @@ class Session:
             ranks=host_ranks or spec.ranks,
             gpu_ids=spec.gpu_ids,
             share=spec.share,
-            # A machine that was lost still holds its devices until it notices.
+            # A lost host keeps its device lease until it notices the loss.
             wait_s=max(spec.wait_s, 30.0) if again else spec.wait_s,
             environment=environment_of(spec),
             logs=self._logs if alone else None,
@@ -234,7 +234,7 @@ class Session:
         )
 
     async def differences(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
-        """Return what differs between machines that are prepared."""
+        """Return the differences between prepared hosts."""
         described = [_described(node) for node in nodes]
         packages = {}
         for place in compare_nodes.ask_for_packages(described):
@@ -243,19 +243,19 @@ class Session:
         return compare_nodes.compare_all_nodes(described, self._spec, packages=packages)
 
     def differing_records(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
-        """Return what differs between machines that only answered the node registry."""
+        """Return the differences between hosts that have only joined the node registry."""
         return compare_nodes.compare_all_nodes([_described(node) for node in nodes], self._spec)
 
     # ---- the ranks
 
     async def attempt(self, nodes: Sequence[NodeHandle], attempt: int) -> Finding | None:
-        """Have the machines meet and run the job once; return None if it went well, else why not."""
+        """Run the rendezvous and the job once; return None on success, else the cause."""
         self._silence = SilenceWatch()
         self._attempt = attempt
         for node in nodes:
             node.expect(attempt)
         try:
-            async with self.waiting.telling(lambda: "the machines are trying to reach each other"):
+            async with self.waiting.telling(lambda: "checking that the hosts reach each other"):
                 meeting = await self.waiting.unless_stopped(
                     choose_rendezvous_address(
                         self._spec, nodes, attempt=attempt, say=self._console.say
@@ -288,7 +288,7 @@ class Session:
         )
 
     def _words(self) -> str:
-        """Say that the ranks are alive, unless it was told that they hang."""
+        """Return the message that the ranks are alive, unless a hang was reported."""
         told = self._hang_monitor is not None and self._hang_monitor.finding is not None
         return "" if told else self._silence.words()
 
@@ -299,7 +299,7 @@ class Session:
         first_ranks = [0, *itertools.accumulate(sizes)]
         world_size = sum(sizes)
         self._console.world(world_size)
-        # Not the node's own place: another one may be missing.
+        # Not the node's place number: another host may be missing.
         order = {node.place: number for number, node in enumerate(nodes)}
 
         async def start(node: NodeHandle) -> None:
@@ -324,7 +324,7 @@ class Session:
         await self._each(nodes, start)
         spread = [f"{node.name} {size}" for node, size in zip(nodes, sizes, strict=True)]
         if len(spread) > _MACHINES_SHOWN:
-            spread = [f"on {len(spread):,} machines"]
+            spread = [f"on {len(spread):,} hosts"]
         count = plural(world_size, "rank")
         self._console.say(f"{count} started" + (f": {', '.join(spread)}" if self._many else ""))
         devices = {
@@ -338,13 +338,13 @@ class Session:
     def _output(self, rank: int, text: str) -> None:
         self._silence.heard(text)
         self._console.output(rank, text)
-        if self._many:  # of one machine, the ranks themselves write there
+        if self._many:  # on a single host, the ranks write there themselves
             self._rank_logs.write(rank, text)
 
     # ---- ends
 
     async def fail(self, nodes: Sequence[NodeHandle]) -> Finding:
-        """End all machines because one failed; return the verdict."""
+        """Stop all hosts because one failed; return the root cause."""
         noticed_s = time.monotonic()
         hang = self._hang_monitor.finding if self._hang_monitor is not None else None
         await self.end(nodes)
@@ -372,7 +372,7 @@ class Session:
         return finding
 
     async def end(self, nodes: Sequence[NodeHandle], *, grace_s: float | None = None) -> None:
-        """End the ranks on all of these machines; one that does not end in time is lost."""
+        """Stop the ranks on these hosts; a host that does not confirm in time is declared lost."""
         waiting = [node for node in nodes if not node.lost and not node.ended]
         grace_s = self._stop_grace_s if grace_s is None else grace_s
         for node in waiting:
@@ -381,20 +381,20 @@ class Session:
 
         def words() -> str:
             slow = [node.name for node in waiting if not node.ended and not node.lost]
-            return f"ending; waiting for {', '.join(slow[:8])}" if slow else ""
+            return f"stopping; waiting for {', '.join(slow[:8])}" if slow else ""
 
         async with self.waiting.telling(words):
             while time.monotonic() < deadline and words():
                 await self.waiting.something_new(0.2, although_stopped=True)
         if slow := words():
-            self._console.say(f"given up: {slow}")
+            self._console.say(f"timed out: {slow}")
         for node in waiting:
             if not node.ended:
-                node.lose(f"it did not end within {grace_s + _END_WITHIN_S:.0f} s")
+                node.lose(f"it did not stop within {grace_s + _END_WITHIN_S:.0f} s")
 
     async def leave(self, exit_code: int, words: str) -> None:
-        """Let go of every machine; the words are for whoever watches a node agent's terminal."""
-        async with self.waiting.telling(lambda: "waiting for the node agents to end"):
+        """Release every host; ``words`` is printed on the terminal of a node agent that joined."""
+        async with self.waiting.telling(lambda: "waiting for the node agents to exit"):
             await self.registry.leave(exit_code, words)
             await asyncio.to_thread(self._rank_logs.close)
 
@@ -403,7 +403,7 @@ class Session:
     async def _each(
         self, nodes: Sequence[NodeHandle], work: Callable[[NodeHandle], Awaitable[None]]
     ) -> None:
-        """Do something with all machines at once; the first that fails decides."""
+        """Run ``work`` on all hosts concurrently; raise the first error."""
 
         async def named(node: NodeHandle) -> None:
             try:
@@ -422,13 +422,13 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _later(self, work: Awaitable[None]) -> None:
-        """Send without waiting for it: one machine that is stuck must not hold up the others."""
+        """Send in the background: a host that is stuck must not block the others."""
         task = asyncio.ensure_future(work)
         _PENDING.add(task)
         task.add_done_callback(_PENDING.discard)
 
 
-# The event loop itself keeps no hold on tasks.
+# The event loop keeps only weak references to tasks.
 _PENDING: set["asyncio.Future[None]"] = set()
 
 

@@ -1,4 +1,4 @@
-"""Where a training stands, as far as its checkpoints and its metrics tell."""
+"""Read the training progress from checkpoints and metrics."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ _LAST_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """The newest checkpoint, and the last step that was done; None where nothing is known."""
+    """The newest checkpoint and the last finished step; None where unknown."""
 
     checkpoint: str | None = None
     saved: int | None = None
@@ -26,10 +26,10 @@ _NOTHING = TrainingProgress()
 def read_training_progress(
     spec: JobSpec, metrics: Path, *, since_unix_s: float, known: TrainingProgress = _NOTHING
 ) -> TrainingProgress:
-    """Look where a job stands; of its steps, only at those that were done since then.
+    """Return the progress of a job, counting only steps finished after ``since_unix_s``.
 
-    A disk or a server in trouble must not end a run: where checkpoints cannot be read, those count that
-    are ``known`` of before.
+    A storage failure must not stop a run: if checkpoints cannot be read, the ``known`` ones are
+    returned.
     """
     if spec.checkpoints is None:
         return TrainingProgress()
@@ -45,7 +45,7 @@ def read_training_progress(
                 global_batch_size=newest.global_batch_size,
                 reached=reached,
             )
-    except Exception:  # of whatever library is in between
+    except Exception:  # from any storage library
         return replace(known, reached=reached)
     return TrainingProgress(reached=reached)
 

@@ -1,1 +1,1 @@
-"""How machines see each other before anything starts: addresses, ports, firewalls, who reaches whom."""
+"""Network checks between hosts before a run starts: addresses, ports, firewalls, reachability."""

@@ -1,4 +1,4 @@
-"""The command that opens a port, for each usual firewall of a system."""
+"""Commands that open a port in the common firewalls of each system."""
 
 import ipaddress
 
@@ -6,16 +6,16 @@ _ALF = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 
 
 def open_command(system: str, port: int | tuple[int, int], *, source: str | None = None) -> str:
-    """Return the command that lets others reach a TCP port, or the first to the last port of a range.
+    """Return the command that opens a TCP port, or a range of ports (first, last).
 
-    ``system`` is as in ``sys.platform``; each usual firewall of Linux gets its line, for only root
-    may see which one is in use. ``source`` is the address or network that is let in; None lets in all.
+    ``system`` is as in ``sys.platform``. Linux gets a line for each common firewall, because only root
+    can see which one is active. ``source`` is the allowed address or network; None allows all.
     """
     first, last = port if isinstance(port, tuple) else (port, port)
     network = None if source is None else ipaddress.ip_network(source, strict=False)
     if system == "win32":
         return _powershell(_range(first, last, "-"), network)
-    if system == "darwin":  # its firewall knows programs, not ports
+    if system == "darwin":  # its firewall allows programs, not ports
         return (
             f'sudo {_ALF} --add "$(command -v python3)"\n'
             f'sudo {_ALF} --unblockapp "$(command -v python3)"'
@@ -31,7 +31,7 @@ def open_command(system: str, port: int | tuple[int, int], *, source: str | None
 
 
 def open_command_anywhere(port: int) -> str:
-    """Return the commands that let others reach a TCP port of a machine whose system is not known."""
+    """Return the commands that open a TCP port on a host whose system is unknown."""
     windows, linux = open_command("win32", port), open_command("linux", port)
     return f"{linux}\n{windows}  # Windows"
 

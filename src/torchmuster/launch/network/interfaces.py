@@ -1,8 +1,8 @@
-"""The network interfaces of this machine, and which of its addresses others can be told.
+"""The network interfaces of this host, and which of its addresses other hosts can use.
 
-A machine often has more addresses than are of use: loopback, the bridges of Docker (with the same
-address on every machine), VPNs. They are sorted here, best first; which one is taken is decided by
-trying (``reach.py``), never by the order alone.
+A host often has addresses that are of no use here: loopback, Docker bridges (with the same address on every
+host), VPNs. They are sorted here, best first; which one is used is decided by trying (``reach.py``), never by
+the order alone.
 """
 
 import ipaddress
@@ -20,18 +20,18 @@ from torchmuster.launch import protocol
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 
-# Bridges between a machine and the containers or virtual machines on it: they lead to no other one.
+# Bridges between a host and its containers or virtual machines: they do not reach other hosts.
 _BRIDGES_WITHIN = re.compile(
     r"docker\d|docker_gwbridge|br-|virbr|podman|lxcbr|lxdbr|vboxnet|vmnet|vEthernet \("
 )
-# Of container networks that may span machines.
+# Container networks that may span hosts.
 _CONTAINERS = re.compile(r"veth|cni|flannel|kube|cali|vxlan")
 _VPNS = re.compile(r"tun|tap|wg|tailscale|utun|ppp|zt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface; ``speed_mbits`` is 0 where the system does not tell it."""
+    """A network interface; ``speed_mbits`` is 0 if the system does not report it."""
 
     name: str
     up: bool
@@ -40,12 +40,12 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it leads to this machine itself, whatever other addresses it was given."""
+        """Whether it is the loopback interface, whatever other addresses it has."""
         return any(ipaddress.ip_address(address).is_loopback for address in self.addresses)
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """Return this machine's interfaces; none where the system does not let us look."""
+    """Return this host's interfaces; none if the system does not permit it."""
     try:
         addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     except OSError:
@@ -55,7 +55,7 @@ def read_interfaces() -> tuple[Interface, ...]:
             name=name,
             up=name in states and states[name].isup,
             addresses=tuple(
-                # What follows the % is the interface once more.
+                # The part after % repeats the interface.
                 item.address.partition("%")[0]
                 for item in items
                 if item.family in (socket.AF_INET, socket.AF_INET6)
@@ -67,10 +67,10 @@ def read_interfaces() -> tuple[Interface, ...]:
 
 
 def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[protocol.Address]:
-    """Return the addresses at which other machines may reach this one, the most likely first.
+    """Return the addresses at which other hosts may reach this one, the most likely first.
 
-    Ordinary interfaces come before VPNs, these before the bridges of containers; fast ones before
-    slow ones, IPv4 before IPv6, and addresses that a machine gave itself (169.254) at the very end.
+    Ordinary interfaces come before VPNs, VPNs before container bridges; fast before slow, IPv4 before
+    IPv6, and link-local addresses (169.254) last.
     """
     usable = [one for one in _given(interfaces) if one.up and not one.is_loopback]
     found = [
@@ -109,7 +109,7 @@ def interface_of(address: str, interfaces: Sequence[Interface] | None = None) ->
 
 
 def resolve_host(name: str) -> list[str]:
-    """Return the addresses that a name stands for; none if nobody knows it. It may take seconds."""
+    """Return the addresses of a name; none if it does not resolve. It may take seconds."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -123,10 +123,10 @@ def is_local(
     *,
     look_up: Callable[[str], Sequence[str]] = resolve_host,
 ) -> bool:
-    """Say whether an address or a name is this machine's own.
+    """Return whether an address or a name is this host's own.
 
-    Its own name counts also where it cannot be resolved, as on machines without a name service. Any
-    other name is looked up, which may take seconds.
+    Its own name counts even if it does not resolve, as on hosts without a name service. Any other name is
+    resolved, which may take seconds.
     """
     bare = word.removeprefix("[").removesuffix("]")
     address = _parsed(bare)
@@ -151,9 +151,9 @@ def _parsed(word: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def socket_variables(interface: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what makes gloo and NCCL use this interface, each in its own way of writing.
+    """Return the variables that make gloo and NCCL use this interface, each in its own syntax.
 
-    What the user has set stays; both libraries take an empty value for none.
+    Variables set by the user stay; both libraries treat an empty value as unset.
     """
     wanted = {GLOO_VARIABLE: interface, NCCL_VARIABLE: f"={interface}"}
     return {name: value for name, value in wanted.items() if not environment.get(name)}
@@ -162,9 +162,9 @@ def socket_variables(interface: str, environment: Mapping[str, str]) -> dict[str
 def socket_findings(
     environment: Mapping[str, str], interfaces: Sequence[Interface], *, alone: bool, gpus: bool
 ) -> list[Finding]:
-    """Return a failure for each of the user's own choices of interface that cannot work here.
+    """Return a failure for each interface variable set by the user that cannot work here.
 
-    ``alone`` means that no other machine takes part; without ``gpus`` NCCL is not used.
+    ``alone`` means that the run has no other hosts; without ``gpus`` NCCL is not used.
     """
     gloo, nccl = environment.get(GLOO_VARIABLE, ""), environment.get(NCCL_VARIABLE, "")
     troubles = [(GLOO_VARIABLE, gloo, _gloo_trouble(gloo, interfaces, alone))] if gloo else []
@@ -174,7 +174,7 @@ def socket_findings(
         Finding(
             name="socket-interface",
             status=Status.FAILURE,
-            what=f"{variable}={value} cannot work on this machine",
+            what=f"{variable}={value} cannot work on this host",
             why=why,
             fix=_fix_interfaces(variable, interfaces),
             evidence=f"interfaces here: {_listed(interfaces)}",
@@ -185,7 +185,7 @@ def socket_findings(
 
 
 def check_socket_variables(environment: Mapping[str, str], *, alone: bool, gpus: bool) -> None:
-    """Raise ``Impossible`` if the user's own choice of interface cannot work here."""
+    """Raise ``Impossible`` if an interface variable set by the user cannot work here."""
     for one in socket_findings(environment, read_interfaces(), alone=alone, gpus=gpus):
         raise Impossible(one.what, why=f"{one.why}\n{one.evidence}", fix=one.fix)
 
@@ -193,15 +193,15 @@ def check_socket_variables(environment: Mapping[str, str], *, alone: bool, gpus:
 def _gloo_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
     if value[0] in "^=":
         return (
-            f"{value[0]} is NCCL's way of writing; gloo takes the plain names of interfaces and "
-            f"would look for one that is called {value!r}"
+            f"{value[0]} is NCCL syntax; gloo expects plain interface names and would look for one "
+            f"named {value!r}"
         )
     for name in value.split(","):
         chosen = next((one for one in interfaces if one.name == name and one.addresses), None)
         if chosen is None:
             known = any(one.name == name for one in interfaces)
-            state = "has no address" if known else "is not there"
-            return f"{name} {state}; gloo would end with “Unable to find address for: {name}”"
+            state = "has no address" if known else "does not exist"
+            return f"{name} {state}; gloo would fail with “Unable to find address for: {name}”"
         if not chosen.up:
             return f"{name} is down"
         if not alone and (trouble := _leads_nowhere(chosen)):
@@ -212,15 +212,15 @@ def _gloo_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> s
 def _nccl_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
     matching = [one for one in interfaces if one.addresses and _nccl_takes(value, one.name)]
     if not matching:
-        return "no interface matches it; NCCL would end with “no socket interface found”"
-    # NCCL meets the others through the first one, and it does not leave out loopback by itself.
+        return "no interface matches it; NCCL would fail with “no socket interface found”"
+    # NCCL uses the first one for its bootstrap, and does not exclude loopback by itself.
     if not alone and (trouble := _leads_nowhere(matching[0])):
         return trouble
     return ""
 
 
 def _nccl_takes(value: str, name: str) -> bool:
-    """Match as NCCL does: beginnings of names; ``=`` whole names, ``^`` all but these."""
+    """Match as NCCL does: name prefixes; ``=`` exact names, ``^`` all except these."""
     leaves_out = value.startswith("^")
     rest = value.removeprefix("^")
     exact = rest.startswith("=")
@@ -231,22 +231,22 @@ def _nccl_takes(value: str, name: str) -> bool:
 
 def _leads_nowhere(one: Interface) -> str:
     if one.is_loopback:
-        return f"{one.name} is loopback: through it this machine reaches nobody but itself"
+        return f"{one.name} is loopback: this host cannot reach other hosts through it"
     if _BRIDGES_WITHIN.match(one.name):
         return (
-            f"{one.name} is the bridge to the containers or virtual machines on this machine, and "
-            "leads to no other one"
+            f"{one.name} is the bridge to the containers or virtual machines on this host, and does "
+            "not reach other hosts"
         )
     return ""
 
 
 def _fix_interfaces(variable: str, interfaces: Sequence[Interface]) -> str:
-    text = f"unset {variable}  # then the interface that reaches the other machines is taken"
+    text = f"unset {variable}  # then the interface that reaches the other hosts is used"
     best = next(iter(interface_candidates(interfaces)), None)
     if best is None:
         return text
     mark = "=" if variable == NCCL_VARIABLE else ""
-    return f"{text}\nexport {variable}={mark}{best.interface}  # or choose one yourself"
+    return f"{text}\nexport {variable}={mark}{best.interface}  # or choose one"
 
 
 def _listed(interfaces: Sequence[Interface]) -> str:

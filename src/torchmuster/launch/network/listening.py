@@ -1,12 +1,12 @@
-"""The port at which the ranks of many machines will meet, opened before anything starts.
+"""The rendezvous port of the ranks, opened before a run starts.
 
-The first machine opens it at each of its addresses; the others try which of them they reach
-(``reach.py``), and are answered with the run's nonce so that they know whom they reached. The one
-address that all can reach is kept, and its socket is handed to torch's store, so that the port cannot
-be lost to anybody else in between and nothing listens at the other addresses.
+The first host opens it at each of its addresses; the others try which addresses they reach (``reach.py``),
+and get the run's nonce as the answer so that they know which run they reached. The address that all hosts can
+reach is kept, and its socket is passed to torch's store, so that no other program can take the port in between
+and nothing listens at the other addresses.
 
-What a caller says is ``muster-reach`` and the SHA-256 of the nonce. Only who knows the nonce is told
-it, and nothing that a caller sent is ever sent back.
+A caller sends ``muster-reach`` and the SHA-256 of the nonce. Only a caller that knows the nonce gets it as the
+answer, and nothing that a caller sent is ever sent back.
 """
 
 import asyncio
@@ -40,18 +40,18 @@ _LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 
 
 def holder_of(port: int, *, proc_root: Path = PROC) -> str | None:
-    """Return who holds a TCP port, ``python train.py (pid 123, user ana)``; None if nobody does.
+    """Return the process that uses a TCP port, ``python train.py (pid 123, user ana)``; None if it is free.
 
-    Other people's processes cannot be looked at without being root; then at least the owner is told
-    where the system tells it.
+    Only root can inspect other users' processes; without root only the owner is returned, if the system
+    reports it.
     """
     try:
         held = [one for one in psutil.net_connections("tcp") if one.laddr[1:] == (port,)]
-    except (psutil.Error, OSError):  # macOS shows only one's own
+    except (psutil.Error, OSError):  # macOS shows only the user's own
         return _own_holder(port) or _UNKNOWN
     if not held:
         return None
-    # One who waits for connections is the holder rather than one who was given one.
+    # A listening process is the holder, rather than one with an accepted connection.
     held.sort(key=lambda one: (one.status != psutil.CONN_LISTEN, one.pid is None))
     if held[0].pid is not None:
         return _listening_message(held[0].pid)
@@ -81,13 +81,13 @@ def _listening_message(pid: int) -> str:
 
 
 def _listening_short(command: str) -> str:
-    """Leave out the middle of a long command: a program's name is at one end, its job at the other."""
+    """Cut the middle out of a long command: the program is at one end, its arguments at the other."""
     half = _COMMAND_SHOWN // 2
     return command if len(command) <= 2 * half else f"{command[:half]} … {command[-half:]}"
 
 
 def _owner(port: int, proc_root: Path) -> str | None:
-    """Read the owner of a listening socket from the kernel's table, which all may read."""
+    """Return the owner of a listening socket from the kernel's table, which every user can read."""
     for table in ("net/tcp", "net/tcp6"):
         for line in (sysfs.read_text(proc_root / table) or "").splitlines()[1:]:
             fields = line.split()
@@ -111,20 +111,20 @@ def _user_name(uid: int) -> str:
 LAST_USUAL_PORT = USUAL_PORT + 99
 BACKLOG = 4096
 REQUEST_LIMIT_BYTES = 128
-# How long a caller may take to say what it wants, and how many may be at it at the same time. In a
-# crowd the one that has been silent for longest has to go, but not before a distant one can speak.
+# How long a caller may take to send its request, and how many callers are handled at the same time. Above that
+# the longest-waiting caller is dropped, but not before a distant one has time to send.
 PATIENCE_S = 5.0
 MOST_CALLERS = 512
 PATIENCE_IN_A_CROWD_S = 0.25
 _TRIES = 50
 _LOOPBACK = protocol.Address(address="127.0.0.1", interface="lo")
 
-# What is done with a connection whose caller knew the nonce; it is closed afterwards.
+# Handles a connection whose caller knew the nonce; it is closed afterwards.
 Conversation = Callable[[socket.socket], Awaitable[None]]
 
 
 def request_line(nonce: str) -> bytes:
-    """Return what a caller says to be told the nonce."""
+    """Return the request with which a caller gets the nonce."""
     return f"muster-reach {hashlib.sha256(nonce.encode()).hexdigest()}\n".encode()
 
 
@@ -134,7 +134,7 @@ class OpenPort:
     def __init__(self, sockets: dict[protocol.Address, socket.socket]) -> None:
         self._sockets = sockets
         self._answering: list[asyncio.Task[None]] = []
-        self._callers: dict[asyncio.Task[None], float] = {}  # with the time of their coming
+        self._callers: dict[asyncio.Task[None], float] = {}  # with their arrival time
 
     @property
     def port(self) -> int:
@@ -143,13 +143,13 @@ class OpenPort:
 
     @property
     def addresses(self) -> tuple[protocol.Address, ...]:
-        """Where it listens, best first."""
+        """The addresses it listens at, best first."""
         return tuple(self._sockets)
 
     def answer(self, nonce: str, then: Conversation | None = None) -> None:
-        """Begin to answer those who try the port; needs a running event loop.
+        """Start answering callers; needs a running event loop.
 
-        With those who knew the nonce the connection goes on to ``then``, if there is one.
+        Connections of callers that knew the nonce are passed to ``then``, if given.
         """
         for sock in self._sockets.values():
             sock.setblocking(False)
@@ -159,7 +159,7 @@ class OpenPort:
         """Stop answering, close all sockets but the one at this address, and return that one."""
         wanted = next((one for one in self._sockets if one.address == address), None)
         if wanted is None:
-            raise ValueError(f"{address} is not among the addresses that were opened")
+            raise ValueError(f"{address} is not one of the opened addresses")
         kept = self._sockets.pop(wanted)
         await self.close()
         kept.setblocking(True)
@@ -181,13 +181,13 @@ class OpenPort:
         while True:
             try:
                 connection, _ = await loop.sock_accept(sock)
-            except OSError:  # too many open files, or the caller has gone already
+            except OSError:  # too many open files, or the caller has disconnected
                 await asyncio.sleep(0.05)
                 continue
             caller = asyncio.create_task(_talk(connection, nonce, then))
             self._callers[caller] = time.monotonic()
             caller.add_done_callback(functools.partial(self._gone, connection))
-            # Where callers queue up, accepting does not wait; let the others have their turn.
+            # If callers queue up, accept does not block; let other tasks run.
             await asyncio.sleep(0)
             await self._make_room()
 
@@ -202,7 +202,7 @@ class OpenPort:
 
     def _gone(self, connection: socket.socket, caller: asyncio.Task[None]) -> None:
         self._callers.pop(caller, None)
-        connection.close()  # also where the task was cancelled before it began
+        connection.close()  # also if the task was cancelled before it started
 
 
 async def _talk(connection: socket.socket, nonce: str, then: Conversation | None) -> None:
@@ -227,10 +227,10 @@ async def _talk(connection: socket.socket, nonce: str, then: Conversation | None
 def open_port(
     port: int | None, address: str | None = None, *, interfaces: Sequence[Interface] | None = None
 ) -> Decision[OpenPort]:
-    """Listen on one port at every address that others may reach, or at the given one only.
+    """Listen on one port at every address that other hosts may reach, or only at the given one.
 
-    ``port`` None takes 29400 or the next that is free, 0 any. ``address`` may also be an interface,
-    or a name, which is looked up.
+    ``port`` None uses 29400 or the next free port, 0 any free port. ``address`` may also be an interface or a
+    host name.
     """
     known = network_interfaces.read_interfaces() if interfaces is None else interfaces
     where, about = _where(address, known)
@@ -238,17 +238,17 @@ def open_port(
         sockets = _bind_all(where, _checked(port))
         if sockets is None:
             raise _listening_taken(port)
-        reason = f"port {port}: it was asked for"
+        reason = f"port {port}: as requested"
     elif port is None:
         sockets, reason = _bind_usual(where)
     else:
         sockets = _bind_any(where)
-        reason = f"port {_port_of(next(iter(sockets.values())))}: any free one was asked for"
+        reason = f"port {_port_of(next(iter(sockets.values())))}: any free port was requested"
     return Decision(value=OpenPort(sockets), reason=f"{reason}{about}")
 
 
 def open_loopback(port: int | None) -> socket.socket:
-    """Listen where only this machine can reach it; ``port`` None or 0 takes any that is free."""
+    """Listen on loopback only; ``port`` None or 0 uses any free port."""
     if not port:
         return _bind(_LOOPBACK.address, 0)
     try:
@@ -264,7 +264,7 @@ def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protoc
         found = network_interfaces.interface_candidates(known)
         if found:
             return found, ""
-        return [_LOOPBACK], "; only at 127.0.0.1, for this machine has no other address"
+        return [_LOOPBACK], "; only at 127.0.0.1, because this host has no other address"
     named = _listening_name(address.removeprefix("[").removesuffix("]"), known)
     local = [one for one in named if network_interfaces.is_local(one, known)]
     if not local:
@@ -273,11 +273,11 @@ def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protoc
         protocol.Address(address=one, interface=network_interfaces.interface_of(one, known) or "lo")
         for one in local
     ]
-    return chosen, f"; only at {address}, which was asked for"
+    return chosen, f"; only at {address}, as requested"
 
 
 def _listening_name(word: str, known: Sequence[Interface]) -> list[str]:
-    """Return the addresses meant by an address, the name of an interface, or any other name."""
+    """Return the addresses of an address, an interface or a host name."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(word))]
     if any(one.name == word for one in known):
@@ -291,17 +291,19 @@ def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) ->
         f"{one.address} ({one.interface})" for one in network_interfaces.interface_candidates(known)
     )
     if named == [address]:
-        why = f"it is no address of {socket.gethostname()}"
+        why = f"it is not an address of {socket.gethostname()}"
     elif any(one.name == address for one in known):
-        why = "it is an interface that others cannot reach"
+        why = "it is an interface that other hosts cannot reach"
     elif named:
-        why = f"it stands for {', '.join(named)}, which is no address of {socket.gethostname()}"
+        why = (
+            f"it resolves to {', '.join(named)}, which is not an address of {socket.gethostname()}"
+        )
     else:
-        why = "the name is not known here"
+        why = "the name does not resolve here"
     return Impossible(
         f"cannot listen at {address}",
-        why=f"{why}; it has {own or 'none but 127.0.0.1'}",
-        fix="give one of these, or none: then the one is taken that all other machines reach",
+        why=f"{why}; this host has {own or 'only 127.0.0.1'}",
+        fix="give one of these, or none: then the address that all other hosts reach is used",
     )
 
 
@@ -313,31 +315,34 @@ def _bind_usual(
         if sockets is None:
             continue
         if port == USUAL_PORT:
-            return sockets, f"port {port}: the usual one, and it is free"
-        holder = holder_of(USUAL_PORT) or "something that has just ended"
-        return sockets, f"port {port}: the next free one, for {USUAL_PORT} is held by {holder}"
+            return sockets, f"port {port}: the default, and it is free"
+        holder = holder_of(USUAL_PORT) or "a process that has just exited"
+        return sockets, f"port {port}: the next free one, because {USUAL_PORT} is used by {holder}"
     sockets = _bind_any(where)
     port = _port_of(next(iter(sockets.values())))
-    return sockets, f"port {port}: any, for {USUAL_PORT} to {LAST_USUAL_PORT} are all taken"
+    return (
+        sockets,
+        f"port {port}: any free one, because {USUAL_PORT} to {LAST_USUAL_PORT} are all in use",
+    )
 
 
 def _bind_any(where: Sequence[protocol.Address]) -> dict[protocol.Address, socket.socket]:
     for _ in range(_TRIES):
-        # The first address gets a free port; it may be taken at one of the others.
+        # The first address gets a free port; it may be in use at another address.
         sockets = _bind_all(where, 0)
         if sockets is not None:
             return sockets
     raise Impossible(
-        f"found no port that is free at all of {', '.join(one.address for one in where)}",
-        why=f"{_TRIES} were tried",
-        fix="end some of the programs that hold ports of this machine (ss -ltnp)",
+        f"found no port that is free at all addresses: {', '.join(one.address for one in where)}",
+        why=f"{_TRIES} ports were tried",
+        fix="stop some of the programs that use ports on this host (ss -ltnp)",
     )
 
 
 def _bind_all(
     where: Sequence[protocol.Address], port: int
 ) -> dict[protocol.Address, socket.socket] | None:
-    """Return listening sockets on one port; None if it is taken at one of the addresses."""
+    """Return listening sockets on one port; None if it is in use at one of the addresses."""
     with contextlib.ExitStack() as undo:
         sockets: dict[protocol.Address, socket.socket] = {}
         trouble: OSError | None = None
@@ -347,7 +352,7 @@ def _bind_all(
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     return None
-                trouble = error  # the address has gone, or is not ready yet: do without it
+                trouble = error  # the address is gone or not ready yet: skip it
                 continue
             sockets[one] = sock
             port = _port_of(sock)
@@ -363,7 +368,7 @@ def _bind(address: str, port: int) -> socket.socket:
     try:
         if os.name == "nt":  # there, address reuse would let others take the port away
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)  # type: ignore[attr-defined,unused-ignore]
-        else:  # connections of an earlier run may linger; who listens still has the port alone
+        else:  # connections of an earlier run may linger; the listener still owns the port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, port))
         sock.listen(BACKLOG)
@@ -382,7 +387,7 @@ def _checked(port: int) -> int:
         raise Impossible(
             f"{port} is not a port",
             why="ports are numbers from 1 to 65535",
-            fix=f"give none, which takes {USUAL_PORT} or the next that is free",
+            fix=f"give none: then {USUAL_PORT} or the next free port is used",
         )
     return port
 
@@ -390,9 +395,9 @@ def _checked(port: int) -> int:
 def _listening_taken(port: int) -> Impossible:
     holder = holder_of(port)
     return Impossible(
-        f"port {port} is asked for, but it is taken",
-        why=f"it is held by {holder}" if holder else "it was taken a moment ago",
-        fix="give no port, which takes the next that is free, or end that program",
+        f"port {port} was requested, but it is in use",
+        why=f"it is used by {holder}" if holder else "it was in use a moment ago",
+        fix="give no port: then the next free one is used; or stop that program",
     )
 
 
@@ -401,6 +406,6 @@ def _not_allowed(port: int, error: OSError | None) -> Impossible:
     forbidden = error is not None and error.errno == errno.EACCES
     return Impossible(
         f"cannot listen on port {port}",
-        why=f"{words}; ports below 1024 belong to root" if forbidden else f"{words}",
-        fix=f"give no port, which takes {USUAL_PORT} or the next that is free",
+        why=f"{words}; ports below 1024 need root" if forbidden else f"{words}",
+        fix=f"give no port: then {USUAL_PORT} or the next free one is used",
     )

@@ -1,4 +1,4 @@
-"""Trying to reach the first machine at each of its addresses, and choosing the one all can reach."""
+"""Try to reach the first host at each of its addresses, and choose the one that all hosts can reach."""
 
 import asyncio
 import errno
@@ -18,16 +18,16 @@ from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network.interfaces import Interface
 from torchmuster.launch.network.listening import request_line
 
-# Each machine is called by so many others: among thousands not all can try all.
+# Number of other hosts that try each host: with thousands of hosts not all pairs can be tried.
 CALLERS = 8
 _LINES_SHOWN = 4
-# Where most systems take the ports from that they give out; else any that is not the system's own.
+# The ephemeral port range of most systems; else any unprivileged port.
 _USUAL_PORTS, _ALL_PORTS = (32768, 60999), (1024, 65535)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAddress:
-    """A machine of the run: its name, its ``sys.platform``, and its address towards the others."""
+    """A host of the run: its name, its ``sys.platform``, and its address as seen by the others."""
 
     name: str
     system: str
@@ -36,7 +36,7 @@ class NodeAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class ReachCall:
-    """One machine's try to reach another at any port; ``problem`` is "" if it did (see ``wire``)."""
+    """One host's attempt to reach another at any port; ``problem`` is "" on success (see ``wire``)."""
 
     caller: NodeAddress
     called: NodeAddress
@@ -45,7 +45,7 @@ class ReachCall:
 
 
 def called_by(place: int, count: int) -> list[int]:
-    """Return the places that one place calls: those that follow it, but not the first."""
+    """Return the host indices that one host tries: those that follow it, but not the first."""
     following = ((place + step) % count for step in range(1, min(count, CALLERS + 1)))
     return [one for one in following if one != 0]
 
@@ -53,9 +53,9 @@ def called_by(place: int, count: int) -> list[int]:
 def check_reachability(
     calls: Sequence[ReachCall], *, both_ways: bool, port: int, timeout_s: float
 ) -> str:
-    """Raise ``Impossible`` if ranks that have to could not connect; return what is to be said else.
+    """Raise ``Impossible`` if a required connection failed; else return a warning, or "".
 
-    ``both_ways`` is for NCCL. ``port`` is the meeting port, at which all have reached the first.
+    ``both_ways`` is for NCCL. ``port`` is the rendezvous port, at which all hosts have reached the first.
     """
     failed = [one for one in calls if one.problem]
     fatal = [one for one in failed if both_ways or gloo_calls(one.caller, one.called)]
@@ -68,14 +68,14 @@ def check_reachability(
         )
         verb = "does" if len(callers) == 1 else "do"
         return (
-            f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports at which ranks talk; "
+            f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports that ranks use; "
             "gloo does not need that direction, NCCL would"
         )
     return ""
 
 
 def gloo_calls(caller: NodeAddress, called: NodeAddress) -> bool:
-    """Say whether, of two machines, gloo's connection is made by this one."""
+    """Return whether gloo connects from ``caller`` to ``called``."""
     mine, theirs = (ipaddress.ip_address(one.address) for one in (caller, called))
     return mine.version != theirs.version or mine.packed > theirs.packed
 
@@ -87,21 +87,21 @@ def _blocked(fatal: Sequence[ReachCall], port: int, timeout_s: float) -> Impossi
     )
     verb = "does" if len(callers) == 1 else "do"
     lines = [
-        f"{one.caller.name} to {one.called.name} ({one.called.address}, at port {one.port} to try it): "
+        f"{one.caller.name} to {one.called.name} ({one.called.address}, tried at port {one.port}): "
         f"{meaning_of_errno(one.problem, timeout_s)}"
         for one in fatal[:_LINES_SHOWN]
     ]
     if len(fatal) > _LINES_SHOWN:
         lines.append(f"and {len(fatal) - _LINES_SHOWN:,} more")
-    lines.append(f"ranks connect at ports that the system gives out; port {port} is not enough")
+    lines.append(f"ranks use ephemeral ports; port {port} alone is not enough")
     fixes = []
     for one in fatal[:_LINES_SHOWN]:
         usual = _USUAL_PORTS[0] <= one.port <= _USUAL_PORTS[1]
         ports = _USUAL_PORTS if usual else _ALL_PORTS
         command = firewall.open_command(one.called.system, ports, source=one.caller.address)
-        fixes.append(f"let {one.caller.name} in at {one.called.name}:\n{command}")
+        fixes.append(f"allow connections from {one.caller.name} on {one.called.name}:\n{command}")
     return Impossible(
-        f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports at which ranks talk",
+        f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports that ranks use",
         why="\n".join(lines),
         fix="\n".join(fixes),
     )
@@ -111,12 +111,12 @@ def _reach_names(places: Iterable[NodeAddress]) -> list[str]:
     return list(dict.fromkeys(one.name for one in places))
 
 
-# Where very many call at once the listener hangs up on some of them; these call again.
+# If very many hosts connect at once, the listener drops some of them; these retry.
 _CALLS = 4
 _PAUSE_S = 0.2
 _NAMES_SHOWN = 3
 
-# What each of the other machines reached, with its name.
+# The results of each other host, with its name.
 Answers = Sequence[tuple[str, protocol.Reached]]
 
 _PROBLEMS = {
@@ -124,15 +124,15 @@ _PROBLEMS = {
     errno.ECONNREFUSED: "refused",
     errno.EHOSTUNREACH: "unreachable",
     errno.ENETUNREACH: "no-route",
-    errno.EAFNOSUPPORT: "no-route",  # IPv6 is switched off here
-    errno.EADDRNOTAVAIL: "no-route",  # no address of the target's kind here
+    errno.EAFNOSUPPORT: "no-route",  # IPv6 is disabled here
+    errno.EADDRNOTAVAIL: "no-route",  # no address of the target's family here
 }
 
 
 async def try_all_calls(
     reach: protocol.Reach, *, interfaces: Sequence[Interface] | None = None
 ) -> protocol.Reached:
-    """Try all targets at the same time; each try ends within the time that was given."""
+    """Try all targets at the same time, each with the given timeout."""
     known = network_interfaces.read_interfaces() if interfaces is None else interfaces
     tries = [_try(target, reach.nonce, reach.timeout_s, known) for target in reach.targets]
     return protocol.Reached(results=tuple(await asyncio.gather(*tries)))
@@ -150,7 +150,7 @@ async def _try(
 async def connect_to(
     target: protocol.Target, nonce: str, *, timeout_s: float, interfaces: Sequence[Interface]
 ) -> tuple[protocol.ReachResult, socket.socket | None]:
-    """Try one target; return how it went, and the open connection if it was reached."""
+    """Try one target; return the result, and the open connection on success."""
     begun = time.monotonic()
     local = connection = None
     try:
@@ -163,7 +163,7 @@ async def connect_to(
     except OSError as error:
         problem = _PROBLEMS.get(error.errno or 0, "unreachable")
     if problem == "refused" and network_interfaces.is_local(target.address, interfaces):
-        # An address that each machine has for itself (docker0): we have called ourselves.
+        # An address that every host has (docker0): we connected to ourselves.
         problem = "impostor"
     result = protocol.ReachResult(
         target=target, problem=problem, seconds=time.monotonic() - begun, local=local
@@ -192,9 +192,9 @@ async def _call_until_answered(
 async def _call_reach(
     target: protocol.Target, request: bytes, length: int, known: Sequence[Interface]
 ) -> tuple[bytes, protocol.Address, socket.socket]:
-    """Return what was answered, at most ``length`` bytes, our own end, and the connection.
+    """Return the answer (at most ``length`` bytes), our own address, and the connection.
 
-    The answer is b"" if the other side hung up.
+    The answer is b"" if the other side closed the connection.
     """
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
@@ -215,7 +215,7 @@ async def _call_reach(
                     break
                 answer += piece
         except ConnectionError:
-            pass  # hung up
+            pass  # connection closed
     except BaseException:
         sock.close()
         raise
@@ -223,7 +223,7 @@ async def _call_reach(
 
 
 def local_end(reached: protocol.Reached, address: str) -> protocol.Address | None:
-    """Return the address and interface through which a machine reached the chosen address."""
+    """Return the address and interface through which a host reached the chosen address."""
     return next(
         (one.local for one in reached.results if one.target.address == address and not one.problem),
         None,
@@ -233,25 +233,25 @@ def local_end(reached: protocol.Reached, address: str) -> protocol.Address | Non
 def check_not_loopback(
     head: str, listening: protocol.Listening, asked: str | None, others: Sequence[protocol.Address]
 ) -> None:
-    """Raise ``Impossible`` if the head machine listens only where nobody but itself can reach it.
+    """Raise ``Impossible`` if the head host listens only at loopback addresses.
 
-    ``asked`` is the address that was given, ``others`` are those the machine has.
+    ``asked`` is the requested address, ``others`` are the addresses of the host.
     """
     if not all(ipaddress.ip_address(one.address).is_loopback for one in listening.addresses):
         return
     if asked is None:
         raise Impossible(
-            f"{head} has no address at which others could reach it",
-            why="it has loopback only: its other interfaces are down or have no address",
-            fix="ip address  # there, and bring an interface up; or name another machine first",
+            f"{head} has no address that other hosts can reach",
+            why="it has only loopback: its other interfaces are down or have no address",
+            fix="ip address  # there, and bring an interface up; or list another host first",
         )
     own = ", ".join(f"{one.address} ({one.interface})" for one in others)
     found = ", ".join(one.address for one in listening.addresses)
-    meaning = "this" if found == asked else f"on {head} this stands for {found}, which"
+    meaning = "this" if found == asked else f"on {head} this resolves to {found}, which"
     raise Impossible(
-        f"the other machines cannot reach {head} at {asked}",
-        why=f"{meaning} leads every machine to itself; {head} has {own or 'no other address'}",
-        fix="leave out --address, which takes the address that all other machines reach",
+        f"the other hosts cannot reach {head} at {asked}",
+        why=f"{meaning} is the host itself on every host; {head} has {own or 'no other address'}",
+        fix="omit --address: then the address that all other hosts reach is used",
     )
 
 
@@ -263,9 +263,9 @@ def choose_address(
     *,
     timeout_s: float = Limits.reach_s,
 ) -> Decision[str]:
-    """Return the first address of the head machine that all other machines reach.
+    """Return the first address of the head host that all other hosts reach.
 
-    ``head`` is the name people know it by and ``system`` its ``sys.platform``. Raises ``Impossible``
+    ``head`` is its display name and ``system`` its ``sys.platform``. Raises ``Impossible``
     if there is no such address.
     """
     troubles = {one: _troubles(one.address, listening.port, answers) for one in listening.addresses}
@@ -273,15 +273,15 @@ def choose_address(
     if chosen is None:
         raise _none_reached(listening, troubles, answers, head, system, timeout_s)
     passed_over = [
-        f"{one.address} was passed over ({_reach_message(found, timeout_s)})"
+        f"{one.address} was skipped ({_reach_message(found, timeout_s)})"
         for one, found in troubles.items()
         if found and listening.addresses.index(one) < listening.addresses.index(chosen)
     ]
-    who = f"all {len(answers)} other machines reach it"
+    who = f"all {len(answers)} other hosts reach it"
     if len(answers) == 1:
         who = f"{answers[0][0]} reaches it"
     elif not answers:
-        who = "no other machine takes part"
+        who = "no other hosts"
     reason = f"{chosen.address} ({chosen.interface} of {head}): {who}"
     return Decision(value=chosen.address, reason="; ".join([reason, *passed_over]))
 
@@ -293,9 +293,9 @@ def check_service(
     *,
     timeout_s: float = Limits.reach_s,
 ) -> None:
-    """Raise ``Impossible`` unless every machine reaches a service that is not ours."""
+    """Raise ``Impossible`` unless every host reaches an external service."""
     troubles = _troubles(target.address, target.port, answers)
-    # Whoever answers is not one of us, which is as it should be.
+    # An answer from another program is expected here.
     troubles.pop("impostor", None)
     if troubles:
         nodes = [node for found in troubles.values() for node in found]
@@ -303,18 +303,18 @@ def check_service(
         raise Impossible(
             f"{name_several(nodes)} {verb} not reach {name} at {target.address}:{target.port}",
             why=_reach_message(troubles, timeout_s),
-            fix=f"start {name} there, or let these machines in at port {target.port}; the address "
-            "is what --rdzv-endpoint says",
+            fix=f"start {name} there, or allow these hosts to connect to port {target.port}; the address "
+            "comes from --rdzv-endpoint",
         )
 
 
 def problem_at(reached: protocol.Reached, target: protocol.Target) -> str:
-    """Return what kept a machine from a target; "" if it reached it."""
+    """Return why a host could not reach a target; "" if it did."""
     return next((one.problem for one in reached.results if one.target == target), "not-tried")
 
 
 def _troubles(address: str, port: int, answers: Answers) -> dict[str, list[str]]:
-    """Return the machines that do not reach an address, by what kept them from it."""
+    """Return the hosts that do not reach an address, by problem."""
     target = protocol.Target(address=address, port=port)
     found: dict[str, list[str]] = {}
     for node, reached in answers:
@@ -343,17 +343,17 @@ def _none_reached(
         verb = "does" if len(everywhere) == 1 else "do"
         what = f"{name_several(everywhere)} {verb} not reach {head} at port {listening.port}"
     else:
-        what = f"no address of {head} is reached by all of {name_several([node for node, _ in answers])}"
+        what = f"no address of {head} is reachable from all of {name_several([node for node, _ in answers])}"
     fixes = []
     if words & {"timeout", "refused", "unreachable", "not-tried"}:
         command = firewall.open_command(system, listening.port)
-        fixes.append(f"let them in at {head}:\n{command}")
+        fixes.append(f"allow connections on {head}:\n{command}")
         fixes.append(
-            "the ranks also talk to each other at ports that the system gives out: each machine has "
-            "to let the others in at these too"
+            "the ranks also connect to each other at ephemeral ports: each host must allow connections "
+            "from the others at these too"
         )
     if not fixes or not everywhere:
-        fixes.append(f"give an address of {head} that all of them reach: --address")
+        fixes.append(f"give an address of {head} that all hosts reach: --address")
     return Impossible(what, why="\n".join(lines), fix="\n".join(fixes))
 
 
@@ -365,22 +365,22 @@ def _reach_message(found: Mapping[str, Sequence[str]], timeout_s: float) -> str:
 
 
 def meaning_of_errno(problem: str, timeout_s: float) -> str:
-    """Say what it means that a try ended with this problem."""
+    """Return the meaning of a problem."""
     meanings = {
-        "timeout": f"no answer in {timeout_s:g} s: a firewall drops it or the link is down",
-        "refused": "refused: a firewall rejects it, or the address leads to another machine",
-        "unreachable": "unreachable: a firewall or a router on the way says no",
-        "no-route": "no route: the machine is not connected to this network",
-        "impostor": "it leads somewhere else: the same address is in use there too (docker0, a "
+        "timeout": f"no answer in {timeout_s:g} s: a firewall drops the packets or the link is down",
+        "refused": "refused: a firewall rejects it, or the address belongs to another host",
+        "unreachable": "unreachable: a firewall or router rejects it",
+        "no-route": "no route: the host is not connected to this network",
+        "impostor": "another host answered: the same address is in use there too (docker0, a "
         "bridge, a copied virtual machine)",
-        "no-name": "the name is not known there",
-        "not-tried": "was not tried",
+        "no-name": "the name does not resolve there",
+        "not-tried": "not tried",
     }
     return meanings.get(problem, problem)
 
 
 def name_several(names: Sequence[str]) -> str:
-    """Name a few machines, and of many the first few and the number of the others."""
+    """Return the names of a few hosts; of many, the first few and the number of the others."""
     if len(names) > _NAMES_SHOWN + 1:
         return f"{', '.join(names[:_NAMES_SHOWN])} and {len(names) - _NAMES_SHOWN:,} others"
     if len(names) < 2:

@@ -1,1 +1,1 @@
-"""The node agent: the one process of ours on each machine that takes part in a run."""
+"""The node agent: our one process on each host of a run."""

@@ -19,8 +19,12 @@ def main() -> None:
     """Serve the launcher at the other end of the pipe."""
     parser = argparse.ArgumentParser(prog="python -m torchmuster.launch.node")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--place", type=int, help="take only the lines addressed to this place")
-    where.add_argument("--place-from", metavar="VARIABLE", help="the place is in this variable")
+    where.add_argument("--place", type=int, help="read only the lines addressed to this node index")
+    where.add_argument(
+        "--place-from",
+        metavar="VARIABLE",
+        help="read the node index from this environment variable",
+    )
     options = parser.parse_args()
     place = int(os.environ[options.place_from]) if options.place_from else options.place
     asyncio.run(_keep(place))

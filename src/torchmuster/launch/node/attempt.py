@@ -1,4 +1,4 @@
-"""One machine's ranks while they run: started, listened to, ended, and gone."""
+"""One attempt of a host's ranks: start, output, stack dumps, stop and report."""
 
 import asyncio
 import codecs
@@ -23,12 +23,12 @@ from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL
 from torchmuster.units import format_bytes
 
 _CHUNK = 64 * 1024
-# A progress bar rewrites its line by carriage returns for minutes: it is shown this often.
+# A progress bar rewrites its line with carriage returns for minutes: it is shown this often.
 _PROGRESS_EVERY_S = 2.0
 
 
 class Tail:
-    """One rank's log, read from where it was when the attempt began."""
+    """One rank's log, read from its end at the start of the attempt."""
 
     def __init__(self, rank: int, path: Path) -> None:
         self.rank = rank
@@ -39,7 +39,7 @@ class Tail:
         self._shown_s = 0.0
 
     def read(self, now_s: float, *, last: bool = False) -> str:
-        """Return the lines that are new; with ``last`` also one that was never finished."""
+        """Return the new lines; with ``last`` also an incomplete one."""
         data = self._new_bytes()
         self._unfinished += data
         whole, end, rest = self._unfinished.rpartition(b"\n")
@@ -56,7 +56,7 @@ class Tail:
         return self._progress(now_s)
 
     def skip(self) -> int:
-        """Leave out all but the last lines of what is new; return how many bytes that is."""
+        """Skip all new lines except the last ones; return the number of skipped bytes."""
         try:
             behind = self._path.stat().st_size - self._offset
         except OSError:
@@ -76,7 +76,7 @@ class Tail:
                     return b""
                 stream.seek(self._offset)
                 data = stream.read(_CHUNK)
-        except OSError:  # not there yet, or its disk has gone: nothing to show
+        except OSError:  # not there yet, or its disk is gone: nothing to show
             return b""
         self._offset += len(data)
         return data
@@ -92,7 +92,7 @@ class Tail:
 
 
 def _whole_letters(data: bytes) -> tuple[str, bytes]:
-    """Return the text, and the bytes of a letter whose others are still to come."""
+    """Return the text, and the bytes of an incomplete character at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     return decoder.decode(data), decoder.getstate()[0]
 
@@ -113,7 +113,7 @@ _CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)", re.MULTILINE)
 async def dump_stacks(
     records: Path, pids: dict[int, int], ranks: Iterable[int]
 ) -> Iterator[protocol.Evidence]:
-    """Return what these ranks show, as far as they run here; ``pids`` are their processes."""
+    """Return the stack dumps of those of these ranks that run here; ``pids`` are their processes."""
     asked = [rank for rank in ranks if rank in pids]
     for rank in asked:
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ async def dump_stacks(
 async def _wait_attempt(
     done: Callable[[int], bool], ranks: Iterable[int], within_s: float
 ) -> list[int]:
-    """Wait until all are done; return those that are not when the time is up."""
+    """Wait until all ranks are done; return those that are not after ``within_s``."""
     deadline = time.monotonic() + within_s
     while left := [rank for rank in ranks if not done(rank)]:
         if time.monotonic() > deadline:
@@ -143,10 +143,10 @@ def _attempt_evidence(
 ) -> Iterator[protocol.Evidence]:
     for rank in asked:
         if rank in silent:
-            why = "Python cannot run in it at the moment, so it did not answer"
+            why = "Python cannot run in it, so it did not answer"
             stacks = _faults(records, rank)
             shown = (
-                f"its stacks, innermost call first:\n{stacks}" if stacks else "it shows no stacks"
+                f"its stacks, innermost call first:\n{stacks}" if stacks else "no stacks available"
             )
             text = (
                 f"rank {rank}, process {pids[rank]}\n{why}\n{of_this_system(pids[rank])}\n{shown}"
@@ -161,11 +161,11 @@ def _attempt_evidence(
 
 
 def of_this_system(pid: int) -> str:
-    """Return what the system knows of a process and its threads: in which state, waiting for what."""
+    """Return the system's information on a process and its threads: state and wait channel."""
     stat = heartbeats.look_at_process(pid)
     if stat is None:
-        return "its process has gone"
-    lines = [f"the state of its process: {stat.state}"]
+        return "its process is gone"
+    lines = [f"process state: {stat.state}"]
     with contextlib.suppress(OSError):
         for task in sorted(Path(f"/proc/{pid}/task").iterdir())[:_THREADS_SHOWN]:
             name, where = (
@@ -181,7 +181,7 @@ def of_this_system(pid: int) -> str:
 
 
 def _signal(pid: int) -> bool:
-    """Ask for the stacks by signal; only a process that is ready for it, which another would die of."""
+    """Request the stacks by signal; only if the process handles it, as it would kill others."""
     caught = _CAUGHT.search(_dump_text(Path(f"/proc/{pid}/status")))
     if STACKS_SIGNAL is None or caught is None or not int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1:
         return False
@@ -210,9 +210,9 @@ _FOLLOW_EVERY_S = 0.05
 _SAMPLE_EVERY_S = 1.0
 _HEARTBEATS_EVERY_S = 2.0
 _KILL_WITHIN_S = 5.0
-# What the agent may take to end once it has no rank any more.
+# How long the agent may take to exit once it has no ranks.
 _AGENT_GRACE_S = 2.0
-# So that one rank's flood holds up neither the other ranks nor the end.
+# So that one rank's output blocks neither the other ranks nor the shutdown.
 _PIECES_AT_A_TIME = 16
 _LAST_WORDS_WITHIN_S = 1.0
 
@@ -220,7 +220,7 @@ Send = Callable[[protocol.FromAgent], Awaitable[None]]
 
 
 class RunningAttempt:
-    """An attempt of this machine's ranks."""
+    """An attempt of this host's ranks."""
 
     def __init__(self, share: NodeShare, engine: Engine, send: Send) -> None:
         self._share = share
@@ -234,16 +234,16 @@ class RunningAttempt:
         self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._stopping = asyncio.Event()
         self._deadline_s = 0.0
-        self.gone = asyncio.Event()  # no process of it is alive any more
-        self.told = asyncio.Event()  # the launcher has been told how it ended
+        self.gone = asyncio.Event()  # none of its processes is alive
+        self.told = asyncio.Event()  # the launcher has received the report
 
     async def start(self) -> protocol.Started:
-        """Start the ranks; return what to say of it."""
+        """Start the ranks; return the message for the launcher."""
         pid = await self._engine.start()
         return protocol.Started(attempt=self._share.start.attempt, pid=pid)
 
     def stop(self, grace_s: float) -> None:
-        """Ask the ranks to end; when the grace is over they are killed. A shorter grace counts."""
+        """Request the ranks to stop, and kill them after the grace period. A later call can only shorten it."""
         deadline = time.monotonic() + grace_s
         if self._stopping.is_set():
             self._deadline_s = min(self._deadline_s, deadline)
@@ -259,13 +259,13 @@ class RunningAttempt:
                 os.kill(pid, signal.Signals[name])
 
     async def examine(self, message: protocol.DumpStacks) -> None:
-        """Send what the ranks that are asked for show of what they are doing."""
+        """Send the stack dumps of the requested ranks."""
         pids = engines.rank_pids(self._share.records)
         for evidence in await dump_stacks(self._share.records, pids, message.ranks):
             await self._send(evidence)
 
     async def watch(self) -> protocol.Ended:
-        """Return when nothing of this attempt is alive any more and all it wrote has been sent."""
+        """Return when no process of this attempt is alive and all its output has been sent."""
         with node_records.NodeRecorder(self._run, self._share.start.first_rank):
             return await self._watch()
 
@@ -290,7 +290,7 @@ class RunningAttempt:
         return self._verdict(waiting.result(), left)
 
     async def _follow(self, over: asyncio.Event) -> None:
-        """Send what the ranks write. To a launcher that takes nothing any more this gets stuck."""
+        """Send the ranks' output. Blocks if the launcher no longer reads."""
         sampled_s = told_s = 0.0
         while not over.is_set():
             with contextlib.suppress(TimeoutError):
@@ -306,7 +306,7 @@ class RunningAttempt:
         await self._forward_the_rest()
 
     async def _tell_heartbeats(self) -> None:
-        # In a thread: to find a rank's children, all processes of the machine are looked at.
+        # In a thread: finding a rank's children means reading all processes of the host.
         if heartbeats := await asyncio.to_thread(self._heartbeats.read):
             attempt, run = self._share.start.attempt, self._run
             message = protocol.Heartbeats(
@@ -325,11 +325,11 @@ class RunningAttempt:
 
     async def _kill_when_time_is_up(self) -> None:
         await self._stopping.wait()
-        alone_s: float | None = None  # since when the agent has had no rank to wait for
+        alone_s: float | None = None  # when the agent lost its last rank
         while (now := time.monotonic()) < self._deadline_s:
             alone_s = None if self._some_rank_lives() else alone_s or now
             if alone_s is not None and now - alone_s > _AGENT_GRACE_S:
-                break  # it waits for other machines, which it can do for minutes
+                break  # it waits for other hosts, possibly for minutes
             await asyncio.sleep(min(self._deadline_s - now, 0.1))
         await asyncio.to_thread(
             process_cleanup.kill_processes, self._share.prepare.token, within_s=_KILL_WITHIN_S
@@ -345,13 +345,13 @@ class RunningAttempt:
                 text = tail.read(now_s)
                 if text:
                     await self._send(protocol.Output(rank=tail.rank, text=text))
-                if text.count("\n") <= 1:  # what came meanwhile is not urgent
+                if text.count("\n") <= 1:  # newer output is not urgent
                     break
 
     async def _forward_the_rest(self) -> None:
-        """Send what is left, however long it takes: with the node agent its files go, too.
+        """Send the remaining output, however long it takes: the files are deleted with the node agent.
 
-        Of very much only the last part, where the end was asked for or the launcher has the logs.
+        After a stop request, or if the launcher has the logs, only the last part of a very long output.
         """
         deadline_s: float | None = None
         for tail in self._tails:
@@ -369,7 +369,7 @@ class RunningAttempt:
     def _why_leave_out(self, rank: int) -> str:
         if self._share.prepare.logs is not None:
             return f": see {self._share.logs}/rank-{rank}.log"
-        return ", not sent because the end was asked for" if self._stopping.is_set() else ""
+        return ", not sent because of the stop request" if self._stopping.is_set() else ""
 
     def _verdict(self, exits: ExitsOfRanks, left: list[psutil.Process]) -> protocol.Ended:
         pids = engines.rank_pids(self._share.records)
@@ -391,7 +391,7 @@ class RunningAttempt:
         )
         words = exits.words
         if left:
-            words += f"\nprocesses that could not be ended: {[one.pid for one in left]}"
+            words += f"\nprocesses that could not be killed: {[one.pid for one in left]}"
         ended = protocol.Ended(
             attempt=self._share.start.attempt,
             good=not (failures or words),

@@ -10,16 +10,16 @@ from torchmuster.launch import protocol
 
 
 class AgentConnection(Protocol):
-    """What a node agent needs of a connection to the launcher."""
+    """Interface of a node agent's connection to the launcher."""
 
     async def receive(self) -> protocol.ToAgent | None:
-        """Return the next message, or None when the launcher has gone."""
+        """Return the next message, or None when the launcher is gone."""
 
     async def send(self, message: protocol.FromAgent) -> None:
-        """Send a message; one that can no longer be sent is dropped."""
+        """Send a message; drop it if the connection is closed."""
 
     async def close(self) -> None:
-        """Let go."""
+        """Close the connection."""
 
 
 class PipeConnection:
@@ -32,14 +32,14 @@ class PipeConnection:
         self._mine = None if place is None else {str(place).encode(), b"*"}
         self._loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[protocol.ToAgent | None] = asyncio.Queue()
-        # What the ranks or a library print by mistake must not end up among the messages.
+        # Output of ranks or libraries must not mix with the messages.
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._writing = asyncio.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
     async def receive(self) -> protocol.ToAgent | None:
-        """Return the next message, or None when the launcher has gone."""
+        """Return the next message, or None when the launcher is gone."""
         return await self._messages.get()
 
     async def send(self, message: protocol.FromAgent) -> None:
@@ -49,7 +49,7 @@ class PipeConnection:
             await asyncio.to_thread(self._write, data)
 
     async def close(self) -> None:
-        """Nothing to do: the pipe ends with the process."""
+        """Do nothing: the pipe closes with the process."""
 
     def _write(self, data: bytes) -> None:
         try:
@@ -70,11 +70,11 @@ class PipeConnection:
                 if (data := assembler.add(line)) is not None:
                     self._deliver(protocol.decode_to_agent(data))
         except (OSError, protocol.UnreadableMessage) as error:
-            print(f"torchmuster: the launcher cannot be understood: {error}", file=sys.stderr)
+            print(f"torchmuster: cannot decode the launcher's message: {error}", file=sys.stderr)
         self._deliver(None)
 
     def _deliver(self, message: protocol.ToAgent | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._messages.put_nowait, message)
-        except RuntimeError:  # the loop has ended: nobody listens
+        except RuntimeError:  # the event loop has stopped
             return

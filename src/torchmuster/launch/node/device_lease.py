@@ -1,4 +1,4 @@
-"""What a machine gives to a run: its devices, chosen and claimed, or its processor."""
+"""The devices that a host provides for a run: chosen and claimed GPUs, or the CPU."""
 
 import os
 import shlex
@@ -22,7 +22,7 @@ from torchmuster.units import plural
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLease:
-    """The devices held for the run, what the ranks are told of them, and why these."""
+    """The devices held for the run, the variables for the ranks, and the reasons."""
 
     ranks: int
     devices: tuple[str, ...]
@@ -32,13 +32,13 @@ class DeviceLease:
     held: HeldDevices | None = None
 
     def release(self) -> None:
-        """Give the devices back."""
+        """Release the devices."""
         if self.held is not None:
             self.held.release()
 
 
 def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], None]) -> DeviceLease:
-    """Choose and claim what the launcher asked for; raises what ``acquire`` raises."""
+    """Choose and claim the devices that the launcher requested; raises what ``acquire`` raises."""
     if (cpu := _cpu(prepare)) is not None:
         return cpu
     try:
@@ -58,7 +58,7 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
 
 
 def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
-    """Choose what ``take`` would choose now, and claim nothing."""
+    """Return what ``lease_devices`` would choose now, without claiming it."""
     if (cpu := _cpu(prepare)) is not None:
         return cpu
     node = snapshot.take_snapshot_with_history()
@@ -96,7 +96,7 @@ def _gpus(
 
 
 def _for_a_run(fix: str, prepare: protocol.Prepare) -> str:
-    """Say the way out in the words of the command that was typed."""
+    """Rewrite a fix for the command that the user typed."""
     muster = shlex.join(["muster", *prepare.typed])
     fix = fix.replace("muster gpus pick", muster).replace("--num ", "--num-gpus ")
     cpu = f"{muster} --device cpu --ranks {prepare.ranks or 1} …"
@@ -104,7 +104,7 @@ def _for_a_run(fix: str, prepare: protocol.Prepare) -> str:
 
 
 def _cpu(prepare: protocol.Prepare) -> DeviceLease | None:
-    """Return the processor, if that is what is asked for or all there is."""
+    """Return a CPU lease, if the CPU was requested or there is no GPU."""
     node = snapshot.take_snapshot()
     has_accelerators = bool(node.accelerators)
     seen = visible(node.accelerators, os.environ).devices
@@ -113,14 +113,14 @@ def _cpu(prepare: protocol.Prepare) -> DeviceLease | None:
     ranks = prepare.ranks or 1
     threads, reason = _threads(ranks, prepare)
     if prepare.device == "cpu":
-        why = "the CPU, as asked"
+        why = "device: cpu"
     elif has_accelerators:
-        why = "the CPU: no GPU of this machine is visible"
+        why = "device: cpu, because no GPU of this host is visible"
     else:
-        why = "the CPU: this machine has no GPU"
+        why = "device: cpu, because this host has no GPU"
     hidden: dict[str, str | None] = {}
     if has_accelerators:
-        # To Intel's driver, an empty value means all.
+        # For Intel's driver, an empty value means all.
         kinds = (kind for kind in STAGES if kind is not DeviceKind.XPU)
         hidden = {STAGES[kind][0][0]: "" for kind in kinds}
     return DeviceLease(
@@ -133,11 +133,11 @@ def _cpu(prepare: protocol.Prepare) -> DeviceLease | None:
 
 
 def _threads(ranks: int, prepare: protocol.Prepare) -> tuple[int, str]:
-    """Share the cores among the ranks of this machine."""
+    """Divide the cores among the ranks of this host."""
     cores = usable_cores()
     threads = max(1, cores.value // ranks)
     if given := {**os.environ, **prepare.environment}.get("OMP_NUM_THREADS"):
-        return threads, f"OMP_NUM_THREADS={given}, as the environment has it"
+        return threads, f"OMP_NUM_THREADS={given}, from the environment"
     each = "thread" if threads == 1 else "threads"
     count = plural(ranks, "rank")
     return threads, f"{threads} {each} per rank ({cores.value} usable cores / {count})"

@@ -1,7 +1,7 @@
-"""torchrun's elastic agent for one machine.
+"""torchrun's elastic agent for one host.
 
-The agent is PyTorch's own, and so are its flags; this file adds three things to it: it dies with the
-node agent, it writes down which ranks failed and how, and it knows the rendezvous ``torchmuster``.
+The agent and its flags are PyTorch's; this file adds three things: it is killed with the node agent, it records
+which ranks failed and how, and it registers the rendezvous ``torchmuster``.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torchmuster.launch.rank.start import die_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the agent; the first argument is where to write which ranks failed."""
+    """Run the agent; the first argument is the file for the ranks that failed."""
     die_with_parent()  # before torch is imported, which takes seconds
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""What starts a machine's ranks: torchrun's agent, or the node agent itself where that cannot run."""
+"""Engines that start a host's ranks: torchrun's agent, or the node agent itself if that cannot run."""
 
 import asyncio
 import contextlib
@@ -23,23 +23,23 @@ _RANK = Path(__file__).parents[1] / "rank" / "start.py"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeShare:
-    """One machine's share of a run: what was settled with it, and where it keeps its files."""
+    """One host's share of a run: its messages from the launcher, and its folders."""
 
     prepare: protocol.Prepare
     start: protocol.Start
     ranks: int
     logs: Path
     records: Path
-    socket: int | None = None  # the listening socket of the store, on the first machine
+    socket: int | None = None  # the listening socket of the store, on the first host
 
     @property
     def first(self) -> bool:
-        """Whether this is the machine with rank 0."""
+        """Whether this is the host with rank 0."""
         return self.start.node_rank == 0
 
 
 def rank_command(share: NodeShare) -> list[str]:
-    """Return the command of each rank; its number is in the environment."""
+    """Return the command of each rank; the rank number is in the environment."""
     settings = {
         "logs": str(share.logs),
         "records": str(share.records),
@@ -52,19 +52,19 @@ def rank_command(share: NodeShare) -> list[str]:
 
 
 def agent_command(share: NodeShare) -> list[str]:
-    """Return the command of the agent: torchrun's own flags, nothing left to its defaults."""
+    """Return the command of the agent: torchrun's flags, with no defaults."""
     flags = [
         f"--nnodes={share.start.nodes}",
         f"--nproc-per-node={share.ranks}",
         f"--rdzv-id={share.prepare.run_id}.{share.start.attempt}",
         *_rendezvous(share),
         f"--local-addr={share.start.local_address}",
-        "--max-restarts=0",  # a restart is the launcher's: of all machines, with a clean store
+        "--max-restarts=0",  # the launcher restarts: all hosts, with a clean store
         "--monitor-interval=0.1",
         f"--log-dir={share.records / 'torchrun'}",
         "--no-python",
     ]
-    # torchrun replaces ${local_rank} and $$ in a command; what was typed should arrive as it is.
+    # torchrun replaces ${local_rank} and $$ in a command; the user's command must arrive unchanged.
     command = [word.replace("$", "$$") for word in rank_command(share)]
     report = str(share.records / "agent.json")
     return [sys.executable, "-m", "torchmuster.launch.node.elastic_agent", report, *flags, *command]
@@ -79,7 +79,7 @@ def _rendezvous(share: NodeShare) -> list[str]:
             conf += f",socket={share.socket}"
         flags = ["--rdzv-backend=torchmuster", f"--rdzv-endpoint={start.endpoint}"]
         return [*flags, f"--rdzv-conf={conf}"]
-    # The keep-alive compares the clocks of different machines, so it must allow for wrong ones.
+    # The keep-alive compares the clocks of different hosts, so it must tolerate wrong ones.
     conf = f"rank={start.node_rank},join_timeout={timeout},last_call_timeout=5,keep_alive_interval=5,keep_alive_max_attempt=1000"
     if start.backend == "c10d":
         conf += f",is_host={str(share.first).lower()},read_timeout={timeout}"
@@ -93,7 +93,7 @@ def _rendezvous(share: NodeShare) -> list[str]:
 def agent_environment(
     share: NodeShare, base: Mapping[str, str], devices: Mapping[str, str | None], threads: int
 ) -> dict[str, str]:
-    """Return the environment of the agent and its ranks; what the user set is never overwritten."""
+    """Return the environment of the agent and its ranks; the user's variables are never overwritten."""
     merged = {name: value for name, value in base.items() if not name.startswith("PET_")}
     merged |= share.prepare.environment
     for name, value in devices.items():
@@ -103,14 +103,14 @@ def agent_environment(
             merged[name] = value
     merged.setdefault("OMP_NUM_THREADS", str(threads))
     merged[TOKEN_VARIABLE] = share.prepare.token
-    # Restarted ranks must not find what an earlier attempt left in a shared store.
+    # Restarted ranks must not read keys of an earlier attempt from a shared store.
     merged["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     merged.setdefault(GRACE_VARIABLE, USUAL_GRACE_S)
     return merged
 
 
 def direct_environment(share: NodeShare, local_rank: int) -> dict[str, str]:
-    """Return what torchrun would tell a rank, for systems on which its agent cannot run."""
+    """Return the variables that torchrun would set, for systems on which its agent cannot run."""
     start = share.start
     return {
         "RANK": str(start.first_rank + local_rank),
@@ -121,19 +121,19 @@ def direct_environment(share: NodeShare, local_rank: int) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(start.nodes),
         "MASTER_ADDR": start.address,
         "MASTER_PORT": str(start.port),
-        "USE_LIBUV": "0",  # the Windows builds of torch are made without it
+        "USE_LIBUV": "0",  # the Windows builds of torch do not include it
     }
 
 
 _LAST_LINES = 30
 _LAST_BYTES = 8 * 1024
-# The verdict shows one failure whole and compares it with the others; a hundred would be too much.
+# The root cause shows one complete failure and compares it with the others; a hundred would be too much.
 _TOLD_WHOLE = 16
 _SHORT_ERROR = 200
 
 
 def rank_pids(records: Path) -> dict[int, int]:
-    """Return the process of each rank that has begun."""
+    """Return the PID of each rank that has started."""
     found = {}
     for path in records.glob("rank-*.json"):
         if path.name.count(".") == 1:
@@ -142,13 +142,13 @@ def rank_pids(records: Path) -> dict[int, int]:
 
 
 def ranks_finished(records: Path, ranks: Iterable[int]) -> list[int]:
-    """Return the ranks whose script ended well."""
+    """Return the ranks whose script finished."""
     return [rank for rank in ranks if (records / f"rank-{rank}.finished.json").exists()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """How a rank's process ended: its exit code (negative: a signal), and when that was noticed."""
+    """How a rank's process exited: its exit code (negative: a signal), and when that was noticed."""
 
     pid: int
     code: int
@@ -164,10 +164,10 @@ def read_failure_files(
     peaks: Mapping[int, int],
     began: Mapping[int, int],
 ) -> list[protocol.Failure]:
-    """Return the ranks that failed, with what each of them and the machine knows of the cause.
+    """Return the ranks that failed, with the evidence from each rank and from the host.
 
-    A rank that left an error of its own, but was ended before its exit was noticed, is among them.
-    ``began`` is where in each rank's log this attempt begins.
+    This includes a rank that recorded an error, but was killed before its exit was noticed. ``began`` is the
+    offset in each rank's log at which this attempt starts.
     """
     found = []
     for local_rank, rank in enumerate(ranks):
@@ -196,7 +196,7 @@ def read_failure_files(
 
 
 def _exit_code(seen: RankExit | None, own: Mapping[str, Any]) -> int:
-    """Return how a rank ended; one that saved may have been sent a signal on its way out."""
+    """Return a rank's exit code; one that saved may have got a signal while exiting."""
     if own.get("exit_code") == ExitCode.SAVED or seen is None:
         code = own.get("exit_code")
         return code if isinstance(code, int) else 1
@@ -204,7 +204,7 @@ def _exit_code(seen: RankExit | None, own: Mapping[str, Any]) -> int:
 
 
 def fitting_failures(ended: protocol.Ended) -> protocol.Ended:
-    """Return how an attempt ended so that it fits into a message: if need be, only the first whole."""
+    """Return a report that fits into a message: if necessary, only the first failure is complete."""
     if len(protocol.to_lines(ended)) <= protocol.MESSAGE_LIMIT:
         return ended
     return msgspec.structs.replace(
@@ -217,14 +217,14 @@ def _cut_later(
     whole: int,
     cut: Callable[[protocol.Failure], protocol.Failure],
 ) -> list[protocol.Failure]:
-    """Cut all failures but the first in time."""
+    """Shorten all failures except the earliest ones."""
     by_time = sorted(failures, key=lambda one: -one.ago_s)
     first = {one.rank for one in by_time[:whole]}
     return [one if one.rank in first else cut(one) for one in failures]
 
 
 def _error_alone(failure: protocol.Failure) -> protocol.Failure:
-    if not failure.traceback:  # then it is the log that says what happened
+    if not failure.traceback:  # then only the log shows what happened
         return failure
     return msgspec.structs.replace(failure, traceback="", last_lines="")
 
@@ -237,7 +237,7 @@ def _short_error_alone(failure: protocol.Failure) -> protocol.Failure:
 
 
 def agent_exits(records: Path) -> dict[int, RankExit]:
-    """Return how each rank ended that the agent saw failing."""
+    """Return the exits of the ranks that the agent saw fail."""
     return {
         int(one["rank"]): RankExit(
             pid=int(one["pid"]), code=int(one["exit_code"]), at_unix_s=float(one["at_unix_s"])
@@ -247,7 +247,7 @@ def agent_exits(records: Path) -> dict[int, RankExit]:
 
 
 def last_output_lines(path: Path, began: int) -> str:
-    """Return the end of a log, of what was written after ``began`` bytes."""
+    """Return the end of a log, ignoring the first ``began`` bytes."""
     try:
         with path.open("rb") as stream:
             stream.seek(0, 2)
@@ -259,7 +259,7 @@ def last_output_lines(path: Path, began: int) -> str:
 
 
 def _engines_text(record: Mapping[str, Any], name: str) -> str:
-    """Return a text of a record; halves of characters, as in odd file names, cannot travel."""
+    """Return a text of a record; lone surrogates, as in odd file names, are escaped."""
     return str(record.get(name, "")).encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
@@ -274,35 +274,35 @@ def _read_engines(path: Path) -> dict[str, Any]:
 _AGENT_WORDS = 2000
 _LOOK_EVERY_S = 0.1
 _KILL_WITHIN_S = 5.0
-# How long the agent may take to write down how all ranks ended, once none is left.
+# How long the agent may take to report the exits of all ranks, once none is left.
 _REPORT_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitsOfRanks:
-    """How the ranks ended: those that failed, or in words why that is not known."""
+    """How the ranks exited: those that failed, or as text why that is unknown."""
 
     failed: Mapping[int, RankExit] = field(default_factory=dict)
     words: str = ""
 
 
 class Engine(Protocol):
-    """What starts the ranks and tells how they ended."""
+    """Starts the ranks and returns how they exited."""
 
     async def start(self) -> int:
-        """Start; return a process id."""
+        """Start the ranks; return a process id."""
 
     async def wait(self) -> ExitsOfRanks:
-        """Wait for the end."""
+        """Wait until all ranks have exited."""
 
     def terminate(self) -> None:
-        """Ask the ranks to end."""
+        """Request the ranks to stop."""
 
 
 class TorchrunEngine:
-    """torchrun's elastic agent in a process of its own.
+    """torchrun's elastic agent in a separate process.
 
-    After a failure the agent waits up to 30 s for the ranks that it has asked to end; here they are killed after the grace.
+    After a failure the agent waits up to 30 s for the other ranks to stop; here they are killed after the grace period.
     """
 
     def __init__(self, share: NodeShare, environment: Mapping[str, str]) -> None:
@@ -322,12 +322,12 @@ class TorchrunEngine:
                 stdout=log,
                 stderr=log,
                 pass_fds=() if socket is None else (socket,),
-                start_new_session=True,  # Ctrl-C is the node agent's to deal with
+                start_new_session=True,  # the node agent handles Ctrl-C
             )
         return self._process.pid
 
     async def wait(self) -> ExitsOfRanks:
-        """Wait for the agent; it wrote down which ranks failed unless it failed itself."""
+        """Wait for the agent; it has recorded which ranks failed unless it failed itself."""
         assert self._process is not None
         ending = asyncio.create_task(self._end_ranks_after_failure(self._process))
         try:
@@ -338,13 +338,15 @@ class TorchrunEngine:
         if failed or code == 0:
             return ExitsOfRanks(failed=failed)
         how = (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
         )
         said = last_output_lines(self._share.records / "agent.log", 0)[-_AGENT_WORDS:]
         return ExitsOfRanks(words=f"torchrun's agent {how}\n{said}".strip())
 
     def terminate(self) -> None:
-        """Ask the agent to end; it asks the ranks."""
+        """Request the agent to stop; it stops the ranks."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
@@ -359,11 +361,11 @@ class TorchrunEngine:
         )
         await asyncio.sleep(_REPORT_WITHIN_S)
         with contextlib.suppress(ProcessLookupError):
-            agent.kill()  # it waits for a rank that cannot be killed
+            agent.kill()  # it is waiting for a rank that cannot be killed
 
 
 class DirectEngine:
-    """The ranks as children of the node agent, for Windows, where torchrun's agent cannot run."""
+    """Ranks as child processes of the node agent, for Windows, where torchrun's agent cannot run."""
 
     def __init__(self, share: NodeShare, environment: Mapping[str, str]) -> None:
         self._share = share
@@ -386,7 +388,7 @@ class DirectEngine:
         return self._processes[0].pid
 
     async def wait(self) -> ExitsOfRanks:
-        """Wait for all ranks; the first that fails ends the others."""
+        """Wait for all ranks; stop the others when the first one fails."""
         waits = {asyncio.ensure_future(one.wait()): one for one in self._processes}
         failed: dict[int, RankExit] = {}
         left = set(waits)
@@ -409,7 +411,7 @@ class DirectEngine:
         return ExitsOfRanks(failed=failed)
 
     def terminate(self) -> None:
-        """Ask every rank to end."""
+        """Request every rank to stop."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -423,5 +425,5 @@ class DirectEngine:
 def engine_for(
     share: NodeShare, environment: Mapping[str, str], system: str = sys.platform
 ) -> Engine:
-    """Return torchrun's agent wherever it can run."""
+    """Return the engine for this system: torchrun's agent if it can run."""
     return (DirectEngine if system == "win32" else TorchrunEngine)(share, environment)

@@ -1,4 +1,4 @@
-"""The heartbeats of a machine's ranks: what each wrote down of itself, and what the system knows of it."""
+"""The heartbeats of a host's ranks: each rank's own record, and process information from the system."""
 
 import os
 import time
@@ -24,7 +24,7 @@ _LETTERS = {
 
 
 class Stat:
-    """One process: its state, its parent, the processor time of it and of the children it has waited for, its RAM."""
+    """One process: state, parent, CPU time including reaped children, resident memory."""
 
     __slots__ = ("cpu_s", "memory_bytes", "parent", "state")
 
@@ -36,7 +36,7 @@ class Stat:
 
 
 def look_at_process(pid: int) -> Stat | None:
-    """Return what is known of a process; None if it has gone."""
+    """Return the stat of a process; None if it is gone."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()
@@ -58,7 +58,7 @@ def _asked_of_psutil(pid: int) -> Stat | None:
 
 
 def children_stats(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor time of the living descendants of each process."""
+    """Return the CPU time of the running descendants of each process."""
     everybody = {pid: stat for pid in psutil.pids() if (stat := look_at_process(pid)) is not None}
     below = dict.fromkeys(pids, 0.0)
     for pid, stat in everybody.items():
@@ -72,10 +72,10 @@ def children_stats(pids: Iterable[int]) -> dict[int, float]:
 
 
 class Load:
-    """How many processors ranks and their children keep busy, from one look to the next.
+    """How many CPUs the ranks and their children use, between two samples.
 
-    To find all children takes a look at every process of the machine, so it is done only for those ranks
-    that are named: where a rank moves, nobody asks who does its work.
+    Finding all children means reading every process of the host, so it is done only for the given ranks: it
+    is not needed for ranks that make progress.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,7 +85,7 @@ class Load:
     def take(
         self, stats: Mapping[int, Stat | None], *, with_children: Iterable[int]
     ) -> dict[int, float]:
-        """Return the processors kept busy since the last look, by process; at the first there is nothing."""
+        """Return the CPUs used since the last sample, by process; empty for the first sample."""
         pids = [pid for pid in with_children if stats.get(pid) is not None]
         below = children_stats(pids) if pids else {}
         now, busy = self._clock(), {}
@@ -98,13 +98,13 @@ class Load:
                 used_s = stat.cpu_s - own_s
                 if children_s is not None and then_children_s is not None:
                     used_s += children_s - then_children_s
-                # A child that ended since then has taken its time with it, or left it to its parent.
+                # The CPU time of a child that exited since then is lost, or added to its parent.
                 busy[pid] = round(max(0.0, used_s) / max(now - then, 0.001), 3)
             self._before[pid] = (now, stat.cpu_s, children_s)
         return busy
 
 
-# A rank that has not moved for so long may have its work done by others: compilers, data loaders.
+# After this long without progress, child processes may do the rank's work: compilers, data loaders.
 _STILL_S = 3.0
 _decode = msgspec.json.Decoder(Heartbeat).decode
 
@@ -120,7 +120,7 @@ class HeartbeatReader:
     ) -> None:
         self._paths = [records / f"rank-{rank}.heartbeat.json" for rank in ranks]
         self._clock = clock
-        self._beats: dict[int, tuple[int, float]] = {}  # by process: the last, and since when
+        self._beats: dict[int, tuple[int, float]] = {}  # by process: the last value, and since when
         self._moves: dict[int, tuple[int, float]] = {}
         self._load = Load(clock)
 
@@ -148,7 +148,7 @@ class HeartbeatReader:
         )
 
     def _unchanged_s(self, known: dict[int, tuple[int, float]], pid: int, count: int) -> float:
-        """Return for how long a process has told the same number."""
+        """Return how long a process has reported the same number."""
         now = self._clock()
         before, since_s = known.get(pid, (None, now))
         if before != count:

@@ -1,11 +1,10 @@
-"""What a machine that joined by a code does for its host, and what it refuses.
+"""What a node that joined with a code does for its host, and what it refuses.
 
-The host chooses what runs, so a machine that does not trust it (``muster join`` without ``--trust-host``)
-looks at each message before it acts: ``allowed`` returns what to do, or raises ``NotTrusted``. It starts
-nothing but scripts and modules of the folder it was started in and a few programs of torchmuster, takes
-variables that can neither load code nor name a file, and keeps its own folder and log path. What this
-does not protect from is in SECURITY.md. ssh, srun and pipes do not come here: whoever uses them has the
-account already.
+The host chooses what runs, so a node that does not trust it (``muster join`` without ``--trust-host``) checks
+each message before it acts: ``allowed`` returns what to do, or raises ``NotTrusted``. It starts only scripts
+and modules of the folder it was started in and a few programs of torchmuster, accepts only variables that can
+neither load code nor name a file, and keeps its own folder and log path. SECURITY.md lists what this does not
+protect against. Connections by ssh, srun and pipes are not checked: their users already have the account.
 """
 
 import argparse
@@ -31,9 +30,9 @@ from torchmuster.redaction import printable
 WORKER = "torchmuster.worker"
 # Modules of torchmuster that ranks may run, without arguments.
 PROBES = frozenset({"torchmuster.launch.probes.smoke", "torchmuster.diagnose.probes.collectives"})
-# Programs that may run beside the node agent.
+# Programs that may run alongside the node agent.
 SIDECARS = frozenset({"torchmuster.diagnose.host_probe"})
-# The others unpickle what they read from a store that the host may have written to.
+# The other backends unpickle data from a store that the host may have written to.
 RENDEZVOUS = "muster"
 
 # By name, not by prefix: NCCL_NET_PLUGIN and NCCL_TUNER_PLUGIN load libraries, NCCL_DEBUG_FILE,
@@ -71,20 +70,20 @@ PLACES = frozenset(
         *("data.evaluation_files", "checkpoint.folder"),
     }
 )
-# Of these, what is no file here would be looked for on the Hugging Face hub.
+# For these, a value that is not a local file would be downloaded from the Hugging Face hub.
 _FETCHED = frozenset({"model.model_name_or_path", "data.hugging_face", "data.tokenizer"})
 ADDRESSES = frozenset({"metrics.mlflow_uri"})
 
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-# A folder that has one of these is a Python installation: what lies in it was not put there to be run.
+# A folder that has one of these is a Python installation: its files were not put there to be run.
 _INSTALLATION = ("pyvenv.cfg", "conda-meta", "site-packages", "dist-packages", "os.py")
 _TRUST = "or join with: muster join --trust-host CODE"
 
 
 def check_join_policy(message: protocol.ToAgent, folder: Path) -> protocol.ToAgent:
-    """Return what a machine that joined from a folder does of a host's message.
+    """Return the part of a host's message that a node that joined from a folder executes.
 
-    Raises ``NotTrusted`` for what it refuses, and for what it cannot check.
+    Raises ``NotTrusted`` for messages that it refuses or cannot check.
     """
     try:
         return _allowed(message, folder)
@@ -109,13 +108,13 @@ def _allowed(message: protocol.ToAgent, folder: Path) -> protocol.ToAgent:
         case protocol.Start(backend=backend) if backend != RENDEZVOUS:
             raise NotTrusted(
                 f"refused rendezvous backend {backend!r}",
-                why="torch unpickles what it reads from this backend's store, which can run any code",
-                fix=f"leave out --rdzv-backend, {_TRUST}",
+                why="torch unpickles data from this backend's store, which can run any code",
+                fix=f"omit --rdzv-backend, {_TRUST}",
             )
         case protocol.StartSidecar(program=program) if program not in SIDECARS:
             raise NotTrusted(
                 f"refused sidecar program {program!r}",
-                why=f"a machine that joined starts only {', '.join(sorted(SIDECARS))}",
+                why=f"a joined node starts only {', '.join(sorted(SIDECARS))}",
             )
         case protocol.Relay():
             return protocol.Relay(text=_in_own_folder(message.text))
@@ -132,18 +131,21 @@ def _allowed(message: protocol.ToAgent, folder: Path) -> protocol.ToAgent:
             | protocol.Leave()
         ):
             return message
-    raise NotTrusted(f"refused a {type(message).__name__} message", why="it is not on the list")
+    raise NotTrusted(
+        f"refused a {type(message).__name__} message",
+        why="it is not on the list of allowed messages",
+    )
 
 
 def _in_own_folder(question: str) -> str:
-    """Return a question for the examiner without the folder that it names: it looks at its own."""
+    """Return a request for the host probe without its folder: the probe uses its own."""
     asked = msgspec.json.decode(question, type=dict)
     if isinstance(asked.get("argument"), dict):
         asked["argument"].pop("folder", None)
     return msgspec.json.encode(asked).decode()
 
 
-# ---- what is run
+# ---- commands
 
 
 def _check_command(command: Sequence[str], module: bool, folder: Path) -> None:
@@ -161,14 +163,14 @@ def _check_command(command: Sequence[str], module: bool, folder: Path) -> None:
 def _not_own(what: str, folder: Path) -> NotTrusted:
     return NotTrusted(
         f"refused {what}: not part of {folder}",
-        why="a machine that joined starts only code, and takes only paths, inside the folder in which muster "
-        "join was started; hidden and installed files in it, and links that lead out of it, do not count",
+        why="a joined node starts only code, and accepts only paths, inside the folder in which muster join was "
+        "started, except hidden and installed files and links that lead out of it",
         fix=f"copy it into that folder, {_TRUST}",
     )
 
 
 def _is_own(path: Path, folder: Path) -> bool:
-    """Say whether a path leads to somewhere inside a folder that is neither hidden nor installed."""
+    """Return whether a path is inside a folder and neither hidden nor installed."""
     root, real = folder.resolve(), (folder / path).resolve()
     if not real.is_relative_to(root) or real.is_relative_to(Path(torchmuster.__file__).parent):
         return False
@@ -183,10 +185,10 @@ def _is_own(path: Path, folder: Path) -> bool:
 
 
 def _is_own_module(name: str, folder: Path, *, runnable: bool) -> bool:
-    """Say whether Python, started in a folder, finds a module there and nowhere else.
+    """Return whether Python, started in a folder, finds a module there and nowhere else.
 
-    Nothing is imported. A name that is installed as well is refused: Python may have imported that one
-    before, and of a folder without ``__init__.py`` it takes the installed package.
+    Nothing is imported. A name that is also installed is refused: Python may have imported that package
+    before, and prefers it to a folder without ``__init__.py``.
     """
     top, *rest = name.split(".")
     if not _MODULE.fullmatch(name) or top in sys.stdlib_module_names:
@@ -198,7 +200,7 @@ def _is_own_module(name: str, folder: Path, *, runnable: bool) -> bool:
 
 
 def _chain(start: ModuleSpec, rest: Sequence[str], runnable: bool) -> list[ModuleSpec | None]:
-    """Return what Python would find on its way to a module; None at the end if it is not there."""
+    """Return the specs that Python would find on the path to a module; None at the end if it is missing."""
     chain: list[ModuleSpec | None] = [start]
     spec: ModuleSpec | None = start
     for part in rest:
@@ -226,7 +228,7 @@ def _spec_is_own(spec: ModuleSpec | None, folder: Path) -> bool:
     return all(_is_own(Path(place), folder) for place in places)
 
 
-# ---- what it is given
+# ---- variables and arguments
 
 
 def _check_variables(environment: dict[str, str]) -> None:
@@ -235,7 +237,7 @@ def _check_variables(environment: dict[str, str]) -> None:
         names = printable([", ".join(refused)])
         raise NotTrusted(
             f"refused {'variable' if len(refused) == 1 else 'variables'} {names}",
-            why="a machine that joined takes only variables that can neither load code nor name a file; "
+            why="a joined node accepts only variables that can neither load code nor name a file; "
             "the documentation of the wire protocol lists them",
             fix=f"start the host without {names}, {_TRUST}",
         )
@@ -243,13 +245,11 @@ def _check_variables(environment: dict[str, str]) -> None:
 
 class _Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise NotTrusted(
-            f"refused arguments of {WORKER}: {message}", fix=f"leave them out, {_TRUST}"
-        )
+        raise NotTrusted(f"refused arguments of {WORKER}: {message}", fix=f"omit them, {_TRUST}")
 
 
 def _check_worker(arguments: Sequence[str], folder: Path) -> None:
-    """Check what a host tells the worker; what the machine's own file of settings says is its own."""
+    """Check the host's arguments for the worker; the node's own settings file is not checked."""
     parser = _Arguments(add_help=False, allow_abbrev=False)
     written.add_arguments(parser)
     options = parser.parse_args(list(arguments))
@@ -266,7 +266,7 @@ def _check_worker(arguments: Sequence[str], folder: Path) -> None:
 
 
 def _fits(path: str, value: object, folder: Path) -> bool:
-    """Say whether a host may give a setting this value."""
+    """Return whether a host may set a setting to this value."""
     if value is None:
         return True
     if path in FUNCTIONS:

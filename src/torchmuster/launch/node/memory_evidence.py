@@ -1,8 +1,8 @@
-"""What a machine knows of memory when a process was killed without a word.
+"""Memory evidence for processes that were killed without a message.
 
-The kernel kills with SIGKILL, which leaves no message in the process. It counts such kills in the
-control group (cgroup) of the victim, and it names the victim in its log, which not everybody may
-read. How much a process used is gone with it, so that has to be looked at while it lives.
+The kernel kills with SIGKILL, which leaves no message in the process. It counts such kills in the control
+group (cgroup) of the process, and names the process in its log, which not every user can read. The memory use of
+a process is lost when it exits, so it must be sampled before.
 """
 
 import os
@@ -33,15 +33,15 @@ _NOW = re.compile(rb"^VmRSS:\s*(\d+) kB", re.MULTILINE)
 
 
 class MemoryPeaks:
-    """The most memory that processes were seen to use; ask for it regularly while they live."""
+    """Peak memory of processes; call ``sample`` regularly while they run."""
 
     def __init__(self, proc_root: Path = PROC) -> None:
         self._proc_root = proc_root
         self._peaks: dict[int, int] = {}
-        self.together_bytes = 0  # the most that all of them used at one moment
+        self.together_bytes = 0  # peak of their sum
 
     def sample(self, pids: Iterable[int]) -> None:
-        """Look at these processes now; those that have gone keep the peak they had."""
+        """Sample these processes now; those that have exited keep their peak."""
         together = 0
         for pid in pids:
             peak, now = self._look(pid)
@@ -50,11 +50,11 @@ class MemoryPeaks:
         self.together_bytes = max(self.together_bytes, together)
 
     def of(self, pid: int) -> int | None:
-        """Return the most memory a process was seen to use; None if it was never seen."""
+        """Return the peak memory of a process; None if it was never sampled."""
         return self._peaks.get(pid) or None
 
     def _look(self, pid: int) -> tuple[int, int]:
-        """Return peak and present memory; nothing for a process that has gone."""
+        """Return peak and current memory; 0 for a process that has exited."""
         if sys.platform != "linux":
             try:
                 resident = int(psutil.Process(pid).memory_info().rss)
@@ -62,7 +62,7 @@ class MemoryPeaks:
                 return 0, 0
             return resident, resident
         try:
-            # Far cheaper than psutil, and it has the true peak, not only that of our samples.
+            # Far cheaper than psutil, and it has the true peak, not only the sampled one.
             status = (self._proc_root / str(pid) / "status").read_bytes()
         except OSError:
             return 0, 0
@@ -72,7 +72,7 @@ class MemoryPeaks:
 
 @dataclass(frozen=True, kw_only=True)
 class _Victim:
-    """A process that the kernel says it killed."""
+    """A process that the kernel reports as killed."""
 
     pid: int
     of_cgroup: bool
@@ -81,9 +81,9 @@ class _Victim:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryWatch:
-    """How things stood before the start, so that what came since can be told from what was before.
+    """The counters before the start, to separate later out-of-memory kills from earlier ones.
 
-    ``kills`` is the cgroup's count of out-of-memory kills, None where it cannot be read.
+    ``kills`` is the cgroup's count of out-of-memory kills, None if it cannot be read.
     """
 
     proc_root: Path
@@ -96,7 +96,7 @@ class MemoryWatch:
     def begin(
         cls, proc_root: Path = PROC, sys_root: Path = SYS, kernel_log: Path = KERNEL_LOG
     ) -> "MemoryWatch":
-        """Note how things stand now."""
+        """Record the current counters."""
         return cls(
             proc_root=proc_root,
             sys_root=sys_root,
@@ -106,9 +106,9 @@ class MemoryWatch:
         )
 
     def explain(self, pid: int, exit_code: int, peaks: MemoryPeaks | None = None) -> str:
-        """Say what is known of the memory of a process that ended badly; "" if nothing is.
+        """Return the memory evidence for a process that failed; "" if there is none.
 
-        A text that begins with ``KERNEL_KILLED_IT`` is certain of that.
+        A text that begins with ``KERNEL_KILLED_IT`` is certain.
         """
         victims = list(self._victims())
         named = next((victim for victim in victims if victim.pid == pid), None)
@@ -119,9 +119,11 @@ class MemoryWatch:
         seen = (peaks.of(pid) if peaks else None) or 0
         peak = max(seen, named.resident_bytes if named else 0) or None
         if named is None and more <= 0:
-            words = [] if self.kills is None else ["the kernel did not do it for want of memory"]
+            words = (
+                [] if self.kills is None else ["not killed by the kernel's out-of-memory killer"]
+            )
             return "; ".join([*words, *([f"its peak was {format_bytes(peak)}"] if peak else [])])
-        # In a container the kernel's log has other process ids; the kind of shortage still holds.
+        # In a container the kernel's log has other process ids; which limit was hit is still valid.
         of_cgroup = named.of_cgroup if named else any(one.of_cgroup for one in victims) or None
         room = self._room(of_cgroup)
         if peak is None:
@@ -141,7 +143,7 @@ class MemoryWatch:
                 )
 
     def _room(self, of_cgroup: bool | None) -> str:
-        """Say how much memory there was to use; None: it is not known which limit was hit."""
+        """Return the available memory as text; None: it is unknown which limit was hit."""
         machine = int(psutil.virtual_memory().total)
         limits = [
             limit
@@ -152,20 +154,20 @@ class MemoryWatch:
         tightest = min(limits, default=machine)
         if tightest < machine and of_cgroup is not False:
             return f"the {format_bytes(tightest)} this cgroup may use"
-        return f"the {format_bytes(machine)} this machine has"
+        return f"the {format_bytes(machine)} this host has"
 
 
 def _of_others(kills: int) -> str:
     if kills <= 0:
         return ""
     processes = "a process" if kills == 1 else f"{kills} processes"
-    return f"the kernel killed {processes} of this job meanwhile: out of memory"
+    return f"the kernel killed {processes} of this job during the run: out of memory"
 
 
 def _kills(proc_root: Path, sys_root: Path) -> int | None:
-    """Return the count of this process's own cgroup: others' victims are counted above it.
+    """Return the kill count of this process's own cgroup; kills in other cgroups are counted above it.
 
-    Version 2 counts in memory.events, version 1 in memory.oom_control.
+    cgroup v2 counts in memory.events, v1 in memory.oom_control.
     """
     for folder in cgroup_folders("memory", proc_root, sys_root):
         for file in ("memory.events", "memory.oom_control"):
@@ -177,7 +179,7 @@ def _kills(proc_root: Path, sys_root: Path) -> int | None:
 
 
 def _records(kernel_log: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of the records in the kernel's log; none where it may not be read."""
+    """Yield number and text of the records in the kernel's log; none if it cannot be read."""
     for number, text in _RECORD.findall(_read_all(kernel_log)):
         yield int(number), text.decode(errors="replace")
 
@@ -189,7 +191,7 @@ def _read_all(kernel_log: Path) -> bytes:
         return b""
     pieces: list[bytes] = []
     try:
-        # Each read gives one record.
+        # Each read returns one record.
         while True:
             try:
                 piece = os.read(descriptor, _LONGEST_RECORD)
@@ -199,7 +201,7 @@ def _read_all(kernel_log: Path) -> bytes:
                 break
             pieces.append(piece)
     except OSError:
-        pass  # no more for now, or not for us
+        pass  # no more records, or no permission
     finally:
         os.close(descriptor)
     return b"".join(pieces)

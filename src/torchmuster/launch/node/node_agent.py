@@ -1,4 +1,4 @@
-"""The node agent itself: does what the launcher says, and ends everything when it no longer hears it."""
+"""The node agent: executes the launcher's messages, and stops everything when they no longer arrive."""
 
 import asyncio
 import contextlib
@@ -30,9 +30,9 @@ from torchmuster.redaction import printable
 
 _ALIVE_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.25
-# Where the link to the launcher is cut, the ranks cannot save together: they get little time.
+# Without a connection to the launcher the ranks cannot save together, so they get little time.
 _UNREACHABLE_GRACE_S = 2.0
-# A launcher is heard regularly from the beginning; how long it may be silent it says later.
+# Timeout until the launcher's Prepare message sets another one.
 _SILENT_AT_FIRST_S = 12.0
 # Ranks that cannot even be killed are left behind after this long.
 _GONE_WITHIN_S = 5.0
@@ -40,7 +40,7 @@ _GONE_WITHIN_S = 5.0
 
 @dataclass(kw_only=True)
 class _AgentJob:
-    """What was prepared on this machine."""
+    """The job prepared on this host."""
 
     prepare: protocol.Prepare
     holding: device_lease.DeviceLease
@@ -48,7 +48,7 @@ class _AgentJob:
 
 
 class NodeAgent:
-    """One machine's part in a run."""
+    """Runs one host's ranks of a run."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class NodeAgent:
         allowed: Callable[[protocol.ToAgent], protocol.ToAgent] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """Serve ``end``; with ``folder``, the script runs there and not where the launcher says.
+        """Serve ``end``; with ``folder``, the script runs there and not in the launcher's folder.
 
-        A launcher that is not trusted has each message checked by ``allowed`` (``join_policy.py``).
-        ``tell`` is for whoever watches this node agent's own terminal, where it has one.
+        For an untrusted launcher, ``allowed`` checks each message (``join_policy.py``). ``tell`` prints to this
+        node agent's own terminal, if it has one.
         """
         self._end = end
         self._system = system
@@ -75,20 +75,20 @@ class NodeAgent:
         self._job: _AgentJob | None = None
         self._port: listening.OpenPort | None = None
         self._socket: socket.socket | None = None
-        self._attempt = -1  # the last that was asked for
+        self._attempt = -1  # the last requested attempt
         self._trying: asyncio.Task[protocol.Reached] | None = None
         self._running: RunningAttempt | None = None
         self._engaged: Sidecar | None = None
         self._ending = False  # because of a signal
         self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
-        self._turn = asyncio.Lock()  # what starts and what ends ranks, one after the other
+        self._turn = asyncio.Lock()  # serialises starting and stopping of ranks
         self._reaper: Reaper | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
         self._tasks: set[asyncio.Task[None]] = set()
-        self.words = ""  # how it ended, for whoever watches this terminal
+        self.words = ""  # why it exited, for this terminal
 
     async def run(self) -> int:
-        """Serve the launcher until it says that the run is over, or is gone."""
+        """Serve the launcher until the run is over or the launcher is gone."""
         loop = asyncio.get_running_loop()
         over = loop.create_future()
         for name in ("SIGTERM", "SIGHUP", "SIGINT"):
@@ -122,7 +122,7 @@ class NodeAgent:
     async def _end_with_grace(
         self, running: RunningAttempt, over: "asyncio.Future[int]", name: str
     ) -> None:
-        """End the ranks as the launcher would: a scheduler asks every process that it knows of."""
+        """Stop the ranks as the launcher would: a scheduler signals every process that it knows."""
         running.stop(self._grace_s())
         await running.told.wait()
         self._give_up(over, name)
@@ -143,8 +143,8 @@ class NodeAgent:
         while True:
             try:
                 message = await self._end.receive()
-            except Exception as error:  # ``wire.Garbled``, and whatever else its bytes cause
-                self._give_up(over, f"the launcher cannot be understood: {error}")
+            except Exception as error:  # ``wire.Garbled``, and any other decoding error
+                self._give_up(over, f"cannot decode the launcher's message: {error}")
                 return
             self._heard_s = time.monotonic()
             if message is not None and self._allowed is not None:
@@ -157,7 +157,7 @@ class NodeAgent:
             match message:
                 case None:  # the launcher was killed: its ranks save and stop
                     self._last_grace_s = self._grace_s()
-                    self._give_up(over, "the launcher has gone")
+                    self._give_up(over, "the launcher is gone")
                     return
                 case protocol.Leave():
                     self.words = message.words
@@ -193,7 +193,7 @@ class NodeAgent:
                 await work
             except MusterError as error:
                 await self._end.send(protocol.Refused(trouble=trouble_of(error)))
-            except Exception as error:  # whatever it is, the launcher must hear of it
+            except Exception as error:  # every error must reach the launcher
                 words = f"{type(error).__name__}: {error}"
                 unexpected = MusterError(f"the node agent failed: {words}")
                 await self._end.send(protocol.Refused(trouble=trouble_of(unexpected)))
@@ -206,14 +206,14 @@ class NodeAgent:
         self._lost_after_s = message.lost_after_s
         if self._own_folder is not None:
             message = msgspec.structs.replace(message, folder=str(self._own_folder))
-        self._tell(f"to be run in {message.folder}: {printable(message.command)}")
+        self._tell(f"will run in {message.folder}: {printable(message.command)}")
         if not Path(message.folder).is_dir():
             raise Impossible(
-                f"there is no folder {message.folder} on this machine",
-                why="the script runs in the same folder on every machine",
-                fix="copy the code to that folder there, or start from a folder that all machines have",
+                f"folder {message.folder} does not exist on this host",
+                why="the script runs in the same folder on every host",
+                fix="copy the code to that folder there, or start from a folder that all hosts have",
             )
-        if self._job is not None:  # after a restart, or for another command: what is held is kept
+        if self._job is not None:  # after a restart, or for another command: keep the devices
             self._job.prepare = message
             await self._tell_prepared()
             return
@@ -277,7 +277,7 @@ class NodeAgent:
     async def _reach(self, message: protocol.Reach) -> None:
         self._trying = asyncio.create_task(reach.try_all_calls(message))
         await asyncio.wait({self._trying})
-        if not self._trying.cancelled():  # as it is when the end was asked for meanwhile
+        if not self._trying.cancelled():  # as it is after a stop request
             await self._end.send(self._trying.result())
 
     async def _start(self, message: protocol.Start) -> None:
@@ -291,12 +291,12 @@ class NodeAgent:
         if self._port is not None:
             if message.node_rank == 0:
                 self._socket = await self._port.keep(message.address)
-            else:  # it was only to be tried
+            else:  # it was open only for the reachability test
                 await self._port.close()
             self._port = None
         listener = self._socket
         if message.backend != "muster" and listener is not None:
-            listener.close()  # the other rendezvous open their own
+            listener.close()  # the other rendezvous backends open their own
             listener = None
         records = self._folder / f"attempt-{message.attempt}"
         records.mkdir()
@@ -316,7 +316,7 @@ class NodeAgent:
         running = RunningAttempt(share, engine_for(share, base, self._system), self._end.send)
         started = await running.start()
         if listener is not None:
-            listener.close()  # the agent has its own copy; when it ends, the port is free
+            listener.close()  # the agent has its own copy; when it exits, the port is free
             self._socket = None
         self._running = running
         self._do(self._watch(running))
@@ -325,7 +325,7 @@ class NodeAgent:
     async def _watch(self, running: RunningAttempt) -> None:
         try:
             ended = await running.watch()
-        except Exception as error:  # whatever it is, nothing may go on unwatched
+        except Exception as error:  # after any error, no process may keep running unwatched
             assert self._job is not None
             token = self._job.prepare.token
             await asyncio.to_thread(process_cleanup.kill_processes, token, within_s=_GONE_WITHIN_S)
@@ -334,7 +334,7 @@ class NodeAgent:
         self._running = None
         try:
             await self._end.send(ended)
-        except Exception as error:  # without an answer the launcher would wait for ever
+        except Exception as error:  # without an answer the launcher would wait forever
             await self._end.send(_in_short(ended, error))
         running.told.set()
 
@@ -346,7 +346,7 @@ class NodeAgent:
                 self._running.stop(message.grace_s)
                 return
             await self._forget_port()
-        # Nothing runs, which is what was asked for.
+        # Nothing runs, as requested.
         await self._end.send(protocol.Ended(attempt=self._attempt, good=True))
 
     async def _pass_on(self, message: protocol.Signal) -> None:
@@ -381,11 +381,11 @@ class NodeAgent:
         while True:
             began_s = time.monotonic()
             await asyncio.sleep(_LOOK_EVERY_S)
-            # While this process itself was held up, nobody could be heard.
+            # Time in which this process itself was blocked does not count.
             self._heard_s += time.monotonic() - began_s - _LOOK_EVERY_S
             silent_s = time.monotonic() - self._heard_s
             if self._lost_after_s is not None and silent_s > self._lost_after_s:
-                self._give_up(over, f"the launcher was not heard for {silent_s:.0f} s")
+                self._give_up(over, f"no message from the launcher for {silent_s:.0f} s")
                 return
 
     async def _forget_port(self) -> None:
@@ -397,8 +397,8 @@ class NodeAgent:
             self._socket = None
 
     async def _end_all(self) -> None:
-        """End the ranks, give back the devices, leave nothing behind."""
-        await self._turn.acquire()  # for good: nothing is started any more
+        """Stop the ranks, release the devices, and remove all files."""
+        await self._turn.acquire()  # never released: nothing starts any more
         if self._running is not None:
             self._running.stop(self._last_grace_s)
         ended = self._engaged is None or await self._engaged.end()
@@ -407,7 +407,7 @@ class NodeAgent:
                 gone_within_s = self._last_grace_s + _GONE_WITHIN_S
                 await asyncio.wait_for(self._running.gone.wait(), gone_within_s)
             except TimeoutError:
-                ended = False  # the reaper goes on trying
+                ended = False  # the reaper keeps trying
         await self._forget_port()
         if self._job is not None:
             self._job.holding.release()
@@ -418,18 +418,18 @@ class NodeAgent:
 
 
 def _in_short(ended: protocol.Ended, why: Exception) -> protocol.Ended:
-    """Return the end without what could not be sent of it."""
+    """Return a short form of a message that could not be sent."""
     first = max(ended.failures, key=lambda one: one.ago_s, default=None)
     words = ended.words
     if first is not None:
         error = first.error.encode("ascii", errors="backslashreplace").decode()
         words = f"rank {first.rank} failed: {error[:200] or f'exit code {first.exit_code}'}"
-        words += f"\nthe rest cannot be told: {why}"
+        words += f"\nthe rest could not be sent: {why}"
     return protocol.Ended(attempt=ended.attempt, good=ended.good, words=words)
 
 
 def trouble_of(error: MusterError) -> protocol.Trouble:
-    """Put an error into words that can travel."""
+    """Return an error as a message for the launcher."""
     return protocol.Trouble(
         name=error.name,
         what=error.what,

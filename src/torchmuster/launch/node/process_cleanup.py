@@ -1,8 +1,8 @@
-"""Finding and ending every process of a run, however it was started.
+"""Find and kill every process of a run, however it was started.
 
 Each process of a run inherits a token in its environment: the agent, the ranks, their data loaders, and
-what a script starts by itself, also in a session of its own. Only one that clears its environment
-cannot be found this way.
+processes that a script starts, also in another session. Only a process that clears its environment cannot be
+found.
 """
 
 import contextlib
@@ -20,9 +20,10 @@ _LOOK_AGAIN_S = 0.02
 
 
 def processes_of(token: str) -> list[psutil.Process]:
-    """Return the living processes on this machine that belong to a run, or to one node agent's part of it.
+    """Return the running processes on this host that belong to a run, or to one node agent of it.
 
-    A part's token is the run's, a dot and the place: two node agents on one machine leave each other alone.
+    A node agent's token is the run's token, a dot and the node index, so that two node agents on one host do
+    not affect each other.
     """
     found = []
     for process in psutil.process_iter():
@@ -35,7 +36,7 @@ def processes_of(token: str) -> list[psutil.Process]:
 
 
 def signal_processes(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to those that are still alive."""
+    """Send a signal to the processes that are still alive."""
     for process in processes:
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
             process.send_signal(number)
@@ -44,11 +45,11 @@ def signal_processes(processes: Iterable[psutil.Process], number: signal.Signals
 def kill_processes(
     token: str, *, within_s: float, spare: int | None = None
 ) -> list[psutil.Process]:
-    """Kill every process of a run but one until none is left; return those that are still there in time."""
+    """Kill every process of a run except ``spare``; return those that are still alive after ``within_s``."""
     deadline = time.monotonic() + within_s
     while True:
         left = [process for process in processes_of(token) if process.pid != spare]
         signal_processes(left, signal.SIGKILL)
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(_LOOK_AGAIN_S)  # one that was about to start another is looked for again
+        time.sleep(_LOOK_AGAIN_S)  # a process may have just started another

@@ -1,4 +1,4 @@
-"""The exit codes of the ranks that failed, written down by torchrun's agent, whose children they are."""
+"""Exit codes of the ranks that failed, recorded by torchrun's agent, their parent process."""
 
 import os
 import signal
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class RankExits:
     """The ranks that failed, in a file for the node agent.
 
-    torch reports them once it has ended the other ranks, with times in whole seconds. That can take a while, and the agent
-    may itself be killed meanwhile, so each failure is written as soon as its process exits.
+    torch reports them after it has stopped the other ranks, with times in whole seconds. That can take a while, and the agent
+    may be killed before, so each failure is written as soon as its process exits.
     """
 
     def __init__(self, report: Path) -> None:
@@ -32,7 +32,7 @@ class RankExits:
             signal.signal(signal.SIGCHLD, self._note)
 
     def add_all(self, failures: "Mapping[int, ProcessFailure]") -> None:
-        """Write what torch reports at the end; what was noted earlier is kept, and stays the earliest."""
+        """Write torch's final report; earlier records are kept, and stay the earliest."""
         first = min((one.at_unix_s for one in self._failed.values()), default=0.0)
         reported = {
             rank: engines.RankExit(
@@ -44,7 +44,7 @@ class RankExits:
         self._write()
 
     def drop_ended_by(self, number: signal.Signals) -> None:
-        """Take back the ranks that ended as the agent asked them to."""
+        """Remove the ranks that exited because the agent stopped them."""
         self._failed = {rank: one for rank, one in self._failed.items() if one.code != -number}
         self._write()
 

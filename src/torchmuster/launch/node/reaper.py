@@ -1,8 +1,8 @@
-"""The process that ends what a node agent started, should the node agent itself be killed.
+"""The process that kills a node agent's processes if the node agent itself is killed.
 
-It sits in a session of its own, so that neither Ctrl-C nor the end of an ssh session reaches it, and
-waits for the other end of its standard input to close. Where the node agent said ``done`` first, there is
-nothing to do. Should the reaper be killed, the node agent starts another.
+It runs in its own session, so that neither Ctrl-C nor the end of an ssh session reaches it, and waits for its
+standard input to close. If the node agent sent ``done`` first, there is nothing to do. If the reaper is
+killed, the node agent starts another.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ _GO_WITHIN_S = 2.0
 
 
 class Reaper:
-    """The node agent's hold on it."""
+    """The node agent's handle of the reaper process."""
 
     def __init__(self, token: str, folder: Path) -> None:
         self._told = f"{token}\n{folder}\n".encode()
         self._process = self._start()
 
     def see_to_it(self) -> None:
-        """Start another if it was killed."""
+        """Start another reaper if it was killed."""
         if self._process.poll() is not None:
             self._process = self._start()
 
     def dismiss(self) -> None:
-        """Nothing is left to be ended: it goes before the node agent does."""
+        """Stop the reaper, because no process is left to kill."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(_DONE)
@@ -53,13 +53,13 @@ class Reaper:
             bufsize=0,
         )
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # killed at once: the next look finds that
+        with contextlib.suppress(OSError):  # killed at once: the next check restarts it
             process.stdin.write(self._told)
         return process
 
 
 def main() -> None:
-    """Wait for the node agent's end; unless it was done, kill what it left and remove its folder."""
+    """Wait until the node agent exits; without ``done``, kill its processes and remove its folder."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         with contextlib.suppress(AttributeError, ValueError):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""A small program of ours that runs beside the node agent and talks with the launcher through it.
+"""A sidecar process: one of our programs that runs next to the node agent and exchanges messages with the launcher.
 
-The lines of its standard input and output travel as ``relay``; what it writes on standard error is kept,
-should it end badly. It is found by the run's token as everything else of the run is.
+The lines of its standard input and output are sent as ``relay`` messages; its standard error is kept for the
+report of a failure. Process cleanup finds it by the run's token, like every process of the run.
 """
 
 import asyncio
@@ -15,21 +15,21 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 
-# A launcher may have our programs started and no others.
+# A launcher may start only our own programs.
 _OURS = re.compile(r"torchmuster(\.[a-z]\w*)+", re.ASCII)
 _KEPT_WORDS = 4000
-# When its input ends it ends by itself; if not it is killed.
+# It exits when its input closes; if not, it is killed.
 _END_WITHIN_S = 1.0
-# One that waits for a dead disk or driver cannot even be killed; it is left behind after this long.
+# A process that waits for a dead disk or driver cannot be killed; it is left behind after this long.
 _GONE_WITHIN_S = 2.0
-# Half of what a message may have: JSON in JSON has its quotation marks escaped.
+# Half of the message limit: JSON in JSON has its quotation marks escaped.
 _LONGEST_LINE = protocol.MESSAGE_LIMIT // 2
 
 Send = Callable[[protocol.FromAgent], Awaitable[None]]
 
 
 class Sidecar:
-    """The program, from its start to its end."""
+    """A running sidecar process."""
 
     def __init__(self, process: asyncio.subprocess.Process, send: Send) -> None:
         assert process.stdin is not None
@@ -43,18 +43,18 @@ class Sidecar:
 
     @classmethod
     async def begin(cls, message: protocol.StartSidecar, send: Send) -> "Sidecar":
-        """Start the program; refuses what is not ours."""
+        """Start the program; raises ``Impossible`` if it is not ours."""
         if not _OURS.fullmatch(message.program):
             raise Impossible(
-                f"{message.program!r} is not a program of torchmuster's",
-                why="a node agent starts no others beside itself",
+                f"{message.program!r} is not a torchmuster program",
+                why="a node agent starts no other sidecar processes",
             )
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", message.program),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            # Below that of the part: when ranks are swept away, this one stays.
+            # Its own token: cleaning up the ranks does not kill it.
             env={**os.environ, TOKEN_VARIABLE: f"{message.token}.program"},
             start_new_session=True,
             limit=_LONGEST_LINE,
@@ -67,12 +67,12 @@ class Sidecar:
         return self._process.pid
 
     def pass_on(self, text: str) -> None:
-        """Give the program a line; one that has ended does not get it, and its end was told."""
+        """Send the program a line; ignored if it has exited, which was reported."""
         with contextlib.suppress(OSError, RuntimeError):
             self._stdin.write(text.encode("utf-8", errors="replace") + b"\n")
 
     async def end(self) -> bool:
-        """End the program: its input ends, and soon after it is killed; say whether it has gone."""
+        """Close the program's input, kill it soon after, and return whether it is gone."""
         with contextlib.suppress(OSError, RuntimeError):
             self._stdin.close()
         with contextlib.suppress(TimeoutError):
@@ -91,12 +91,12 @@ class Sidecar:
             self._process.kill()
 
     async def _tell(self) -> None:
-        """Pass on what the program writes, and at last how it ended."""
+        """Forward the program's output, and finally its exit."""
         relaying = asyncio.create_task(self._relay())
         keeping = asyncio.create_task(self._keep_words())
         try:
             await self._process.wait()
-            # What it started may hold on to its output: that is not waited for.
+            # Its child processes may keep the output open: do not wait for them.
             await asyncio.wait({relaying, keeping}, timeout=_END_WITHIN_S)
         finally:
             relaying.cancel()
@@ -110,7 +110,7 @@ class Sidecar:
                 text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
                 await self._send(protocol.Relay(text=text))
         except ValueError:
-            self._words += b"\nit wrote a line that has no end"
+            self._words += b"\nit wrote a line that is too long"
             self._kill()
 
     async def _keep_words(self) -> None:

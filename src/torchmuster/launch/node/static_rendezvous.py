@@ -1,6 +1,6 @@
-"""The rendezvous of torchrun's agents: who takes part, in which order and where is known beforehand.
+"""The rendezvous of torchrun's agents, with hosts, order and address known in advance.
 
-The launcher has settled and tried all of that, so ``torchmuster``, the default, is torch's static rendezvous. It adds one
+The launcher has decided and tested all of that, so ``torchmuster``, the default, is torch's static rendezvous. It adds one
 thing: the store listens on a socket that the first host's node agent opened. That socket is bound to one address (TCPStore
 by itself listens on all), and has been open since the port was chosen, so no other process can take the port in between.
 
@@ -26,7 +26,7 @@ ORDERED = ("c10d", "etcd-v2")
 
 
 def register_rendezvous() -> None:
-    """Make these rendezvous known to torchrun."""
+    """Register these rendezvous backends with torchrun."""
     rendezvous_handler_registry.register(RENDEZVOUS, StaticRendezvous)
     for backend in ORDERED:
         rendezvous_handler_registry.register(f"{RENDEZVOUS}-{backend}", _ordered(backend))
@@ -71,7 +71,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         return RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store's server on the socket of the first host, then meet as torch does."""
+        """Open the store's server on the first host's socket, then continue as torch does."""
         if self.rank == 0 and self._socket != -1 and self._server is None:
             # multi_tenant: the store that torch opens for this port uses this server.
             self._server = dist.TCPStore(  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ class StaticRendezvous(StaticTCPRendezvous):
 
 
 class OrderedRendezvous(RendezvousHandler):
-    """A rendezvous in which the order of the machines is known beforehand."""
+    """A rendezvous in which the order of the hosts is known in advance."""
 
     def __init__(self, inner: RendezvousHandler, parameters: RendezvousParameters) -> None:
         self._inner = inner
@@ -97,27 +97,27 @@ class OrderedRendezvous(RendezvousHandler):
         self._local_address = parameters.local_addr
 
     def get_backend(self) -> str:
-        """Return the name by which torchrun knows this."""
+        """Return the name by which torchrun knows this rendezvous."""
         return self._name
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the others, then take the number that was given."""
+        """Join the rendezvous, then use the given node rank."""
         met = self._inner.next_rendezvous()
-        # Of its own, for the other rendezvous has written there which machine it takes for the first.
+        # A separate prefix, because the inner rendezvous stores there which host it considers first.
         store = dist.PrefixStore("ordered", met.store)  # type: ignore[attr-defined]
         place = RendezvousStoreInfo.build(self._rank, store, local_addr=self._local_address)
         return RendezvousInfo(store, self._rank, met.world_size, place)
 
     def is_closed(self) -> bool:
-        """Ask the rendezvous that is used."""
+        """Return whether the inner rendezvous is closed."""
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """Close the rendezvous that is used."""
+        """Close the inner rendezvous."""
         self._inner.set_closed()  # type: ignore[no-untyped-call]  # torch's own
 
     def num_nodes_waiting(self) -> int:
-        """Nobody joins later: a new attempt is a new agent."""
+        """Return 0: no host joins later, because each attempt has a new agent."""
         return 0
 
     def get_run_id(self) -> str:
@@ -125,5 +125,5 @@ class OrderedRendezvous(RendezvousHandler):
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """End the rendezvous that is used."""
+        """Shut down the inner rendezvous."""
         return self._inner.shutdown()

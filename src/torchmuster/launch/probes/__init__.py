@@ -1,1 +1,1 @@
-"""What the ranks themselves run; the one folder of ``launch/`` in which torch is imported."""
+"""Programs that run in the ranks; the only folder of ``launch/`` that imports torch."""

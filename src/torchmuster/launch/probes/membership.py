@@ -1,7 +1,7 @@
-"""Who this process is in its group: read from the arguments and from what a launcher has set.
+"""This process's rank and group, from the arguments and the launcher's environment.
 
 ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are
-honoured as torchrun sets them. Whatever they leave open is filled in, and said.
+honoured as torchrun sets them. Missing values get defaults, which are logged.
 """
 
 import ipaddress
@@ -17,9 +17,9 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """One process's place in a group, and where the group meets.
+    """One process's rank in a group, and the rendezvous address of the group.
 
-    ``local_rank`` and ``local_world_size`` are None where nothing says which machine has which ranks.
+    ``local_rank`` and ``local_world_size`` are None if it is unknown which host has which ranks.
     """
 
     rank: int
@@ -28,21 +28,21 @@ class Membership:
     local_world_size: int | None
     address: str
     port: int
-    alone: bool  # a group of one that needs to meet nobody
+    alone: bool  # a group of one process, without a rendezvous
     address_given: bool
     reasons: tuple[str, ...]
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether the whole group is on this machine: it meets where no other machine can come."""
+        """Whether the whole group is on this host: its rendezvous address is loopback."""
         return is_loopback(self.address)
 
 
 def read_membership(rank: int, world_size: int, environment: Mapping[str, str]) -> Membership:
-    """Combine the arguments with the environment; refuse where they contradict each other."""
+    """Combine the arguments with the environment; raises ``Impossible`` if they conflict."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise Impossible(
-            f"asked for rank {rank} in a group of {world_size}",
+            f"rank {rank} is not valid in a group of {world_size}",
             why="ranks are numbered from 0 to world_size - 1",
             fix="setup_distributed(rank, world_size) with 0 <= rank < world_size",
         )
@@ -54,7 +54,7 @@ def read_membership(rank: int, world_size: int, environment: Mapping[str, str]) 
     address = DEFAULT_ADDRESS if given is None or alone else given
     local_rank = number_from("LOCAL_RANK", environment)
     local_world_size = number_from("LOCAL_WORLD_SIZE", environment, lowest=1)
-    if is_loopback(address):  # all ranks are here, so their number here is their number
+    if is_loopback(address):  # all ranks are on this host, so local and global rank are equal
         local_rank = rank if local_rank is None else local_rank
         local_world_size = world_size if local_world_size is None else local_world_size
     return Membership(
@@ -71,12 +71,12 @@ def read_membership(rank: int, world_size: int, environment: Mapping[str, str]) 
 
 
 def local_rank(environment: Mapping[str, str]) -> int:
-    """Return ``LOCAL_RANK`` as torchrun sets it, or 0 where it is not set."""
+    """Return ``LOCAL_RANK`` as torchrun sets it, or 0 if it is not set."""
     return number_from("LOCAL_RANK", environment) or 0
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads only to this machine."""
+    """Return whether an address is a loopback address."""
     if address == "localhost":
         return True
     try:
@@ -90,9 +90,11 @@ def _said(alone: bool, given: str | None, port: int | None) -> tuple[str, ...]:
         return ("one process and no launcher: a simulated group of 1 that needs no network",)
     said = []
     if given is None:
-        said.append(f"MASTER_ADDR is not set: all ranks are taken to be here, at {DEFAULT_ADDRESS}")
+        said.append(
+            f"MASTER_ADDR is not set: assuming that all ranks are on this host, at {DEFAULT_ADDRESS}"
+        )
     if port is None:
-        said.append(f"MASTER_PORT is not set: the ranks meet at port {DEFAULT_PORT}")
+        said.append(f"MASTER_PORT is not set: using port {DEFAULT_PORT}")
     return tuple(said)
 
 
@@ -102,7 +104,7 @@ def _agree(argument: str, value: int, variable: str, environment: Mapping[str, s
         return
     raise Impossible(
         f"setup_distributed was called with {argument}={value}, but {variable}={set_to} is set",
-        why=f"the launcher (torchrun, muster run) has given this process {variable}={set_to}; "
+        why=f"the launcher (torchrun, muster run) set {variable}={set_to} for this process; "
         "with another value the group could never form",
         fix=f"pass int(os.environ[{variable!r}]) as {argument}, or start without a launcher and "
         f"unset {variable}",
@@ -112,7 +114,7 @@ def _agree(argument: str, value: int, variable: str, environment: Mapping[str, s
 def number_from(
     variable: str, environment: Mapping[str, str], *, lowest: int = 0, highest: int | None = None
 ) -> int | None:
-    """Return what a variable is set to, None if it is not; a wrong value is refused by name."""
+    """Return the integer value of a variable, None if unset; raises ``Impossible`` for a wrong value."""
     text = environment.get(variable, "").strip()
     if not text:
         return None
@@ -120,25 +122,25 @@ def number_from(
         return int(text)
     limits = f"from {lowest}" + ("" if highest is None else f" to {highest}")
     raise Impossible(
-        f"{variable}={text} is not usable",
-        why=f"{variable} is a whole number {limits}; torchrun and muster run set it by themselves",
+        f"{variable}={text} is not valid",
+        why=f"{variable} is an integer {limits}; torchrun and muster run set it automatically",
         fix=f"unset {variable}",
     )
 
 
-# The library that serves each kind of GPU. AMD's GPUs are "cuda" and RCCL is "nccl" to torch.
+# The communication library of each kind of GPU. AMD's GPUs are "cuda" and RCCL is "nccl" to torch.
 _LIBRARIES = {"cuda": "nccl", "xpu": "xccl"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendFacts:
-    """What torch can do in this process."""
+    """What torch supports in this process."""
 
     system: str  # sys.platform
     torch_version: str
     accelerator: str | None  # cuda, xpu, mps; None: no GPU that torch can use
     device_count: int
-    libraries: frozenset[str]  # of nccl and xccl, those that this torch has
+    libraries: frozenset[str]  # which of nccl and xccl this torch has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +153,14 @@ class BackendChoice:
 
 
 def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decision[BackendChoice]:
-    """Take what was asked for, or gloo if that is impossible in this process."""
+    """Return the requested backend, or gloo if that is impossible in this process."""
     if asked == "gloo":
         value = BackendChoice(backend="gloo", device="cpu")
-        return Decision(value=value, reason="gloo, on the CPU: it was asked for")
+        return Decision(value=value, reason="gloo, on the CPU: as requested")
     if asked not in _LIBRARIES.values():
         raise Impossible(
-            f"backend {asked!r} is not known",
-            why="the choice is nccl (GPUs; Intel's are served by xccl) or gloo (CPU)",
+            f"unknown backend {asked!r}",
+            why="supported: nccl (GPUs; xccl for Intel GPUs) and gloo (CPU)",
             fix="setup_distributed(rank, world_size, backend='gloo'), or call "
             "torch.distributed.init_process_group yourself",
         )
@@ -190,7 +192,7 @@ def _why_no_library(here: BackendFacts) -> str:
     if here.system == "win32":
         return "NCCL does not exist for Windows"
     if here.accelerator == "mps":
-        return "no library connects Apple's GPUs"
+        return "there is no communication library for Apple GPUs"
     wanted = _LIBRARIES.get(here.accelerator or "cuda", "nccl")
     if wanted not in here.libraries:
         return f"torch {here.torch_version} is built without {wanted.upper()}"
@@ -198,16 +200,16 @@ def _why_no_library(here: BackendFacts) -> str:
 
 
 def _own_device(member: Membership, here: BackendFacts) -> tuple[int | None, str]:
-    """Return the number of the GPU that only this rank uses, or None and why there is none."""
+    """Return the index of this rank's own GPU, or None and the reason."""
     count, ranks = here.device_count, member.local_world_size
     if here.accelerator not in _LIBRARIES or count == 0:
-        return None, "torch sees no GPU here"
+        return None, "torch sees no GPU on this host"
     if count == 1 and member.local_rank is not None:
-        # Schedulers show each rank its own GPU alone. Whether two ranks see the same one is found
-        # out when they meet.
+        # Schedulers show each rank only its own GPU. Whether two ranks see the same one is checked when
+        # they compare their offers.
         return 0, ""
     if ranks is not None and ranks > count:
-        return None, f"this machine has {ranks} ranks, but torch sees {count} GPUs"
+        return None, f"this host has {ranks} ranks, but torch sees {count} GPUs"
     if member.local_rank is None:
         return member.rank % count, ""
     if member.local_rank >= count:

@@ -1,7 +1,7 @@
-"""Forming the ranks' group, and ending it.
+"""Create and destroy the process group of the ranks.
 
-The device is set before the group is made, every wait has a limit, and the ranks agree on the library
-when they meet: if one of them cannot use NCCL, all use gloo.
+The device is set before the group is created, every wait has a timeout, and the ranks agree on the backend
+first: if one of them cannot use NCCL, all use gloo.
 """
 
 import errno
@@ -33,7 +33,7 @@ from torchmuster.launch.probes.membership import BackendChoice, BackendFacts, Me
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOffer:
-    """What one rank tells the others: what it can use, why, and its GPU's UUID if it is known."""
+    """What one rank offers to the others: its backend, the reason, and its GPU's UUID if known."""
 
     backend: str
     reason: str
@@ -44,7 +44,7 @@ class BackendOffer:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendAgreement:
-    """What all ranks use, and why it is not what they offered; GPUs that several ranks have."""
+    """The backend of all ranks, why it differs from their offers, and GPUs that ranks share."""
 
     backend: str
     why: str = ""
@@ -54,7 +54,7 @@ class BackendAgreement:
 def rendezvous_store(member: Membership, timeout: timedelta, earlier_groups: int) -> Store:
     """Return the store through which the ranks exchange their addresses.
 
-    ``earlier_groups`` is how many this process has had, so that no group reads another's keys.
+    ``earlier_groups`` is the number of earlier groups of this process, so that no group reads another's keys.
     """
     if member.alone:
         store: Store = HashStore()
@@ -74,10 +74,10 @@ def _store(member: Membership, timeout: timedelta) -> Store:
         world_size=member.world_size,
         is_master=server,
         timeout=timeout,
-        wait_for_workers=False,  # we wait ourselves, and can say for whom
+        wait_for_workers=False,  # we wait ourselves, and can report which ranks are missing
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
-        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch itself decides
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # same default as torch
     )
     return store
 
@@ -94,10 +94,10 @@ def _listen_process_group(member: Membership) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise
         raise NotNow(
-            f"the ranks cannot meet at {address}:{member.port}",
+            f"cannot open the rendezvous port {address}:{member.port}",
             why="another program is using that port",
             fix="MASTER_PORT=… (any free port, the same for all ranks), or start the script with "
-            "muster run, which finds one by itself",
+            "muster run, which finds a free one",
         ) from error
     return listener
 
@@ -105,11 +105,11 @@ def _listen_process_group(member: Membership) -> socket.socket:
 def agree_on_backend(
     store: Store, member: Membership, offer: BackendOffer, timeout: timedelta
 ) -> BackendAgreement:
-    """Let rank 0 compare all ranks' offers and tell the result to all.
+    """Let rank 0 compare all ranks' offers and publish the result.
 
-    Each rank but the first sends and reads one key, however many there are. A launcher that restarts
-    ranks may keep its store, so what is left of an earlier attempt must do no harm: keys are only
-    set, never counted up.
+    Each rank except the first writes and reads one key, however many ranks there are. A launcher that
+    restarts ranks may keep its store, so keys of an earlier attempt must do no harm: keys are only set, never
+    incremented.
     """
     store.set(f"offer/{member.rank}", json.dumps(vars(offer)))
     if member.rank == 0:
@@ -130,7 +130,7 @@ def agree_on_backend(
 
 
 def compare_offers(offers: list[BackendOffer]) -> BackendAgreement:
-    """Take a library only if every rank can use it and no two ranks have the same GPU."""
+    """Return a GPU backend only if every rank can use it and no two ranks have the same GPU."""
     first = offers[0]
     for other in offers:
         if other.backend == "gloo" and any(one.backend != "gloo" for one in offers):
@@ -148,7 +148,8 @@ def compare_offers(offers: list[BackendOffer]) -> BackendAgreement:
         earlier = owner.setdefault(offer.uuid, offer)
         if earlier is not offer:
             shared.setdefault(
-                offer.uuid, f"ranks {earlier.rank} and {offer.rank} on {offer.host} have one GPU"
+                offer.uuid,
+                f"ranks {earlier.rank} and {offer.rank} on {offer.host} use the same GPU",
             )
     if not shared:
         return BackendAgreement(backend=first.backend)
@@ -168,10 +169,10 @@ def _wait_for_all(store: Store, keys: list[str], timeout: timedelta) -> None:
         missing = [key.removeprefix("offer/") for key in keys if not store.check([key])]
         shown = ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "")
         raise MusterError(
-            f"{len(missing)} of {len(keys)} ranks did not come: {shown}",
+            f"{len(missing)} of {len(keys)} ranks did not join: {shown}",
             why=f"rank 0 waited {timeout.total_seconds():g} s for them",
-            fix="look at the output of those ranks: they were not started, ended early, or cannot "
-            "reach this machine",
+            fix="see the output of those ranks: they were not started, exited early, or cannot "
+            "reach this host",
         ) from error
 
 
@@ -180,7 +181,7 @@ _torchs_own = DistributedSampler.__iter__
 
 
 class _Watch:
-    """What each sampler gave out last: the epoch, how many samples, and what is left of them."""
+    """The last iteration of each sampler: epoch, number of samples, and remaining samples."""
 
     def __init__(self) -> None:
         self._last: WeakKeyDictionary[DistributedSampler[Any], tuple[int, int, Iterator[Any]]] = (
@@ -194,17 +195,17 @@ class _Watch:
         if last is None or self._told:
             return
         epoch, count, left = last
-        # Who only took a look at the first batch has not been through an epoch.
+        # A script that only read the first batch has not run an epoch.
         if epoch == sampler.epoch and operator.length_hint(left) <= count // 2:
             self._told = True
             _sampler_log.warning(
-                "the sampler gives the same order in every epoch: call sampler.set_epoch(epoch) before "
+                "the sampler returns the same order in every epoch: call sampler.set_epoch(epoch) before "
                 "each epoch"
             )
 
 
 def watch_samplers() -> None:
-    """Watch the samplers of this process, until ``end``; warns once."""
+    """Watch the samplers of this process for a missing ``set_epoch()``; warns once."""
     if DistributedSampler.__iter__ is not _torchs_own:
         return
     watch = _Watch()
@@ -219,7 +220,7 @@ def watch_samplers() -> None:
 
 
 def unwatch_samplers() -> None:
-    """Give torch's own back."""
+    """Restore torch's own ``DistributedSampler.__iter__``."""
     DistributedSampler.__iter__ = _torchs_own  # type: ignore[method-assign]
 
 
@@ -228,7 +229,7 @@ _log = logging.getLogger("torchmuster.distributed")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupInfo:
-    """The group that ``setup`` made, and why it is as it is."""
+    """The group that ``setup`` created, and the reasons for its settings."""
 
     member: Membership
     choice: BackendChoice
@@ -240,7 +241,7 @@ class ProcessGroupInfo:
 @dataclass
 class _State:
     group: ProcessGroupInfo | None = None
-    made: int = 0  # groups made so far; part of their keys, so that none reads another's
+    made: int = 0  # groups created so far; part of their keys, so that none reads another's
 
 
 _state = _State()
@@ -249,10 +250,10 @@ _state = _State()
 def setup_process_group(
     rank: int, world_size: int, asked: str, timeout_s: float
 ) -> ProcessGroupInfo:
-    """Make the default process group, or accept the one that is there if it is the same."""
+    """Create the default process group, or accept the existing one if it is the same."""
     member = membership.read_membership(rank, world_size, os.environ)
     group = _accept_existing(member) if dist.is_initialized() else _make(member, asked, timeout_s)
-    if rank == 0:  # one rank's word is enough
+    if rank == 0:  # one warning is enough
         watch_samplers()
     return group
 
@@ -271,7 +272,7 @@ def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
             rank=member.rank,
             world_size=member.world_size,
             timeout=timeout,
-            # With its device NCCL connects at once, so that what is wrong shows here.
+            # With a device NCCL connects at once, so that errors show here.
             device_id=_process_group_device(choice) if choice.backend in ("nccl", "xccl") else None,
         )
     except RuntimeError as error:
@@ -297,36 +298,36 @@ def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
 
 
 def cleanup_process_group() -> None:
-    """End the group if there is one. Waits for nobody, so it is safe after a failure too."""
+    """Destroy the group if there is one. Does not wait for other ranks, so it is safe after a failure."""
     unwatch_samplers()
     group, _state.group = _state.group, None
     if group is not None:
         _leave_interface(group.interface_set)
     if not dist.is_initialized():
         return
-    # What is dropped but not yet collected (DDP is part of cycles) keeps the group's threads running into
-    # the end of Python, where one that still wants it aborts the process.
+    # Uncollected garbage (DDP is part of reference cycles) keeps the group's threads running until Python shuts
+    # down, where such a thread aborts the process.
     gc.collect()
     try:
         dist.destroy_process_group()
-    except RuntimeError as error:  # in a finally this must not hide the error that led there
-        _log.warning("the process group did not end cleanly: %s", _first_line(error))
+    except RuntimeError as error:  # in a finally this must not hide the original error
+        _log.warning("the process group did not shut down cleanly: %s", _first_line(error))
 
 
 def group_store() -> Store:
-    """Return the store that the ranks of the default group met at; a second one would need a port that all know."""
+    """Return the store of the default group; a second store would need another port that all ranks know."""
     group = dist.group.WORLD
     assert group is not None
     return group.get_group_store()
 
 
 def current_group() -> ProcessGroupInfo | None:
-    """Return the group that ``setup`` made, if it is still there."""
+    """Return the group that ``setup`` created, if it still exists."""
     return _state.group if dist.is_initialized() else None
 
 
 def current_device() -> torch.device:
-    """Return the device whose tensors the default group carries."""
+    """Return the device of tensors in the default group."""
     group = current_group()
     if group is not None:
         return group.device
@@ -337,7 +338,7 @@ def current_device() -> torch.device:
 
 
 def backend_facts() -> BackendFacts:
-    """Ask torch what it can use in this process."""
+    """Return what torch can use in this process."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return BackendFacts(
         system=sys.platform,
@@ -356,7 +357,7 @@ def _accept_existing(member: Membership) -> ProcessGroupInfo:
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (member.rank, member.world_size):
         raise Impossible(
-            f"asked for rank {member.rank} in a group of {member.world_size}, but this process is "
+            f"rank {member.rank} in a group of {member.world_size} requested, but this process is "
             f"already rank {rank} in a group of {size}",
             why="a process has one default group at a time",
             fix="cleanup_distributed() first",
@@ -369,17 +370,17 @@ def _accept_existing(member: Membership) -> ProcessGroupInfo:
                 backend=dist.get_backend(), device=device.type, index=device.index
             ),
             device=device,
-            reasons=("the process group was there already",),
+            reasons=("the process group already existed",),
             interface_set=False,
         )
-    _log.info("the process group is there already: rank %d in a group of %d", rank, size)
+    _log.info("the process group already exists: rank %d in a group of %d", rank, size)
     return _state.group
 
 
 def _agree(
     store: Store, member: Membership, own: Decision[BackendChoice], timeout: timedelta
 ) -> tuple[BackendChoice, str]:
-    """Return what this rank uses after all have compared, and why if that is not its own choice."""
+    """Return the backend that all ranks agreed on, and the reason if it is not this rank's choice."""
     if member.world_size == 1:
         return own.value, ""
     choice, uuid = own.value, _uuid(own.value)
@@ -412,7 +413,7 @@ def _process_group_device(choice: BackendChoice) -> torch.device:
 
 
 def _stay_on_this_machine(member: Membership) -> bool:
-    """Keep gloo's own connections off the network where nobody named an address."""
+    """Keep gloo's connections on loopback if no address was given."""
     name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if member.address_given or name is None or "GLOO_SOCKET_IFNAME" in os.environ:
         return False
@@ -431,7 +432,7 @@ def _no_group(member: Membership, timeout_s: float, error: RuntimeError) -> Must
         f"{member.address}:{member.port} (limit {timeout_s:g} s)",
         why=_first_line(error),
         fix="check that all ranks were started, with the same MASTER_ADDR, MASTER_PORT and "
-        "WORLD_SIZE; muster run names those that are missing",
+        "WORLD_SIZE; muster run reports the missing ones",
     )
 
 

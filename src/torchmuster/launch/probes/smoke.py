@@ -1,4 +1,4 @@
-"""The smallest program that proves a group of ranks: who is there, a value from each, a barrier.
+"""The smallest test of a process group: who is there, a value from each rank, a barrier.
 
 Run it as ``torchrun --nproc-per-node 2 -m torchmuster.launch.probes.smoke``, under ``muster smoke``,
 or alone.
@@ -19,7 +19,7 @@ _TIMEOUT_S = 120.0
 
 
 def main() -> int:
-    """Run the program; 0 if every value was right."""
+    """Run the program; return 0 if every value was right."""
     rank = 0
     try:
         rank = membership.number_from("RANK", os.environ) or 0
@@ -45,23 +45,23 @@ def main() -> int:
 
 
 def gather_ranks(rank: int, world_size: int, device: torch.device) -> list[int]:
-    """Collect every rank's number on every rank, on the device."""
-    # The place of a rank that sends nothing keeps -1.
+    """Gather every rank's number on every rank, on the device."""
+    # The entry of a rank that sends nothing stays -1.
     places = [torch.full((1,), -1, dtype=torch.int64, device=device) for _ in range(world_size)]
     dist.all_gather(places, torch.full((1,), rank, dtype=torch.int64, device=device))
     return [int(place) for place in places]
 
 
 def wrong_values(gathered: Sequence[int], world_size: int) -> str:
-    """Say what is wrong with the gathered numbers; empty if each rank's place has its number."""
+    """Return an error for wrong gathered numbers; empty if each rank's entry has its number."""
     expected = list(range(world_size))
     if list(gathered) == expected:
         return ""
-    return f"the ranks' numbers arrived wrong: gathered {list(gathered)}, expected {expected}"
+    return f"wrong rank numbers: gathered {list(gathered)}, expected {expected}"
 
 
 def _say(rank: int, words: str) -> None:
-    # One write for a line, so that the ranks' lines do not run into each other.
+    # One write per line, so that the ranks' lines do not mix.
     sys.stdout.write(f"[rank {rank}] {words}\n")
     sys.stdout.flush()
 

@@ -1,1 +1,1 @@
-"""What runs inside a rank before and next to the user's script."""
+"""Code that runs inside a rank, before and alongside the user's script."""

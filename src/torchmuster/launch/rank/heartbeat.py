@@ -1,8 +1,8 @@
-"""The thread in each rank that writes down once a second what the rank is doing.
+"""The thread in each rank that writes a heartbeat once a second.
 
-It only looks: no signal, no lock of the script's, no word on its output, and what goes wrong here is never the
-script's concern. It is no thread that the script could see or wait for, and it is not there while the
-process forks. Standard library only, as it runs beside whatever is installed on the machine.
+It only observes: it uses no signals, takes no locks of the script, prints nothing, and its errors never reach the
+script. The script cannot see or join this thread, and it is paused while the process forks. Standard library
+only, as it runs with whatever is installed on the host.
 """
 
 import _thread
@@ -24,31 +24,31 @@ from torchmuster.launch.rank import stack
 
 _EVERY_S = 1.0
 _STILL_AFTER_S = 3.0
-_STILL_WITHOUT_ONE_AFTER_S = 6.0  # many a step takes some seconds
+_STILL_WITHOUT_ONE_AFTER_S = 6.0  # many steps take some seconds
 _STOP_WITHIN_S = 1.0
-# What asks for the stacks of a rank in which Python cannot run. Nobody else's: the first real-time signals
-# are glibc's, and people use the low numbers.
+# Requests the stacks of a rank in which Python cannot run. Chosen to be unused: glibc uses the first real-time
+# signals, and users the low numbers.
 STACKS_SIGNAL = signal.SIGRTMAX - 2 if sys.platform == "linux" else None
-# How the trainer says where it is, if it is there (train/progress.py).
+# The module in which the trainer reports its progress, if loaded (train/progress.py).
 _PROGRESS = "torchmuster.train.progress"
 
 
 def start_heartbeat(rank: int, records: Path) -> None:
-    """Begin to write heartbeats; what cannot be had here is done without."""
+    """Start writing heartbeats; parts that are unavailable here are skipped."""
     with contextlib.suppress(Exception):
         _register_stacks(records / f"rank-{rank}.faults.txt")
         writer = HeartbeatWriter(rank, records)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=writer.pause, after_in_parent=writer.start)
-        # Python ends what still runs when it ends itself by unwinding it, which torch's C++ does not bear: it
-        # aborts. Registered before all of the script's own, so it comes after them.
+        # At shutdown Python unwinds threads that still run, on which torch's C++ code aborts. Registered before the
+        # script's own handlers, so it runs after them.
         atexit.register(writer.pause)
         writer.start()
 
 
 def _register_stacks(path: Path) -> None:
     if STACKS_SIGNAL is not None and signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
-        # Kept open for the life of the process: a signal's handler cannot open it.
+        # Kept open while the process lives: a signal handler cannot open it.
         faulthandler.register(STACKS_SIGNAL, path.open("w"), all_threads=True)
 
 
@@ -67,13 +67,13 @@ class HeartbeatWriter:
         self._begun: dict[str, int] = {}
         self._waits: list[dict[str, Any]] = []
         self._looked = False
-        self._delegates = False  # the main thread waits for another one
-        self._worker: int | None = None  # which, as far as collectives tell
+        self._delegates = False  # the main thread waits for another thread
+        self._worker: int | None = None  # which one, according to its collectives
         self._turn = _thread.allocate_lock()  # several threads may fork at once
         self._running: tuple[_thread.LockType, _thread.LockType] | None = None
 
     def start(self) -> None:
-        """Start the thread; not one of ``threading``'s, which a script counts and waits for."""
+        """Start the thread; not with ``threading``, whose threads a script may count and join."""
         if os.getpid() != self._pid:  # a child that forks has no heartbeat
             return
         with contextlib.suppress(Exception), self._turn:
@@ -85,7 +85,7 @@ class HeartbeatWriter:
                 self._running = (wake, ended)
 
     def pause(self) -> None:
-        """End the thread, so that a fork does not copy what it is in the middle of."""
+        """Stop the thread, so that a fork does not copy it in the middle of its work."""
         if os.getpid() != self._pid:
             return
         with contextlib.suppress(Exception):
@@ -105,7 +105,7 @@ class HeartbeatWriter:
             ended.release()
 
     def beat(self) -> None:
-        """Write one heartbeat, and show everything if that was asked for."""
+        """Write one heartbeat, and a stack dump if requested."""
         self._beat += 1
         frames = sys._current_frames()
         innermost = frames.get(self._main or 0)
@@ -113,7 +113,7 @@ class HeartbeatWriter:
         if self._delegates and self._worker in frames:
             innermost = frames[self._worker]
         reading = stack.read_main_thread(innermost)
-        # What calls that return meanwhile had in hand would live on with them: activations.
+        # The frames would keep the local variables of finished calls alive, such as activations.
         del frames, innermost
         told = _told_by_trainer()
         step, phase = told.get("step"), told.get("phase", "")
@@ -150,7 +150,7 @@ class HeartbeatWriter:
         still_s = now - self._moved_s
         if still_s < _STILL_AFTER_S or self._looked:
             return
-        # A look at the collectives themselves takes tens of milliseconds: once for each standstill.
+        # Reading the collectives takes tens of milliseconds: once per standstill.
         in_one = waiting or stack.some_not_done(status)
         if in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S:
             self._looked = True
@@ -158,7 +158,7 @@ class HeartbeatWriter:
             self._begun, self._waits, self._worker = found.begun, found.waits, found.worker
 
     def _show(self) -> None:
-        """Write down the stacks of all threads, and what the flight recorder has."""
+        """Write the stacks of all threads and the flight recorder's entries."""
         _write(self._path.with_name(f"rank-{self._rank}.stacks.txt"), all_stacks(self._rank))
         with contextlib.suppress(Exception):
             flight = stack.dump_flight_record()
@@ -166,7 +166,7 @@ class HeartbeatWriter:
 
 
 def all_stacks(rank: int) -> str:
-    """Return the Python stacks of all threads but this one, the main thread's first."""
+    """Return the Python stacks of all threads except this one, the main thread first."""
     names = {one.ident: one.name for one in threading.enumerate()}
     main, here = threading.main_thread().ident, _thread.get_ident()
     frames = sys._current_frames()

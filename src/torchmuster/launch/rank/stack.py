@@ -1,6 +1,6 @@
-"""What a thread's stack says: where in the user's own code it is, what it is doing there, in which phase.
+"""Read a thread's stack: the line in the user's code, what it is doing there, and the phase.
 
-Runs inside the ranks, beside whatever is installed there: standard library only.
+Runs inside the ranks, whatever is installed there: standard library only.
 """
 
 import itertools
@@ -25,12 +25,12 @@ _SAVES = "muster-saving"  # the thread that saves checkpoints (train/checkpointi
 
 
 def collective_status() -> bytes:
-    """Return something that changes whenever a collective is begun or done; b"" if nothing is known."""
+    """Return a value that changes whenever a collective starts or finishes; b"" if unknown."""
     return b"".join(dump(includeCollectives=False) for dump in _dumps())
 
 
 def some_not_done(status_before: bytes) -> bool:
-    """Say whether a status tells of a collective that was begun and is not done."""
+    """Return whether a status contains an unfinished collective."""
     decoder, text, place = json.JSONDecoder(), status_before.decode(), 0
     while place < len(text):
         content, place = decoder.raw_decode(text, place)
@@ -42,18 +42,18 @@ def some_not_done(status_before: bytes) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveProgress:
-    """The last collective of each group by its number, and of each group the oldest that is not done."""
+    """The number of the last collective of each group, and the oldest unfinished one of each group."""
 
     begun: dict[str, int]
     waits: list[dict[str, Any]]
-    worker: int | None  # the thread that works while the main one waits for it, if there is one
+    worker: int | None  # the thread that the main thread waits for, if any
 
 
 def collective_progress(*, main_waits_for_thread: bool) -> CollectiveProgress:
-    """Return where this rank stands in its groups.
+    """Return this rank's progress in its groups.
 
-    What a thread beside the main one began does not count: that is how checkpoints are saved meanwhile.
-    But if the main thread only waits for another one, that one's count.
+    Collectives of background threads do not count, because checkpoints are saved in one. But if the main
+    thread only waits for another thread, that thread's collectives count.
     """
     groups = _groups()
     beside = _threads_beside()
@@ -70,9 +70,9 @@ def collective_progress(*, main_waits_for_thread: bool) -> CollectiveProgress:
 
 
 def groups_joined() -> list[str]:
-    """Return the names of the groups of ranks in which this one is; [] if that is not known.
+    """Return the names of this rank's process groups; [] if unknown.
 
-    Torch tells them only to itself, under names that are the same on all ranks.
+    They come from torch internals; the names are the same on all ranks.
     """
     if not _dumps():
         return []
@@ -100,7 +100,7 @@ def dump_flight_record() -> str:
 
 
 def _dumps() -> Iterable[Callable[..., bytes]]:
-    # Not before the script has a group: while torch is being imported, nothing of it may be touched.
+    # Not before the script has a group: torch must not be accessed while it is being imported.
     distributed = sys.modules.get("torch.distributed")
     is_initialized = getattr(distributed, "is_initialized", None)
     if is_initialized is None or not is_initialized():
@@ -109,7 +109,7 @@ def _dumps() -> Iterable[Callable[..., bytes]]:
 
 
 def _groups() -> dict[str, list[dict[str, Any]]]:
-    """Return the collectives of each group, the oldest first."""
+    """Return the collectives of each group, oldest first."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for number, one in enumerate(_dumps()):
         found: dict[str, list[dict[str, Any]]] = {}
@@ -126,18 +126,18 @@ def _is_done(entry: dict[str, Any]) -> bool:
 
 
 def _threads_beside() -> dict[int, str]:
-    """Return the names of Python's threads beside the main one."""
+    """Return the names of Python's threads except the main one."""
     main = threading.main_thread().ident
     return {
         one.ident: one.name
         for one in threading.enumerate()
-        # Autograd's own threads, which reduce gradients, are strangers to Python.
+        # Autograd's threads, which reduce gradients, are not Python threads.
         if one.ident not in (main, None) and not isinstance(one, threading._DummyThread)
     }
 
 
 def _last_of(threads: dict[int, str], groups: Iterable[list[dict[str, Any]]]) -> int | None:
-    """Return which of some threads began a collective last; the one that saves is none of them."""
+    """Return which thread started a collective last, without the thread that saves checkpoints."""
     began = [
         (entry.get("time_created_ns", 0), thread)
         for entries in groups
@@ -152,7 +152,7 @@ def _thread(entry: dict[str, Any]) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-# Functions of torch.distributed that end only when the other ranks come to them.
+# Functions of torch.distributed that return only when the other ranks call them too.
 WAITS_FOR_OTHERS = frozenset(
     {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object"}
     | {"all_gather_into_tensor", "all_gather_coalesced", "all_gather_single", "reduce_scatter"}
@@ -163,7 +163,7 @@ WAITS_FOR_OTHERS = frozenset(
     | {"init_device_mesh"}
 )
 _LONGEST_STACK = 400
-_WAIT_DEPTH = 4  # the calls within threading's own waits
+_WAIT_DEPTH = 4  # the calls within threading's wait functions
 _FUTURES = str(Path("concurrent", "futures", "_base.py"))
 _LIBRARIES = tuple(
     sorted(
@@ -195,7 +195,7 @@ _CALLED = re.compile(r"([\w.]+)\s*\(")
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadReading:
-    """What a stack says; "" where it says nothing."""
+    """What a stack shows; "" for unknown parts."""
 
     place: str = ""
     doing: str = ""
@@ -204,7 +204,7 @@ class ThreadReading:
 
 
 def read_main_thread(innermost: FrameType | None) -> ThreadReading:
-    """Read a thread's stack from its innermost frame."""
+    """Return what a thread is doing, from its innermost frame."""
     frames = list(_outwards(innermost))
     own = _own_frame(frames)
     doing, waiting = _doing(frames, own)
@@ -218,7 +218,7 @@ def read_main_thread(innermost: FrameType | None) -> ThreadReading:
 
 
 def waits_for_thread(innermost: FrameType | None) -> bool:
-    """Say whether a thread only waits for another one to end, or for what that one works out."""
+    """Return whether a thread only waits for another thread to finish, or for its result."""
     return any(
         (frame.f_code.co_name == "join" and frame.f_code.co_filename == threading.__file__)
         or (frame.f_code.co_name == "result" and _FUTURES in frame.f_code.co_filename)
@@ -235,7 +235,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _own_frame(frames: list[FrameType]) -> FrameType | None:
-    """Return the innermost frame of the user's code; where there is none, of ours."""
+    """Return the innermost frame of the user's code; if there is none, of ours."""
     ours = None
     for frame in frames:
         kind = _stack_kind(frame.f_code.co_filename)
@@ -250,7 +250,7 @@ _kinds: dict[str, str] = {}
 
 
 def _stack_kind(file: str) -> str:
-    """Say whose a file is: the user's own, a library's, or ours."""
+    """Return who owns a file: the user, a library, or us."""
     kind = _kinds.get(file)
     if kind is None:
         path = os.path.realpath(file)
@@ -271,7 +271,7 @@ def _stack_place(frame: FrameType) -> str:
 
 
 def _doing(frames: list[FrameType], own: FrameType | None) -> tuple[str, bool]:
-    """Return the innermost thing that has a name, and whether it is a wait for other ranks."""
+    """Return the innermost known operation, and whether it waits for other ranks."""
     collective = ""
     for frame in frames:
         code = frame.f_code
@@ -290,7 +290,7 @@ def _doing(frames: list[FrameType], own: FrameType | None) -> tuple[str, bool]:
 
 
 def _stack_known(code: CodeType) -> str:
-    """Return the name of what a function of torch's does, where people know it by another name."""
+    """Return the common name of a torch function, if it has one."""
     file, name = code.co_filename, code.co_name
     if name == "__next__" and _DATA_LOADER in file:
         return "DataLoader.__next__"
@@ -304,7 +304,7 @@ def _stack_known(code: CodeType) -> str:
 
 
 def _stack_phase(code: CodeType) -> str:
-    """Return the phase of a training step that a frame shows."""
+    """Return the phase of a training step that a frame belongs to."""
     file, name = code.co_filename, code.co_name
     if _TORCH not in file:
         return ""
@@ -324,7 +324,7 @@ def _stack_phase(code: CodeType) -> str:
 
 
 def _called_by(frame: FrameType) -> str:
-    """Return what a frame is just calling, as it is written there: ``time.sleep``."""
+    """Return the call in progress as written in the source: ``time.sleep``."""
     number = max(0, frame.f_lasti // 2)
     place = next(itertools.islice(frame.f_code.co_positions(), number, None), None)
     line, _, begin, _ = place or (None, None, None, None)

@@ -1,13 +1,13 @@
-"""The first thing that runs in the process of each rank: then the user's script, as if by itself.
+"""Entry point of each rank process; runs the user's script as ``python script.py`` would.
 
-Run by its path, with settings as JSON and then the command, and only the standard library is used: what
-is installed on the machine must not decide whether a failure can be reported. It
+Run by its path, with settings as JSON and then the command. It uses only the standard library, so that
+failures are reported whatever is installed on the host. It
 
-- dies when its parent (torchrun's agent) dies,
+- is killed when its parent (torchrun's agent) exits,
 - writes everything the script prints to the rank's own log,
-- leaves a record of its process, and of the exception that ends it, for the node agent,
-- tells the node agent every second what it is doing,
-- refuses to run in a group of another size than the one that was called together.
+- writes a record of its process, and of an uncaught exception, for the node agent,
+- sends the node agent a heartbeat every second,
+- refuses to run in a group with another world size than the launcher's.
 """
 
 import atexit
@@ -29,16 +29,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere the node agent sweeps)."""
+    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere the node agent cleans up)."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we could ask
+        if os.getppid() != parent:  # it exited before the call
             os._exit(137)
 
 
 def main() -> None:
-    """Take over the process for a rank."""
+    """Run the user's script as one rank."""
     settings = json.loads(sys.argv[1])
     command = sys.argv[2:]
     die_with_parent()
@@ -47,15 +47,15 @@ def main() -> None:
     write_record(records / f"rank-{rank}.json", {"pid": os.getpid(), "at_unix_s": time.time()})
     try:
         _write_to(Path(settings["logs"]) / f"rank-{rank}.log")
-    except OSError as error:  # the node agent is told, as no log can say it
+    except OSError as error:  # reported to the node agent, as there is no log
         error.__traceback__ = None
         write_record(records / f"rank-{rank}.error.json", _describe(error))
         raise
     faulthandler.enable()
     if int(os.environ["WORLD_SIZE"]) != settings["world_size"]:
         sys.exit(
-            f"this rank was put into a group of {os.environ['WORLD_SIZE']} ranks, but "
-            f"{settings['world_size']} were called together; it does not train alone"
+            f"this rank is in a group of {os.environ['WORLD_SIZE']} ranks, but the run has "
+            f"{settings['world_size']}; refusing to train with fewer ranks"
         )
     atexit.register(_leave_group)
     _begin_heartbeat(rank, records)
@@ -69,7 +69,7 @@ def main() -> None:
             _finished(rank, records)
         else:
             write_record(records / f"rank-{rank}.error.json", _describe(error))
-        if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt: Python knows how
+        if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt: Python handles them
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
@@ -77,9 +77,9 @@ def main() -> None:
 
 
 def _leave_group() -> None:
-    """Leave a group of gloo's that the script left open; everything of the script has ended by now.
+    """Destroy a gloo group that the script left open; the script has finished by now.
 
-    Its threads would outlive Python, and now and then abort the process after all went well.
+    Its threads would outlive Python, and sometimes abort the process after a successful run.
     """
     distributed = sys.modules.get("torch.distributed")
     with contextlib.suppress(Exception):
@@ -88,7 +88,7 @@ def _leave_group() -> None:
 
 
 def _finished(rank: int, records: Path) -> None:
-    """Leave word that the script ended well; others may still have needed it."""
+    """Record that the script finished; other ranks may still need it."""
     write_record(records / f"rank-{rank}.finished.json", {"at_unix_s": time.time()})
 
 
@@ -105,7 +105,7 @@ def _write_to(log: Path) -> None:
 def _begin_heartbeat(rank: int, records: Path) -> None:
     try:
         from torchmuster.launch.rank import heartbeat
-    except ImportError:  # this Python knows the script's packages only: then without
+    except ImportError:  # this Python has only the script's packages: no heartbeat
         return
     heartbeat.start_heartbeat(rank, records)
 
@@ -116,9 +116,9 @@ def _run_start(command: list[str], *, module: bool) -> None:
         sys.path[0] = str(Path.cwd())
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         return
-    script = str(Path.cwd() / command[0])  # as Python has it in __file__ and in tracebacks
+    script = str(Path.cwd() / command[0])  # as in Python's __file__ and tracebacks
     sys.path[0] = str(Path(script).resolve().parent)
-    # What Python itself does for ``python script.py``, so that pickling, multiprocessing and threads
+    # As Python does for ``python script.py``, so that pickling, multiprocessing and threads
     # find the script's names in __main__.
     space = types.ModuleType("__main__")
     space.__file__ = script
@@ -127,11 +127,11 @@ def _run_start(command: list[str], *, module: bool) -> None:
     space.__dict__["__cached__"] = None
     sys.modules["__main__"] = space
     code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
-    exec(code, space.__dict__)  # noqa: S102  # the script the user asked to run
+    exec(code, space.__dict__)  # noqa: S102  # the user's script
 
 
 def _without_this_file(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the part of a traceback that is the script's own."""
+    """Return the part of a traceback that belongs to the script."""
     hidden = {__file__, runpy.__file__, "<frozen runpy>"}
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename in hidden:
@@ -141,7 +141,7 @@ def _without_this_file(trace: types.TracebackType | None) -> types.TracebackType
 
 def _describe(error: BaseException) -> dict[str, object]:
     if isinstance(error, SystemExit):
-        summary, trace = f"the script ended itself: {error.code}", ""
+        summary, trace = f"the script exited with: {error.code}", ""
         own = error.__context__  # sys.exit(str(error)) in an except
         said = own if own is not None and str(own) == error.code else error
         parts: dict[str, object] = {**_start_parts(said)}
@@ -155,9 +155,9 @@ def _describe(error: BaseException) -> dict[str, object]:
 
 
 def _start_parts(error: BaseException) -> dict[str, str]:
-    """Return what was asked, what is true and what to do, where an error says so in three parts.
+    """Return what, why and fix of an error that has them.
 
-    That is a ``MusterError``; it is known by its parts, as nothing but the standard library is imported.
+    That is a ``MusterError``; it is recognised by its attributes, as only the standard library is imported.
     """
     parts = {name: getattr(error, name, None) for name in ("what", "why", "fix")}
     if all(isinstance(part, str) for part in parts.values()) and parts["what"]:
@@ -166,7 +166,7 @@ def _start_parts(error: BaseException) -> dict[str, str]:
 
 
 def write_record(path: Path, content: dict[str, object]) -> None:
-    """Write a record so that a reader sees all of it or nothing; what cannot be written is said."""
+    """Write a record atomically; write errors are printed."""
     temporary = path.with_name(f".{path.name}")
     try:
         temporary.write_text(json.dumps(content), encoding="utf-8")

@@ -1,8 +1,8 @@
 """How the launcher reaches node agents: one channel to each, opened by a transport.
 
-A transport is a way of reaching machines: a pipe (this machine), ssh, srun, or TLS for those who join
-by themselves. It knows how many machines take part and in which order; the rest of the launcher does
-not know which transport it uses.
+A transport reaches hosts through a pipe (the local host), ssh, srun, or TLS (machines that join by
+themselves). It knows how many hosts there are and their order; the rest of the launcher does not know
+which transport it uses.
 """
 
 import sys
@@ -17,55 +17,55 @@ class Channel(Protocol):
     """The launcher's end of a connection to one node agent."""
 
     async def send(self, message: protocol.ToAgent) -> None:
-        """Send a message; on a closed channel this does nothing (``receive`` tells of the end)."""
+        """Send a message; on a closed channel this does nothing (``receive`` reports the end)."""
 
     async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the node agent has gone. Raises ``wire.Garbled``."""
+        """Return the next message, or None when the node agent is gone. Raises ``UnreadableMessage``."""
 
     def why_closed(self) -> str:
-        """Say, after ``receive`` gave None, what is known of the cause (ssh's own last words)."""
+        """Return the known cause after ``receive`` returned None (the last error output of ssh)."""
 
     async def close(self) -> None:
-        """Let go; the node agent ends its ranks when it no longer hears the launcher."""
+        """Close the channel; the node agent stops its ranks when the launcher is gone."""
 
 
 Arrive = Callable[[int, Channel], None]
 
 
 class Transport(Protocol):
-    """A way of reaching the machines of a run."""
+    """Connects the launcher to the hosts of a run."""
 
     @property
     def places(self) -> Sequence[str]:
-        """The machines that are expected, by the names people know, in the order of their ranks."""
+        """The display names of the expected hosts, in rank order."""
 
     async def open(self, arrive: Arrive) -> None:
-        """Begin; ``arrive(place, channel)`` is called for each machine as it comes."""
+        """Start connecting; ``arrive(place, channel)`` is called for each host that connects."""
 
     async def reopen(self, place: int) -> None:
-        """Call a machine again that was lost."""
+        """Reconnect a lost host."""
 
     def waiting_for(self, place: int) -> str:
-        """Say in a few words why a machine is not here yet: ``ssh is connecting, 12 s``."""
+        """Return a short text: why a host has not joined yet: ``ssh is connecting, 12 s``."""
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return why a machine will not come, once that is certain (ssh was refused); else None."""
+        """Return why a host will not join, once that is certain (ssh was refused); else None."""
 
     def rejoins(self, place: int) -> bool:
-        """Say whether a machine that was lost at the node registry may come again by itself."""
+        """Return whether a host that was lost while joining may rejoin by itself."""
 
     async def close(self) -> None:
-        """End everything that was opened."""
+        """Close everything that was opened."""
 
 
-# For everything else that the launcher has open.
+# For all other files that the launcher has open.
 _SPARE = 256
 
 
 def make_room_for(needed: int, *, wanted: int) -> int:
-    """Raise this process's own limit, never lower it, so that ``needed`` open files fit.
+    """Raise this process's limit of open files, never lower it, so that ``needed`` more fit.
 
-    Returns how many of the ``wanted`` further ones fit too.
+    Returns how many of the additional ``wanted`` ones fit too.
     """
     if sys.platform == "win32":
         return wanted
@@ -77,8 +77,8 @@ def make_room_for(needed: int, *, wanted: int) -> int:
     room = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     if needed + _SPARE > room:
         raise Impossible(
-            f"{needed} open files for connections do not fit: this user may have {hard}",
-            why=f"each machine takes some, and there are others ({_SPARE})",
+            f"{needed} open files are needed for connections, but the limit is {hard}",
+            why=f"each host needs some, and the launcher needs {_SPARE} more",
             fix=f"sudo prlimit --pid $$ --nofile={needed + _SPARE}  # then start it again",
         )
     target = min(needed + wanted + _SPARE, room)

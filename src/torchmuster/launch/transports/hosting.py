@@ -1,4 +1,4 @@
-"""The transport of ``muster host``: this machine, and others that join by themselves."""
+"""The transport of ``muster host``: this host, and machines that join by themselves."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from torchmuster.launch.transports.local import LocalTransport
 
 
 class HostTransport:
-    """The first place is this machine; the others are for whoever brings their code."""
+    """The first place is this host; each other place is for the machine that has its join code."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class HostTransport:
 
     @property
     def places(self) -> Sequence[str]:
-        """This machine, then those that join; no two have the same name."""
+        """This host, then the machines that join; names are unique."""
         names = [*self._local.places, *self._service.places]
         first_of = {name: place for place, name in reversed(list(enumerate(names)))}
         return [
@@ -45,29 +45,29 @@ class HostTransport:
         ]
 
     async def open(self, arrive: Arrive) -> None:
-        """Start the node agent here, open the door, and give out the codes."""
+        """Start listening, report the join codes, and start the local node agent."""
         await self._service.open(arrive)
         for place, code in self._service.codes().items():
             self._on_code(place, code)
         await self._local.open(arrive)
 
     async def reopen(self, place: int) -> None:
-        """Call a machine again: here a new node agent, elsewhere a new code."""
+        """Reconnect a machine: start a new local node agent, or make a new join code."""
         await (self._service if place else self._local).reopen(place)
 
     def waiting_for(self, place: int) -> str:
-        """Say why a machine is not here yet."""
+        """Return why a machine has not joined yet."""
         return (self._service if place else self._local).waiting_for(place)
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return why a machine will not come."""
+        """Return why a machine will not join."""
         return (self._service if place else self._local).gave_up(place)
 
     def rejoins(self, place: int) -> bool:
-        """Guests may come again, with a new code."""
+        """Return whether a machine may rejoin with a new code: all but this host."""
         return place > 0
 
     async def close(self) -> None:
-        """Close the door."""
+        """Stop listening and close all connections."""
         await self._service.close()
         await self._local.close()

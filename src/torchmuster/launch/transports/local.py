@@ -1,4 +1,4 @@
-"""The transport to this host: a node agent as a child process, reached by its standard input and output."""
+"""The transport to this host: a child process, reached through its standard input and output."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Arrive
 
-# How a node agent begins; what a login script or a task's prolog prints does not look like this.
+# How a node agent's output begins; output of login scripts or Slurm prologs does not look like this.
 FIRST_WORDS = (b'={"kind":', b'+{"kind":')
 _KEPT_WORDS = 4000
 _CLOSE_WITHIN_S = 12.0
@@ -33,7 +33,7 @@ class PipeChannel:
     async def open(
         cls, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> "PipeChannel":
-        """Start a process in a session of its own: Ctrl-C is the launcher's to deal with."""
+        """Start a process in its own session, so that only the launcher gets Ctrl-C."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -56,7 +56,7 @@ class PipeChannel:
             await self._stdin.drain()
 
     async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the node agent has gone."""
+        """Return the next message, or None when the node agent is gone."""
         while line := await self._line():
             if not self._understood and not line.startswith(FIRST_WORDS):
                 self._keep(line)
@@ -65,24 +65,24 @@ class PipeChannel:
             if (data := self._assembler.add(line)) is not None:
                 return protocol.decode_from_agent(data)
         await self._process.wait()
-        # What it started may hold on to its standard error.
+        # Its child processes may keep its standard error open.
         await asyncio.wait({self._listening}, timeout=_LAST_WORDS_WITHIN_S)
         return None
 
     async def _line(self) -> bytes:
         try:
             return await self._stdout.readline()
-        except ValueError:  # longer than any line of ours, and the stream has forgotten it
-            raise protocol.UnreadableMessage("it sent a line that has no end") from None
+        except ValueError:  # longer than any line of the protocol; the stream has dropped it
+            raise protocol.UnreadableMessage("it sent a line without an end") from None
 
     def why_closed(self) -> str:
-        """Return the process's last words."""
+        """Return the last error output of the process."""
         return self._words.strip()
 
     async def close(self) -> None:
-        """Close the pipe, upon which the node agent ends everything; wait for it, but not for ever.
+        """Close the pipe, so that the node agent stops everything and exits; wait with a timeout.
 
-        Whoever gives up waiting earlier leaves nothing behind either.
+        If the caller cancels the wait, the process is killed too.
         """
         self._stdin.close()
         try:
@@ -94,7 +94,7 @@ class PipeChannel:
             await self.kill()
 
     async def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -112,7 +112,7 @@ NODE_AGENT = ("-m", "torchmuster.launch.node")
 
 
 class LocalTransport:
-    """One place: this machine."""
+    """One place: this host."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -120,7 +120,7 @@ class LocalTransport:
 
     @property
     def places(self) -> Sequence[str]:
-        """This machine."""
+        """The name of this host."""
         return [self._name]
 
     async def open(self, arrive: Arrive) -> None:
@@ -134,16 +134,16 @@ class LocalTransport:
         self._arrive(place, await PipeChannel.open([sys.executable, *NODE_AGENT]))
 
     def waiting_for(self, place: int) -> str:
-        """Say what is being waited for."""
+        """Return what is being waited for."""
         return "its node agent is starting"
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Starting a process does not fail later."""
+        """Return None: a started process cannot fail to join later."""
         return None
 
     def rejoins(self, place: int) -> bool:
-        """Nobody comes by itself."""
+        """Return False: this host does not connect by itself."""
         return False
 
     async def close(self) -> None:
-        """Nothing to do: the channel is closed by whoever it was given to."""
+        """Do nothing: the owner of the channel closes it."""

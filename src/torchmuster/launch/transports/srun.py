@@ -1,17 +1,17 @@
-"""Reaching the node agents of an allocation: one ``srun`` starts them all and carries every message.
+"""The srun transport: one ``srun`` starts all node agents of an allocation and carries their messages.
 
-What is written to srun's standard input reaches every task, so each line begins with the place that it
-is meant for (``3 =…``), or ``*`` where all get the same. What a task writes comes back with its number
-in front (``3: =…``). A task that ends badly is named on srun's standard error.
+srun copies its standard input to every task, so each line begins with the place that it is meant for
+(``3 =…``), or ``*`` for all of them. Output of a task has the task number as prefix (``3: =…``). srun
+reports failed tasks on its standard error.
 
 Measured with Slurm 22.05, and relied on here:
 
-- ``--label`` keeps lines of up to 1023 characters whole; with ``--unbuffered`` it does not: a line is
-  cut wherever a read happened to end, and the pieces are labelled as lines.
-- A job made with ``--gpus-per-task`` hands only so many GPUs to a step's task, even if the step does
-  not ask for it; ``--gres`` gets all GPUs of the node.
-- SIGTERM to srun kills the tasks at once, without a chance to clean up; the end of its input lets them
-  end by themselves.
+- ``--label`` keeps lines of up to 1023 characters whole; with ``--unbuffered`` it does not: lines
+  are cut at read boundaries, and the pieces are labelled as lines.
+- In a job submitted with ``--gpus-per-task=N`` a step's task gets only N GPUs, even if the step does
+  not request that; ``--gres`` gets all GPUs of the node.
+- SIGTERM to srun kills the tasks at once, without a chance to clean up; closing its input lets them
+  exit by themselves.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from torchmuster.launch.transports.channel import Arrive
 from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.srun_step import SrunStep
 
-# srun takes options from the environment (SLURM_GPUS_PER_TASK, SLURM_UNBUFFEREDIO, SRUN_…). A step of
-# ours is described in full by its arguments, so of Slurm's variables only what tells of the job stays.
+# srun takes options from the environment (SLURM_GPUS_PER_TASK, SLURM_UNBUFFEREDIO, SRUN_…). Our
+# steps are fully described by their arguments, so only Slurm's variables that describe the job are kept.
 _OF_THE_JOB = (
     "SLURM_CONF",
     "SLURM_CLUSTER",
@@ -44,7 +44,7 @@ _OF_THE_JOB = (
 def srun_command(
     allocation: Allocation, agent: Sequence[str] | None = None, place: int | None = None
 ) -> list[str]:
-    """Return the argument vector that starts the node agents, or one of them again."""
+    """Return the argument vector that starts all node agents, or the one of ``place`` again."""
     nodes = len(allocation.nodes) if place is None else 1
     where = [] if place is None else [f"--nodelist={allocation.nodes[place]}"]
     gpus = allocation.gpus_per_node if place is None else _gpus_at(allocation, place)
@@ -57,14 +57,14 @@ def srun_command(
         "--ntasks-per-node=1",
         *where,
         "--distribution=block",  # ranks in the order of the node list
-        "--overlap",  # beside the job's script, with everything the job has
+        "--overlap",  # alongside the job's script, with all resources of the job
         "--mem=0",
         *([f"--gres=gpu:{gpus}"] if gpus else []),
         "--cpu-bind=none",
         "--mpi=none",
         "--label",
         "--input=all",
-        # What to do when a task or a node is lost is for the launcher to decide.
+        # The launcher decides what to do when a task or a node is lost.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--export=ALL",
@@ -78,7 +78,7 @@ def _gpus_at(allocation: Allocation, place: int) -> int | None:
 
 
 def environment_for_srun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what srun would take for options."""
+    """Return the environment without the variables that srun reads as options."""
     return {
         name: value
         for name, value in environment.items()
@@ -87,7 +87,7 @@ def environment_for_srun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class SrunTransport:
-    """The way to the nodes of an allocation (see channel.Transport)."""
+    """A transport to the nodes of an allocation (see channel.Transport)."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class SrunTransport:
 
     @property
     def places(self) -> Sequence[str]:
-        """The nodes, in Slurm's order, which is that of the ranks."""
+        """The nodes in Slurm's order, which is the rank order."""
         return self._allocation.nodes
 
     async def open(self, arrive: Arrive) -> None:
@@ -116,7 +116,7 @@ class SrunTransport:
         await self._start(range(len(self.places)), srun_command(self._allocation, self._agent))
 
     async def reopen(self, place: int) -> None:
-        """Start the node agent of one node again, by a step of its own."""
+        """Start the node agent of one node again, in a separate step."""
         await self._start([place], srun_command(self._allocation, self._agent, place))
 
     async def _start(self, places: Iterable[int], words: Sequence[str]) -> None:
@@ -127,15 +127,15 @@ class SrunTransport:
         await step.start(words, self._environment)
 
     def waiting_for(self, place: int) -> str:
-        """Say what srun is at."""
+        """Return what srun is doing."""
         step = self._step_of.get(place)
         if step is None:
             return "srun has not been started"
         seconds = f"srun is starting the node agent, {time.monotonic() - step.since:.0f} s"
-        return f"{seconds}; it says: {step.srun_words}" if step.srun_words else seconds
+        return f"{seconds}; srun: {step.srun_words}" if step.srun_words else seconds
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return why a node will not come, once srun or its task has ended."""
+        """Return why a node will not join, once srun or its task has exited."""
         step = self._step_of.get(place)
         if step is None or not step.missing(place):
             return None
@@ -148,11 +148,11 @@ class SrunTransport:
         )
 
     def rejoins(self, place: int) -> bool:
-        """Nobody comes by itself."""
+        """Return False: nodes do not connect by themselves."""
         return False
 
     async def close(self) -> None:
-        """Let the node agents end, and srun with them."""
+        """Close the steps; the node agents and srun exit."""
         await asyncio.gather(*(step.close(self._patience_s) for step in self._steps))
 
 
@@ -163,7 +163,7 @@ def _way_out(said: str, job: str) -> str:
     if any(word in text for word in ("expired", "invalid job id", "completing or completed")):
         return f"job {job} has ended; submit it again"
     if "busy" in text or "temporarily" in text:
-        return f"another step holds the nodes; look with: squeue --steps --jobs={job}"
+        return f"another step uses the nodes; list the steps: squeue --steps --jobs={job}"
     if "generic resource" in text or "gres" in text:
-        return "ask for the same GPUs on each node: sbatch --gpus-per-node=N"
+        return "request the same number of GPUs on each node: sbatch --gpus-per-node=N"
     return f"try srun by hand: srun --jobid={job} --overlap --label hostname"

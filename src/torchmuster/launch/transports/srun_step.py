@@ -1,4 +1,4 @@
-"""A step: one running srun, and the channels to the node agents that it started (see srun.py)."""
+"""A Slurm step: one running srun and the channels to its node agents (see srun.py)."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,10 @@ from torchmuster.launch.transports.local import FIRST_WORDS
 _LABELLED = re.compile(rb" *(\d+): (.*)", re.DOTALL)
 # srun: error: node2: task 1: Killed
 _ENDED = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.*)")
-# Where tasks are not bound to cores at all, srun says that it cannot leave them unbound.
+# srun prints this on clusters without CPU binding; it is harmless.
 _HARMLESS = "cluster configuration lacks support for cpu binding"
 _LINES_KEPT = 20
-# A task's end may be told before its last words have been read.
+# srun may report a task's exit before its last output has been read.
 _LAST_WORDS_S = 0.5
 
 
@@ -41,30 +41,30 @@ class SrunChannel:
             await self._step.send(self._place, protocol.to_lines(message))
 
     async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the node agent has gone."""
+        """Return the next message, or None when the node agent is gone."""
         message = await self._inbox.get()
         if message is None:
-            self._inbox.put_nowait(None)  # and None it stays
+            self._inbox.put_nowait(None)  # later calls return None too
         elif isinstance(message, protocol.UnreadableMessage):
             raise message
         return message
 
     def why_closed(self) -> str:
-        """Say what srun and the node agent said last."""
+        """Return the last output of srun and the node agent."""
         return self._step.last_words(self._place)
 
     async def close(self) -> None:
-        """Let go; the node agent, no longer hearing from us, ends by itself."""
+        """Close the channel; the node agent exits when the launcher is silent."""
         self.end()
 
     def end(self) -> None:
-        """No more comes from this node agent."""
+        """Mark the channel as closed: no more messages arrive."""
         if self._open:
             self._open = False
             self._inbox.put_nowait(None)
 
     def hear(self, line: bytes) -> None:
-        """Take a line that the node agent wrote."""
+        """Process a line that the node agent wrote."""
         if not self._open:
             return
         try:
@@ -76,7 +76,7 @@ class SrunChannel:
 
 
 class SrunStep:
-    """One srun and the node agents that it started; task *n* of it is at ``places[n]``."""
+    """One srun and the node agents that it started; its task *n* is at ``places[n]``."""
 
     def __init__(self, places: Sequence[int], nodes: Sequence[str], arrive: Arrive) -> None:
         self.places = tuple(places)
@@ -94,7 +94,7 @@ class SrunStep:
         self.over = False
 
     async def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start srun, in a session of its own: Ctrl-C is for the launcher alone."""
+        """Start srun in its own session, so that only the launcher gets Ctrl-C."""
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *words,
@@ -111,9 +111,9 @@ class SrunStep:
         self._reading = asyncio.create_task(self._read(self._process))
 
     async def send(self, place: int, lines: bytes) -> None:
-        """Write to one node agent; what all get at the same moment is written once."""
+        """Write to one node agent; a message sent to all at the same time is written once."""
         self._outbox.append((place, lines))
-        await asyncio.sleep(0)  # others may be about to send the same
+        await asyncio.sleep(0)  # other callers may be about to send the same message
         async with self._writing:
             stdin = self._process.stdin if self._process else None
             messages, self._outbox = self._outbox, []
@@ -121,11 +121,11 @@ class SrunStep:
                 return
             here = [place for place in self.places if place not in self._ended]
             stdin.write(b"".join(addressed(messages, here)))
-            with contextlib.suppress(ConnectionError):  # reading tells of the end
+            with contextlib.suppress(ConnectionError):  # the reader reports the end
                 await stdin.drain()
 
     async def close(self, patience_s: float) -> None:
-        """End the node agents by the end of their input; by force those that do not mind it."""
+        """Close the node agents' input so that they exit; kill those that do not."""
         process = self._process
         if process is None:
             return
@@ -142,23 +142,25 @@ class SrunStep:
             await self._reading
 
     def arrived(self, place: int) -> bool:
-        """Say whether the node agent of a place has been heard."""
+        """Return whether the node agent of a place has sent a message."""
         return place in self._channels
 
     def missing(self, place: int) -> bool:
-        """Say whether the node agent of a place will never be heard."""
+        """Return whether the node agent of a place will never send a message."""
         return not self.arrived(place) and (self.over or place in self._ended)
 
     def last_words(self, place: int) -> str:
-        """Return what is known of the end of a place: how the task ended, what was said last."""
+        """Return how the task of a place exited and its last output."""
         node = self._nodes[place]
         about = [line for line in self._srun_said if re.search(rf"\b{re.escape(node)}\b", line)]
         said = [*self._said.get(place, ()), *(about or self._srun_said)]
-        return "\n".join(dict.fromkeys(said)) or self._ended.get(place, "srun ended without a word")
+        return "\n".join(dict.fromkeys(said)) or self._ended.get(
+            place, "srun exited without an error message"
+        )
 
     @property
     def srun_words(self) -> str:
-        """The last line of srun itself."""
+        """The last line printed by srun itself."""
         return self._srun_said[-1] if self._srun_said else ""
 
     async def _read(self, process: Process) -> None:
@@ -168,7 +170,7 @@ class SrunStep:
         code = await process.wait()
         self.over = True
         for place in self.places:
-            self._end(place, f"srun ended with exit code {code}")
+            self._end(place, f"srun exited with code {code}")
 
     async def _read_out(self, stream: asyncio.StreamReader) -> None:
         async for line in stream:
@@ -181,7 +183,9 @@ class SrunStep:
                 if not labelled[2].startswith(FIRST_WORDS):
                     self._keep(place, labelled[2].decode(errors="replace").rstrip())
                     continue
-                self._said.pop(place, None)  # that was not about the end
+                self._said.pop(
+                    place, None
+                )  # output from before the start is not the cause of an exit
                 self._channels[place] = SrunChannel(self, place)
                 self._arrive(place, self._channels[place])
             self._channels[place].hear(labelled[2])
@@ -213,9 +217,9 @@ class SrunStep:
 
 
 def addressed(messages: Sequence[tuple[int, bytes]], here: Sequence[int]) -> list[bytes]:
-    """Put the place in front of every line; ``*`` where all that are here get the same message.
+    """Prefix every line with its place; ``*`` where all connected places get the same message.
 
-    For each place the order of its messages is kept.
+    The order of messages is kept for each place.
     """
     queues: dict[int, deque[bytes]] = {}
     for place, lines in messages:
@@ -238,7 +242,7 @@ def _prefixed(prefix: bytes, lines: bytes) -> bytes:
 
 
 def _numbers(text: str) -> list[int]:
-    """Read srun's list of tasks: ``1,4-6``."""
+    """Parse srun's list of tasks: ``1,4-6``."""
     with contextlib.suppress(ValueError):
         return [int(name) for name in expand_hostlist(f"[{text}]")]
     return []

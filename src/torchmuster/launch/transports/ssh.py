@@ -1,10 +1,10 @@
-"""The transport over ssh: OpenSSH itself, so that the user's configuration, agent and jump hosts work.
+"""The ssh transport. It runs OpenSSH, so that the user's configuration, agent and jump hosts work.
 
-The command on the other side is always the same: a node agent. The script, its arguments and everything
-else travel through the pipe, so nothing a user gives is ever read by a remote shell.
+The remote command is always the same: a node agent. The script, its arguments and everything else are
+sent through the pipe, so a remote shell never parses user input.
 
-This machine itself, if it is among the hosts, is not called: many have no ssh server, or do not accept
-their own key.
+The local host, if it is among the hosts, is not reached through ssh: many hosts have no ssh server, or do
+not accept their own key.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from torchmuster.launch.network import interfaces
 from torchmuster.launch.transports.channel import Arrive, make_room_for
 from torchmuster.launch.transports.local import NODE_AGENT, PipeChannel
 
-# More logins at a time than this and sshd begins to refuse them (MaxStartups).
+# sshd refuses more concurrent logins than this (MaxStartups).
 AT_ONCE = 32
-# One ssh process for each machine: beyond this, starting them belongs to a scheduler.
+# One ssh process for each host: beyond this number, use a scheduler.
 MOST_HOSTS = 256
 _ALIVE_EVERY_S = 3
 _FILES_EACH = 4
 _OPTIONS = (
     "-T",
-    *("-o", "BatchMode=yes"),  # never wait for a password nobody sees being asked
+    *("-o", "BatchMode=yes"),  # never wait for a password prompt that the user cannot see
     *("-o", "ConnectTimeout=10"),
     *("-o", f"ServerAliveInterval={_ALIVE_EVERY_S}"),
     *("-o", "ClearAllForwardings=yes"),
-    # A connection that is open already is used; one that outlives the run is not left behind.
+    # Use an existing master connection, but do not leave a new one behind after the run.
     *("-o", "ControlMaster=no"),
 )
 
@@ -44,19 +44,19 @@ _OPTIONS = (
 def node_agent_command(
     host: str, python: str, *, lost_after_s: float = Limits.lost_after_s
 ) -> list[str]:
-    """Return the ssh command that starts a node agent on a machine.
+    """Return the ssh command that starts a node agent on a host.
 
-    ssh gives up a silent link a little after the launcher has taken the machine for lost, not before.
+    ssh closes a silent link shortly after the launcher has declared the host lost, not before.
     """
     remote = " ".join(shlex.quote(word) for word in (python, *NODE_AGENT))
-    # It ends when it would ask once more than so many times.
+    # ssh exits after this many unanswered keep-alive messages.
     asked = max(1, int(lost_after_s // _ALIVE_EVERY_S))
     patience = ("-o", f"ServerAliveCountMax={asked}")
     return ["ssh", *_OPTIONS, *patience, "--", host, f"exec {remote}"]
 
 
 def is_this_host(host: str) -> bool:
-    """Say whether a host as written is this machine and this user; no name service is asked."""
+    """Return whether a host name means this host and this user, without a name lookup."""
     user, _, name = host.rpartition("@")
     if user and user != user_of_this_process():
         return False
@@ -64,7 +64,7 @@ def is_this_host(host: str) -> bool:
 
 
 class SshTransport:
-    """One place for each host, in the order they were written."""
+    """One place for each host, in the order given by the user."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class SshTransport:
         if len(hosts) > MOST_HOSTS:
             raise Impossible(
                 f"{len(hosts)} hosts are too many for ssh",
-                why=f"the launcher keeps a connection to each, and {MOST_HOSTS} is the most it will",
-                fix="muster run --slurm …  # or Kubernetes: a scheduler starts any number",
+                why=f"the launcher keeps one connection per host, at most {MOST_HOSTS}",
+                fix="muster run --slurm …  # or Kubernetes: a scheduler has no such limit",
             )
         self._here = {place for place, host in enumerate(hosts) if is_this_host(host.name)}
         if len(self._here) < len(hosts) and shutil.which("ssh") is None:
             raise Impossible(
-                "there is no ssh on this machine",
-                why="the other hosts are reached through OpenSSH",
+                "ssh is not installed on this host",
+                why="muster reaches the other hosts through OpenSSH",
                 fix="apt-get install openssh-client  # or: muster host, which needs no ssh",
             )
         self._hosts = list(hosts)
@@ -97,18 +97,18 @@ class SshTransport:
 
     @property
     def places(self) -> Sequence[str]:
-        """The hosts' names as they were written."""
+        """The host names as given by the user."""
         return [host.name for host in self._hosts]
 
     async def open(self, arrive: Arrive) -> None:
-        """Call every host, so many at a time."""
+        """Connect to every host, at most ``AT_ONCE`` at a time."""
         make_room_for(_FILES_EACH * len(self._hosts), wanted=0)
         self._arrive = arrive
         for place in range(len(self._hosts)):
             await self.reopen(place)
 
     async def reopen(self, place: int) -> None:
-        """Call a host."""
+        """Connect to a host."""
         self._failed.pop(place, None)
         self._called_s[place] = time.monotonic()
         task = asyncio.create_task(self._call(place))
@@ -132,7 +132,7 @@ class SshTransport:
             except protocol.UnreadableMessage as error:
                 first = None
                 self._failed[place] = diagnose_ssh(name, self._python, 1, str(error))
-            except asyncio.CancelledError:  # nobody waits for this host any more
+            except asyncio.CancelledError:  # the host is no longer needed
                 await channel.kill()
                 raise
         if first is None:
@@ -143,27 +143,27 @@ class SshTransport:
         self._arrive(place, _Greeted(channel, first))
 
     def waiting_for(self, place: int) -> str:
-        """Say how long ssh has been at it."""
+        """Return how long ssh has been connecting."""
         who = "its node agent is starting" if place in self._here else "ssh is connecting"
         return f"{who}, {time.monotonic() - self._called_s[place]:.0f} s"
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return why ssh ended before a node agent spoke."""
+        """Return why ssh exited before the node agent sent a message."""
         return self._failed.get(place)
 
     def rejoins(self, place: int) -> bool:
-        """Nobody comes by itself."""
+        """Return False: hosts do not connect by themselves."""
         return False
 
     async def close(self) -> None:
-        """End the calls that nobody answered."""
+        """Cancel the connections that are not established yet."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class _Greeted:
-    """A channel whose first message has been read already."""
+    """A channel whose first message has already been read."""
 
     def __init__(self, channel: PipeChannel, first: protocol.FromAgent) -> None:
         self._channel = channel
@@ -179,7 +179,7 @@ class _Greeted:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cause:
-    """What ssh says when it fails (a pattern), what that means, and what to do."""
+    """A pattern of ssh's error output, its cause and the fix."""
 
     name: str
     says: str
@@ -188,62 +188,62 @@ class _Cause:
     exit_code: int = ExitCode.FAILED
 
 
-# The first that fits counts.
+# The first match is used.
 _CAUSES = (
     _Cause(
         name="ssh-host-key-changed",
         says=r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
-        why="it shows another host key than the one that is known here: it was installed anew, or "
-        "somebody else answers in its place",
-        fix="{forget}  # once you know which; then ssh {host}, and compare the key it shows",
+        why="its host key differs from the known one: it was reinstalled, or another machine answers "
+        "at its address",
+        fix="{forget}  # if it was reinstalled; then ssh {host} and compare the key",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
         name="ssh-host-key-unknown",
         says=r"Host key verification failed",
         why="its host key is not known here yet",
-        fix="ssh {host}  # once by hand: compare the key it shows, and accept it",
+        fix="ssh {host}  # once by hand: compare the key and accept it",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
         name="ssh-key-refused",
         says=r"Permission denied",
         why="it does not accept your key",
-        fix="ssh-copy-id {host}  # and for a key with a passphrase: ssh-add",
+        fix="ssh-copy-id {host}  # for a key with a passphrase also: ssh-add",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
         name="host-name-unknown",
         says=r"Could not resolve hostname|Name or service not known|Temporary failure in name",
-        why="its name cannot be resolved on this machine",
-        fix="give its address, or add it to ~/.ssh/config (HostName) or /etc/hosts",
+        why="its name cannot be resolved on this host",
+        fix="use its IP address, or add it to ~/.ssh/config (HostName) or /etc/hosts",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
     _Cause(
         name="ssh-not-served",
         says=r"Connection refused",
-        why="it is there, but no ssh server listens on that port",
+        why="it is up, but no ssh server listens on that port",
         fix="on {host}: sudo systemctl enable --now ssh || sudo systemctl enable --now sshd  "
-        "# or Port in ~/.ssh/config",
+        "# or set Port in ~/.ssh/config",
     ),
     _Cause(
         name="host-unreachable",
         says=r"timed out|No route to host|Host is down",
-        why="it does not answer: it is off, on another network, or a firewall keeps ssh out",
-        fix="ping {host}  # and check the firewall there for the port of ssh",
+        why="it does not answer: it is off, on another network, or a firewall blocks ssh",
+        fix="ping {host}  # and check whether its firewall allows the ssh port",
     ),
     _Cause(
         name="network-unreachable",
         says=r"Network is unreachable",
-        why="this machine has no way to its network",
-        fix="ip route get {host}  # shows where packets for it go",
+        why="this host has no route to its network",
+        fix="ip route get {host}  # shows the route",
     ),
     _Cause(
         name="ssh-hangs-up",
         says=r"kex_exchange_identification|Connection (closed|reset) by",
-        why="it hung up before the login: it has too many logins at once, or does not let this "
-        "machine in",
-        fix="try again, and look at MaxStartups and AllowUsers in its /etc/ssh/sshd_config",
+        why="it closed the connection before the login: too many concurrent logins, or this host is "
+        "not allowed",
+        fix="try again, and check MaxStartups and AllowUsers in its /etc/ssh/sshd_config",
     ),
     _Cause(
         name="torchmuster-missing",
@@ -255,8 +255,8 @@ _CAUSES = (
     _Cause(
         name="python-missing",
         says=r"No such file or directory|not found",
-        why="there is no {python} there",
-        fix="install it there, or give the path on the other machines: --remote-python PATH",
+        why="{python} does not exist there",
+        fix="install it there, or set the path on the remote hosts: --remote-python PATH",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
 )
@@ -264,17 +264,17 @@ _WORDS_SHOWN = 4
 
 
 def diagnose_ssh(host: str, python: str, code: int, words: str) -> protocol.Trouble:
-    """Say what ssh's failure means."""
+    """Return the cause and the fix for a failure of ssh."""
     cause = next(
         (one for one in _CAUSES if re.search(one.says, words, re.IGNORECASE)),
         _Cause(
             name="ssh-failed",
             says="",
-            why="ssh ended with code {code}",
+            why="ssh exited with code {code}",
             fix="ssh {host}  # try it by hand",
         ),
     )
-    # ssh itself knows in which file the old key is.
+    # ssh's output names the file with the old key.
     forget = re.search(r"ssh-keygen -f .+", words)
     known = {
         "host": host,
@@ -285,7 +285,7 @@ def diagnose_ssh(host: str, python: str, code: int, words: str) -> protocol.Trou
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     return protocol.Trouble(
         name=cause.name,
-        what=f"host {host} cannot take part",
+        what=f"cannot connect to host {host}",
         why=cause.why.format(**known),
         fix=cause.fix.format(**known),
         evidence="\n".join(lines[-_WORDS_SHOWN:]),

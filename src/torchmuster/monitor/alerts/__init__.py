@@ -1,1 +1,1 @@
-"""When somebody should look: conditions over metrics, for Prometheus and for those who run none."""
+"""Alerts: conditions over metrics, evaluated by Prometheus or by muster itself."""

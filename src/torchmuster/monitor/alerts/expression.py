@@ -1,8 +1,9 @@
-"""Conditions over metrics, written once: each renders itself for Prometheus and can be evaluated here.
+"""Conditions over metrics: each renders itself as PromQL and can be evaluated here.
 
-A value is a number for each set of labels, as in PromQL; a comparison keeps the labels for which it holds.
+As in PromQL, a value is a number per label set; a comparison keeps the label sets for which it
+holds.
 
-``faster`` gives the same condition with all its times divided: for trying alerts out without waiting for minutes.
+``faster`` returns the same condition with all durations divided, for testing alerts in seconds.
 """
 
 import math
@@ -18,16 +19,19 @@ Labels = tuple[tuple[str, str], ...]  # (name, value), in the order of the metri
 
 
 class SampleHistory:
-    """Keeps samples of some metrics for some time."""
+    """Keeps samples of selected metrics for a limited time."""
 
     def __init__(self, keep_s: Mapping[Metric, float]) -> None:
-        """Keep each of these metrics for so long; 0 keeps the newest only. Others are not kept."""
+        """Keep each of these metrics for its duration in seconds.
+
+        0 keeps only the newest sample.
+        """
         self._keep_s = keep_s
         self._kept: dict[Metric, dict[Labels, deque[tuple[float, float]]]] = {}
         self._now_s = 0.0
 
     def add(self, samples: Iterable[Sample], now_s: float) -> None:
-        """Add everything that is known now; a series that is not among it has ended."""
+        """Add all current samples; a series without a sample has ended."""
         self._now_s = now_s
         for sample in samples:
             if sample.metric in self._keep_s:
@@ -53,7 +57,7 @@ class SampleHistory:
         }
 
     def lately(self, metric: Metric, seconds: float) -> dict[Labels, list[float]]:
-        """Return the values of the last so many seconds."""
+        """Return the values within this many seconds."""
         since_s = self._now_s - seconds
         found = self._kept.get(metric, {})
         return {
@@ -67,39 +71,39 @@ Values = Mapping[Labels, float]
 
 
 class Expression(Protocol):
-    """Something that has a value for each set of labels."""
+    """An expression with a value for each label set."""
 
     def promql(self) -> str:
-        """Return it as Prometheus' language says it."""
+        """Return the expression as PromQL."""
         ...
 
     def values(self, history: SampleHistory) -> Values:
-        """Return what it is now."""
+        """Return the current values."""
         ...
 
     def metrics(self) -> frozenset[Metric]:
-        """Return the metrics that it is about."""
+        """Return the metrics that the expression uses."""
         ...
 
     def faster(self, times: float) -> Self:
-        """Return the same with all times divided."""
+        """Return the same expression with all durations divided."""
         ...
 
 
 def duration(seconds: float) -> str:
-    """Return a time as Prometheus writes it."""
+    """Return a duration in Prometheus' format."""
     return f"{seconds:.0f}s" if seconds == round(seconds) else f"{1000 * seconds:.0f}ms"
 
 
 @dataclass(frozen=True)
 class Now:
-    """A metric as it is now, perhaps only where labels have certain values."""
+    """The current value of a metric, optionally filtered by labels."""
 
     metric: Metric
     where: Mapping[str, str] = field(default_factory=dict)
 
     def promql(self) -> str:
-        """Return the metric's name and the labels that are asked for."""
+        """Return the metric's name and the label filter."""
         asked = ",".join(f'{name}="{value}"' for name, value in self.where.items())
         return f"{self.metric.name}{{{asked}}}" if asked else self.metric.name
 
@@ -120,14 +124,14 @@ class Now:
 
 @dataclass(frozen=True)
 class Over:
-    """What a metric was in the last while: its median, the most or the least."""
+    """The median, maximum or minimum of a metric over a time window."""
 
     which: str  # median, most, least
     metric: Metric
     seconds: float
 
     def promql(self) -> str:
-        """Return a function over a range."""
+        """Return an aggregation over a range."""
         window = f"{self.metric.name}[{duration(self.seconds)}]"
         match self.which:
             case "median":
@@ -138,7 +142,7 @@ class Over:
                 return f"min_over_time({window})"
 
     def values(self, history: SampleHistory) -> Values:
-        """Return it for each series that has samples in that time."""
+        """Return the aggregate for each series with samples in the window."""
         function = _FUNCTIONS[self.which]
         found = history.lately(self.metric, self.seconds)
         return {labels: function(values) for labels, values in found.items()}
@@ -148,12 +152,12 @@ class Over:
         return frozenset({self.metric})
 
     def faster(self, times: float) -> Self:
-        """Return it over a shorter time."""
+        """Return it over a shorter window."""
         return replace(self, seconds=self.seconds / times)
 
 
 def _median(values: list[float]) -> float:
-    """Return the median as Prometheus does: between the two in the middle."""
+    """Return the median as Prometheus computes it: the mean of the two middle values."""
     ordered = sorted(values)
     place = 0.5 * (len(ordered) - 1)
     low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
@@ -169,18 +173,18 @@ _FUNCTIONS: Mapping[str, Callable[[list[float]], float]] = {
 
 @dataclass(frozen=True)
 class Spread:
-    """How far apart the things are that share the labels of a wider scope: ranks of a run."""
+    """The spread of a metric within a wider scope, such as the ranks of a run."""
 
     metric: Metric
     scope: Scope
 
     def promql(self) -> str:
-        """Return the most less the least."""
+        """Return maximum minus minimum."""
         by = ", ".join(self.scope.value)
         return f"(max by ({by}) ({self.metric.name}) - min by ({by}) ({self.metric.name}))"
 
     def values(self, history: SampleHistory) -> Values:
-        """Return it for each group."""
+        """Return the spread for each group."""
         groups: dict[Labels, list[float]] = {}
         for labels, value in history.now(self.metric).items():
             kept = tuple(one for one in labels if one[0] in self.scope.value)
@@ -206,7 +210,10 @@ _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A value for those labels for which it compares so with a number, or with another value times a number."""
+    """A comparison with a number, or with another value times a number.
+
+    Keeps matching label sets.
+    """
 
     left: Expression
     how: str  # > < == !=
@@ -221,7 +228,7 @@ class Compared:
         return f"{self.left.promql()} {self.how} {factor}{self.times.promql()}"
 
     def values(self, history: SampleHistory) -> Values:
-        """Return the left side where it holds; labels that the right side does not have are left out."""
+        """Return the left side where it holds; label sets missing on the right side are dropped."""
         compare = _OPERATORS[self.how]
         left = self.left.values(history)
         if self.times is None:
@@ -239,7 +246,7 @@ class Compared:
         return self.left.metrics() | other
 
     def faster(self, times: float) -> Self:
-        """Return it with its sides faster; a number that a time is compared with is one as well."""
+        """Return it with both sides faster; a number compared with a duration is divided too."""
         is_time = self.times is None and all(one.unit == "seconds" for one in self.metrics())
         return replace(
             self,
@@ -251,7 +258,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class While:
-    """A condition that counts only for runs for which another one holds as well."""
+    """A condition restricted to runs for which a second condition holds."""
 
     condition: Expression
     holds: Expression
@@ -262,7 +269,7 @@ class While:
         return f"{self.condition.promql()} and on ({on}) {self.holds.promql()}"
 
     def values(self, history: SampleHistory) -> Values:
-        """Return the condition's values of the runs for which the other holds."""
+        """Return the condition's values for the runs where the second condition holds."""
         runs = {_run_of(labels) for labels in self.holds.values(history)}
         found = self.condition.values(history)
         return {labels: value for labels, value in found.items() if _run_of(labels) in runs}

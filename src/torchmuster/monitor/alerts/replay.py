@@ -1,6 +1,6 @@
-"""The alerts of a run that nobody watched: its lines about steps are looked at again, in the time that they took.
+"""The alerts of a past run, recomputed by replaying its step lines with their timestamps.
 
-Lines do not tell everything that a watcher sees (ranks, machines, devices), so only the alerts about steps come out.
+Step lines have no data on ranks, hosts and devices, so only alerts about steps are found.
 """
 
 import math
@@ -13,25 +13,25 @@ from torchmuster.monitor.alerts.rules import Alert
 from torchmuster.monitor.alerts.watching import AlertWatch
 from torchmuster.monitor.metric import Sample
 
-# Conditions are about minutes: of a long run, a look every so often is enough, and bounds what it costs.
+# Conditions cover minutes: evaluating a long run at intervals is enough and bounds the cost.
 _SHORTEST_S, _LONGEST_S = 15.0, 60.0
 _LOOKS_BEFORE_LESS_OFTEN = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastAlert:
-    """An alert that was raised over a run, once or again."""
+    """An alert that was raised once or several times during a run."""
 
     alert: Alert
     summary: str
     fix: str
     times: int
     first_step: int
-    last_step: int | None  # None: it was not over at the end
+    last_step: int | None  # None: still raised at the end
 
 
 class Replay:
-    """Takes in the lines of a run, the first first."""
+    """Evaluates the step lines of a run in order."""
 
     def __init__(self, job: str, run_id: str) -> None:
         self._labels = (job, run_id)
@@ -44,7 +44,7 @@ class Replay:
         self._past: dict[str, PastAlert] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take in a line."""
+        """Process a step line."""
         step, step_s, loss = line.get("step"), line.get("step_s"), line.get("loss")
         if not isinstance(step, int) or not isinstance(step_s, int | float):
             return
@@ -54,7 +54,7 @@ class Replay:
         self._skipped += int(line.get("skipped_steps") or 0)
         value = float(loss) if isinstance(loss, int | float) else math.nan
         bad = math.isnan(value)
-        # What is no number may be so for one line only, and must not be missed between two looks.
+        # A NaN may last for one line only and must not be missed between two evaluations.
         if self._now_s < self._next_s and bad == self._bad and took_s < _LONGEST_S:
             return
         self._bad = bad
@@ -92,5 +92,5 @@ class Replay:
 
     @property
     def alerts(self) -> list[PastAlert]:
-        """The alerts that were raised so far, in the order in which they first were."""
+        """The alerts raised so far, ordered by their first occurrence."""
         return list(self._past.values())

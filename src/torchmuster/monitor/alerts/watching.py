@@ -1,4 +1,4 @@
-"""The alerts without Prometheus: looked at again and again, told once when raised and once when over."""
+"""Alerts without Prometheus: reported once when raised and once when resolved."""
 
 import json
 import queue
@@ -20,7 +20,7 @@ from torchmuster.monitor.metric import Metric, Sample
 
 @dataclass(frozen=True, kw_only=True)
 class AlertNews:
-    """An alert that was raised, or is over, for one set of labels."""
+    """An alert that was raised or resolved, for one label set."""
 
     alert: Alert
     labels: Labels
@@ -29,12 +29,12 @@ class AlertNews:
 
     @property
     def summary(self) -> str:
-        """What is the matter, in a sentence."""
+        """The problem, in one sentence."""
         return self._filled(self.alert.summary)
 
     @property
     def fix(self) -> str:
-        """What to do."""
+        """How to fix it."""
         return self._filled(self.alert.fix)
 
     def _filled(self, text: str) -> str:
@@ -43,21 +43,21 @@ class AlertNews:
 
 
 class AlertWatch:
-    """Decides from one look to the next which alerts are to be told."""
+    """Decides at each evaluation which alerts to report."""
 
     def __init__(self, alerts: Sequence[Alert] = ALERTS) -> None:
         self._alerts = alerts
         self._history = SampleHistory(_kept(alerts))
-        self._since: dict[tuple[str, Labels], float] = {}  # that a condition has held
+        self._since: dict[tuple[str, Labels], float] = {}  # start of the time a condition has held
         self._raised: dict[tuple[str, Labels], AlertNews] = {}
 
     @property
     def raised(self) -> list[AlertNews]:
-        """The alerts that are raised now, in the order in which they were."""
+        """The alerts that are active now, in the order in which they were raised."""
         return list(self._raised.values())
 
     def look(self, samples: Iterable[Sample], now_s: float) -> list[AlertNews]:
-        """Take in what is known now; return what is new: raised, or over."""
+        """Add the current samples; return the alerts that were raised or resolved."""
         self._history.add(samples, now_s)
         news: list[AlertNews] = []
         for alert in self._alerts:
@@ -85,7 +85,7 @@ class AlertWatch:
 
 
 def _kept(alerts: Sequence[Alert]) -> dict[Metric, float]:
-    """Return the metrics that alerts are about, and how long each is looked back at."""
+    """Return the metrics that the alerts use, and how long each must be kept."""
     kept: dict[Metric, float] = {}
     for alert in alerts:
         for metric in alert.condition.metrics():
@@ -105,26 +105,29 @@ def _watching_parts(expression: object) -> Iterable[object]:
 
 _PATIENCE_S = 10.0
 _TRIES = 3
-_WAIT_S = 2.0  # before the second try; twice that before the third
+_WAIT_S = 2.0  # before the second attempt; doubled before the third
 _MOST_WAITING = 100
 _LAST_WORDS_WITHIN_S = 30.0
 
 
 def alert_text(news: AlertNews) -> str:
-    """Return what is said of an alert."""
+    """Return the text of an alert."""
     if not news.raised:
-        return f"over: {news.summary}"
+        return f"resolved: {news.summary}"
     return f"{news.alert.severity}: {news.summary}\n{news.alert.why}\nfix: {news.fix}"
 
 
 class Webhook:
-    """Posts news in a thread of its own; ``trouble`` says what went wrong last, "" if nothing did."""
+    """Posts alerts from a background thread.
+
+    ``trouble`` is the last error, "" if there was none.
+    """
 
     def __init__(self, address: str) -> None:
         if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
             raise Impossible(
-                "news cannot be sent there: that is no address of the web",
-                fix="give --webhook an address that begins with https:// (or http://)",
+                "invalid webhook address: not a URL",
+                fix="pass --webhook a URL that starts with https:// (or http://)",
             )
         self._address = address
         self.trouble = ""
@@ -142,13 +145,13 @@ class Webhook:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What a run said last is what people wait for: it is given some time.
+        # The last alerts of a run matter most: wait a little for them.
         self._put(None)
         self._thread.join(_LAST_WORDS_WITHIN_S)
         self._ended.set()
 
     def send(self, news: Iterable[AlertNews]) -> None:
-        """Send, without waiting for anybody."""
+        """Queue an alert for sending, without waiting."""
         for one in news:
             self._put(alert_text(one))
 
@@ -156,16 +159,16 @@ class Webhook:
         try:
             self._waiting.put_nowait(text)
         except queue.Full:
-            self.trouble = "nobody takes the news there: some were not sent"
+            self.trouble = "the webhook is too slow: some alerts were not sent"
 
     def _post_all(self) -> None:
         while (text := self._waiting.get()) is not None:
             self.trouble = self._post(text)
 
     def _post(self, text: str) -> str:
-        """Post a text, again if need be; return what went wrong at last."""
+        """Post a text with retries; return the last error, or an empty text."""
         body = json.dumps({"text": text}).encode()
-        # The scheme was looked at when it was made.
+        # The constructor checked the scheme.
         request = urllib.request.Request(  # noqa: S310
             self._address, data=body, headers={"Content-Type": "application/json"}
         )
@@ -177,10 +180,10 @@ class Webhook:
                 with urllib.request.urlopen(request, timeout=_PATIENCE_S):  # noqa: S310
                     return ""
             except urllib.error.HTTPError as error:
-                trouble = f"the address answers {error.code} {error.reason}"
+                trouble = f"the webhook answered {error.code} {error.reason}"
                 if 400 <= error.code < 500:
-                    break  # it will not like it better the next time
+                    break  # a retry would give the same answer
             except (OSError, ValueError) as error:
                 # Not the address itself: it is a secret.
-                trouble = f"the address cannot be reached ({type(error).__name__})"
-        return f"news were not sent: {trouble}"
+                trouble = f"the webhook cannot be reached ({type(error).__name__})"
+        return f"alerts were not sent: {trouble}"

@@ -1,1 +1,1 @@
-"""From what a machine and its runs' folders tell to samples."""
+"""Collect samples from a host and its run folders."""

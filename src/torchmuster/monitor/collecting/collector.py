@@ -1,7 +1,7 @@
-"""Everything that one machine serves: itself, its accelerators, its ranks of the runs in a folder, and the runs that it speaks for.
+"""All samples that one host exports: host, accelerators, local ranks, and its runs.
 
-A folder may be on a disk that all machines share. Then each machine's exporter tells of what was written on it, so that each
-series comes once, however many machines there are.
+The runs folder may be on a shared disk. Then each host's exporter exports only what that host
+wrote, so that each series is exported once.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from torchmuster.monitor.collecting.run_metrics import RunMetrics
 from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.runfolder import RunFolder, list_runs, run_name
 
-# A run that has ended is still told of for so long, so that everybody hears how.
+# A run that has ended is exported for this long, so that its final phase is scraped.
 _TOLD_AFTER_S = 900.0
 _MOST_RUNS = 20
 
 
 @dataclass(frozen=True)
 class FollowedRun:
-    """A run, what it is called, and what follows its folder from one look to the next."""
+    """A run, its job name, and the readers of its folder."""
 
     folder: RunFolder
     job: str
@@ -37,21 +37,21 @@ class FollowedRun:
 
 
 def follow_runs(run: RunFolder) -> FollowedRun:
-    """Begin to follow a run."""
+    """Start following a run."""
     job = run_name(run)
     return FollowedRun(run, job, RunMetrics(run, job))
 
 
 class ActiveRuns:
-    """Looks at a folder of runs, again and again."""
+    """Polls a folder of runs."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._followed: dict[str, FollowedRun] = {}
-        self._over: dict[str, int] = {}  # runs, and when it was written that they are
+        self._over: dict[str, int] = {}  # ended runs, and when their end was written
 
     def now(self, now_unix_s: float) -> Iterator[FollowedRun]:
-        """Yield them, the newest first."""
+        """Yield the runs, newest first."""
         told: list[str] = []
         for run in list_runs(self._runs):
             if len(told) == _MOST_RUNS:
@@ -66,11 +66,11 @@ class ActiveRuns:
             del self._followed[gone]
 
     def _is_over(self, run: RunFolder, now_unix_s: float) -> bool:
-        """Say whether nothing is told of a run any more; of thousands that are over, each is read once."""
+        """Return whether a run is no longer exported; each ended run is read once."""
         try:
             written = run.state.stat().st_mtime_ns
         except OSError:
-            return True  # it was not written yet how it goes
+            return True  # its state is not written yet
         if self._over.get(run.id) == written:
             return True
         state = run_state.read_state(run)
@@ -81,7 +81,7 @@ class ActiveRuns:
 
 
 def device_samples(node: Node) -> Iterator[Sample]:
-    """Yield what was read of each device; what could not be read is not there."""
+    """Yield the samples of each device; unreadable values are left out."""
     for device in node.accelerators:
         labels = (node.hostname, device.uuid)
         for metric, value in _collector_values(device):
@@ -116,20 +116,20 @@ def _memory_errors(device: Device) -> Iterator[tuple[str, int | None]]:
 
 
 class HostMetrics:
-    """Looks at the machine; the processors' share is that since the last look."""
+    """Polls the host; CPU utilization is that since the last poll."""
 
     def __init__(self, host: str, runs: Path) -> None:
         self._host = host
         self._runs = runs
-        psutil.cpu_percent()  # the first look has nothing to compare with
+        psutil.cpu_percent()  # the first call has no reference
 
     def samples(self) -> Iterator[Sample]:
-        """Yield what could be read."""
+        """Yield the values that could be read."""
         memory = psutil.virtual_memory()
         yield self._sample(catalogue.HOST_CPU, psutil.cpu_percent() / 100)
         yield self._sample(catalogue.HOST_MEMORY_AVAILABLE, memory.available)
         yield self._sample(catalogue.HOST_MEMORY, memory.total)
-        with contextlib.suppress(OSError):  # the folder may not be there yet
+        with contextlib.suppress(OSError):  # the folder may not exist yet
             yield self._sample(catalogue.HOST_DISK_FREE, psutil.disk_usage(str(self._runs)).free)
         received, sent = 0, 0
         for name, count in psutil.net_io_counters(pernic=True).items():
@@ -154,13 +154,13 @@ _OF_A_HEARTBEAT = {
 
 
 def rank_number(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
-    """Yield how many ranks of a run there are on all its machines; nothing while none was seen."""
+    """Yield the number of ranks of a run on all hosts; nothing before the first heartbeat."""
     if nodes:
         yield Sample(catalogue.RUN_RANKS, labels, float(sum(len(node.ranks) for node in nodes)))
 
 
 def rank_samples(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
-    """Yield what is known of each rank; ``labels`` are those of its run."""
+    """Yield the samples of each rank; ``labels`` are those of its run."""
     for node in nodes:
         for heartbeat in node.ranks:
             own = (*labels, node.host, str(heartbeat.rank))
@@ -169,14 +169,14 @@ def rank_samples(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterato
                     yield Sample(metric, own, float(value))
 
 
-# Ranks have a few series each; whatever else happens, one machine serves no more than this.
+# Ranks have a few series each; this is the hard limit per host.
 MOST_SERIES = 50_000
-# Who asks twice within so long is given the same answer: asking often costs the machine nothing.
+# Requests within this time get the same response, so that frequent requests cost nothing.
 _FRESH_S = 1.0
 
 
 class Collector:
-    """Collects samples when it is asked; safe to be asked by several threads at once."""
+    """Collects samples on request; thread-safe."""
 
     def __init__(
         self,
@@ -186,9 +186,9 @@ class Collector:
         all_ranks: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Collect of the runs in a folder; ``look`` takes a look at this machine's devices.
+        """Collect from the runs in a folder; ``look`` polls this host's devices.
 
-        With ``all_ranks`` those of other machines are told of as well: where nobody else does.
+        With ``all_ranks``, ranks on other hosts are exported too, for hosts without an exporter.
         """
         self._runs = runs
         self._look = look
@@ -200,7 +200,7 @@ class Collector:
         self._answer: tuple[float, list[Sample]] | None = None
 
     def samples(self) -> list[Sample]:
-        """Return everything that is known now."""
+        """Return all current samples."""
         with self._turn:
             now = self._clock()
             if self._answer is None or not 0 <= now - self._answer[0] < _FRESH_S:
@@ -228,9 +228,9 @@ class Collector:
 
 
 def _speaks_for(machine: str, run: RunFolder) -> bool:
-    """Say whether a machine tells of a run as a whole: it runs the first rank, or launched it.
+    """Return whether this host exports the run-level metrics: it runs rank 0, or launched the run.
 
-    Two may: where the one is gone, the other one still tells how the run ends.
+    Two hosts may do so: if one is down, the other still exports how the run ends.
     """
     job = run_state.read_job(run)
     if job is None or job.launcher.host == machine:

@@ -1,4 +1,4 @@
-"""What the folder of a run tells of it: its phase, its steps, its evaluations, its checkpoints."""
+"""Metrics from a run folder: phase, steps, evaluations, checkpoints."""
 
 import contextlib
 import json
@@ -15,22 +15,22 @@ from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.monitor.sinks.sent import read_all_sent
 from torchmuster.runfolder import RunFolder
 
-# What a look reads at most: a file of gigabytes is caught up with over several looks.
+# Maximum bytes per poll: a file of gigabytes is read over several polls.
 _AT_A_TIME_BYTES = 8 * 2**20
 
 
 class GrowingFile:
-    """Gives the new lines of a file; from the first one again if it was written anew."""
+    """Returns the new lines of a file; starts over if the file was rewritten."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: tuple[int, int] | None = None  # which file it was, and how far it was read
+        self._file: tuple[int, int] | None = None  # identity of the file, and the read position
         self._read_bytes = 0
         self.changed_unix_s: float | None = None
-        self.is_behind = False  # whether the last look left something for the next one
+        self.is_behind = False  # whether the last poll left data unread
 
     def new_lines(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file begins anew, so that earlier lines do not count, and the new lines."""
+        """Return whether the file was rewritten (earlier lines are invalid), and the new lines."""
         try:
             with self._path.open("rb") as stream:
                 found = os.fstat(stream.fileno())
@@ -45,7 +45,7 @@ class GrowingFile:
         self.changed_unix_s = found.st_mtime
         whole = data.rfind(b"\n") + 1  # the rest is being written
         if not whole and len(data) == _AT_A_TIME_BYTES:
-            whole = len(data)  # a line of this length is none of ours
+            whole = len(data)  # no valid line is this long
         self._read_bytes += whole
         self.is_behind = len(data) == _AT_A_TIME_BYTES
         return anew, list(_objects(data[:whole]))
@@ -64,19 +64,19 @@ def _objects(data: bytes) -> Iterator[dict[str, Any]]:
 class CheckpointMetrics:
     """Follows the saves of one run.
 
-    What the training says of its saves is known wherever they go, also to object storage. What lies in the run's own
-    folder is looked at as well: it may have been saved by a run that did not say so.
+    The training records its saves wherever they go, also to object storage. Checkpoints in the run
+    folder are read as well: they may come from a run that did not record them.
     """
 
     def __init__(self, run: RunFolder, labels: tuple[str, ...]) -> None:
         self._run = run
         self._labels = labels
         self._saves = GrowingFile(run.metrics / "saves.jsonl")
-        self._committed: tuple[float, int] | None = None  # when, and which step
+        self._committed: tuple[float, int] | None = None  # time and step
         self._last: dict[str, Any] | None = None
 
     def samples(self, until_unix_s: float, started_unix_s: float) -> Iterator[Sample]:
-        """Yield what is known of the newest checkpoint and of the last save."""
+        """Yield the samples of the newest checkpoint and of the last save."""
         _, lines = self._saves.new_lines()
         for line in lines:
             self._add(line)
@@ -104,7 +104,7 @@ class CheckpointMetrics:
         newest: tuple[float, int] | None = None
         for marker in self._run.checkpoints.glob(f"step-*/{MARKER}"):
             step = step_of(marker.parent.name)
-            with contextlib.suppress(OSError):  # it may be deleted meanwhile
+            with contextlib.suppress(OSError):  # may be deleted concurrently
                 if step is not None:
                     newest = max(newest or (0.0, 0), (marker.stat().st_mtime, step))
         return newest
@@ -113,8 +113,8 @@ class CheckpointMetrics:
 class RunCourse:
     """Follows the events of one run.
 
-    A run that had ended and goes on in its folder (``--resume``) begins anew as far as its state tells. Its steps
-    do not, so neither may the time that they are held against; the time in between is nobody's.
+    The state of a resumed run (``--resume``) starts over, but its step count continues. So the run
+    time continues too, without the time between the two launches.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -123,12 +123,12 @@ class RunCourse:
 
     def _forget(self) -> None:
         self.restarts = 0
-        self.ranks_started = 0  # the most at a time, since it was launched
+        self.ranks_started = 0  # maximum at one time, since launch
         self._begun: float | None = None
-        self._ended: list[tuple[float, float]] = []  # when it was started and ended before
+        self._ended: list[tuple[float, float]] = []  # start and end of earlier launches
 
     def catch_up(self) -> None:
-        """Take in what has happened since the last look."""
+        """Process the events since the last poll."""
         anew, events = self._events.new_lines()
         if anew:
             self._forget()
@@ -148,12 +148,12 @@ class RunCourse:
                 self._begun = None
 
     def lasts_s(self, state: run_state.RunState, until_unix_s: float) -> float:
-        """Return for how long it has been at work until a moment, all times together."""
+        """Return the total run time until a moment, over all launches."""
         before_s = sum(end - begun for begun, end in self._ended if end <= state.started_unix_s)
         return before_s + until_unix_s - state.started_unix_s
 
 
-# Metrics that are a field of the newest line.
+# Metrics that are a field of the newest step line.
 _OF_THE_LAST_LINE = {
     "epoch": catalogue.EPOCH,
     "learning_rate": catalogue.LEARNING_RATE,
@@ -167,10 +167,10 @@ _OF_THE_LAST_LINE = {
     "memory_peak_bytes": catalogue.MEMORY_PEAK,
 }
 PARTS = ("data", "compute", "communication", "checkpoint", "evaluation")
-# Told of the new lines about steps, and whether those before them do not count any more.
+# Called with the new step lines, and whether earlier lines became invalid.
 StepLines = Callable[[bool, Sequence[dict[str, Any]]], None]
 _NOT_EVALUATED = ("step", "epoch", "at_unix_s")
-# An evaluation may give as many numbers as it likes; so many become series.
+# Maximum number of evaluation results exported as series.
 _MOST_EVALUATED = 16
 
 
@@ -192,12 +192,12 @@ class RunMetrics:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are lines about steps that the last look did not come to."""
+        """Whether the last poll left step lines unread."""
         return self._steps.is_behind
 
     @property
     def changed_unix_s(self) -> float | None:
-        """When the last line about steps was written, as far as was seen."""
+        """When the last step line that was read was written."""
         return self._steps.changed_unix_s
 
     def _forget_steps(self) -> None:
@@ -206,7 +206,7 @@ class RunMetrics:
         self._useful_s = 0.0
 
     def samples(self, now_unix_s: float) -> Iterator[Sample]:
-        """Yield what the run is like now; nothing of what it does not have yet."""
+        """Yield the current samples of the run; values it does not have yet are left out."""
         self.catch_up()
         state = run_state.read_state(self._run)
         if state is None:
@@ -227,7 +227,7 @@ class RunMetrics:
             yield self._sample(catalogue.SINK_FAILING, sent.failing_s(until), name)
 
     def catch_up(self) -> None:
-        """Read what is new in the folder, as much as one look reads at most."""
+        """Read new data from the folder, up to the limit of one poll."""
         anew, lines = self._steps.new_lines()
         if anew:
             self._forget_steps()
@@ -276,9 +276,10 @@ class RunMetrics:
 
 
 def _run_metrics_loss(line: dict[str, Any]) -> float | None:
-    """Return a line's loss: NaN where it was no number, which is written as null; None if nothing is known of it.
+    """Return the loss of a step line: NaN if it was written as null; None if unknown.
 
-    fp16 skips steps while it looks for its scale. Where all steps of a line were skipped so, nobody knows the loss.
+    fp16 skips steps while it searches for its loss scale. If all steps of a line were skipped, the
+    loss is unknown.
     """
     if _is_number(loss := line.get("loss")):
         return loss

@@ -1,1 +1,1 @@
-"""Where a run's numbers go besides its folder: files that other programs read, and trackers."""
+"""Sinks for a run's metrics: files for other programs, and experiment trackers."""

@@ -1,7 +1,7 @@
-"""The process beside rank 0 that sends the run's numbers: ``python -m torchmuster.monitor.sinks``.
+"""The sidecar process of rank 0 that sends the metrics: ``python -m torchmuster.monitor.sinks``.
 
-Its input is a line that says what is wanted; then it reads on until the rank closes its end, or dies. So the training
-waits for nobody: whatever a tracker does is done to this process.
+It reads its configuration as one line from stdin, then waits until the rank closes the pipe or
+dies. A slow or failing tracker affects only this process, not the training.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _LOOK_AGAIN_S = 0.5
 
 
 def main() -> None:
-    """Send to all sinks at once, each for itself, until the training is over."""
+    """Send to all sinks in parallel until the training ends."""
     os.nice(_NICE)  # the training comes first
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     run = RunFolder(Path(order.run))
@@ -49,7 +49,7 @@ def main() -> None:
         thread.join(max(0.0, until_s - time.monotonic()))
         if thread.is_alive() and name in begun:
             begun[name].break_off(FINISH_WITHIN_S)
-    # Without a word to libraries that still wait for a tracker: the folder has what they do not.
+    # Exit without waiting for tracker libraries: the run folder has all metrics.
     os._exit(0)
 
 
@@ -66,7 +66,7 @@ def _send(
             try:
                 stack.enter_context(sent_lock(run, name))
                 break
-            except NotNow:  # the process of an attempt before this one has not ended yet
+            except NotNow:  # the process of the previous attempt is still running
                 if ended.wait(_LOOK_AGAIN_S):
                     return
             except Impossible as error:

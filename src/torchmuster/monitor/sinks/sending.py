@@ -1,4 +1,4 @@
-"""Sends a run's rows to one sink: in order, each once, and again later what could not be sent."""
+"""Sends a run's rows to one sink: in order, exactly once, with retries."""
 
 import threading
 import time
@@ -16,19 +16,19 @@ from torchmuster.runfolder import RunFolder
 
 
 class Feed:
-    """Gives the rows that came since the last look; all of them again where a file was written anew."""
+    """Returns the rows since the last poll; all rows again if a file was rewritten."""
 
     def __init__(self, run: RunFolder) -> None:
         self._steps = GrowingFile(run.metrics / "steps.jsonl")
         self._evaluations = GrowingFile(run.metrics / "evaluations.jsonl")
-        self._early: list[Row] = []  # evaluations whose steps were not seen yet
+        self._early: list[Row] = []  # evaluations whose step line was not read yet
         self._reached = 0
 
     def new_rows(self, *, last: bool = False) -> list[Row]:
-        """Return new rows; ``last`` says that nothing is written any more, so the last look gives nothing.
+        """Return new rows; ``last`` means that no more rows will be written, so none are held back.
 
-        Steps are read first, so whatever was evaluated before one of them is seen. An evaluation after them waits
-        for the next: some trackers do not take a step after a later one.
+        Steps are read first, so that earlier evaluations are complete. A later evaluation waits for
+        the next poll: some trackers reject a step that is lower than the previous one.
         """
         anew, lines = self._steps.new_lines()
         rows = [row for line in lines if (row := row_of("train", line)) is not None]
@@ -42,14 +42,14 @@ class Feed:
         all_seen = last and not rows
         ready = [row for row in self._early if all_seen or row.step <= self._reached]
         self._early = [row for row in self._early if not all_seen and row.step > self._reached]
-        # Stable: an evaluation comes after the line about its step.
+        # Stable: an evaluation comes after its step line.
         return sorted([*rows, *ready], key=lambda row: row.step)
 
 
 _LOOK_EVERY_S = 1.0
 _TRY_AT_LEAST_EVERY_S = 60.0
 _AT_A_TIME = 200
-# So many rows wait in memory at most; the rest waits in the folder.
+# Maximum rows in memory; the rest stays in the folder.
 _MOST_WAITING = 20_000
 _LONGEST_TROUBLE = 300
 
@@ -57,10 +57,10 @@ Open = Callable[[str], Sink]
 
 
 class Sending:
-    """Sends to one sink. What was sent is known from the run's folder, also to the process after this one."""
+    """Sends to one sink; the progress is in the run folder, so that another process can resume."""
 
     def __init__(self, run: RunFolder, name: str, open_sink: Open) -> None:
-        """Go on where the folder says; ``open_sink`` is given the tracker's own name of the run."""
+        """Resume at the recorded progress; ``open_sink`` gets the tracker's id of the run."""
         self._run = run
         self._name = name
         self._open = open_sink
@@ -72,11 +72,11 @@ class Sending:
 
     @property
     def run(self) -> str:
-        """What the tracker calls the run; "" before it was opened, and where it has no name for it."""
+        """The tracker's id of the run; "" before it is opened, or if it has none."""
         return self._sent.run
 
     def follow(self, ended: threading.Event) -> None:
-        """Send what comes until the end was told, and then what is left, if that can be sent at once."""
+        """Send rows until the end is signalled, then try once to send the rest."""
         wait_s = _LOOK_EVERY_S
         while True:
             last = ended.is_set()
@@ -85,7 +85,7 @@ class Sending:
                 wait_s = _LOOK_EVERY_S
             except (
                 Exception
-            ) as error:  # whatever a tracker's library raises: it must not end the others
+            ) as error:  # any error of a tracker library must not stop the other sinks
                 self.give_up(error)
                 wait_s = min(2 * wait_s, _TRY_AT_LEAST_EVERY_S)
             if last:
@@ -93,7 +93,7 @@ class Sending:
             ended.wait(wait_s)
 
     def send_new(self, *, last: bool = False) -> int:
-        """Send everything that was written and not yet sent; return how many rows that were."""
+        """Send all rows that are not sent yet; return their number."""
         count = 0
         while True:
             if len(self._waiting) < _MOST_WAITING:
@@ -103,7 +103,7 @@ class Sending:
             count += self._send(self._waiting[:_AT_A_TIME])
             del self._waiting[:_AT_A_TIME]
         if self._sent.trouble:
-            self._note(f"{self._name} gets the run's numbers again")
+            self._note(f"{self._name}: sending metrics works again")
             self._keep(self._sent, trouble="")
         elif time.monotonic() - self._written_s > HEARD_EVERY_S:
             self._keep(self._sent)
@@ -117,8 +117,8 @@ class Sending:
             mark = far.mark(row.table)
             if row.step <= mark.step:
                 if row.at_unix_s <= mark.at_unix_s:
-                    continue  # the very row that was sent
-                # Done again after a restart: what follows is another story than the one that was sent.
+                    continue  # already sent
+                # Repeated after a restart: the rows from here on replace those already sent.
                 count += self._write(due)
                 due = []
                 if not self._opened().take_back(row.step):
@@ -136,19 +136,19 @@ class Sending:
         return len(rows)
 
     def open(self) -> None:
-        """Open the sink even if there is nothing to send, so that closing it says how the run ended."""
+        """Open the sink even without rows to send, so that closing it records how the run ended."""
         self._opened()
 
     def _opened(self) -> Sink:
         if self._sink is None:
             self._sink = self._open(self._sent.run)
             if not self._sent.train.step and not self._sent.evaluation.step:
-                self._sink.take_back(0)  # whatever it has is of another time
+                self._sink.take_back(0)  # its rows are from an earlier export
             self._keep(msgspec.structs.replace(self._sent, run=self._sink.run))
         return self._sink
 
     def close(self, *, finished: bool) -> None:
-        """Let go of the sink; what could not be sent stays in the run's folder."""
+        """Close the sink; unsent rows stay in the run folder."""
         try:
             if self._sink is not None:
                 self._sink.close(finished=finished)
@@ -158,18 +158,23 @@ class Sending:
         self._keep(self._sent, is_open=False)
 
     def give_up(self, error: Exception) -> None:
-        """Let go of a sink that failed, and write down why: the next try begins with a new one."""
+        """Close a failed sink and record the error; the next attempt opens a new one."""
         self._sink = None
         text = " ".join(redact_text(f"{type(error).__name__}: {error}").split())
         text = text[:_LONGEST_TROUBLE]
         if not self._sent.trouble:
-            self._note(f"{self._name} does not get the run's numbers: {text}")
+            self._note(f"{self._name}: cannot send metrics: {text}")
         self._keep(self._sent, trouble=text)
 
     def break_off(self, after_s: float) -> None:
-        """Write down that the sink did not answer in time, if nothing worse is known of it; it is not waited for."""
+        """Record that the sink did not answer in time, unless another error is known.
+
+        Do not wait.
+        """
         if not self._sent.trouble:
-            self.give_up(TimeoutError(f"no answer within {after_s:.0f} s of the training's end"))
+            self.give_up(
+                TimeoutError(f"no answer within {after_s:.0f} s after the end of the training")
+            )
 
     def _note(self, what: str) -> None:
         run_state.log_event(self._run, "sink", sink=self._name, what=what)

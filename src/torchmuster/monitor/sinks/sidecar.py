@@ -1,4 +1,4 @@
-"""How rank 0 starts the process that sends its numbers, and lets it end."""
+"""Start and stop the sidecar process that sends the metrics of rank 0."""
 
 import contextlib
 import subprocess
@@ -13,15 +13,15 @@ from torchmuster.monitor.sinks.sink import Wanted
 from torchmuster.runfolder import RunFolder
 
 FINISHED = b"finished"
-# After the last step, for what is not sent yet; then the rank goes without.
+# Time after the last step to send the rest; then the rank exits without waiting.
 FINISH_WITHIN_S = 10.0
 _END_WITHIN_S = 5.0
-# A rank that failed, or was asked to end, has no time for this: the next attempt sends what is left.
+# Shorter for a rank that failed or got a stop request: the next attempt sends the rest.
 _LEAVE_AFTER_S = 2.0
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process is told."""
+    """The configuration of the process."""
 
     run: str
     wanted: Wanted
@@ -29,10 +29,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def send_in_background(folder: Path, wanted: Wanted) -> Iterator[None]:
-    """Have a run's numbers sent as they are written, by a process of its own; called in rank 0.
+    """Send a run's metrics from a separate process as they are written; called in rank 0.
 
-    The process is told by its input when to end, so it notices also if this one is killed. What goes wrong there
-    does nothing here.
+    The process stops when its stdin is closed, so it also stops if this process is killed. Its
+    errors do not affect this process.
     """
     if not wanted.sinks:
         yield
@@ -57,10 +57,10 @@ def _started(folder: Path, wanted: Wanted) -> "subprocess.Popen[bytes] | None":
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # signals that are meant for the training are not for it
+                start_new_session=True,  # must not receive signals for the training
             )
-    except OSError as error:  # no room on the disk, no more processes: a training can do without
-        print(f"nothing is sent to {', '.join(wanted.sinks)}: {error}", flush=True)
+    except OSError as error:  # disk full, process limit: the training continues without it
+        print(f"cannot send metrics to {', '.join(wanted.sinks)}: {error}", flush=True)
         return None
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it was killed
@@ -88,15 +88,15 @@ def _end_sidecar(
 
 
 def not_sent_finding(run: RunFolder, sinks: tuple[str, ...]) -> list[str]:
-    """Say for each sink that has not got everything why, and how to send the rest."""
+    """Yield for each incomplete sink the reason, and how to send the rest."""
     told = []
     for name in sinks:
         far = how_far.read_sent(run, name)
         if far is not None and not far.trouble and not far.open:
             continue
-        why = far.trouble if far is not None and far.trouble else "the process that sends was ended"
+        why = far.trouble if far is not None and far.trouble else "the sending process was killed"
         told.append(
-            f"{name} has not got everything ({why}); the rest: "
+            f"{name} is missing metrics ({why}); to send the rest: "
             f"muster runs export {run.path} --to {name}"
         )
     return told

@@ -1,4 +1,4 @@
-"""What a sink is, which ones there are, and what they have to know."""
+"""The sink interface, the available sinks and their settings."""
 
 import importlib
 import json
@@ -16,22 +16,22 @@ from torchmuster.runfolder import RunFolder
 
 Table = Literal["train", "evaluation"]
 TABLES: tuple[Table, ...] = ("train", "evaluation")
-# These are no curves: where a row is, and when it was written.
+# Not curves: a row's position and time.
 _PLACE = ("step", "at_unix_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Numbers of one step; their names begin with the table's, as trackers group curves by it."""
+    """Values of one step; names start with the table's name, by which trackers group curves."""
 
     table: Table
     step: int
-    at_unix_s: float  # 0 where the line does not tell
+    at_unix_s: float  # 0 if the line has no time
     numbers: Mapping[str, float]
 
 
 def row_of(table: Table, line: Mapping[str, Any]) -> Row | None:
-    """Return a line of the metrics as a row; None for one that is not about a step."""
+    """Return a metrics line as a row; None if it is not about a step."""
     step, at_unix_s = line.get("step"), line.get("at_unix_s")
     if not isinstance(step, int) or isinstance(step, bool):
         return None
@@ -41,7 +41,7 @@ def row_of(table: Table, line: Mapping[str, Any]) -> Row | None:
         if name not in _PLACE and isinstance(value, int | float) and not isinstance(value, bool)
     }
     if table == "train" and "loss" in line:
-        # One that is not finite was written as null, and must not look like one that is missing.
+        # Non-finite values are written as null and must differ from missing ones.
         numbers.setdefault("train/loss", math.nan)
     written_s = float(at_unix_s) if isinstance(at_unix_s, int | float) else 0.0
     return Row(table=table, step=step, at_unix_s=written_s, numbers=numbers)
@@ -56,32 +56,32 @@ _KINDS = {
 
 
 class Sink(Protocol):
-    """Takes the rows of one run, in the order of their steps.
+    """Receives the rows of one run, in the order of their steps.
 
-    One thread uses it, beside the training and never in it: it may wait, and it may raise whatever its library
-    raises. Then it is thrown away, and the rows are given to a new one.
+    One thread outside the training process uses it: it may block, and it may raise any error of its
+    library. Then it is discarded, and the rows are sent to a new one.
     """
 
-    run: str  # the tracker's own name of the run, which is kept and given to the next one; "" if it has none
+    run: str  # the tracker's id of the run, stored and passed to the next sink; "" if it has none
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Take rows; those that it is given a second time after a failure must not be there twice."""
+        """Send rows; rows that are repeated after a failure must not be duplicated."""
         ...
 
     def take_back(self, step: int) -> bool:
-        """Forget this step and all after it, as they are made again; False where that cannot be done.
+        """Withdraw this step and all later ones before repeating them; False if not supported.
 
-        Who cannot is not given them again.
+        Without support, the repeated rows are not sent again.
         """
         ...
 
     def close(self, *, finished: bool) -> None:
-        """Let go of the run, which has ``finished`` or will perhaps go on later."""
+        """Close the run, which has ``finished`` or may resume later."""
         ...
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What the settings say about sinks, in a form that can be handed to another process."""
+    """The settings of the sinks, serializable for another process."""
 
     sinks: tuple[str, ...] = ()
     experiment: str = "experiment"
@@ -89,7 +89,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     mlflow_experiment: str | None = None
     wandb_project: str | None = None
     wandb_mode: str = "offline"
-    anew: bool = False  # a new run at the tracker, whatever was there before
+    anew: bool = False  # always create a new run at the tracker
 
 
 def wanted_by(settings: Settings, *, anew: bool = False) -> Wanted:
@@ -107,14 +107,14 @@ def wanted_by(settings: Settings, *, anew: bool = False) -> Wanted:
 
 
 def open_sink(name: str, run: RunFolder, wanted: Wanted, known: str) -> Sink:
-    """Open a sink; ``known`` is what the tracker called the run when it was opened before."""
+    """Open a sink; ``known`` is the tracker's id of the run from an earlier open."""
     module, _, kind = _KINDS[name].partition(":")
     sink: Sink = getattr(importlib.import_module(module), kind)(run, wanted, known)
     return sink
 
 
 def settings_of(run: RunFolder) -> Mapping[str, str]:
-    """Return the settings of a run as its folder has them, so without secrets; trackers show them beside the curves."""
+    """Return the settings in the run folder (without secrets), for display in trackers."""
     from torchmuster.config.resolve import resolve_settings
 
     if not run.config.is_file():

@@ -1,4 +1,4 @@
-"""MLflow: one run for one run folder, found again by its id or by a tag that names the folder."""
+"""MLflow: one MLflow run per run folder, found by its id or by a tag with the folder's name."""
 
 import os
 import re
@@ -9,10 +9,10 @@ from torchmuster.monitor.sinks.sink import Row, Wanted, settings_of
 from torchmuster.runfolder import RunFolder
 
 _TAG = "torchmuster.run"
-_MOST_METRICS = 1000  # that MLflow takes at once
+_MOST_METRICS = 1000  # MLflow's limit per request
 _MOST_PARAMETERS = 100
 _LONGEST_PARAMETER = 6000
-# Its client tries for minutes; here it may come again later, as nothing is lost. Who has set these knows why.
+# The client retries for minutes; here a later retry is fine. Values set by the user are kept.
 _PATIENCE = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -21,7 +21,7 @@ _PATIENCE = {
 
 
 class MLflow:
-    """Sends rows by MLflow's own client, which knows how to reach and convince a server."""
+    """Sends rows with the MLflow client, which handles address and authentication."""
 
     def __init__(self, run: RunFolder, wanted: Wanted, known: str) -> None:
         for name, value in _PATIENCE.items():
@@ -30,12 +30,12 @@ class MLflow:
         from mlflow import entities
 
         self._entities: Any = entities
-        # Its address and keys are read from the environment where none is given.
+        # Without settings, address and keys are read from the environment.
         self._client: Any = mlflow.MlflowClient(tracking_uri=wanted.mlflow_uri)
         self.run = known
         if not known:
             experiment = self._experiment(wanted.mlflow_experiment or wanted.experiment)
-            # One may have been made by a process that could not write its id down.
+            # An earlier process may have created the run without storing its id.
             before = "" if wanted.anew else self._found(experiment, run.id)
             self.run = before or self._made(experiment, run)
         self._client.update_run(self.run, status="RUNNING")
@@ -61,7 +61,7 @@ class MLflow:
         return identity
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Send rows; what is sent twice is the same to the millisecond, which MLflow's database keeps once."""
+        """Send rows; repeated rows have the same timestamp, which MLflow stores once."""
         metrics = [one for row in rows for one in self._metrics(row)]
         for begin in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self.run, metrics=metrics[begin : begin + _MOST_METRICS])
@@ -72,9 +72,9 @@ class MLflow:
             yield self._entities.Metric(allowed, number, round(row.at_unix_s * 1000), row.step)
 
     def take_back(self, step: int) -> bool:
-        """Return False: what MLflow has of a step stays."""
+        """Return False: MLflow cannot withdraw steps."""
         return False
 
     def close(self, *, finished: bool) -> None:
-        """Say how the run ended; a later part of it makes it run again."""
+        """Record how the run ended; a resumed run sets it to running again."""
         self._client.set_terminated(self.run, status="FINISHED" if finished else "FAILED")

@@ -1,7 +1,7 @@
 """The metrics as tables in the run's folder: ``metrics/steps.parquet`` and ``metrics/evaluations.parquet``.
 
-A Parquet file cannot be added to, so it is written anew from the lines: when they have become twice as many, and at the
-end. Nothing is lost meanwhile, since the lines have it all.
+Parquet files cannot be appended to, so they are rewritten from the JSON lines: when the number of
+lines has doubled, and at the end. The JSON lines are always complete.
 """
 
 import os
@@ -14,7 +14,7 @@ from torchmuster.runfolder import RunFolder
 
 _FILES = ("steps", "evaluations")
 _FEW = 1000
-# A column that is null in every line would be of no type at all.
+# A column that is null in every line would have no dtype.
 _WHOLE = ("step", "epoch", "samples", "skipped_steps", "memory_peak_bytes")
 _NUMBERS = (
     *("at_unix_s", "loss", "learning_rate", "gradient_norm", "samples_per_s", "tokens_per_s"),
@@ -24,7 +24,7 @@ _NUMBERS = (
 
 
 class Parquet:
-    """Makes tables of the lines that are there."""
+    """Writes tables from the JSON lines."""
 
     run = ""
 
@@ -38,13 +38,13 @@ class Parquet:
         self._new = 0
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Count the rows, and write all of them if it is time."""
+        """Count the rows, and rewrite the tables if due."""
         self._new += len(rows)
         if self._new >= max(_FEW, self._written):
             self._write_all()
 
     def take_back(self, step: int) -> bool:
-        """Nothing is to be done: the lines are without those steps, and so will the tables be."""
+        """Return True: the JSON lines no longer have those steps, so the tables will not either."""
         return True
 
     def close(self, *, finished: bool) -> None:

@@ -11,7 +11,7 @@ from torchmuster.runfolder import RunFolder
 
 
 class TensorBoard:
-    """Writes event files, synchronously: a failure is raised here, and not in a thread of the library's."""
+    """Writes event files synchronously: errors are raised here, not in a library thread."""
 
     run = ""
 
@@ -23,7 +23,7 @@ class TensorBoard:
         self._summary: Any = summary_pb2
         folder = run.metrics / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # Files are read in the order of their names, so that what is taken back comes after what it takes back.
+        # TensorBoard reads files in name order: a withdrawal must come after what it withdraws.
         name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"
         self._file = RecordWriter((folder / name).open("xb"))
         self._add(file_version="brain.Event:2")
@@ -43,9 +43,9 @@ class TensorBoard:
         self._file.flush()
 
     def take_back(self, step: int) -> bool:
-        """Tell TensorBoard that what it has of this step and later ones does not count any more.
+        """Mark this step and later ones as invalid in TensorBoard.
 
-        The first such word in a folder does nothing: it is how a training begins.
+        The first such event in a folder has no effect: it marks the start of the training.
         """
         log = self._event.SessionLog
         self._add(step=step, session_log=log(status=log.START))

@@ -1,4 +1,4 @@
-"""W&B: one run of the same id for one run folder; offline it is written into the folder, for ``wandb sync``."""
+"""W&B: one run with the same id per run folder, or offline files for ``wandb sync``."""
 
 import os
 from collections.abc import Sequence
@@ -9,7 +9,10 @@ from torchmuster.runfolder import RunFolder
 
 
 class WandB:
-    """Sends rows by W&B's own library; its key is read from the environment, and only where it is online."""
+    """Sends rows with the W&B library.
+
+    Its key is read from the environment, only in online mode.
+    """
 
     def __init__(self, run: RunFolder, wanted: Wanted, known: str) -> None:
         import wandb
@@ -23,7 +26,7 @@ class WandB:
             mode="online" if wanted.wandb_mode == "online" else "offline",
             resume="allow",
             config=dict(settings_of(run)),
-            # This process is not the training: what it writes and uses says nothing about that.
+            # This is not the training process: do not record its output and resource usage.
             settings=wandb.Settings(
                 console="off",
                 silent=True,
@@ -35,14 +38,14 @@ class WandB:
         )
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Send rows; those of one step become one."""
+        """Send rows; rows of the same step are merged."""
         for row in rows:
             self._run.log(dict(row.numbers), step=row.step)
 
     def take_back(self, step: int) -> bool:
-        """Return False: W&B takes no step after a later one."""
+        """Return False: W&B rejects a step that is lower than the previous one."""
         return False
 
     def close(self, *, finished: bool) -> None:
-        """Say how the run ended, and wait until W&B has everything."""
+        """Record how the run ended, and wait until W&B has received everything."""
         self._run.finish(exit_code=0 if finished else 1)

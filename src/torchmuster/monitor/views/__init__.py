@@ -1,1 +1,1 @@
-"""What people look at: a run on a terminal."""
+"""Views of a run: terminal, browser, report, ``muster top``."""

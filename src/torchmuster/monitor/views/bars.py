@@ -1,7 +1,8 @@
 """Bars and small curves for terminals, and the few colours that ``muster top`` uses.
 
-The colours are the terminal's own blue and red, which people who confuse red and green tell apart, on its own
-background, dark or light. Neither says anything that its neighbourhood does not say in words or by length.
+The colours are the terminal's own blue and red on its own background, dark or light; they stay
+distinguishable with red-green colour blindness. Everything that a colour shows is also shown as
+text or by length.
 """
 
 import math
@@ -14,15 +15,15 @@ from rich.text import Text
 BAR = "bright_blue"
 WRONG = "bold red"
 QUIET = "dim"
-# Stands before what is wrong, for those who see no colours.
+# Precedes what is wrong, so that it is visible without colours.
 MARK = "!"
-# From these widths on there is room for longer bars and whole words.
+# Above these widths, bars are longer and labels are not abbreviated.
 WIDE, VERY_WIDE = 110, 150
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def bar(share: float | None, length: int, *, wrong: bool = False) -> Text:
-    """Return a bar that is as full as the share; empty where it is not known."""
+    """Return a bar filled to this share; empty if the share is unknown."""
     if share is None:
         return Text(" " * length)
     share = min(max(share, 0.0), 1.0)
@@ -32,15 +33,15 @@ def bar(share: float | None, length: int, *, wrong: bool = False) -> Text:
 
 
 def curve_of_percents(percents: Sequence[int], length: int) -> Text:
-    """Return the last values as columns, the newest at the right."""
+    """Return the latest values as columns, newest on the right."""
     last = percents[-length:] if length > 0 else ()
     signs = "".join(_LEVELS[min(max(one, 0), 100) * (len(_LEVELS) - 1) // 100] for one in last)
     return Text(signs.rjust(length), style=BAR)
 
 
 def fitted(text: Text, width: int) -> Text:
-    """Return a text in exactly this width; of a longer one the end is left out, and that is seen."""
-    text = Text().append_text(text)  # so that what is added has no style of its own
+    """Return the text padded or cut to exactly this width; a cut is marked."""
+    text = Text().append_text(text)  # so that added padding has no style
     if text.cell_len > width:
         text.truncate(max(width - 1, 0))
         text.rstrip()
@@ -55,9 +56,9 @@ _GAP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Column(Generic[Row]):
-    """One column. ``matters`` orders those that do not all fit: 0 is always kept.
+    """One column. ``matters`` decides which columns are dropped if they do not all fit: 0 is kept.
 
-    One with ``takes_rest`` has at least its width, and what is left of the line.
+    A column with ``takes_rest`` gets at least its width plus the rest of the line.
     """
 
     title: str
@@ -69,7 +70,7 @@ class Column(Generic[Row]):
 
 
 def columns_that_fit(columns: Sequence[Column[Row]], width: int) -> list[Column[Row]]:
-    """Return those that fit, in their order."""
+    """Return the columns that fit, in their order."""
     kept: list[Column[Row]] = []
     left = width + _GAP
     for one in sorted(columns, key=lambda one: one.matters):
@@ -82,7 +83,10 @@ def columns_that_fit(columns: Sequence[Column[Row]], width: int) -> list[Column[
 def column_lines(
     columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, *, marks: Mapping[str, str]
 ) -> list[Text]:
-    """Return the titles and a line for each row; ``marks`` are put behind titles, which stand out by it."""
+    """Return the titles and a line for each row.
+
+    ``marks`` are appended to the titles to highlight.
+    """
     kept = columns_that_fit(columns, width)
     rest = width - sum(one.width for one in kept) - _GAP * (len(kept) - 1)
     widths = [one.width + (rest if one.takes_rest and rest > 0 else 0) for one in kept]
@@ -112,12 +116,12 @@ def _joined(cells: Sequence[Text]) -> Text:
 
 
 _EMPTY = 0x2800
-# The bit of a dot by its column and row within a character.
+# The bit of a Braille dot by its column and row within a character.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
-    """Return lines that show the values from left to right; what is no number leaves a gap."""
+    """Return lines that plot the values from left to right; NaN leaves a gap."""
     columns, rows = 2 * width, 4 * height
     shown = _fitted(values, columns)
     numbers = [one for one in shown if math.isfinite(one)]
@@ -138,14 +142,14 @@ def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
 
 
 def _between(before: int | None, y: int) -> range:
-    """Return the rows that join a dot with the one before it."""
+    """Return the rows that connect a dot to the previous one."""
     if before is None or before == y:
         return range(y, y + 1)
     return range(before + 1, y + 1) if before < y else range(y, before)
 
 
 def _fitted(values: Sequence[float], count: int) -> list[float]:
-    """Return so many values, each the mean of its part; a part of no numbers stays one."""
+    """Return this many values, each the mean of its bucket; a bucket without numbers stays NaN."""
     if len(values) <= count:
         return [values[place * len(values) // count] for place in range(count)] if values else []
     parts = (

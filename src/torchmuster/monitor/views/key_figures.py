@@ -1,4 +1,4 @@
-"""The figures by which a run is known, in the order in which every view shows them."""
+"""The key figures of a run, in the order in which every view shows them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,20 +9,20 @@ from torchmuster.monitor import catalogue
 from torchmuster.monitor.metric import Metric
 from torchmuster.units import format_bytes, format_seconds
 
-_OLD_LINE_S = 10.0  # lines come at least as often as this where steps are quick
+_OLD_LINE_S = 10.0  # with fast steps, step lines come at least this often
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
     metric: Metric
     title: str
-    text: Callable[[float], str]  # "": not worth a word
+    text: Callable[[float], str]  # "": not shown
     line: str = "{title} {text}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyFigure:
-    """One of them: its title and its value apart, and both together as people say it."""
+    """One key figure: title, value, and both as one text."""
 
     title: str
     text: str
@@ -30,7 +30,7 @@ class KeyFigure:
 
 
 def key_figures(values: Mapping[Metric, float]) -> Iterator[KeyFigure]:
-    """Yield those that a run has."""
+    """Yield the key figures that the run has."""
     for kind in _KINDS:
         value = values.get(kind.metric)
         text = kind.text(value) if value is not None else ""
@@ -50,7 +50,7 @@ _KINDS = (
     _Kind(
         metric=catalogue.LOSS,
         title="loss",
-        text=lambda value: "is not a number" if math.isnan(value) else f"{value:.4f}",
+        text=lambda value: "NaN" if math.isnan(value) else f"{value:.4f}",
     ),
     _Kind(
         metric=catalogue.LEARNING_RATE,
@@ -99,31 +99,31 @@ _KINDS = (
     ),
     _Kind(
         metric=catalogue.STEP_AGE,
-        title="last line",
+        title="last step line",
         text=lambda value: f"{format_seconds(value)} ago" if value > _OLD_LINE_S else "",
     ),
 )
 
 
 _MOST_NAMED = 8
-# Ranks whose waiting differs by this share of the time wait for one among them.
+# If the waiting times of the ranks differ by this share of the time, one of them is a straggler.
 _MUCH_WAITING = 0.2
 SILENT_AFTER_S = 10.0
 
 
 def odd_ranks(heartbeats: Sequence[Heartbeat]) -> Iterator[str]:
-    """Name them, in words."""
+    """Yield a text for the straggler and one for ranks without a recent heartbeat."""
     slowest = held_up_by(heartbeats)
     if slowest is not None:
-        yield f"the others wait for rank {slowest}"
+        yield f"straggler: the other ranks wait for rank {slowest}"
     silent = [one.rank for one in heartbeats if one.silent_s > SILENT_AFTER_S]
     if silent:
         more = " …" if len(silent) > _MOST_NAMED else ""
-        yield f"Python does not run in rank {', '.join(map(str, silent[:_MOST_NAMED]))}{more}"
+        yield f"no heartbeat from rank {', '.join(map(str, silent[:_MOST_NAMED]))}{more}"
 
 
 def held_up_by(heartbeats: Sequence[Heartbeat]) -> int | None:
-    """Return the rank that the others wait for: under gradient averaging it is the one that waits least."""
+    """Return the straggler: with gradient averaging, the rank that waits least for the others."""
     waits = {
         one.rank: one.communication_share
         for one in heartbeats

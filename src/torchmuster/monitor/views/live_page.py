@@ -1,6 +1,6 @@
-"""A run in a browser: a page that asks for the newest picture, and what it is given.
+"""A run in a browser: a page that polls for the newest picture, and the server's answers.
 
-The page and its script hold nothing of the run, so they need no token; what they ask for does.
+The page and its script contain no run data, so they need no token; the data request does.
 """
 
 import json
@@ -17,23 +17,23 @@ from torchmuster.redaction import harmless
 
 _SECTIONS = {
     "alerts": "alerts",
-    "curves": "over steps",
-    "times": "where the time goes",
+    "curves": "metrics by step",
+    "times": "time breakdown",
     "ranks": "ranks",
-    "happened": "what happened",
+    "happened": "events",
 }
 _HTML, _SCRIPT, _JSON = "text/html", "text/javascript", "application/json"
 
 
 class LivePage:
-    """Shows the newest picture to whoever asks; pictures may come from another thread than questions."""
+    """Serves the newest picture; pictures and requests may come from different threads."""
 
     def __init__(self) -> None:
         nothing = {"title": "muster watch", "over": False, "heard_s": None, "parts": {}}
         self._newest = (json.dumps(nothing), time.monotonic())
 
     def show(self, picture: RunPicture) -> None:
-        """Take the newest picture."""
+        """Store the newest picture."""
         content = {
             "title": f"{harmless(picture.job)}: {picture.phase}",
             "over": picture.is_over,
@@ -43,7 +43,7 @@ class LivePage:
         self._newest = (json.dumps(content, allow_nan=False), time.monotonic())
 
     def served(self) -> dict[str, Served]:
-        """Return what a server gives, by path."""
+        """Return the server's answers, by path."""
         script = Path(__file__).with_name("page.js").read_bytes()
         return {
             "/": Served(
@@ -60,7 +60,7 @@ class LivePage:
     def _picture(self) -> str:
         content, looked_s = self._newest
         age_s = time.monotonic() - looked_s
-        # How old it is can only be told when somebody asks.
+        # Its age is only known at the time of the request.
         return f'{{"age_s": {age_s:.1f}, {content[1:]}'
 
 
@@ -70,10 +70,11 @@ def _page() -> str:
         for name, title in _SECTIONS.items()
     )
     parts = [
-        '<p id="heartbeat" role="status">waiting for the first answer …</p>',
+        '<p id="heartbeat" role="status">waiting for the first response …</p>',
         '<div id="head" class="head"></div><div id="tiles"></div>',
         sections,
-        "<noscript><p>This page needs JavaScript; muster watch without --browser does not.</p></noscript>",
+        "<noscript><p>This page needs JavaScript. Without JavaScript, run muster watch without "
+        "--browser.</p></noscript>",
     ]
     return frame.html_page("muster watch", parts, style=page_parts.STYLE, script="page.js")
 

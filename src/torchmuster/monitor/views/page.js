@@ -1,6 +1,6 @@
 "use strict";
-// Asks the server for the picture of the run every two seconds and puts its parts into the page; they come escaped.
-// The token stands behind the # of the address, which no browser sends anywhere; it is kept for this tab only.
+// Requests the picture of the run every two seconds and puts its parts, already escaped, into the page.
+// The token is in the URL fragment (#), which browsers do not send; it is stored for this tab only.
 if (location.hash.length > 1) {
   sessionStorage.setItem("token", decodeURIComponent(location.hash.slice(1)));
   history.replaceState(null, "", location.pathname);
@@ -8,7 +8,7 @@ if (location.hash.length > 1) {
 const EVERY_MS = 2000, PATIENCE_MS = 10000, STALE_S = 10;
 const token = sessionStorage.getItem("token");
 const shown = {};
-let answered = null; // when the last answer came, by the page's own clock
+let answered = null; // time of the last response, by the page's own clock
 let last = null;
 let refused = "";
 
@@ -22,14 +22,14 @@ function ago(seconds) {
 
 function words() {
   if (refused) return [refused, true];
-  if (last === null) return ["waiting for the first answer …", false];
+  if (last === null) return ["waiting for the first response …", false];
   const since = clock() - answered;
-  if (since > STALE_S) return ["muster watch does not answer: last heard " + ago(since), true];
-  if (last.age_s > STALE_S) return ["muster watch is held up: its last look was " + ago(since + last.age_s), true];
-  if (last.over) return ["the run is over", false];
-  if (last.heard_s === null) return ["nothing was heard of the run yet", false];
+  if (since > STALE_S) return ["muster watch does not respond: last response " + ago(since), true];
+  if (last.age_s > STALE_S) return ["muster watch is delayed: last update " + ago(since + last.age_s), true];
+  if (last.over) return ["the run has ended", false];
+  if (last.heard_s === null) return ["no data from the run yet", false];
   const heard = last.heard_s + last.age_s + since;
-  if (heard > STALE_S) return ["nothing new of the run: last heard " + ago(heard), true];
+  if (heard > STALE_S) return ["no new data from the run: last update " + ago(heard), true];
   return ["live", false];
 }
 
@@ -45,7 +45,7 @@ async function ask() {
     const headers = token ? { Authorization: "Bearer " + token } : {};
     const signal = AbortSignal.timeout(PATIENCE_MS);
     const answer = await fetch("picture", { cache: "no-store", headers, signal });
-    refused = answer.status === 401 ? "the token is missing or wrong: open the address that muster watch printed" : "";
+    refused = answer.status === 401 ? "token missing or wrong: open the address that muster watch printed" : "";
     if (answer.ok) {
       last = await answer.json();
       answered = clock();
@@ -55,7 +55,7 @@ async function ask() {
       }
     }
   } catch {
-    // The server is gone or slow, which the age of the last answer tells.
+    // The server is down or slow; the age of the last response shows it.
   }
   tell();
   setTimeout(ask, EVERY_MS);

@@ -1,4 +1,4 @@
-"""The parts of a run's page: the live one and the report show the same, drawn here. All texts are escaped."""
+"""The HTML parts that the live page and the report share. All texts are escaped."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ MOST_POINTS = 500
 _MOST_ALERTS = 50
 _MOST_EVENTS = 40
 _WIDTH, _HEIGHT = 440, 150
-_CURVES = {  # title, unit of the axis, whether it begins at 0
+_CURVES = {  # title, unit of the axis, whether the axis starts at 0
     "loss": ("loss", "", False),
     "learning_rate": ("learning rate", "", True),
     "samples_per_s": ("samples/s", "", True),
     "tokens_per_s": ("tokens/s", "", True),
-    "step_s": ("time of a step", "s", True),
+    "step_s": ("step time", "s", True),
 }
-# In the order in which a step has them; their colours are the first of the charts'.
+# In the order within a step; their colours are the first ones of the charts.
 _PARTS = ("compute", "communication", "data", "checkpoint", "evaluation")
 _STATUS = {"critical": Status.FAILURE, "warning": Status.WARNING, "info": Status.NOTE}
 _CHIPS = (*run_state.ACTIVE, run_state.RESTART, "finished", "failed", "stopped", "saved")
@@ -37,17 +37,17 @@ _PHASES = {"failed": "failure", "died": "failure", "stopped": "warning", "saved"
 
 
 def escaped_text(words: str) -> str:
-    """Return a text from outside as markup that shows it as it is."""
+    """Return untrusted text as HTML that shows it unchanged."""
     return escape(harmless(words))
 
 
 def failure_part(phase: str) -> str:
-    """Return a phase with the colour of what it means."""
+    """Return a phase in the colour of its severity."""
     return f'<b class="{_PHASES.get(phase, "ok")}">{escaped_text(phase)}</b>'
 
 
 def head_part(picture: RunPicture) -> str:
-    """Return who it is, how it goes and since when."""
+    """Return the job's name, phase, run id and duration."""
     headline = picture.headline.partition("\n")[0]
     return (
         f"<h1>{escaped_text(picture.job)}: {failure_part(picture.phase)}</h1>"
@@ -57,7 +57,7 @@ def head_part(picture: RunPicture) -> str:
 
 
 def tiles_part(picture: RunPicture) -> str:
-    """Return the figures by which the run is known, and what the last evaluation gave."""
+    """Return the key figures of the run and the results of the last evaluation."""
     told = [(one.title, one.text) for one in key_figures(picture.values)]
     told += [(f"evaluation: {name}", f"{value:.4g}") for name, value in picture.evaluation.items()]
     if not told:
@@ -70,9 +70,9 @@ def tiles_part(picture: RunPicture) -> str:
 
 
 def curves_part(picture: RunPicture) -> str:
-    """Return loss, learning rate, throughput and step time over steps, as far as there are any."""
+    """Return the curves of loss, learning rate, throughput and step time that have data."""
     names = [name for name in _CURVES if picture.curves[name].has_numbers]
-    if "tokens_per_s" in names:  # that of samples has the same shape
+    if "tokens_per_s" in names:  # the samples/s curve has the same shape
         names = [name for name in names if name != "samples_per_s"]
     found = [f"<figure>{_page_parts_curve(name, picture)}</figure>" for name in names]
     return f'<div class="curves">{"".join(found)}</div>' if found else ""
@@ -92,9 +92,9 @@ def _page_parts_curve(name: str, picture: RunPicture) -> str:
 
 
 def times_part(shares: Mapping[str, float], *, rest: str = "", of_s: float | None = None) -> str:
-    """Return shares of the time as a bar with its legend; what is left over is called ``rest``, if it has a name.
+    """Return shares of the time as a bar with a legend; ``rest`` labels the remainder.
 
-    With ``of_s``, the seconds are told as well.
+    With ``of_s``, the legend also shows the durations.
     """
     parts = [(name, shares[name]) for name in _PARTS if shares.get(name, 0.0) > 0]
     left = 1.0 - sum(share for _, share in parts)
@@ -117,12 +117,12 @@ def times_part(shares: Mapping[str, float], *, rest: str = "", of_s: float | Non
 
 
 def remark_part(picture: RunPicture) -> str:
-    """Return what the run itself says of its time."""
+    """Return the time breakdown of the newest step line."""
     return f"<p>{escaped_text(picture.remark)}</p>" if picture.remark else ""
 
 
 def alerts_part(told: Sequence[AlertNews], *, none: str = "") -> str:
-    """Return alerts with what to do about each; ``none`` is said where there are none."""
+    """Return the alerts with their fixes; the text ``none`` if there are none."""
     if not told:
         return f'<p class="quiet">{none}</p>' if none else ""
     shown = "".join(
@@ -142,7 +142,7 @@ def alerts_part(told: Sequence[AlertNews], *, none: str = "") -> str:
 
 
 def events_part(picture: RunPicture) -> str:
-    """Return the phases that the run has gone through, and what happened in them."""
+    """Return the phases of the run and its events."""
     if not picture.events:
         return ""
     chips = "".join(f"<li>{escaped_text(words)}</li>" for words in _phases(picture))
@@ -152,13 +152,13 @@ def events_part(picture: RunPicture) -> str:
         if (words := failure_report.failure_text(event))
     ]
     left_out = len(rows) - _MOST_EVENTS
-    note = f'<p class="quiet">{left_out} earlier ones are left out</p>' if left_out > 0 else ""
+    note = f'<p class="quiet">{left_out} earlier events not shown</p>' if left_out > 0 else ""
     body = html_table(("when", "what"), rows[-_MOST_EVENTS:]) if rows else ""
     return f'<ul class="phases">{chips}</ul>{note}{body}'
 
 
 def _phases(picture: RunPicture) -> Iterator[str]:
-    """Yield each phase with how long it lasted; restarts and ends among them."""
+    """Yield each phase with its duration, including restarts and ends."""
     shown = [one for one in picture.events if one.name in _CHIPS]
     ends = [*(one.at_unix_s for one in shown[1:]), picture.until_unix_s]
     for one, end_s in list(zip(shown, ends, strict=False))[-_MOST_EVENTS:]:
@@ -174,23 +174,23 @@ def _lasted(seconds: float) -> str:
 
 _MOST_RANKS = 512
 _DEEP_SILENCE_S = 30.0
-_FAR_BEHIND = 10  # steps; fewer are shaded less
+_FAR_BEHIND = 10  # steps; ranks fewer steps behind get a lighter shade
 
 Ranks = Sequence[tuple[str, Heartbeat]]
-# What a rank's place has: its shade from 0 to 1, and its figure; None where it is not known.
+# A rank's cell: its shade from 0 to 1, and its value; None if unknown.
 Cell = tuple[float, str] | None
 
 
 def rank_map(ranks: Ranks) -> str:
-    """Return a map for each thing that is known of the ranks, and the odd ones among them in words."""
+    """Return a heat map per known quantity of the ranks, and a text about outliers."""
     if not ranks:
-        return '<p class="quiet">no rank was heard of lately</p>'
+        return '<p class="quiet">no recent heartbeat from any rank</p>'
     shown = ranks[:_MOST_RANKS]
     hosts = {host for host, _ in ranks}
-    machines = f" on {len(hosts)} machines" if len(hosts) > 1 else ""
+    machines = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
     left_out = f", the first {_MOST_RANKS} shown" if len(ranks) > _MOST_RANKS else ""
     count = f"{plural(len(ranks), 'rank')}{machines}{left_out}"
-    parts = [f'<p class="quiet">{count}; the bluer, the more</p>']
+    parts = [f'<p class="quiet">{count}; darker = higher</p>']
     for words in odd_ranks([heartbeat for _, heartbeat in ranks]):
         parts.append(f'<p><b class="warning">{escape(words)}</b></p>')
     for title, cells in _maps([heartbeat for _, heartbeat in shown]):
@@ -205,20 +205,20 @@ def rank_map(ranks: Ranks) -> str:
 
 def _maps(heartbeats: Sequence[Heartbeat]) -> Iterator[tuple[str, list[Cell]]]:
     yield (
-        "waits for other ranks, % of its time",
+        "waiting for other ranks, % of time",
         _each(heartbeats, lambda one: _page_parts_share(one.communication_share)),
     )
     yield (
-        "waits for data, % of its time",
+        "waiting for data, % of time",
         _each(heartbeats, lambda one: _page_parts_share(one.data_share)),
     )
     first = max((one.step for one in heartbeats if one.step is not None), default=0)
     yield (
-        "step (shaded: behind the first)",
+        "step (darker = further behind the first rank)",
         _each(heartbeats, lambda one: _page_parts_step(one.step, first)),
     )
     yield (
-        "Python did not run in it for so many seconds",
+        "seconds since last heartbeat",
         _each(heartbeats, lambda one: _silence(one.silent_s)),
     )
 
@@ -240,7 +240,7 @@ def _silence(silent_s: float) -> Cell:
 
 
 def _page_parts_short(step: int) -> str:
-    """Return a number of at most six signs: 12,345 or 1.234M."""
+    """Return a number of at most six characters: 12,345 or 1.23M."""
     return f"{step:,}" if step < 1_000_000 else f"{step / 1e6:.2f}M"
 
 

@@ -1,4 +1,4 @@
-"""A run as it is now: what a view of it shows, apart from how it shows it."""
+"""The current state of a run, independent of the view that shows it."""
 
 import contextlib
 import math
@@ -19,22 +19,22 @@ from torchmuster.monitor.collecting.run_metrics import PARTS, GrowingFile, RunMe
 from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.runfolder import RunFolder, run_name
 
-# More than any view has places for; what is longer is kept more coarsely, alike from its first value to its last.
+# More points than any view draws; longer curves are stored at a coarser, uniform resolution.
 _MOST_PARTS = 4096
-# What is larger than this is as good as infinite, and would leave nothing else to be seen.
+# Larger values count as infinite: they would flatten the rest of the curve.
 _LARGEST = 1e100
 
 
 @dataclass(slots=True)
 class _Part:
-    """What a few neighbours are together: places where each extreme was, so that it is drawn where it was."""
+    """A bucket of neighbouring values with the positions of its extremes."""
 
-    low: tuple[float, float] | None = None  # (value, x); None: no number yet
+    low: tuple[float, float] | None = None  # (value, x); None: no finite value yet
     high: tuple[float, float] | None = None
     total: float = 0.0
     numbers: int = 0
-    gap_x: float | None = None  # where something was no number
-    values: int = 0  # numbers and others
+    gap_x: float | None = None  # position of a NaN
+    values: int = 0  # including NaN
 
     def add(self, other: "_Part") -> None:
         if other.low is not None:
@@ -52,7 +52,7 @@ class _Part:
         return self.total / self.numbers if self.numbers else math.nan
 
     def points(self) -> Iterator[tuple[float, float]]:
-        """Yield the lowest, the highest and a gap, in the order in which they came."""
+        """Yield the minimum, the maximum and a gap, in order of x."""
         found = {(x, value) for value, x in filter(None, (self.low, self.high))}
         if self.gap_x is not None:
             found.add((self.gap_x, math.nan))
@@ -60,14 +60,14 @@ class _Part:
 
 
 class LongCurve:
-    """Values over x, one after the other."""
+    """Values over x, appended in order."""
 
     def __init__(self) -> None:
         self._parts: list[_Part] = []
-        self._each = 1  # so many values are one part
+        self._each = 1  # number of values per bucket
 
     def add(self, x: float, value: object) -> None:
-        """Add a value; what is no number is a gap."""
+        """Append a value; NaN is a gap."""
         number = float(value) if isinstance(value, int | float) else math.nan
         if math.isfinite(number) and abs(number) <= _LARGEST:
             new = _Part((number, x), (number, x), number, 1, None, 1)
@@ -82,7 +82,7 @@ class LongCurve:
 
     @property
     def values(self) -> list[float]:
-        """The means of all parts, evenly over the values; where there was no number, NaN."""
+        """The means of all buckets, evenly spaced; NaN for a bucket without numbers."""
         return [part.mean for part in self._parts]
 
     @property
@@ -91,8 +91,8 @@ class LongCurve:
         return any(part.numbers for part in self._parts)
 
     def points(self, most: int) -> list[tuple[float, float]]:
-        """Return at most so many points (x, value), the extremes among them; a gap is NaN."""
-        each = math.ceil(len(self._parts) / max(1, most // 3))  # a part has up to three
+        """Return at most ``most`` points (x, value) including the extremes; a gap is NaN."""
+        each = math.ceil(len(self._parts) / max(1, most // 3))  # a bucket yields up to three points
         if len(self._parts) <= most and all(part.values == 1 for part in self._parts):
             each = 1
         parts = _joined(self._parts, each) if each > 1 else self._parts
@@ -100,7 +100,7 @@ class LongCurve:
 
 
 def _joined(parts: Sequence[_Part], count: int) -> list[_Part]:
-    """Return fewer parts, each made of so many neighbours."""
+    """Return fewer buckets, each merged from ``each`` neighbours."""
     found = []
     for at in range(0, len(parts), count):
         whole = _Part()
@@ -110,27 +110,27 @@ def _joined(parts: Sequence[_Part], count: int) -> list[_Part]:
     return found
 
 
-# What a curve is drawn of: fields of the lines about steps.
+# The curves: fields of the step lines.
 CURVES = ("loss", "learning_rate", "samples_per_s", "tokens_per_s", "step_s")
 _MOST_EVENTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPicture:
-    """What is known of a run at one moment."""
+    """The known state of a run at one moment."""
 
     id: str
     job: str
     phase: str
     headline: str
     lasts_s: float
-    until_unix_s: float  # what it shows is of then: now, or the run's end
-    heard_s: float | None  # how long ago something was heard of it; None: never
-    values: Mapping[Metric, float]  # of metrics that the run has one of
+    until_unix_s: float  # the time of this state: now, or the run's end
+    heard_s: float | None  # time since the last sign of activity; None: never
+    values: Mapping[Metric, float]  # metrics with one value per run
     evaluation: Mapping[str, float]  # the last one
-    remark: str  # what the last line says of the time, if anything is worth a word
+    remark: str  # remark of the last step line on the time breakdown, if any
     shares: Mapping[str, float]
-    spent_s: Mapping[str, float]  # in steps that count, by part of the time, since the start
+    spent_s: Mapping[str, float]  # in steps that count, by category, since the start
     curves: Mapping[str, LongCurve]  # by field, over steps
     ranks: Sequence[tuple[str, Heartbeat]]  # with their hosts
     events: Sequence[run_state.RunEvent]  # the last of them
@@ -139,17 +139,17 @@ class RunPicture:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the run has ended."""
         return self.phase not in run_state.ACTIVE
 
 
 class RunWatch:
-    """Looks at one run, again and again."""
+    """Polls one run."""
 
     def __init__(
         self, run: RunFolder, *, on_line: Callable[[dict[str, Any]], None] = lambda line: None
     ) -> None:
-        """Look at a run; ``on_line`` is told of each line about steps."""
+        """Observe a run; ``on_line`` is called with each step line."""
         self._run = run
         self._job = run_name(run)
         self._metrics = RunMetrics(run, self._job, on_steps=self._take_in)
@@ -167,18 +167,18 @@ class RunWatch:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there was too much to be read in one look."""
+        """Whether the last poll left data unread."""
         return self._metrics.is_behind
 
     def catch_up(self, within_s: float) -> None:
-        """Read all that there is before the first look, or as much as can be read within this time."""
+        """Read the existing data before the first poll, for at most this time."""
         give_up_s = time.monotonic() + within_s
         self._metrics.catch_up()
         while self.is_behind and time.monotonic() < give_up_s:
             self._metrics.catch_up()
 
     def look(self, now_unix_s: float) -> RunPicture:
-        """Return what the run is like now."""
+        """Return the current state of the run."""
         state = run_state.read_state(self._run)
         samples = list(self._metrics.samples(now_unix_s))
         nodes = node_records.read_node_ranks(self._run, now_unix_s)
@@ -239,7 +239,7 @@ class RunWatch:
         self._events.extend(event for line in lines if (event := run_state.event_of(line)))
 
     def _heard_unix_s(self, nodes: Sequence[node_records.NodeRanks]) -> float | None:
-        """Return when the launcher, the first rank or a machine last wrote something."""
+        """Return when the launcher, rank 0 or a host last wrote something."""
         heard = [node.at_unix_s for node in nodes]
         if self._metrics.changed_unix_s is not None:
             heard.append(self._metrics.changed_unix_s)
@@ -253,7 +253,7 @@ def _run_picture_number(value: object) -> float:
 
 
 def _run_picture_room(run: RunFolder) -> Iterator[Sample]:
-    """Yield how much room there is on the run's disk, as who runs no exporter is told of it here alone."""
+    """Yield the free space on the run's disk, for users who run no exporter."""
     with contextlib.suppress(OSError):
         free_bytes = shutil.disk_usage(run.path).free
         yield Sample(HOST_DISK_FREE, (socket.gethostname(),), float(free_bytes))

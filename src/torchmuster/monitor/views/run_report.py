@@ -1,4 +1,4 @@
-"""The report of a run, from its folder alone: what was asked, what is true, what to do; then the figures."""
+"""The report of a run, from its folder alone: command, result, what to do; then the figures."""
 
 import contextlib
 import math
@@ -24,27 +24,28 @@ from torchmuster.redaction import harmless, printable, redact_text
 from torchmuster.runfolder import RunFolder, run_name
 from torchmuster.units import format_bytes, format_seconds
 
-# A report is made while somebody waits for the end of a run: what is not read by then is left out, and said.
+# The user waits for the report at the end of a run: what is not read in time is left out with a
+# note.
 _READ_WITHIN_S = 8.0
 _MOST_SETTINGS = 64 * 1024
 _MOST_CHECKPOINTS = 20
-_REST = "everything else"  # starting, repeating, waiting, ending
+_REST = "other"  # starting, repeated steps, waiting, shutdown
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """Everything that a report is made of."""
+    """The data of a report."""
 
     picture: RunPicture
     account: FailureReport
     past: Sequence[PastAlert]
     saved: Sequence[Manifest]
     settings: str
-    is_whole: bool  # whether all lines about steps were read
+    is_whole: bool  # whether all step lines were read
 
 
 def run_report(run: RunFolder) -> str:
-    """Return the page. Everything that came from the run is shown as text, never as markup."""
+    """Return the HTML page. Data from the run is shown as text, never as markup."""
     told = _read_run_report(run)
     picture = told.picture
     title = f"{harmless(picture.job)}: {picture.phase}"
@@ -56,12 +57,12 @@ def _read_run_report(run: RunFolder) -> _Told:
     watch = RunWatch(run, on_line=replay.add)
     account = failure_report_of(run)
     state = account.story.state
-    # Of a run that is over, ranks were last heard of at its end.
+    # In a run that has ended, the last heartbeats are those at its end.
     now = time.time() if state is None or state.active else state.since_unix_s
     watch.catch_up(_READ_WITHIN_S)
     picture = watch.look(now)
     saved: list[Manifest] = []
-    with contextlib.suppress(Exception):  # damaged ones are another command's subject
+    with contextlib.suppress(Exception):  # other commands report damaged checkpoints
         saved = committed_manifests(FolderStore(run.checkpoints))
     settings = ""
     with contextlib.suppress(OSError), run.config.open(encoding="utf-8", errors="replace") as file:
@@ -85,23 +86,23 @@ def _page(told: _Told) -> Iterator[str]:
     yield _answer(told)
     yield page_parts.tiles_part(picture)
     yield from (html_article(one) for one in told.account.findings if one.status is not Status.OK)
-    yield _section("over steps", page_parts.curves_part(picture))
+    yield _section("metrics by step", page_parts.curves_part(picture))
     if not told.is_whole:
-        yield f"<p>The curves end at step {_steps(picture)}: reading the rest would have taken too long.</p>"
-    yield _section("where the time went", _run_report_times(picture))
-    yield _section("alerts over the run", _alerts(told.past))
-    yield _section("what happened", page_parts.events_part(picture))
+        yield f"<p>The curves end at step {_steps(picture)}: reading the rest takes too long.</p>"
+    yield _section("time breakdown", _run_report_times(picture))
+    yield _section("alerts during the run", _alerts(told.past))
+    yield _section("events", page_parts.events_part(picture))
     yield _section("evaluation", _evaluation(picture))
     yield _section("checkpoints", _checkpoints(told.saved))
     ranks = rank_map(picture.ranks) if picture.ranks else ""
-    yield _section("ranks, when they were last heard of", ranks)
-    yield _section("machines and devices", _run_report_devices(picture))
+    yield _section("ranks at their last heartbeat", ranks)
+    yield _section("hosts and devices", _run_report_devices(picture))
     if told.settings:
         body = f"<pre>{escape(harmless(redact_text(told.settings)))}</pre>"
         yield html_details("settings", body)
     if told.account.files:
         names = "".join(f"<li>{escaped_text(name)}</li>" for name in told.account.files)
-        yield html_details("files in its folder", f"<ul>{names}</ul>")
+        yield html_details("files in the run folder", f"<ul>{names}</ul>")
 
 
 def _section(title: str, body: str) -> str:
@@ -109,34 +110,34 @@ def _section(title: str, body: str) -> str:
 
 
 def _answer(told: _Told) -> str:
-    """Return what was asked, what is true and what to do, in a few lines."""
+    """Return the command, the result and what to do, in a few lines."""
     job = told.account.story.job
-    asked = "not known: job.json is missing"
+    asked = "unknown: job.json is missing"
     if job:
         asked = f"muster {printable(as_people_know_it(job.typed, job.command))}"
     fixes = [one.fix for one in told.account.findings] + [one.fix for one in told.past]
     to_do = "\n".join(dict.fromkeys(one for one in (*fixes, told.picture.remark) if one))
-    rows = (("asked", asked), ("true", _true(told)), ("to do", to_do or "nothing"))
+    rows = (("command", asked), ("result", _true(told)), ("to do", to_do or "nothing"))
     cells = "".join(f"<dt>{name}</dt><dd>{escaped_text(words)}</dd>" for name, words in rows)
     return f'<dl class="answer">{cells}</dl>'
 
 
 def _true(told: _Told) -> str:
-    """Return how it ended, and the figures that matter most."""
+    """Return the outcome and the most important figures."""
     picture, values = told.picture, told.picture.values
     first = [one.what for one in told.account.findings[:1]]
-    parts = [f"it lasted {format_seconds(picture.lasts_s)}"]
+    parts = [f"duration {format_seconds(picture.lasts_s)}"]
     if catalogue.STEPS in values:
         parts.append(f"{_steps(picture)} steps")
         loss = values.get(catalogue.LOSS, math.nan)
-        parts.append("the loss is not a number" if math.isnan(loss) else f"loss {loss:.4g}")
+        parts.append("loss NaN" if math.isnan(loss) else f"loss {loss:.4g}")
         if (rate := values.get(catalogue.SAMPLES_RATE)) is not None:
             parts.append(f"{rate:,.1f} samples/s at the end")
         if picture.lasts_s > 0:
             computing = min(1.0, picture.spent_s["compute"] / picture.lasts_s)
-            parts.append(f"{computing:.0%} of the time computing")
+            parts.append(f"{computing:.0%} of the time in compute")
     else:
-        parts.append("no lines about steps")
+        parts.append("no step lines")
     parts.append(_counted(int(values.get(catalogue.RUN_RESTARTS, 0)), "restart"))
     parts.append(_counted(sum(one.times for one in told.past), "alert"))
     parts.append(f"{_counted(len(told.saved), 'checkpoint')} kept")
@@ -144,17 +145,21 @@ def _true(told: _Told) -> str:
 
 
 def _run_report_times(picture: RunPicture) -> str:
-    """Return where all of the run's time went, not only that of the last steps."""
+    """Return the time breakdown of the whole run, not only of the last steps."""
     whole_s = max(picture.lasts_s, sum(picture.spent_s.values()))
     if whole_s <= 0 or not any(picture.spent_s.values()):
         return ""
     shares = {name: spent_s / whole_s for name, spent_s in picture.spent_s.items()}
-    note = f"{_REST}: starting, steps that were repeated or lost, waiting, ending"
+    note = f"{_REST}: startup, repeated or lost steps, waiting, shutdown"
     return page_parts.times_part(shares, rest=_REST, of_s=whole_s) + f'<p class="quiet">{note}</p>'
 
 
 def _alerts(past: Sequence[PastAlert]) -> str:
-    note = '<p class="quiet">as its lines about steps tell; those about ranks and devices are known only to who watched</p>'
+    note = (
+        '<p class="quiet">from the step lines; alerts about ranks and devices are raised only '
+        "while "
+        "muster watch or Prometheus is running</p>"
+    )
     if not past:
         return '<p class="quiet">none</p>' + note
     return "".join(html_article(_finding(one)) for one in past) + note
@@ -166,7 +171,7 @@ def _finding(one: PastAlert) -> Finding:
     return Finding(
         name=one.alert.name,
         status=Status.FAILURE if one.alert.severity == "critical" else Status.WARNING,
-        what=harmless(f"{one.summary}: from step {one.first_step:,} until {until}{often}"),
+        what=harmless(f"{one.summary}: from step {one.first_step:,} to {until}{often}"),
         why=one.alert.why,
         fix=harmless(one.fix),
     )
@@ -176,7 +181,7 @@ def _evaluation(picture: RunPicture) -> str:
     if not picture.evaluation:
         return ""
     rows = [(harmless(name), f"{value:.4g}") for name, value in picture.evaluation.items()]
-    return html_table(("the last one", ""), rows)
+    return html_table(("last evaluation", ""), rows)
 
 
 def _checkpoints(saved: Sequence[Manifest]) -> str:
@@ -192,7 +197,7 @@ def _checkpoints(saved: Sequence[Manifest]) -> str:
 
 
 def _run_report_devices(picture: RunPicture) -> str:
-    """Return what the ranks were last started on, as the launcher wrote it down: machines and their devices."""
+    """Return the hosts and devices of the last start, as recorded by the launcher."""
     started = [one for one in picture.events if one.name == "started"]
     devices = started[-1].facts.get("devices") if started else None
     if not isinstance(devices, dict):
@@ -205,7 +210,7 @@ def _run_report_devices(picture: RunPicture) -> str:
 
 
 def _together(names: Sequence[object]) -> str:
-    """Return devices by their kind: 8 x NVIDIA H100; ``cuda:0`` and so on, which they begin with, are left out."""
+    """Return devices by model, such as 8 x NVIDIA H100, without the prefix ``cuda:0``."""
     counted = Counter(str(name).partition(" ")[2] or str(name) for name in names)
     return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in counted.items())
 

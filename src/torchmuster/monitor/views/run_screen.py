@@ -1,4 +1,4 @@
-"""A run on a terminal: how far it is, its curves, where the time goes, its ranks, what is wrong."""
+"""A run on a terminal: progress, curves, time breakdown, ranks, alerts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from torchmuster.units import format_seconds
 
 _CURVE_LINES = 4
 _LABEL = 12
-# A rank's place in the map is a shade, so that it can be read without colours as well.
+# Each rank is a shade, so that the map is readable without colours.
 _SHADES = " ░▒▓█"
 _PARTS = {
     "compute": ("█", "green"),
@@ -29,7 +29,7 @@ _MOST_RANKS = 512
 
 
 def run_screen(picture: RunPicture, width: int) -> Text:
-    """Return everything as lines of at most this width."""
+    """Return the whole view as lines of at most this width."""
     lines: list[Text] = []
     for part in (_head, _curves, _run_screen_times, _run_screen_ranks, _alerts):
         shown = list(part(picture, width))
@@ -66,7 +66,7 @@ def _curves(picture: RunPicture, width: int) -> Iterator[Text]:
         numbers = [one for one in values if math.isfinite(one)]
         if len(numbers) < 2:
             continue
-        # At the left the highest and the lowest, where the curve has them.
+        # Left: the maximum and the minimum, at their heights.
         labels = [f"{max(numbers):.4g}", name, "", f"{min(numbers):.4g}"]
         lines = curve(values, width=width - _LABEL - 1, height=_CURVE_LINES)
         for label, line in zip(labels, lines, strict=True):
@@ -99,9 +99,9 @@ def _run_screen_ranks(picture: RunPicture, width: int) -> Iterator[Text]:
     room = width - _LABEL - 1
     heartbeats = [heartbeat for _, heartbeat in picture.ranks[:_MOST_RANKS]]
     hosts = {host for host, _ in picture.ranks}
-    several = "" if len(hosts) == 1 else f" on {len(hosts)} machines"
+    several = "" if len(hosts) == 1 else f" on {len(hosts)} hosts"
     known = any(one.data_share is not None for one in heartbeats)
-    what = ": how much each waits" if known else ""
+    what = ": share of time waiting" if known else ""
     yield Text(f"{'ranks':>{_LABEL}} {len(picture.ranks)}{several}{what}", style="dim")
     for name, field in (("for others", "communication_share"), ("for data", "data_share")):
         shares: list[float | None] = [getattr(heartbeat, field) for heartbeat in heartbeats]
@@ -130,7 +130,7 @@ def _alerts(picture: RunPicture, width: int) -> Iterator[Text]:
 
 
 def alert_lines(alerts: Sequence[AlertNews]) -> Iterator[Text]:
-    """Yield what is the matter and what to do, for as many alerts as somebody would read."""
+    """Yield summary and fix of the first alerts, and the number of the others."""
     for news in alerts[:_MOST_ALERTS]:
         text = Text(f"{news.alert.severity:>{_LABEL}} ", style=_SEVERITY[news.alert.severity])
         text.append(harmless(news.summary))

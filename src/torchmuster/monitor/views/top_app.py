@@ -1,4 +1,4 @@
-"""``muster top``, live: its parts on the screen, kept up to date, and its keys."""
+"""``muster top``, live: layout, updates and key bindings."""
 
 import dataclasses
 import threading
@@ -22,7 +22,7 @@ _SCROLLBAR = 1
 
 
 class Looked(Message):
-    """Another look was taken."""
+    """A new picture is available."""
 
     def __init__(self, picture: TopPicture) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Looked(Message):
 
 
 class LookFailed(Message):
-    """No look could be taken."""
+    """Taking a picture failed."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class _Scrolled(VerticalScroll):
 
 
 class TopApp(App[Exception]):
-    """Shows pictures; ends with the error if one cannot be taken any more."""
+    """Shows pictures; exits with the error if taking one fails."""
 
     TITLE = "muster top"
     ENABLE_COMMAND_PALETTE = False
-    # The terminal's own colours and background throughout, so that it is readable on a light one too.
+    # Only the terminal's own colours and background, so that light themes are readable too.
     CSS = """
     #devices, #ranks { scrollbar-size-vertical: 1; }
     #devices { height: auto; max-height: 45%; margin-top: 1; }
@@ -84,7 +84,7 @@ class TopApp(App[Exception]):
         self._looking = _Looking(self, look, every_s)
 
     def compose(self) -> ComposeResult:
-        """Lay it out."""
+        """Lay out the widgets."""
         yield Static(id="head")
         with _Scrolled(id="devices"):
             yield Static(id="device-lines")
@@ -102,42 +102,42 @@ class TopApp(App[Exception]):
         self._looking.start()
 
     def on_unmount(self) -> None:
-        """Look no more. A driver that does not answer is not waited for."""
+        """Stop polling without waiting for a driver that does not answer."""
         self._looking.over.set()
 
     def on_resize(self, event: Resize) -> None:
-        """Fit everything into the new size, which the application itself learns only after this."""
+        """Refit to the new size, which the app itself knows only after this event."""
         self._width = event.size.width - _SCROLLBAR
         self._show()
 
     def on_looked(self, message: Looked) -> None:
-        """Show what was seen."""
+        """Show the new picture."""
         if not self._held:
             self._picture = message.picture
             self._show()
 
     def on_look_failed(self, message: LookFailed) -> None:
-        """End: whoever started this says why."""
+        """Exit; the caller reports the error."""
         self.exit(message.error)
 
     def action_sort(self) -> None:
-        """Sort the ranks by the next column that is to be seen."""
+        """Sort the ranks by the next visible column."""
         shown = orders_shown(self._picture.ranks, self._width)
         here = shown.index(self._view.order) + 1 if self._view.order in shown else 0
         self._show(order=shown[here % len(shown)], reverse=False)
 
     def action_reverse(self) -> None:
-        """Sort the other way around."""
+        """Reverse the sort order."""
         self._show(reverse=not self._view.reverse)
 
     def action_cells(self) -> None:
-        """Show devices as cells instead of lines, or as lines instead of cells."""
+        """Toggle between cells and lines for devices."""
         cells = self._view.cells
         now = len(self._picture.devices) > MOST_LINES if cells is None else cells
         self._show(cells=not now)
 
     def action_hold(self) -> None:
-        """Keep what is on the screen, or go on."""
+        """Pause or resume updates."""
         self._held = not self._held
         self._show()
 
@@ -145,8 +145,8 @@ class TopApp(App[Exception]):
         self._view = dataclasses.replace(self._view, **changed)  # type: ignore[arg-type]
         made = top_parts(self._picture, self._width, self._view)
         if self._held:
-            made.head[0].append("  held: space goes on", style="bold")
-        # While it opens and closes some are not there.
+            made.head[0].append("  paused: space resumes", style="bold")
+        # Some widgets are missing while the app opens and closes.
         widgets = {one.id: one for one in self.query(Static)}
         for name, lines in (
             ("head", made.head),
@@ -158,13 +158,13 @@ class TopApp(App[Exception]):
             text = Text("\n").join(lines)
             text.no_wrap = True
             if (widget := widgets.get(name)) is not None:
-                # In a group, because of a text alone the toolkit would replace the terminal's colours.
+                # In a group: Textual would replace the terminal's colours in a plain Text.
                 widget.update(Group(text))
                 widget.display = bool(lines)
 
 
 class _Looking(threading.Thread):
-    """Takes looks beside the screen, which stays alive while a driver is slow."""
+    """Takes pictures in a background thread, so that a slow driver does not block the screen."""
 
     def __init__(self, app: TopApp, look: Callable[[], TopPicture], every_s: float) -> None:
         super().__init__(name="top", daemon=True)
@@ -174,7 +174,7 @@ class _Looking(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        """Look again and again."""
+        """Poll until stopped."""
         while not self.over.wait(self._every_s):
             message: Message
             try:
@@ -183,5 +183,5 @@ class _Looking(threading.Thread):
                 message = LookFailed(error)
             try:
                 self._app.post_message(message)
-            except RuntimeError:  # the screen is gone
+            except RuntimeError:  # the app has exited
                 return

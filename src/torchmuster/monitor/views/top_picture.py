@@ -1,4 +1,4 @@
-"""A machine and its ranks as they are now: what ``muster top`` shows, apart from how it shows it."""
+"""The current state of a host and its ranks, as ``muster top`` shows it, independent of layout."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ _LOOKS_REMEMBERED = 60
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """One rank: what it says of itself, and the devices that its process was seen on."""
+    """One rank: its heartbeat, and the devices that its process uses."""
 
     job: str
     run: str
@@ -37,12 +37,12 @@ class RankRow:
 
     @property
     def gpu(self) -> str:
-        """The numbers of its devices; "" where none is known."""
+        """The numbers of its devices; "" if unknown."""
         return ",".join(one.number for one in self.devices)
 
     @property
     def device_bytes(self) -> int | None:
-        """Memory that it holds on its devices."""
+        """Memory that it uses on its devices."""
         held = [
             process.memory_bytes
             for device in self.devices
@@ -53,7 +53,7 @@ class RankRow:
 
     @property
     def device_busy(self) -> float | None:
-        """The share of the time in which its devices compute."""
+        """The utilisation of its devices."""
         known = [one.utilisation_percent for one in self.devices]
         numbers = [one for one in known if one is not None]
         return sum(numbers) / len(numbers) / 100 if numbers else None
@@ -61,21 +61,21 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRow:
-    """One accelerator, the ranks on it, and how busy it was at the last looks."""
+    """One accelerator, the ranks on it, and its recent utilisation."""
 
     host: str
     device: Device
     ranks: Sequence[tuple[str, int]] = ()  # job and rank
-    others: Sequence[DeviceProcess] = ()  # that compute on it and are none of those
-    busy_percents: Sequence[int] = ()  # the newest last
+    others: Sequence[DeviceProcess] = ()  # other processes that use it
+    busy_percents: Sequence[int] = ()  # newest last
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFigures:
-    """The machine on which this runs."""
+    """The local host."""
 
     name: str
-    values: Mapping[Metric, float]  # of metrics that a machine has one of
+    values: Mapping[Metric, float]  # metrics with one value per host
     received_bytes_s: float | None = None
     sent_bytes_s: float | None = None
 
@@ -105,12 +105,12 @@ class TopPicture:
 
 
 class TopWatch:
-    """Looks at this machine and at the runs in a folder, or at one run, again and again."""
+    """Polls this host and the runs in a folder, or one run."""
 
     def __init__(
         self, runs: Path, look: Callable[[], Node], *, only: RunFolder | None = None
     ) -> None:
-        """Watch all runs of a folder that are going on; with ``only``, that one."""
+        """Watch all active runs of a folder; with ``only``, that run."""
         self._runs = runs
         self._look = look
         self._active = ActiveRuns(runs)
@@ -121,7 +121,7 @@ class TopWatch:
         self._watching = AlertWatch()
 
     def look(self, now_unix_s: float) -> TopPicture:
-        """Return what everything is like now."""
+        """Return the current picture."""
         node = self._look()
         self._host = self._host or HostMetrics(node.hostname, self._runs)
         samples = [*self._host.samples(), *collector.device_samples(node)]
@@ -255,11 +255,11 @@ def _is_on(heartbeat: Heartbeat, device: Device) -> bool:
 
 
 def _same(a: str, b: str) -> bool:
-    """Say whether two names are of one machine; some have their domain behind them."""
+    """Return whether two names mean the same host, with or without domain."""
     return a.partition(".")[0] == b.partition(".")[0]
 
 
-# What ranks can be ordered by; the most first, but for the rank itself.
+# Sort keys of the ranks: descending, except for the rank itself.
 ORDERS: Mapping[str, Callable[[RankRow], float | None]] = {
     "rank": lambda one: -one.heartbeat.rank,
     "step": lambda one: one.heartbeat.step,
@@ -273,10 +273,10 @@ ORDERS: Mapping[str, Callable[[RankRow], float | None]] = {
 
 
 def ordered_rows(ranks: Sequence[RankRow], order: str, *, reverse: bool = False) -> list[RankRow]:
-    """Return the ranks in an order; those of which it is not known come last."""
+    """Return the ranks sorted; ranks with an unknown value come last."""
     key = ORDERS[order]
     known = [(value, one) for one in ranks if (value := key(one)) is not None]
     unknown = [one for one in ranks if key(one) is None]
-    # Equal ones stay in the order of their ranks.
+    # Ties stay in rank order.
     known.sort(key=lambda pair: pair[0] if reverse else -pair[0])
     return [one for _, one in known] + unknown

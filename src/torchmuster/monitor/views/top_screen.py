@@ -1,4 +1,4 @@
-"""A machine and its ranks on a terminal: the parts of ``muster top``, each as lines of at most a width."""
+"""A host and its ranks on a terminal: the parts of ``muster top`` as lines of text."""
 
 import time
 from collections import Counter
@@ -23,16 +23,16 @@ _ENDED_BADLY = ("failed", "died")
 
 @dataclass(frozen=True, kw_only=True)
 class TopView:
-    """How somebody wants to see it."""
+    """The user's view settings."""
 
     order: str = "rank"
     reverse: bool = False
-    cells: bool | None = None  # of devices; None: where they are many
+    cells: bool | None = None  # for devices; None: if there are many
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopParts:
-    """What stands above each other. The first line of ``ranks`` are their titles."""
+    """The parts from top to bottom. The first line of ``ranks`` is the header."""
 
     head: list[Text]
     devices: list[Text]
@@ -41,7 +41,7 @@ class TopParts:
 
 
 def top_parts(picture: TopPicture, width: int, view: TopView) -> TopParts:
-    """Return everything, in lines of at most this width."""
+    """Return all parts, in lines of at most this width."""
     ranks = rank_lines(picture.ranks, width, order=view.order, reverse=view.reverse)
     return TopParts(
         head=_cut([*_top_screen_machine(picture, width), *_runs(picture, width)], width),
@@ -52,7 +52,7 @@ def top_parts(picture: TopPicture, width: int, view: TopView) -> TopParts:
 
 
 def top_screen(picture: TopPicture, width: int, view: TopView) -> Text:
-    """Return everything as one text."""
+    """Return all parts as one text."""
     made = top_parts(picture, width, view)
     lines: list[Text] = []
     for part in (made.head, made.devices, made.ranks, made.alerts):
@@ -82,13 +82,13 @@ def _devices_in_words(picture: TopPicture) -> list[str]:
         return ["no GPU"]
     names = Counter(short_name(one.device) for one in picture.devices)
     hosts = len({one.host for one in picture.devices})
-    several = f" on {hosts} machines" if hosts > 1 else ""
+    several = f" on {hosts} hosts" if hosts > 1 else ""
     listed = ", ".join(f"{count} x {name}" for name, count in names.most_common(3))
     return [f"{listed}{' …' if len(names) > 3 else ''}{several}"]
 
 
 def _load(host: HostFigures, width: int) -> Text:
-    """Return the machine's load, as much of it as fits."""
+    """Return the host's load, as much of it as fits."""
     line = Text()
     for part in _load_parts(host, 18 if width >= VERY_WIDE else 10):
         if line.cell_len + part.cell_len <= width:
@@ -140,5 +140,5 @@ def _run_top_screen(run: RunFigures, picture: TopPicture, width: int) -> Text:
 
 def _no_ranks(picture: TopPicture) -> str:
     if any(one.phase in run_state.ACTIVE for one in picture.runs):
-        return "ranks: not heard of yet"
-    return "ranks: no run is going on in this folder of runs (--runs DIR looks in another)"
+        return "ranks: no heartbeat yet"
+    return "ranks: no active run in this folder (--runs DIR selects another folder)"

@@ -23,16 +23,16 @@ from torchmuster.monitor.views.top_picture import ORDERS, DeviceRow, RankRow, or
 from torchmuster.redaction import harmless
 from torchmuster.units import GiB, format_bytes, format_seconds
 
-# More than so many are shown as cells, unless lines are asked for.
+# More devices than this are shown as cells, unless lines are requested.
 MOST_LINES = 16
 _CELL = 24
-# A device under full load reaches its power limit: that is no fault.
+# Reaching the power limit is normal under full load.
 _USUAL = "power limit"
 _NEARLY_FULL = 0.95
 
 
 def device_lines(rows: Sequence[DeviceRow], width: int, *, cells: bool | None = None) -> list[Text]:
-    """Return everything about the accelerators; ``cells`` None chooses by their number."""
+    """Return the part about the accelerators; ``cells`` None decides by their number."""
     if not rows:
         return []
     several = len({one.host for one in rows}) > 1
@@ -42,7 +42,7 @@ def device_lines(rows: Sequence[DeviceRow], width: int, *, cells: bool | None = 
 
 
 def short_name(device: Device) -> str:
-    """Drop the maker's words that every line would repeat."""
+    """Return the device name without the vendor prefix that every line would repeat."""
     return harmless(device.name.removeprefix("NVIDIA ").removeprefix("GeForce "))
 
 
@@ -96,7 +96,7 @@ def _device_columns(
             cell=lambda one: Text(harmless(one.host)),
         )
         columns.insert(0, host)
-    if len(names) > 1:  # one that all have is told above them
+    if len(names) > 1:  # a common name is shown in the header
         name = Column[DeviceRow](
             title="name",
             width=min(longest, 22 if wide else 12),
@@ -160,7 +160,7 @@ def _power(device: Device) -> Text:
 
 
 def _used_by(row: DeviceRow, *, wide: bool) -> Text:
-    """Say what is wrong, then who is on it: where there is little room, that one is cut off first."""
+    """Return the problems, then the users: on narrow screens the users are cut off first."""
     parts = [Text(MARK + one, style=WRONG) for one in _wrong(row.device, wide=wide)]
     if _USUAL in row.device.throttled_by:
         parts.append(Text("at power limit" if wide else "at limit", style=QUIET))
@@ -202,7 +202,7 @@ def _users(row: DeviceRow, *, wide: bool) -> Text:
 
 
 def _top_tables_cells(rows: Sequence[DeviceRow], width: int, several: bool) -> Iterator[Text]:
-    """Yield lines of cells, those of each machine under its name."""
+    """Yield lines of cells, grouped by host."""
     in_a_line = max(1, (width + 1) // (_CELL + 1))
     for host in dict.fromkeys(one.host for one in rows):
         if several:
@@ -225,7 +225,7 @@ def _cell(device: Device) -> Text:
     return text.append(MARK if wrong else " ", style=WRONG)
 
 
-# A rank that waits for data for more than this is starved, as in the alert.
+# A rank that waits for data for more than this share is starved, as in the alert.
 _STARVED = 0.3
 
 
@@ -233,14 +233,14 @@ def rank_lines(ranks: Sequence[RankRow], width: int, *, order: str, reverse: boo
     """Return the titles and a line for each rank."""
     if not ranks:
         return []
-    # Ranks themselves are counted upwards, everything else from the most downwards.
+    # Rank numbers sort ascending, all other columns descending.
     arrow = "▴" if (order == "rank") is not reverse else "▾"
     rows = ordered_rows(ranks, order, reverse=reverse)
     return column_lines(_rank_columns(ranks, width), rows, width, marks={order: arrow})
 
 
 def orders_shown(ranks: Sequence[RankRow], width: int) -> list[str]:
-    """Return the orders whose column is to be seen at this width."""
+    """Return the sort keys whose column is visible at this width."""
     return [
         one.title
         for one in columns_that_fit(_rank_columns(ranks, width), width)
@@ -349,7 +349,7 @@ def _pid(row: RankRow) -> Text:
 
 
 def _doing(row: RankRow) -> Text:
-    """Say what it is at, and whether all others wait for it."""
+    """Return the rank's activity, and whether the other ranks wait for it."""
     heartbeat = row.heartbeat
     parts = [Text(f"{MARK}slowest", style=WRONG)] if row.holds_up else []
     parts += [Text(harmless(one)) for one in (heartbeat.phase, heartbeat.doing) if one]

@@ -1,1 +1,1 @@
-"""What is trained on: cards, machines, links; as people write them, and as they are here."""
+"""Hardware of a plan: GPUs, machines and links, from user input or from this machine."""

@@ -1,16 +1,18 @@
-"""Known accelerators: what their makers say of them, and how they are usually joined.
+"""Known accelerators: vendor figures, and how they are usually connected.
 
-Rates are dense ones, without sparsity, with sums in float32; ``float32`` is without TF32, as torch multiplies by
-default. Memory is what torch reports on such a card, as its out-of-memory messages tell, the least that was seen
-over several drivers: less than what is sold.
+Rates are dense, without sparsity, with float32 accumulation; ``float32`` is without TF32, as torch
+multiplies by default. Memory is what torch reports in its out-of-memory messages, the lowest value
+seen over several drivers: less than the advertised size.
 
-No data sheet was at hand: a card's ``source`` says who quotes its maker's figures, and which of them nobody was seen to
-quote. Where they were read:
+No data sheets were available: a GPU's ``source`` names the publication that quotes the vendor's
+figures, and the figures without one. The publications:
 
-- torchtitan: ``torchtitan/tools/utils.py`` (0258167); Lightning: ``fabric/utilities/throughput.py`` (0810121)
+- torchtitan: ``torchtitan/tools/utils.py`` (0258167)
+- Lightning: ``fabric/utilities/throughput.py`` (0810121)
 - ml-engineering: stas00/ml-engineering, ``compute/accelerator/README.md`` (0074473)
 - HGX table: NVIDIA's, copied to zdszero.github.io/Computer/Artificial_Intelligence/Hardware.html
-- hardware lists: feifeibear/LLMRoofline, lamonoai/gpumap, waredb.com, and for bandwidths datacrunch.io and baseten.co
+- hardware lists: feifeibear/LLMRoofline, lamonoai/gpumap, waredb.com, and for bandwidths
+  datacrunch.io and baseten.co
 """
 
 import difflib
@@ -24,25 +26,25 @@ from torchmuster.units import GiB
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One accelerator, or a rank's part of a machine's CPUs. What is not known is missing, never guessed."""
+    """One accelerator, or a rank's share of a machine's CPUs. Unknown values are missing."""
 
     name: str
-    memory_bytes: int  # what a program can use of it, as the driver reports it
-    flops: Mapping[str, float]  # highest rate by number type: float32, bfloat16, float16
+    memory_bytes: int  # usable by a program, as the driver reports it
+    flops: Mapping[str, float]  # peak rate by dtype: float32, bfloat16, float16
     bandwidth_bytes_s: float | None  # of its memory
     kind: str = "cuda"  # cuda, rocm, xpu, mps, cpu
     source: str = ""  # where these figures come from
-    number_types: tuple[str, ...] | None = None  # those it computes fast; None: nobody says
+    number_types: tuple[str, ...] | None = None  # dtypes it computes fast; None: unknown
 
     @property
     def noun(self) -> str:
-        """What people call one of them: a CPU has no cards, but ranks that share it."""
-        return "rank" if self.kind == "cpu" else "card"
+        """The noun for one of them in messages: ``GPU``, or ``rank`` for a share of a CPU."""
+        return "rank" if self.kind == "cpu" else "GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a message takes: a time of its own, and its bytes over a rate, in each direction."""
+    """The cost of a message: a latency, and its bytes over a rate, in each direction."""
 
     latency_s: float
     bytes_s: float
@@ -51,50 +53,50 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Machines that are alike."""
+    """A number of identical machines."""
 
     card: Gpu
     machines: int
     cards_per_machine: int
-    within: Link  # between two cards of a machine
-    between: Link  # of one card, to another machine
+    within: Link  # between two GPUs of a machine
+    between: Link  # of one GPU, to another machine
     host_memory_bytes: int | None = None  # of one machine
     price_per_card_hour: float | None = None
-    assumed: tuple[str, ...] = ()  # what nobody said, as sentences for people
+    assumed: tuple[str, ...] = ()  # assumptions, as sentences for the user
 
     @property
     def cards(self) -> int:
-        """All of them."""
+        """The number of GPUs of all machines."""
         return self.machines * self.cards_per_machine
 
 
 _TERA, _GIGA = 1e12, 1e9
-# Latencies of a step of a ring: NCCL's own model of itself (src/graph/tuning.cc, Ring LL128).
+# Latencies of a ring step, from NCCL's performance model (src/graph/tuning.cc, Ring LL128).
 _NVLINK_S, _PCIE_S, _NETWORK_S = 1.9e-6, 2.5e-6, 4.0e-6
 _LIGHTNING = "NVIDIA's figures as quoted by Lightning and hardware lists"
 _TITAN = "NVIDIA's figures as quoted by torchtitan and ml-engineering"
 _A100 = "NVIDIA's figures as quoted by torchtitan, Lightning and hardware lists"
 _TITAN_AMD = "AMD's figures as quoted by torchtitan and ml-engineering"
 _LISTS = "NVIDIA's figures as quoted by hardware lists"
-_NOT_LOOKED_UP = "its maker's figures, not looked up"
+_NOT_LOOKED_UP = "the vendor's figures, not verified"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownGpu:
-    """A card and its usual surroundings. Rates of links are those of one direction."""
+    """A GPU and its usual machine. Link rates are for one direction."""
 
     card: Gpu
     within: Link
     network_bytes_s: float
-    network_is_shared: bool  # of the whole machine; otherwise every card has its own
-    words: tuple[str, ...]  # all of them are in the name that a driver gives it
+    network_is_shared: bool  # by the whole machine; otherwise every GPU has its own
+    words: tuple[str, ...]  # all of them occur in the driver's name of the GPU
     cards_per_machine: int = 8
-    said: tuple[str, ...] = ()  # what to know of forecasts for it, as sentences for people
+    said: tuple[str, ...] = ()  # remarks on forecasts for it, as sentences for the user
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Join:
-    """How cards are joined: within a machine, and to others (Gbit/s)."""
+    """How GPUs are connected: within a machine, and to others (Gbit/s)."""
 
     within: str
     gbytes_s: float
@@ -160,7 +162,7 @@ def _catalogue_known(
         within=Link(
             latency_s=join.latency_s,
             bytes_s=join.gbytes_s * _GIGA,
-            source=f"{join.within}: its highest rate in one direction, not looked up",
+            source=f"{join.within}: peak rate in one direction, not verified",
         ),
         network_bytes_s=join.network_gbits / 8 * _GIGA,
         network_is_shared=join.shared,
@@ -170,8 +172,8 @@ def _catalogue_known(
     )
 
 
-# name, memory, (float32, float16, bfloat16) in TFLOP/s, GB/s, joined by, words of the driver's name.
-# Where several fit, the one with most words in common is taken; of those the first.
+# name, memory, (float32, float16, bfloat16) in TFLOP/s, GB/s, connected by, words of the driver's
+# name. If several match, the one with the most words in common is used; of those the first.
 _ALL: tuple[KnownGpu, ...] = (
     _catalogue_known("T4", 14.56, (8.1, 65, None), 320, _PCIE3, "t4", source=_LIGHTNING),
     _catalogue_known(
@@ -194,17 +196,17 @@ _ALL: tuple[KnownGpu, ...] = (
     _catalogue_known("RTX-4090", 23.52, (82.6, 165.2, 165.2), 1008, _DESK4, "4090", source=_LISTS),
     _catalogue_known(
         *("RTX-5090", 31.36, (104.8, 209.5, 209.5), 1792, _DESK5, "5090"),
-        source=f"{_LISTS}; sums in float32 at half of what they say for float16",
+        source=f"{_LISTS}; float32 accumulation at half of their float16 rate",
     ),
     _catalogue_known(
         *("A10G", 22.05, (31.5, 70, 70), 600, _PCIE4, "a10g"),
-        source=f"{_LISTS}; the rates of its tensor cores not looked up",
+        source=f"{_LISTS}; tensor core rates not verified",
     ),
     _catalogue_known("L4", 22.03, (30.3, 121, 121), 300, _PCIE4, "l4", source=_LISTS),
     _catalogue_known("L40S", 44.39, (91.6, 362, 362), 864, _PCIE4, "l40s", source=_TITAN),
     _catalogue_known(
         *("RTX-A6000", 47.4, (38.7, 154.8, 154.8), 768, _PCIE4, "a6000"),
-        source=f"{_LISTS}; the rates of its tensor cores not looked up",
+        source=f"{_LISTS}; tensor core rates not verified",
     ),
     _catalogue_known(
         "A100-80GB", 79.15, (19.5, 312, 312), 2039, _NVLINK3, "a100 80gb", source=_A100
@@ -214,7 +216,7 @@ _ALL: tuple[KnownGpu, ...] = (
     ),
     _catalogue_known(
         *("A100-PCIe-80GB", 79.15, (19.5, 312, 312), 1935, _PCIE4, "a100 pcie 80gb"),
-        source=f"{_A100}; its memory's bandwidth not looked up",
+        source=f"{_A100}; memory bandwidth not verified",
     ),
     _catalogue_known(
         *("A100-PCIe-40GB", 39.38, (19.5, 312, 312), 1555, _PCIE4, "a100 pcie 40gb"), source=_A100
@@ -227,7 +229,7 @@ _ALL: tuple[KnownGpu, ...] = (
     ),
     _catalogue_known(
         *("H100-NVL", 93.02, (60, 835.5, 835.5), 3900, _PCIE5, "h100 nvl 94gb"),
-        source=f"{_TITAN}; its float32 rate not looked up",
+        source=f"{_TITAN}; float32 rate not verified",
     ),
     _catalogue_known(
         "H200", 139.8, (67, 989.4, 989.4), 4800, _NVLINK4, "h200 141gb", source=_TITAN
@@ -237,8 +239,8 @@ _ALL: tuple[KnownGpu, ...] = (
         source="NVIDIA's HGX table, as copied by others",
         # torchao's Llama 8B (docs/measured/plan-published.md).
         said=(
-            "the one published training on B200 that was held against these shares, on power-limited cards, "
-            "reached 0.55 of them: its speed may be forecast up to 1.8 times too high",
+            "the one published training on B200 that was compared, on power-limited GPUs, reached "
+            "55 % of these rates: the speed may be forecast up to 1.8 times too high",
         ),
     ),
     _catalogue_known(
@@ -246,7 +248,7 @@ _ALL: tuple[KnownGpu, ...] = (
         source=f"{_TITAN}, with the rates of H100",
     ),
     _catalogue_known("MI210", 63.98, (22.6, 181, 181), 1638, _MI200, "mi210 64gb", kind="rocm"),
-    # Torch sees each half of the card as a device of its own: these are a half's figures.
+    # Torch sees each half of the GPU as a separate device: these are the figures of one half.
     _catalogue_known(
         *("MI250X", 63.98, (23.9, 191.5, 191.5), 1638, _MI200, "mi250x 64gb 128gb"),
         source=f"{_TITAN_AMD}, one of its two dies",
@@ -254,7 +256,7 @@ _ALL: tuple[KnownGpu, ...] = (
     ),
     _catalogue_known(
         *("MI300X", 191.69, (163.4, 1307.4, 1307.4), 5300, _MI300, "mi300x 192gb"),
-        source=f"{_TITAN_AMD}, which round the rate of products",
+        source=f"{_TITAN_AMD}, with a rounded matrix rate",
         kind="rocm",
     ),
 )
@@ -263,17 +265,17 @@ _FORMS = frozenset({"sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam", "hbm3"
 
 
 def known_gpus() -> list[str]:
-    """Return all cards by the names that messages use."""
+    """Return all GPUs by the names used in messages."""
     return [one.card.name for one in _ALL]
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return what is known of a card: ``H100``, ``a100-80gb``, or a driver's ``NVIDIA H100 80GB HBM3``."""
+    """Return a GPU by name: ``H100``, ``a100-80gb``, or a driver's ``NVIDIA H100 80GB HBM3``."""
     return known_gpu(name).card
 
 
 def known_gpu(name: str) -> KnownGpu:
-    """Return a card with its usual surroundings; what fits no card, or is not told apart, is refused."""
+    """Return a GPU with its usual machine; raise if the name is unknown or ambiguous."""
     asked = _catalogue_text(name)
     models = [one for one in _ALL if asked and _catalogue_text(one.words[0]) <= asked]
     fitting = [one for one in models if asked <= _catalogue_text(*one.words, one.card.name)]
@@ -285,7 +287,7 @@ def known_gpu(name: str) -> KnownGpu:
 
 
 def find_gpu(name: str) -> KnownGpu | None:
-    """Return a card by a driver's name, or None where it is not in the catalogue."""
+    """Return a GPU by a driver's name, or None if it is not in the catalogue."""
     try:
         return known_gpu(name)
     except Impossible:
@@ -297,7 +299,7 @@ def _catalogue_message(one: KnownGpu, asked: frozenset[str]) -> int:
 
 
 def _catalogue_text(*texts: str) -> frozenset[str]:
-    """Return what tells cards apart: ``NVIDIA A100-SXM4-80GB`` is a100 and 80gb."""
+    """Return the identifying words of a name: ``NVIDIA A100-SXM4-80GB`` is a100 and 80gb."""
     words = re.findall(r"[a-z0-9]+", " ".join(texts).lower())
     joined = re.sub(r"(\d+) gb\b", r"\1gb", " ".join(words))
     joined = re.sub(r"\b(rtx|gtx)?(\d{4})ti\b", r"\2 ti", joined)
@@ -308,14 +310,14 @@ def _catalogue_text(*texts: str) -> frozenset[str]:
 def _catalogue_unknown(name: str) -> Impossible:
     if re.search(r"\b(apple|m[1-9])\b", name.lower()):
         return Impossible(
-            f"asked for the card {name}",
-            why="Apple does not publish rates of its GPUs, and their memory is the machine's",
-            fix="plan on that machine itself, with: here",
+            f"{name} is not in the GPU catalogue",
+            why="Apple does not publish the rates of its GPUs, and they share the system memory",
+            fix="run muster plan on that machine, with --hardware here",
         )
     nearest = difflib.get_close_matches(name.upper(), known_gpus(), n=3, cutoff=0.4)
-    near = f"near: {', '.join(nearest)}. " if nearest else ""
+    near = f"closest: {', '.join(nearest)}; " if nearest else ""
     return Impossible(
-        f"asked for the card {name}",
-        why=f"it is not in the catalogue. {near}All: {', '.join(known_gpus())}",
-        fix="take one of these, or write its memory and rates into a cluster file",
+        f"{name} is not in the GPU catalogue",
+        why=f"{near}the catalogue has: {', '.join(known_gpus())}",
+        fix="use one of these, or write its memory and rates into a cluster file",
     )

@@ -4,18 +4,19 @@
 
     machines: 4
     cards_per_machine: 8
-    card: H100              # a name of the catalogue; or any, with memory, bandwidth and tflops
-    memory: 79GiB           # of a card, where it differs
-    bandwidth: 3350GB/s     # of a card's memory
+    card: H100              # a catalogue name; or any name, with memory, bandwidth and tflops
+    memory: 79GiB           # of a GPU, if different from the catalogue
+    bandwidth: 3350GB/s     # of a GPU's memory
     tflops: {bfloat16: 989, float32: 67}
     host_memory: 2TiB       # of a machine
     links:
-      within: {bandwidth: 450GB/s, latency_s: 2e-6}    # between two cards of a machine
-      between: {bandwidth: 400Gbit/s, latency_s: 4e-6} # of one card, to other machines
-    check: runs/20260102-check/check.json  # or what muster check measured, or muster bench collectives (record.json)
-    price: 2.50             # of a card, for an hour
+      within: {bandwidth: 450GB/s, latency_s: 2e-6}    # between two GPUs of a machine
+      between: {bandwidth: 400Gbit/s, latency_s: 4e-6} # of one GPU, to other machines
+    check: runs/20260102-check/check.json  # measured links: muster check, or bench collectives
+    price: 2.50             # per GPU and hour
 
-Everything but ``card`` may be left out: then it is what the catalogue says.
+Everything except ``card`` is optional; the catalogue has the defaults. ``check`` is a check.json of
+``muster check`` or a record.json of ``muster bench collectives``.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLinks:
-    """What a measurement says of links; None where it was of none of that kind."""
+    """Measured links; None for a kind that was not measured."""
 
     within: Link | None
     between: Link | None
@@ -47,10 +48,11 @@ class MeasuredLinks:
 def read_measured_links(
     path: Path, *, cards_per_machine: int, network_is_shared: bool
 ) -> MeasuredLinks:
-    """Return the slowest links, since a ring is as fast as its slowest. Raises ``ValueError`` in words."""
+    """Return the slowest links, which limit a ring; raise ``ValueError`` with a message."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        # Two ranks at a time have the whole network; in training a machine's cards share it, unless each has its own.
+        # Two ranks measure with the whole network; in training the GPUs of a machine share it,
+        # unless each has its own.
         share = cards_per_machine if network_is_shared else 1
         if "record" in document:
             return _of_bench(document["record"], share, f"measured by muster bench ({path})")
@@ -69,19 +71,20 @@ def read_measured_links(
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{path} is no check.json of muster check, nor a record.json of muster bench collectives"
+            f"{path} is neither a check.json of muster check "
+            "nor a record.json of muster bench collectives"
         ) from error
     source = f"measured by muster check ({path})"
     within = _slowest((pair for near, pair in pairs if near), 1, source)
     between = _slowest((pair for near, pair in pairs if not near), share, source)
-    # Between machines without their cards, one network was measured, whatever others there are.
+    # Between machines without their GPUs, one network was measured, whatever others there are.
     return MeasuredLinks(
         within=within, between=between or _slowest(machines, cards_per_machine, source)
     )
 
 
 def _of_bench(record: Mapping[str, Any], share: int, source: str) -> MeasuredLinks:
-    """Return the link by which every rank sent to the next: the slowest of that ring."""
+    """Return the slowest link of the ring in which every rank sent to the next."""
     line, near = (
         record["facts"]["lines"]["send-receive"],
         len(set(record["settings"]["hosts"])) == 1,
@@ -102,7 +105,7 @@ def _slowest(pairs: Iterable[Mapping[str, Any]], share: int, source: str) -> Lin
     )
 
 
-# A small b means bits, a large one bytes.
+# A lower-case b means bits, an upper-case B bytes.
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgtKMGT]?)([Bb]its?|b|i?B)\s*/\s*s\s*")
 _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TYPES = ("float32", "bfloat16", "float16")
@@ -143,10 +146,10 @@ def _cluster_file_size(value: object) -> int:
 
 
 def _cluster_file_rate(value: object) -> float:
-    """Read ``450GB/s`` or ``400Gbit/s`` as bytes in a second."""
+    """Parse ``450GB/s`` or ``400Gbit/s`` into bytes per second."""
     match = _RATE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise ValueError("takes bytes or bits in a second, such as 450GB/s or 400Gbit/s")
+        raise ValueError("takes bytes or bits per second, such as 450GB/s or 400Gbit/s")
     number, scale, unit = match.groups()
     rate = (
         float(parse_bytes(number + scale + unit))
@@ -177,12 +180,12 @@ _SECTIONS = ("tflops", "links", "links.within", "links.between")
 
 
 def read_cluster_file(path: Path) -> Hardware:
-    """Read a cluster file; every mistake in it is told with its place."""
+    """Read a cluster file; raise all its errors at once, with line and column."""
     reader = _Reader(path)
     reader.read()
     if not reader.mistakes and "card" not in reader.values:
         reader.mistakes.append(
-            Mistake(where=str(path), what="card is missing", fix="write for example card: H100")
+            Mistake(where=str(path), what="card is missing", fix="write for example: card: H100")
         )
     if not reader.mistakes:
         hardware = reader.hardware()
@@ -192,7 +195,7 @@ def read_cluster_file(path: Path) -> Hardware:
 
 
 class _Reader:
-    """Collects values and mistakes from one file."""
+    """Collect values and errors from one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -218,13 +221,13 @@ class _Reader:
         from ruamel.yaml.nodes import MappingNode
 
         if not isinstance(node, MappingNode):
-            whose = f"{prefix.rstrip('.')} holds" if prefix else "a cluster file is made of"
+            whose = f"{prefix.rstrip('.')} takes" if prefix else "a cluster file takes"
             self._mistake(self._where(node), f"{whose} `key: value` lines")
             return
         for key, value in node.value:
             name = f"{prefix}{key.value}"
             if name in self.places:
-                self._mistake(self._where(key), f"{name} is written twice")
+                self._mistake(self._where(key), f"{name} is given twice")
             self.places[name] = self._where(value)
             if name in _SECTIONS:
                 self._mapping(value, f"{name}.")
@@ -242,7 +245,7 @@ class _Reader:
             self._mistake(self._where(node), f"{name} {what}" if what.startswith("takes") else what)
 
     def hardware(self) -> Hardware | None:
-        """Return what is described, with the catalogue's figures where nothing is written."""
+        """Return the described hardware, with the catalogue's figures as defaults."""
         values = self.values
         known = catalogue.find_gpu(values["card"])
         card = self._card(known)
@@ -276,8 +279,8 @@ class _Reader:
                 near = ", ".join(catalogue.known_gpus())
                 self._mistake(
                     place,
-                    f"{values['card']} is not in the catalogue, and memory is not written",
-                    f"write memory, bandwidth and tflops of it, or take one of: {near}",
+                    f"{values['card']} is not in the catalogue, and memory is missing",
+                    f"write its memory, bandwidth and tflops, or use one of: {near}",
                 )
                 return None
             return Gpu(
@@ -327,12 +330,12 @@ class _Reader:
 
 
 _COUNTED = re.compile(r"(\d{1,7})\s*[x×*]\s*(?:(\d{1,7})\s*[x×*]\s*)?(\S.*)", re.IGNORECASE)
-# What NCCL's model takes for a step through the network (src/graph/tuning.cc, Ring LL128).
+# Latency of a network step in NCCL's model (src/graph/tuning.cc, Ring LL128).
 NETWORK_LATENCY_S = 4.0e-6
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Return the hardware that a text means."""
+    """Parse ``H100``, ``8xH100``, ``2x8xH100`` or the path of a cluster file."""
     text = text.strip()
     if text.lower().endswith((".yaml", ".yml")) or Path(text).is_file():
         return read_cluster_file(Path(text))
@@ -342,8 +345,8 @@ def parse_hardware(text: str) -> Hardware:
     first, second, name = int(counted[1]), counted[2], counted[3]
     if not first or (second is not None and not int(second)):
         raise Impossible(
-            f"asked for the hardware {text}",
-            why="there must be at least one card",
+            f"{text} is not valid hardware",
+            why="it needs at least one GPU",
             fix="write for example 8xH100, or 2x8xH100 for two machines",
         )
     if second is not None:
@@ -354,15 +357,15 @@ def parse_hardware(text: str) -> Hardware:
 def hardware_of(
     name: str, *, machines: int, cards_per_machine: int, assumed: tuple[str, ...] = ()
 ) -> Hardware:
-    """Return machines with catalogued cards, joined as such cards usually are."""
+    """Return machines with GPUs of the catalogue, connected as such GPUs usually are."""
     known = catalogue.known_gpu(name)
     card = known.card
     own = known.network_bytes_s / (cards_per_machine if known.network_is_shared else 1)
     said = [*assumed, *known.said]
     if _cluster_file_plain(card.name) != _cluster_file_plain(name):
-        said.append(f"{name} is taken as {card.name}")
+        said.append(f"{name} is read as {card.name}")
     if machines > 1:
-        whose = "for all its cards" if known.network_is_shared else "for each card"
+        whose = "for all its GPUs" if known.network_is_shared else "for each GPU"
         gbits = known.network_bytes_s * 8 / 1e9
         said.append(f"each machine has a network of {gbits:.0f} Gbit/s {whose}")
     return Hardware(
@@ -380,7 +383,7 @@ def hardware_of(
 
 
 def describe_hardware(hardware: Hardware) -> str:
-    """Return it as one line: ``2 machines with 8 x H100 each``."""
+    """Describe hardware in one line: ``2 machines with 8 x H100 each``."""
     cards = f"{hardware.cards_per_machine} x {hardware.card.name}"
     if hardware.card.kind == "cpu":
         each = (
@@ -391,13 +394,13 @@ def describe_hardware(hardware: Hardware) -> str:
 
 
 def _spread(name: str, count: int) -> Hardware:
-    """Return so many cards on machines with as many as are usual, or the next smaller number that goes."""
+    """Spread GPUs over machines of the usual size, or the next smaller size that divides evenly."""
     usual = catalogue.known_gpu(name).cards_per_machine
-    # More than are usual can be in one machine, except where a card is a machine of its own.
+    # One machine can have more than the usual number, except where a GPU is a whole machine.
     if count == 1 or (usual > 1 and count <= max(usual, 8)):
         return hardware_of(name, machines=1, cards_per_machine=count)
     each = next(number for number in range(usual, 0, -1) if count % number == 0)
-    said = f"{count} cards are taken as {count // each} machines with {each} each"
+    said = f"{count} GPUs are read as {count // each} machines with {each} each"
     return hardware_of(name, machines=count // each, cards_per_machine=each, assumed=(said,))
 
 

@@ -1,4 +1,4 @@
-"""This machine as hardware: what the devices' drivers say, what the catalogue knows of them, what was measured."""
+"""This machine as hardware: from device drivers, the catalogue and measurements."""
 
 import dataclasses
 import os
@@ -17,15 +17,15 @@ from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 
-# Typical of one core of a server of today with AVX2, for want of a measurement.
+# Typical of one core of a current server with AVX2; used if nothing was measured.
 _CORE_FLOPS, _CORE_BYTES_S = 60e9, 8e9
-_TYPICAL = "typical of a processor's core, not measured"
+_TYPICAL = "typical of a CPU core, not measured"
 _LOCAL = Link(latency_s=2e-4, bytes_s=2e9, source="typical of gloo on one machine, not measured")
 _ETHERNET = Link(latency_s=5e-5, bytes_s=1.25e9, source="assumed: 10 Gbit/s")
 _PCIE = Link(latency_s=2.5e-6, bytes_s=16e9, source="assumed: PCIe 3 x16")
 
 
-# From which compute capability on NVIDIA's cards have a type, as trainings go by it too.
+# Lowest NVIDIA compute capability for each dtype; ``muster train`` uses the same.
 _BF16, _FAST_FP16 = (8, 0), (7, 0)
 
 
@@ -37,7 +37,7 @@ def hardware_from_settings(
     node: Node | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Hardware:
-    """Return this machine as a training with these settings, and so many ranks, would have it."""
+    """Return this machine as a training with these settings and ranks would use it."""
     node = node or snapshot.take_snapshot()
     environment = os.environ if environment is None else environment
     wanted = settings.distributed
@@ -49,15 +49,15 @@ def hardware_from_settings(
     seen = visible(node.accelerators, environment).devices
     if not seen and not ids and (device == "gpu" or (wanted.num_gpus and not ranks)):
         raise Impossible(
-            "asked to plan for GPUs of this machine",
+            "cannot plan for GPUs of this machine",
             why="no GPU is visible here",
-            fix="name the hardware, such as --hardware 8xH100, or --ranks N for the processor here",
+            fix="name the hardware, such as --hardware 8xH100, or --ranks N for this machine's CPU",
         )
     if seen and ranks and wanted.num_gpus and ranks != wanted.num_gpus:
         raise Impossible(
-            f"--ranks {ranks} and {wanted.num_gpus} GPUs do not fit",
+            f"--ranks {ranks} conflicts with {wanted.num_gpus} GPUs",
             why="each GPU gets one rank",
-            fix="give one of the two",
+            fix="give only one of the two",
         )
     return hardware_here(ranks=count, ids=ids, node=node, environment=environment)
 
@@ -70,7 +70,7 @@ def hardware_here(
     cores: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Hardware:
-    """Return what of this machine can be seen: its accelerators, or its processor shared by so many ranks (1 unless told)."""
+    """Return the visible hardware: the accelerators, or the CPU shared by ``ranks`` (default 1)."""
     node = node or snapshot.take_snapshot()
     environment = os.environ if environment is None else environment
     if not ids and not visible(node.accelerators, environment).devices:
@@ -84,19 +84,19 @@ def hardware_here(
 
 
 def _here_taken(devices: Sequence[Device], environment: Mapping[str, str]) -> Iterator[str]:
-    """Say which cards others have: a plan is for the time when they are free."""
+    """Yield which GPUs are in use: a plan assumes that they are free."""
     claims = Claims.here(environment).glance(one.uuid for one in devices).in_the_way
     for one in devices:
         if found := obstacle(one, DeviceRequest(), claims):
-            yield f"{one.label} is {found.text}; the plan takes it as if it were free"
+            yield f"{one.label} is {found.text}; the plan assumes that it is free"
 
 
 def _on_cpu(node: Node, ranks: int, cores: int) -> Hardware:
     total = node.cpu.total_bytes
     if total is None:
         raise Impossible(
-            "asked to plan for this machine",
-            why="how much memory it has could not be read",
+            "cannot plan for this machine",
+            why="its memory size could not be read",
             fix="name the hardware: muster plan --hardware 8xH100, or a cluster file",
         )
     return Hardware(
@@ -122,19 +122,19 @@ def _on_cpu(node: Node, ranks: int, cores: int) -> Hardware:
 def _refuse_too_few(node: Node, devices: Sequence[Device], ranks: int | None) -> None:
     if not devices:
         raise Impossible(
-            "asked to plan for this machine",
-            why="its GPUs are split into MIG slices, and a process sees one slice at most",
+            "cannot plan for this machine",
+            why="its GPUs are split into MIG slices, and a process sees at most one slice",
             fix="plan for one slice: --num-gpus 1, or by its number, such as --gpu-ids 0:0",
         )
     if ranks and len(devices) < ranks:
         whole = sum(
             one.kind is node.main_kind and one.mig_index is None for one in node.accelerators
         )
-        can = f"it has {whole} {'card' if whole == 1 else 'cards'}"
+        can = f"it has {whole} {'GPU' if whole == 1 else 'GPUs'}"
         raise Impossible(
-            f"asked to plan for {ranks} ranks on this machine",
-            why=can if whole == len(devices) else f"of its {whole} cards it can use {len(devices)}",
-            fix="name other hardware, such as 8xH100, or ask for fewer ranks",
+            f"cannot plan for {ranks} ranks on this machine",
+            why=can if whole == len(devices) else f"it can use {len(devices)} of its {whole} GPUs",
+            fix="name other hardware, such as 8xH100, or request fewer ranks",
         )
 
 
@@ -147,7 +147,7 @@ def _on_cards(node: Node, devices: Sequence[Device]) -> Hardware:
     card = _least(cards)
     said = [sentence for known in listed if known for sentence in known.said]
     if len({one.name for one in cards}) > 1:
-        said.append(f"{card.name} differ: of memory and of each rate the least counts for all")
+        said.append(f"{card.name} differ: the lowest memory and rates are used for all")
     return Hardware(
         card=card,
         machines=1,
@@ -165,11 +165,11 @@ def _card(device: Device, known: catalogue.KnownGpu | None) -> Gpu:
         memory = known.card.memory_bytes
     if memory is None:
         raise Impossible(
-            f"asked to plan for {device.name}",
+            f"cannot plan for {device.name}",
             why="its memory could not be read, and it is not in the catalogue",
-            fix="write it into a cluster file",
+            fix="write its memory into a cluster file",
         )
-    rates = f"rates from {known.card.source}" if known else "rates not known"
+    rates = f"rates from {known.card.source}" if known else "rates unknown"
     return Gpu(
         name=known.card.name if known else device.name,
         memory_bytes=memory,
@@ -182,7 +182,7 @@ def _card(device: Device, known: catalogue.KnownGpu | None) -> Gpu:
 
 
 def _number_types(device: Device) -> tuple[str, ...] | None:
-    """Return what an unlisted card computes fast, as a training finds it there."""
+    """Return the dtypes that a GPU outside the catalogue computes fast, as in a training."""
     if device.kind is DeviceKind.ROCM:
         return ("bfloat16", "float16", "float32")
     if device.kind is DeviceKind.MPS:
@@ -195,7 +195,7 @@ def _number_types(device: Device) -> tuple[str, ...] | None:
 
 
 def _least(cards: Sequence[Gpu]) -> Gpu:
-    """Return a card that none of them is weaker than: all wait for the slowest, and memory is where it is least."""
+    """Return a GPU with the lowest memory and rates of all, since all wait for the slowest."""
     rates = [one.bandwidth_bytes_s for one in cards if one.bandwidth_bytes_s is not None]
     types = [set(one.number_types) for one in cards if one.number_types is not None]
     return Gpu(
@@ -214,7 +214,7 @@ def _least(cards: Sequence[Gpu]) -> Gpu:
 
 
 def _as_usual(listed: catalogue.KnownGpu, node: Node, devices: Sequence[Device]) -> bool:
-    """Say whether cards that NVLink usually joins are joined so, as far as the driver tells."""
+    """Return whether GPUs that usually have NVLink have it here, as far as the driver reports."""
     first = devices[0]
     links = [node.link(first, other) for other in devices[1:]]
     by_nvlink = all(link is None or link.kind is LinkKind.NVLINK for link in links)

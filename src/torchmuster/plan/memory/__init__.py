@@ -1,1 +1,1 @@
-"""What a training takes of a device and of its host."""
+"""Memory that a training needs on a device and on its host."""

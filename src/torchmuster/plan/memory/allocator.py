@@ -1,18 +1,21 @@
-"""PyTorch's caching allocator for CUDA, over a log: how much of a device it keeps for the tensors of a training.
+"""Simulate PyTorch's CUDA caching allocator over a log, to get the memory that it reserves.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, named here by their functions there:
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, with the names of its functions:
 
-- sizes are rounded up to 512 bytes (``round_size``); up to 1 MiB is small, the rest is large, in pools of their own
-  for each stream (``get_pool``, ``BlockComparatorSize``);
-- the smallest free block that is large enough is taken, the lowest of them (``get_free_block``), and what is left of it
-  stays free (``should_split``: from 512 bytes on; in large classic segments only above 1 MiB);
-- where there is none, *classic* asks the device for 2 MiB (small), 20 MiB (below 10 MiB), or the size in steps of 2 MiB
-  (``get_allocation_size``); *expandable* extends the pool's one segment by pages of 2 MiB (small) or 20 MiB
-  (``try_allocate_expandable_block``), and takes a block that can grow only if no other fits;
-- free neighbours become one block (``try_merge_blocks``); nothing is given back to the device while it has
-  room; then whole free segments or pages are (``release_cached_blocks``).
+- sizes are rounded up to 512 bytes (``round_size``); up to 1 MiB is small, the rest is large, in
+  separate pools for each stream (``get_pool``, ``BlockComparatorSize``);
+- the smallest sufficient free block with the lowest address is taken (``get_free_block``), and its
+  remainder stays free (``should_split``: from 512 bytes on; in large classic segments only above
+  1 MiB);
+- if there is none, *classic* requests 2 MiB (small), 20 MiB (below 10 MiB), or the size in steps
+  of 2 MiB from the device (``get_allocation_size``); *expandable* extends the pool's one segment by
+  pages of 2 MiB (small) or 20 MiB (``try_allocate_expandable_block``), and takes a block that can
+  grow only if no other fits;
+- free neighbours are merged (``try_merge_blocks``); memory is returned to the device only when the
+  device is full, in whole free segments or pages (``release_cached_blocks``).
 
-Memory that several streams use is given back by FSDP after it has waited for them, so no block waits for events.
+FSDP frees memory that several streams use after it has waited for them, so no block waits for
+events.
 """
 
 from bisect import bisect_left, insort
@@ -30,22 +33,22 @@ _ROUNDING = 512
 _SMALL = MiB
 _SMALL_SEGMENT = 2 * MiB
 _LARGE_SEGMENT = 20 * MiB
-_LARGE_ALONE = 10 * MiB  # from here on a request has a segment of its own
+_LARGE_ALONE = 10 * MiB  # from here on a request gets its own segment
 _STEP = 2 * MiB
 _FAR = 1 << 50  # between segments' addresses, so that they never touch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """What the allocator kept from the device, at most, and what tensors took of it at most."""
+    """The peak memory that the allocator reserved, and the peak that tensors used."""
 
     peak_bytes: int
     live_bytes: int  # rounded up as the allocator does
-    releases: int = 0  # times that it had to give back what it kept, to go on
+    releases: int = 0  # times that it had to return cached memory to the device
 
 
 class _Block:
-    """A stretch of addresses: in use, free, or (expandable) without memory behind it."""
+    """A range of addresses: in use, free, or (expandable) not mapped to memory."""
 
     __slots__ = ("address", "mapped", "next", "prev", "size", "used")
 
@@ -86,12 +89,12 @@ class _Pool:
         best = self.blocks[self.free[at][1]]
         if _can_grow(best) and at + 1 < len(self.free):
             other = self.blocks[self.free[at + 1][1]]
-            # A block is worth what it can grow to, so that one is kept for what nothing else fits.
+            # Prefer blocks that cannot grow; keep growable ones for requests that need them.
             return best if _can_grow(other) and other.size > best.size else other
         return best
 
     def extend(self, size: int) -> tuple[_Block, int]:
-        """Return a free block of new memory that is large enough, and how much the device gave."""
+        """Return a sufficient free block of new memory, and how much the device provided."""
         before = self.reserved
         if not self.expandable:
             given = _segment_size(size)
@@ -103,7 +106,7 @@ class _Pool:
         while not block.mapped or block.size < size:
             if block.mapped:
                 hole = block.next
-                assert hole is not None  # the room for it was counted
+                assert hole is not None  # its size was counted before
                 self._out_of_free(block)
                 block = self._map(hole, size - block.size, onto=block)
             else:
@@ -113,7 +116,7 @@ class _Pool:
         return block, self.reserved - before
 
     def _room_for(self, size: int) -> _Block:
-        """Return the lowest free or unmapped block that, with what follows it, has room."""
+        """Return the lowest free or unmapped block that, with what follows it, is large enough."""
         for _, hole in self._holes:
             first = hole
             if hole.prev is not None and not hole.prev.used:
@@ -127,7 +130,7 @@ class _Pool:
         raise AssertionError("the last hole is larger than any device")
 
     def _map(self, hole: _Block, size: int, *, onto: _Block | None) -> _Block:
-        """Put memory behind the beginning of a hole, and join it with the free blocks beside it."""
+        """Map memory to the start of a hole, and merge it with the adjacent free blocks."""
         given = min(-(-size // self._page) * self._page, hole.size)
         self._holes.remove((hole.address, hole))
         if given < hole.size:
@@ -147,7 +150,7 @@ class _Pool:
         return hole
 
     def cut(self, block: _Block, size: int) -> _Block:
-        """Mark a block as used; what it has too much becomes a free block behind it."""
+        """Mark a block as used; its remainder becomes a free block after it."""
         left = block.size - size
         if left >= _ROUNDING if self.small or self.expandable else left > _SMALL:
             rest = _Block(block.address + size, left)
@@ -158,7 +161,7 @@ class _Pool:
         return block
 
     def give(self, block: _Block) -> None:
-        """Take a block back, and join it with free neighbours."""
+        """Free a block, and merge it with free neighbours."""
         block.used = False
         before, after = block.prev, block.next
         if before is not None and before.mapped and not before.used:
@@ -171,7 +174,7 @@ class _Pool:
         self._into_free(block)
 
     def release(self) -> int:
-        """Give whole free segments or pages back to the device; return how much that was."""
+        """Return whole free segments or pages to the device; return the number of bytes."""
         before = self.reserved
         for block in list(self.blocks.values()):
             if not self.expandable:
@@ -183,7 +186,7 @@ class _Pool:
         return before - self.reserved
 
     def _unmap(self, block: _Block) -> None:
-        """Take the memory from behind the whole pages of a free block."""
+        """Unmap the whole pages of a free block."""
         base = block.address & ~(_FAR - 1)
         begin = base + -(-(block.address - base) // self._page) * self._page
         end = base + (block.address + block.size - base) // self._page * self._page
@@ -248,7 +251,7 @@ def _absorb(block: _Block, following: _Block) -> None:
 
 
 class CachingAllocator:
-    """Takes and gives memory as PyTorch does on a device; numbers name what was taken."""
+    """Allocate and free memory as PyTorch does on a device; a number names each allocation."""
 
     def __init__(self, kind: Kind = "expandable", *, limit_bytes: int | None = None) -> None:
         self._expandable = kind == "expandable"
@@ -262,7 +265,7 @@ class CachingAllocator:
         self.releases = 0
 
     def take(self, number: int, size_bytes: int, stream: str = "compute") -> None:
-        """Take memory for a tensor; nothing takes nothing."""
+        """Allocate memory for a tensor; size 0 allocates nothing."""
         if size_bytes <= 0:
             return
         size = -(-size_bytes // _ROUNDING) * _ROUNDING
@@ -279,7 +282,7 @@ class CachingAllocator:
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def give(self, number: int) -> None:
-        """Give back what was taken under a number."""
+        """Free the allocation with this number."""
         pool_and_block = self._taken.pop(number, None)
         if pool_and_block is not None:
             pool, block = pool_and_block
@@ -287,12 +290,12 @@ class CachingAllocator:
             pool.give(block)
 
     def release(self) -> None:
-        """Give the device back what is free in whole segments or pages: ``empty_cache``."""
+        """Return whole free segments or pages to the device, like ``empty_cache``."""
         for pool in self._pools.values():
             self.reserved_bytes -= pool.release()
 
     def stretches(self) -> list[tuple[int, int]]:
-        """Return where what is in use begins and ends, in order."""
+        """Return start and end of the ranges in use, in order."""
         used = [block for _, block in self._taken.values()]
         return sorted((block.address, block.address + block.size) for block in used)
 
@@ -310,16 +313,16 @@ class CachingAllocator:
         self.release()
         if self.reserved_bytes + size > limit:
             raise OutOfMemory(
-                f"asked for {format_bytes(size)} of a device of {format_bytes(limit)}",
-                why=f"{format_bytes(self.live_bytes)} are in use, and {format_bytes(self.reserved_bytes)} "
-                "cannot be given back",
+                f"{format_bytes(size)} cannot be allocated on a device of {format_bytes(limit)}",
+                why=f"{format_bytes(self.live_bytes)} are in use, and "
+                f"{format_bytes(self.reserved_bytes)} cannot be returned to the device",
             )
 
 
 def simulate(
     events: Iterable[Allocation], kind: Kind = "expandable", *, limit_bytes: int | None = None
 ) -> Reserved:
-    """Return what the allocator keeps for a log of allocations."""
+    """Return what the allocator reserves for a log of allocations."""
     allocator = CachingAllocator(kind, limit_bytes=limit_bytes)
     for event in events:
         if event.kind == "take":

@@ -1,9 +1,10 @@
-"""Memory by a formula, for models that no trace can follow, and for ways that are far too large to be traced.
+"""Memory by a formula, for models that cannot be traced and candidates too large to be traced.
 
-Weights, gradients and the optimiser's states are counted from the configuration of a model of transformers; activations are
-those of a decoder of the Llama kind with fused attention. Of 124 ways to train ten models on GPUs (GPT-2, Llama, Mistral, Mixtral,
-Qwen; some with LoRA), traced peaks of tensors were 0.87 to 1.13 of it. On a CPU attention with dropout keeps its
-scores, which are not counted: GPT-2 takes twice as much there.
+Weights, gradients and the optimiser's states are counted from the configuration of a transformers
+model; activations are those of a Llama-like decoder with fused attention. For 124 configurations of
+ten models on GPUs (GPT-2, Llama, Mistral, Mixtral, Qwen; some with LoRA), traced tensor peaks were
+0.87 to 1.13 times the formula. On a CPU attention with dropout keeps its scores, which are not
+counted: GPT-2 needs twice as much there.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from torchmuster.plan.memory.forecast import (
 from torchmuster.plan.memory.model_figures import OUTER, ModelFigures, model_figures, weights_dtype
 from torchmuster.plan.memory.shard_degree import ITEM_BYTES, OPTIMIZER_COPIES
 
-BAND = 0.2  # of what tensors take, up and down
+BAND = 0.2  # of tensor memory, up and down
 _ADAPTER_BYTES = 4  # peft keeps its matrices in float32
 
 
@@ -32,8 +33,8 @@ def estimate_memory(work: Work, candidate: Candidate, *, hardware: Hardware) -> 
     if work.sequence_length is None:
         raise Impossible(
             "the memory of this model cannot be estimated",
-            why="nothing says how long its rows of text are",
-            fix="give data.sequence_length",
+            why="the sequence length is unknown",
+            fix="set data.sequence_length",
         )
     states = _states(model, work)
     whole = states["parameters"] + states["optimizer"]
@@ -66,12 +67,12 @@ def estimate_memory(work: Work, candidate: Candidate, *, hardware: Hardware) -> 
 
 
 def _origin(*, caches: bool) -> str:
-    words = f"tensors: a formula, taken to be within {BAND:.0%}, as this model could not be traced"
+    words = f"tensors: a formula (assumed within {BAND:.0%}), as this model could not be traced"
     return f"{words}; {USUAL_ALLOCATOR}" if caches else words
 
 
 def _states(model: ModelFigures, work: Work) -> dict[str, int]:
-    """Return the bytes of weights, gradients and moments of all ranks; only what is trained has the latter."""
+    """Return the bytes of weights, gradients and moments (trained parameters only) of all ranks."""
     weights = model.parameters * _weight_bytes(work)
     trained = weights
     if work.lora_rank is not None:
@@ -84,10 +85,10 @@ def _states(model: ModelFigures, work: Work) -> dict[str, int]:
 def _at_the_peak(
     model: ModelFigures, states: Mapping[str, int], work: Work, candidate: Candidate, *, tokens: int
 ) -> Mapping[str, int]:
-    """Return what is there at the loss, with what a backward gathers, or in the update: whichever is more."""
+    """Return the memory at the loss, with gathers of a backward, or in the update: the larger."""
     shards = candidate.layout.shards if candidate.strategy == "fsdp" else 1
     own = {name: -(-size // shards) for name, size in states.items()}
-    # Gradients of earlier micro-batches; DDP has room for all of them besides.
+    # Gradients of earlier micro-batches; DDP also has buckets for all of them.
     copies = (candidate.accumulation > 1) + (candidate.strategy == "ddp")
     tokens *= candidate.micro_batch_size
     loss = {
@@ -103,7 +104,7 @@ def _at_the_peak(
         "activations": 0,
         "logits": 0,
         "collectives": 0,
-        "temporaries": own["gradients"],  # a copy of what is changed
+        "temporaries": own["gradients"],  # a copy of what is updated
     }
     return max(loss, update, key=lambda one: sum(one.values()))
 
@@ -119,7 +120,7 @@ def _computed_bytes(work: Work, candidate: Candidate) -> int:
 def _activations(model: ModelFigures, work: Work, candidate: Candidate, *, tokens: int) -> int:
     item = _computed_bytes(work, candidate)
     kept = {"none": 1.0, "selective": 0.55, "full": 0.0}.get(str(candidate.recompute))
-    if kept is None:  # every so-manieth block keeps nothing
+    if kept is None:  # every N-th block keeps nothing
         kept = 1.0 - 1.0 / int(candidate.recompute)
     block = tokens * item * _kept_of_token(model, work)
     inputs = tokens * item * model.width
@@ -130,7 +131,7 @@ def _activations(model: ModelFigures, work: Work, candidate: Candidate, *, token
 
 
 def _kept_of_token(model: ModelFigures, work: Work) -> int:
-    """Return the elements that a block keeps: norms, queries, keys, values, attention, the gated part."""
+    """Return the elements that a block keeps per token: norms, attention, feed-forward part."""
     attention = 2 * model.query_width + 2 * model.key_width
     # A frozen layer needs no inputs for gradients of its weights.
     is_frozen = work.lora_rank is not None and not set(OUTER).intersection(work.lora_targets or ())
@@ -140,13 +141,13 @@ def _kept_of_token(model: ModelFigures, work: Work) -> int:
 def _logits(elements: int, work: Work, candidate: Candidate) -> int:
     item = _computed_bytes(work, candidate)
     if work.loss in (None, "language_model"):
-        # As they come and their gradients; the loss takes parts of them in float32.
+        # The logits and their gradients; the loss converts parts of them to float32.
         return elements * 2 * item + min(elements, WHOLE_ELEMENTS) * 8
     return elements * (item + 8)
 
 
 def _gathered(model: ModelFigures, work: Work, candidate: Candidate) -> int:
-    """Return what FSDP gathers: embeddings throughout, the block at work, the one ahead; and gradients to be reduced."""
+    """Return what FSDP gathers: embeddings, the current block, the next one; and its gradients."""
     if candidate.strategy != "fsdp":
         return 0
     block = model.block_parameters

@@ -1,9 +1,9 @@
-"""Peaks of any depth and micro-batch size, from traces of a few blocks.
+"""Compute peaks of any depth and micro-batch size from traces of a few blocks.
 
-The middle blocks of a model do the same, one after the other. So the peak in each *place* of a step (a phase and a
-block counted from the first or from the last one) is a straight line over the number of blocks, and over
-the micro-batch size: four traces, of two depths and two micro-batch sizes, say all of them. Places are
-kept apart since the highest of them changes with depth and size.
+The middle blocks of a model all do the same. So the peak in each *place* of a step (a phase and a
+block counted from the first or from the last one) is linear in the number of blocks and in the
+micro-batch size: four traces, of two depths and two micro-batch sizes, determine all of them.
+Places are kept apart because the highest one changes with depth and size.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.record import CATEGORIES, Peak, TraceRecord
 
-TOLERANCE = 0.001  # of a peak: what a further trace may differ from what was computed
+TOLERANCE = 0.001  # of a peak: allowed difference between a further trace and the computed peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class DepthPlace:
 
 @dataclass(frozen=True)
 class Level:
-    """What is alive at the peak of a place."""
+    """The live memory at the peak of a place."""
 
     peak_bytes: float
     by_category: tuple[float, ...]  # in the order of CATEGORIES
 
     def plus(self, other: "Level", times: float) -> "Level":
-        """Return this, and so many times the other."""
+        """Return this plus the other multiplied by ``times``."""
         return Level(
             self.peak_bytes + times * other.peak_bytes,
             tuple(
@@ -48,25 +48,25 @@ Levels = Mapping[DepthPlace, Level]
 
 
 def period(candidate: Candidate) -> int:
-    """Return after how many blocks a model repeats itself: recomputing can leave blocks out."""
+    """Return after how many blocks a model repeats: recomputing can skip blocks."""
     return candidate.recompute if isinstance(candidate.recompute, int) else 1
 
 
 def traced_depths(candidate: Candidate) -> tuple[int, int]:
-    """Return the two depths to trace; 2 blocks would not do: gathering ahead reaches over two."""
+    """Return the two depths to trace; 2 blocks are not enough, since prefetching spans two."""
     every = period(candidate)
     return 3 * every, 4 * every
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A straight line through what two traces found, over depth, micro-batch size or anything else."""
+    """A straight line through two traces, over depth, micro-batch size or another quantity."""
 
     low: int
     high: int
 
     def between(self, low: Levels, high: Levels, at: float) -> dict[DepthPlace, Level]:
-        """Return the levels at another point; places that only one of them has are left out."""
+        """Return the levels at another point; places that only one trace has are left out."""
         times = (at - self.low) / (self.high - self.low)
         return {
             place: low[place].plus(high[place].plus(low[place], -1.0), times)
@@ -90,12 +90,12 @@ def levels(record: TraceRecord) -> dict[DepthPlace, Level]:
 
 
 def is_part(record: TraceRecord) -> bool:
-    """Say whether a record is of a model with fewer blocks than the whole one has."""
+    """Return whether a record has fewer blocks than the whole model."""
     return record.blocks_traced < record.blocks
 
 
 def _places(peak: Peak, blocks: int, reach: int, whole: bool) -> Iterable[DepthPlace]:
-    """Yield where a peak is, seen from the first and from the last block, as far as either reaches."""
+    """Yield the place of a peak, counted from the first and from the last block if near enough."""
     if whole:
         yield DepthPlace(
             phase=peak.phase,
@@ -122,9 +122,10 @@ def _places(peak: Peak, blocks: int, reach: int, whole: bool) -> Iterable[DepthP
 def at_depth(
     records: Sequence[TraceRecord], *, blocks: int, micro_batch_size: int
 ) -> dict[DepthPlace, Level]:
-    """Return the levels of a model of so many blocks with micro-batches of this size.
+    """Return the levels of a model with ``blocks`` blocks and this micro-batch size.
 
-    ``records`` differ in nothing but depth and micro-batch size: two of each, or whole models of two sizes.
+    ``records`` differ only in depth and micro-batch size: two of each, or whole models of two
+    sizes.
     """
     depths = sorted({record.blocks_traced for record in records})
     by_depth = {
@@ -138,7 +139,7 @@ def at_depth(
     if len(depths) < 2:
         raise Impossible(
             f"the memory of {blocks} blocks cannot be computed from traces of {depths[0]}",
-            why="it takes two depths to see what a block adds",
+            why="two depths are needed to see what a block adds",
             fix="trace another depth, or the whole model",
         )
     low, high = depths[0], depths[1]
@@ -152,8 +153,9 @@ def _at_size(records: Sequence[TraceRecord], micro_batch_size: int) -> dict[Dept
     sizes = sorted(by_size)
     if len(sizes) < 2:
         raise Impossible(
-            f"the memory of micro-batches of {micro_batch_size} cannot be computed from one of {sizes[0]}",
-            why="it takes two sizes to see what a sample adds",
+            f"the memory of micro-batches of {micro_batch_size} cannot be computed from "
+            f"micro-batches of {sizes[0]}",
+            why="two sizes are needed to see what a sample adds",
             fix="trace another micro-batch size",
         )
     line = Line(low=sizes[0], high=sizes[1])
@@ -161,7 +163,7 @@ def _at_size(records: Sequence[TraceRecord], micro_batch_size: int) -> dict[Dept
 
 
 def highest(found: Levels) -> tuple[DepthPlace, Level]:
-    """Return the place where the most is alive."""
+    """Return the place with the highest peak."""
     place = max(found, key=lambda one: found[one].peak_bytes)
     return place, found[place]
 
@@ -169,7 +171,7 @@ def highest(found: Levels) -> tuple[DepthPlace, Level]:
 def as_peak(
     place: DepthPlace, level: Level, records: Sequence[TraceRecord], *, blocks: int
 ) -> Peak:
-    """Return a computed peak in the words of a record; the operation is that of the traced place."""
+    """Return a computed peak in the form of a record, with the operation of the traced place."""
     like = _like(place, records)
     return Peak(
         phase=like.phase,
@@ -207,5 +209,5 @@ def _like(place: DepthPlace, records: Sequence[TraceRecord]) -> Peak:
 
 
 def disagreement(computed_bytes: int, traced: TraceRecord) -> float:
-    """Return by which part a computed peak differs from one that was traced."""
+    """Return the relative difference between a computed and a traced peak."""
     return abs(computed_bytes - traced.peak_bytes) / traced.peak_bytes

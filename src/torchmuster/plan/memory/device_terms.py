@@ -1,6 +1,7 @@
-"""What a device's memory holds beside PyTorch's allocator: stated terms with their sources, and a band.
+"""Device memory outside PyTorch's allocator: terms with their sources and a band.
 
-None of it can be derived. Figures with a source were published for some cards and versions; the bands around them are assumed.
+These cannot be derived. Figures with a source were published for some GPUs and versions; the bands
+are assumed.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torchmuster.units import MiB
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTerm:
-    """One thing that takes memory, how much it may be at least and at most, and who says so."""
+    """One user of memory: its size, lower and upper limit, and source."""
 
     name: str
     size_bytes: int
@@ -26,31 +27,31 @@ _CONTEXT = DeviceTerm(
     size_bytes=300 * MiB,
     low_bytes=250 * MiB,
     high_bytes=600 * MiB,
-    source="about 300 MB with lazily loaded kernels, more with more of them in use (pytorch#107667)",
+    source="about 300 MB with lazily loaded kernels, more if more are in use (pytorch#107667)",
 )
 _HIP_CONTEXT = DeviceTerm(
     name="HIP context",
     size_bytes=500 * MiB,
     low_bytes=300 * MiB,
     high_bytes=1024 * MiB,
-    source="assumed: larger than CUDA's, as kernels are loaded at once",
+    source="assumed: larger than CUDA's, since kernels are not loaded lazily",
 )
 _XPU_CONTEXT = DeviceTerm(
     name="driver context",
     size_bytes=400 * MiB,
     low_bytes=200 * MiB,
     high_bytes=1024 * MiB,
-    source="assumed: no figure was found",
+    source="assumed: no published figure",
 )
-# What torch gives cuBLAS: :4096:2:16:8, and 32 MiB on Hopper and newer (CUDABlas.cpp, CuBLASLt.cpp).
-# It comes out of torch's own allocator, on each stream that multiplies, but no trace on a CPU can see it.
+# torch's workspace for cuBLAS: :4096:2:16:8, and 32 MiB on Hopper and newer (CUDABlas.cpp,
+# CuBLASLt.cpp). torch allocates it on each stream that multiplies; a CPU trace does not see it.
 _WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 _WORKSPACE_NEW_BYTES = 32 * MiB
 _NEW_CARDS = ("H100", "H200", "H800", "GH200", "B200", "B100", "GB200", "B300", "RTX 50")
 
 
 def outside_allocator(candidate: Candidate, hardware: Hardware) -> tuple[DeviceTerm, ...]:
-    """Return what is on a rank's device beside its tensors and the allocator's own losses."""
+    """Return the memory on a rank's device other than tensors and the allocator's cache."""
     kind = hardware.card.kind
     if kind == "cuda":
         return (_CONTEXT, _workspace(hardware), *_communicators(candidate, hardware))
@@ -61,11 +62,11 @@ def outside_allocator(candidate: Candidate, hardware: Hardware) -> tuple[DeviceT
     if kind == "cpu":
         return (
             DeviceTerm(
-                name="Python, torch and what it loads",
+                name="Python, torch and libraries",
                 size_bytes=350 * MiB,
                 low_bytes=250 * MiB,
                 high_bytes=600 * MiB,
-                source="assumed: what Python and torch take once they are loaded",
+                source="assumed: memory of Python and torch after import",
             ),
         )
     return ()
@@ -76,20 +77,20 @@ def _workspace(hardware: Hardware) -> DeviceTerm:
     size = _WORKSPACE_NEW_BYTES if new else _WORKSPACE_BYTES
     return DeviceTerm(
         name="cuBLAS workspaces",
-        size_bytes=2 * size,  # one for the forward's thread and one for the backward's
+        size_bytes=2 * size,  # one for the forward thread and one for the backward thread
         low_bytes=size,
         high_bytes=4 * size,
-        source="torch's own setting of CUBLAS_WORKSPACE_CONFIG, for each handle and stream",
+        source="torch's default of CUBLAS_WORKSPACE_CONFIG, for each handle and stream",
     )
 
 
 def process_groups(candidate: Candidate) -> tuple[int, ...]:
-    """Return the sizes of the groups of ranks that talk to each other over the device's memory."""
+    """Return the sizes of the process groups that communicate through device memory."""
     layout = candidate.layout
     if layout.ranks == 1:
         return ()
     if candidate.strategy == "fsdp" and layout.copies > 1:
-        # The group of all ranks is used as well: for counts, and for what must be finite.
+        # The group of all ranks is also used: for counts, and for finite checks.
         return tuple(size for size in (layout.ranks, layout.shards, layout.copies) if size > 1)
     return (layout.ranks,)
 
@@ -102,8 +103,8 @@ def _communicators(candidate: Candidate, hardware: Hardware) -> tuple[DeviceTerm
             size_bytes=(544 if size == 2 else 688) * MiB,
             low_bytes=200 * MiB,
             high_bytes=1100 * MiB,
-            source="544 MB for 2 ranks, 688 MB for more on A100 with NVLink (nccl#964), the same beyond two "
-            "machines (nccl#986)",
+            source="544 MB for 2 ranks, 688 MB for more on A100 with NVLink (nccl#964), the same "
+            "beyond two machines (nccl#986)",
         )
         for size in process_groups(candidate)
     )

@@ -1,7 +1,7 @@
-"""How much memory a rank needs: from records of a few blocks to any depth, micro-batch and number of shards.
+"""Forecast the memory of a rank for any depth, micro-batch size and number of shards.
 
-Three figures, each from another source: what tensors take at once (traced, then computed), what PyTorch's allocator keeps
-for them (simulated), and what the device holds beside it (published figures).
+Three figures with different sources: the peak of tensors (traced, then computed), what PyTorch's
+allocator reserves for them (simulated), and other device memory (published figures).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +20,20 @@ from torchmuster.plan.memory.shard_degree import saving_memory
 from torchmuster.plan.record import Peak, TraceRecord, TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 
-WHOLE_ELEMENTS = 2**24  # of logits that the loss takes at once, as train/losses.py has it
+WHOLE_ELEMENTS = 2**24  # of logits that the loss processes at once, as in train/losses.py
 
 
 def traced_sizes(
     work: Work, micro_batch_size: int, *, kernels: Literal["cpu", "cuda"]
 ) -> tuple[int, ...]:
-    """Return one or two micro-batch sizes that say what this one takes."""
+    """Return one or two micro-batch sizes to trace, from which this one is computed."""
     if micro_batch_size == 1 or kernels == "cpu":
         return (micro_batch_size,)
     if not _loss_has_parts(work):
         return (2, 3)
     border = _largest_whole(work)
     if border is None:
-        # What is not known may lie anywhere: between two near sizes it cannot do much harm.
+        # If the limit is unknown, two close sizes keep the error small.
         low = 1 << (micro_batch_size.bit_length() - 1)
         return (low,) if low == micro_batch_size else (low, 2 * low)
     if micro_batch_size > border:
@@ -48,7 +48,7 @@ def _loss_has_parts(work: Work) -> bool:
 
 
 def _largest_whole(work: Work) -> int | None:
-    """Return the most samples whose loss is taken at once; None where that cannot be read."""
+    """Return the most samples whose loss is computed at once; None if unknown."""
     told = model_configuration(work)
     vocabulary = None if told is None else told.get("vocab_size")
     if not isinstance(vocabulary, int) or work.sequence_length is None:
@@ -56,37 +56,37 @@ def _largest_whole(work: Work) -> int | None:
     return max(1, WHOLE_ELEMENTS // vocabulary) // work.sequence_length
 
 
-# Of what tensors take, where no log was there to simulate the allocator with: published runs reserve a fifth more.
+# Share of the tensors, used if there is no log to simulate: published runs reserve 20 % more.
 _RESERVED_GUESS = 1.2
 _RESERVED_GUESS_HIGH = 1.3
-USUAL_ALLOCATOR = "the allocator: a fifth more, as published runs have"
-# Simulated over two published runs it was 3 and 4 % too low.
+USUAL_ALLOCATOR = "the allocator: 20 % more, as in published runs"
+# The simulation of two published runs was 3 and 4 % too low.
 _SIMULATED_HIGH = 1.05
 _CACHING = ("cuda", "rocm", "xpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What one rank needs; ``host`` and ``save`` bytes are those of one machine or of the whole checkpoint."""
+    """What one rank needs; ``host`` bytes are per machine, ``save`` bytes per checkpoint."""
 
-    tensor_bytes: int  # the most that tensors take at once
+    tensor_bytes: int  # peak of tensors
     by_category: Mapping[str, int]  # at that moment
     where: Peak | None  # None: computed by a formula
-    reserved_bytes: int | None  # what the allocator keeps for it; None: not simulated
+    reserved_bytes: int | None  # reserved by the allocator; None: not simulated
     outside: tuple[DeviceTerm, ...]
     total_bytes: int  # of the device
     low_bytes: int
     high_bytes: int
-    host_bytes: int  # of one machine: what cpu_offload keeps there
-    save_host_bytes: int  # of one machine: copies while a save goes on beside the training
-    save_bytes: int  # of one checkpoint, on the disk
-    origin: str  # how all this was found
+    host_bytes: int  # of one machine: memory of cpu_offload
+    save_host_bytes: int  # of one machine: copies during an async save
+    save_bytes: int  # of one checkpoint, on disk
+    origin: str  # how these figures were obtained
 
 
 def trace_family(
     candidate: Candidate, work: Work, *, kernels: Literal["cpu", "cuda"] = "cuda"
 ) -> Candidate:
-    """Return the candidate whose traces serve this one: sizes that can be computed are left out of it."""
+    """Return the candidate whose traces apply to this one, without the sizes that are computed."""
     layout = candidate.layout
     shards = shard_degree.traced_degrees(layout.shards)[0] if candidate.strategy == "fsdp" else 1
     return replace(
@@ -100,11 +100,11 @@ def trace_family(
 def trace_requests(
     work: Work, candidate: Candidate, *, kernels: Literal["cpu", "cuda"], keep_log: bool = False
 ) -> list[TraceRequest]:
-    """Return what must be traced to know the memory of a candidate, and of all others of its family.
+    """Return the traces needed for the memory of a candidate and all others of its family.
 
-    Two depths and up to two micro-batch sizes; where shards are too many to be traced, also both depths with 64. With
-    ``keep_log`` the micro-batch has the candidate's own size, and the records also say what the allocator keeps: that
-    is for the few candidates that matter.
+    Two depths and up to two micro-batch sizes; if there are too many shards to trace, also both
+    depths with 64. With ``keep_log`` the micro-batch has the candidate's own size, and the records
+    have a log to simulate the allocator: for the few preferred candidates.
     """
     one = trace_family(candidate, work, kernels=kernels)
     size = candidate.micro_batch_size
@@ -133,9 +133,10 @@ def trace_requests(
 
 
 def further_requests(records: Sequence[TraceRecord]) -> list[TraceRequest]:
-    """Return what must be traced besides, now that the model's depth is known: nothing for most.
+    """Return the further traces needed once the model's depth is known: none for most models.
 
-    Where every n-th block is recomputed and the blocks are no multiple of n, the traces need the same remainder.
+    If every n-th block is recomputed and the depth is not a multiple of n, the traces need the same
+    remainder.
     """
     wanted: list[TraceRequest] = []
     for record in records:
@@ -148,7 +149,7 @@ def further_requests(records: Sequence[TraceRecord]) -> list[TraceRequest]:
 
 
 def check_request(records: Sequence[TraceRecord]) -> TraceRequest | None:
-    """Return one more trace that must agree with what is computed from these; None where all was traced."""
+    """Return one more trace to check the computation with; None if everything was traced."""
     last = max(records, key=lambda one: one.blocks_traced)
     if not is_part(last) or not last.blocks_alike:
         return None
@@ -164,7 +165,7 @@ def check_request(records: Sequence[TraceRecord]) -> TraceRequest | None:
 
 
 def check_records(records: Sequence[TraceRecord], traced: TraceRecord) -> None:
-    """Raise if a traced peak is not what is computed for it from the other records."""
+    """Raise if a traced peak differs from the one computed from the other records."""
     candidate = traced.request.candidate
     usable = _usable(records)
     _, level = depth.highest(_levels(usable, candidate, blocks=traced.blocks_traced))
@@ -172,9 +173,10 @@ def check_records(records: Sequence[TraceRecord], traced: TraceRecord) -> None:
     if off > depth.TOLERANCE:
         raise Impossible(
             f"the memory of {traced.blocks_traced} blocks with micro-batches of "
-            f"{candidate.micro_batch_size} is not what smaller ones say: it differs by {off:.1%}",
-            why="the model's memory is no straight line over its depth or its micro-batch size",
-            fix="try it with real steps: muster plan --verify",
+            f"{candidate.micro_batch_size} differs by {off:.1%} from the one computed from "
+            "smaller traces",
+            why="the model's memory is not linear in its depth or its micro-batch size",
+            fix="check it with real steps: muster plan --verify",
         )
 
 
@@ -188,8 +190,8 @@ def predict_memory(
 ) -> Memory:
     """Return what a rank of this candidate needs, from the records of its family.
 
-    ``blocks`` is the depth, where it is not the model's own. ``allocator`` is how torch's takes segments, where it is
-    not as ``muster train`` has it.
+    ``blocks`` is the depth, if not the model's own. ``allocator`` is torch's segment mode, if not
+    that of ``muster train``.
     """
     allocator = allocator or _segments(hardware)
     usable = _usable(records)
@@ -236,7 +238,7 @@ def predict_memory(
 
 
 def _usable(records: Sequence[TraceRecord]) -> list[TraceRecord]:
-    """Return the records that have the model's remainder of blocks, or are of the whole model."""
+    """Return the records with the model's remainder of blocks, or of the whole model."""
     found = [
         record
         for record in records
@@ -245,15 +247,15 @@ def _usable(records: Sequence[TraceRecord]) -> list[TraceRecord]:
     ]
     if not found:
         raise Impossible(
-            "there is no trace to compute memory from",
-            why=f"of {len(records)} traces, none has blocks that repeat as the whole model's do",
-            fix="trace what further() asks for as well",
+            "no trace to compute the memory from",
+            why=f"of {len(records)} traces, none repeats its blocks as the whole model does",
+            fix="also trace the requests of further_requests()",
         )
     return found
 
 
 def _with_shards(records: Sequence[TraceRecord], shards: int | None) -> list[TraceRecord]:
-    """Return the records with so many shards; None: with the fewest."""
+    """Return the records with this number of shards; None: with the fewest."""
     degrees = [record.request.candidate.layout.shards for record in records]
     wanted = min(degrees) if shards is None else shards
     return [record for record, degree in zip(records, degrees, strict=True) if degree == wanted]
@@ -272,10 +274,10 @@ def _levels(
     if traced != shard_degree.SMALL or not many:
         raise Impossible(
             f"the memory of {shards} shards cannot be computed from a trace of {traced}",
-            why=f"it takes traces of {shard_degree.SMALL} and {shard_degree.LARGE} shards",
-            fix="trace what requests() asks for",
+            why=f"traces of {shard_degree.SMALL} and {shard_degree.LARGE} shards are needed",
+            fix="trace the requests of trace_requests()",
         )
-    # A sample adds the same with any number of shards, so these traces need one micro-batch size.
+    # A sample adds the same with any number of shards, so these traces need only one size.
     smallest = min(one.request.candidate.micro_batch_size for one in many)
     low = depth.at_depth(few, blocks=blocks, micro_batch_size=smallest)
     high = depth.at_depth(many, blocks=blocks, micro_batch_size=smallest)
@@ -290,7 +292,7 @@ def _levels(
 def _over_depth(
     records: Sequence[TraceRecord], blocks: int, of: Callable[[TraceRecord], float]
 ) -> float:
-    """Return what a figure that grows with each block is at another depth."""
+    """Return a figure that grows with each block at another depth."""
     by_depth = {record.blocks_traced: of(record) for record in records}
     low, *others = sorted(by_depth)
     if not others or blocks == low:
@@ -300,7 +302,7 @@ def _over_depth(
 
 
 def _host_bytes(records: Sequence[TraceRecord], candidate: Candidate, blocks: int) -> int:
-    """Return what a rank keeps in the host's memory: states, so in proportion to its shards."""
+    """Return the host memory of a rank: its states, in proportion to its shards."""
     few = _with_shards(records, None)
     host = _over_depth(few, blocks, lambda record: record.host_bytes)
     traced = few[0].request.candidate.layout.shards
@@ -310,10 +312,10 @@ def _host_bytes(records: Sequence[TraceRecord], candidate: Candidate, blocks: in
 
 
 def _waiting_inputs(records: Sequence[TraceRecord], candidate: Candidate) -> int:
-    """Return what the inputs of further micro-batches take: those of a whole step stay on the device.
+    """Return the memory of inputs of further micro-batches: a whole step's stay on the device.
 
-    At the update nothing else is left of a sample, so the traces of two micro-batch sizes show it there. One alone shows
-    what was made in a forward and is still there: the inputs, and a little more.
+    At the update nothing else is left of a sample, so traces of two micro-batch sizes show it. A
+    single trace shows what a forward created and is still alive: the inputs, and a little more.
     """
     few = _with_shards(records, None)
     traced = few[0].request.candidate.accumulation
@@ -343,7 +345,7 @@ def _waiting_inputs(records: Sequence[TraceRecord], candidate: Candidate) -> int
 def _reserved(
     records: Sequence[TraceRecord], candidate: Candidate, blocks: int, kind: Kind
 ) -> int | None:
-    """Return what the allocator keeps; None without logs, or where no log of that depth can be made."""
+    """Return what the allocator reserves; None without logs, or if the log cannot be extended."""
     size = candidate.micro_batch_size
     logged = [
         record
@@ -378,19 +380,19 @@ def _origin(
 
 
 def _segments(hardware: Hardware) -> Kind:
-    """Return how torch's allocator takes segments: ``muster train`` lets those of CUDA grow."""
+    """Return torch's segment mode: ``muster train`` uses expandable segments on CUDA."""
     return "expandable" if hardware.card.kind == "cuda" else "classic"
 
 
 def caches_memory(hardware: Hardware) -> bool:
-    """Say whether PyTorch keeps what was freed on such a card for itself."""
+    """Return whether PyTorch caches freed memory on such a device."""
     return hardware.card.kind in _CACHING
 
 
 def device_bytes(tensors: int, reserved: int | None, *, caches: bool) -> tuple[int, int, int]:
-    """Return what tensors take of the device: likely, at least and at most.
+    """Return device memory for tensors: expected, lowest and highest.
 
-    ``reserved`` is what the allocator keeps for them, where it was simulated.
+    ``reserved`` is what the allocator reserves for them, if it was simulated.
     """
     if not caches:
         return tensors, tensors, round(tensors * _SIMULATED_HIGH)

@@ -1,9 +1,9 @@
-"""The log of all allocations of a deep model, made from those of two shallow ones.
+"""Build the allocation log of a deep model from the logs of two shallow ones.
 
-The deeper of the two has one more block, so its log is that of the other with stretches put in: a block's forward, its
-backward, its part of each loop over all parameters. A log of any depth has each of these stretches so many times. What is
-given back is found by its rank: the so-manieth newest of the tensors of its size, which in both logs is the same or
-changes by a fixed number with each block.
+The deeper of the two has one more block, so its log is that of the other with inserted sections: a
+block's forward, its backward, its part of each loop over all parameters. A log of any depth repeats
+these sections. A freed tensor is identified by its rank: the n-th newest of the tensors of its
+size, which in both logs is the same or changes by a fixed number with each block.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ import msgspec
 from torchmuster.plan.memory.shard_degree import shard_elements, shard_sizes
 from torchmuster.plan.record import Allocation, TraceRecord
 
-_WINDOWS = (64, 32, 16, 8, 4, 1)  # so many events must agree behind a stretch that was put in
+_WINDOWS = (64, 32, 16, 8, 4, 1)  # number of events that must agree after an inserted section
 
 Size: TypeAlias = tuple[int, ...]  # of one tensor in logs that differ in sizes only
 
 
 class Unlike(Exception):
-    """The logs are not of the same training, or it does not repeat itself; nothing can be made from them."""
+    """The logs are not of the same training, or it does not repeat; they cannot be extended."""
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class Event:
     stream: str
     category: str
     mark: str
-    newest: int = 0  # give: its rank among those of its size that are there, 0 for the newest
-    taken_at: int = 0  # give: where in the log it was taken
+    newest: int = 0  # give: its rank among live tensors of its size, 0 for the newest
+    taken_at: int = 0  # give: where in the log it was allocated
     token: int = 0
 
 
@@ -46,9 +46,10 @@ def read_log(path: str | Path) -> list[Allocation]:
 
 
 def events_in_order(log: Sequence[Allocation]) -> list[Allocation]:
-    """Return a log in which what is given back at once is given back the newest first.
+    """Return a log in which consecutive frees are ordered newest first.
 
-    For an allocator that order makes no difference, and it can be any: autocast's copies go in that of a hash table.
+    The order makes no difference for an allocator, and it is arbitrary: autocast frees its copies
+    in the order of a hash table.
     """
     taken_at: dict[int, int] = {}
     found: list[Allocation] = []
@@ -65,12 +66,12 @@ def events_in_order(log: Sequence[Allocation]) -> list[Allocation]:
 
 
 def merge_logs(logs: Sequence[Sequence[Allocation]]) -> list[Event]:
-    """Return one log with the sizes of all; they are of one depth, and do the same in the same order."""
+    """Merge logs of one depth, with the same events in the same order, into one with all sizes."""
     if len({len(log) for log in logs}) != 1:
         raise Unlike(f"the logs have {', '.join(str(len(log)) for log in logs)} events")
     events = []
     taken: dict[int, tuple[int, Event]] = {}
-    there: dict[Hashable, list[int]] = {}  # what is there of each size, the newest last
+    there: dict[Hashable, list[int]] = {}  # live tensors of each size, the newest last
     for number, same in enumerate(zip(*logs, strict=True)):
         first = same[0]
         if any(one.kind != first.kind or one.number != first.number for one in same[1:]):
@@ -98,17 +99,17 @@ def _look_log_depth(event: Event) -> Hashable:
 
 
 def _log_depth_plain(mark: str) -> str:
-    """Return a mark without the number of its block."""
+    """Return a mark without its block number."""
     words = mark.split()
     return " ".join([*words[:2], "block"] if len(words) > 2 else words)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a deep log: events that are there once, or with each further block once more.
+    """A part of a deep log: events that occur once, or once more with each further block.
 
-    ``shallow`` and ``deep`` are the same events in the two logs. Of a stretch that is repeated they are the time before
-    it was put in, and ``added`` is what was put in.
+    ``shallow`` and ``deep`` are the same events in the two logs. For a repeated section they are
+    the events before the insertion, and ``added`` is the inserted section.
     """
 
     shallow: tuple[int, ...]
@@ -117,7 +118,7 @@ class Piece:
 
 
 def aligned(shallow: Sequence[Event], deep: Sequence[Event]) -> list[Piece]:
-    """Return the deeper log as the other one with stretches put in."""
+    """Return the deeper log as the other one with inserted sections."""
     one, two = _tokens(shallow, deep)
     pieces: list[Piece] = []
     pairs: list[tuple[int, int]] = []
@@ -139,10 +140,10 @@ def aligned(shallow: Sequence[Event], deep: Sequence[Event]) -> list[Piece]:
 
 
 def _tokens(shallow: Sequence[Event], deep: Sequence[Event]) -> tuple[list[int], list[int]]:
-    """Return a number for each event, the same for those that are alike.
+    """Return a number for each event; equal events have equal numbers.
 
-    A size that only one of the logs has is that of a tensor about all blocks, which grows with the depth: any such is
-    like any other.
+    A size that only one of the logs has belongs to a tensor over all blocks, which grows with the
+    depth: all such sizes count as equal.
     """
     common = {_look_log_depth(event) for event in shallow} & {
         _look_log_depth(event) for event in deep
@@ -162,12 +163,12 @@ def _earlier(
     j: int,
     length: int,
 ) -> int:
-    """Return by how many events a stretch was put in earlier than where the logs first differ.
+    """Return how many events before the first difference a section was inserted.
 
-    What follows it may begin as it does, so that its place is open; ranks that agree tell which it is.
+    The events after it may start as it does, so its position is ambiguous; matching ranks decide.
     """
     best = back = 0
-    unlike = fewest = 0  # ranks that agree less often than without going back
+    unlike = fewest = 0  # ranks that agree less often than without an offset
     while back < min(len(pairs), length):
         i, before = pairs[-1 - back]
         after = before + length
@@ -186,7 +187,7 @@ def _once(pairs: Sequence[tuple[int, int]]) -> Piece:
 
 
 def _repeated(before: Sequence[tuple[int, int]], j: int, length: int) -> Piece:
-    """Return what was put in, with the same events one block earlier where the log has them in one piece."""
+    """Return the inserted section, with the same events one block earlier if contiguous."""
     last = before[-length:]
     if len(last) < length:
         last = []
@@ -198,10 +199,10 @@ def _repeated(before: Sequence[tuple[int, int]], j: int, length: int) -> Piece:
 
 
 def _put_in(one: list[int], two: list[int], i: int, j: int) -> int:
-    """Return how many events were put in before event ``i`` of the shallower log.
+    """Return how many events were inserted before event ``i`` of the shallower log.
 
-    Behind them the logs go on alike. They repeat what comes before them, if anything does that: the first block in time
-    and the last do less or more than those between, and must not be taken for what was put in.
+    After them the logs agree again. They repeat the events before them, if any candidate does: the
+    first and the last block differ from those between, and must not be taken for the insertion.
     """
     if i == len(one):
         return len(two) - j
@@ -215,7 +216,7 @@ def _put_in(one: list[int], two: list[int], i: int, j: int) -> int:
                     continue
                 if two[begin : begin + len(ahead)] == ahead:
                     return length
-    raise Unlike(f"event {i} of the shallower log has none like it in the deeper one")
+    raise Unlike(f"event {i} of the shallower log has no equal in the deeper one")
 
 
 def extended(
@@ -226,10 +227,10 @@ def extended(
     at: Sequence[float],
     known: Mapping[Size, int] | None = None,
 ) -> Iterator[Allocation]:
-    """Yield the log of a model that has ``times`` more blocks than the shallower one.
+    """Yield the log of a model with ``times`` more blocks than the shallower one.
 
-    ``at`` weighs the sizes of an event: one tensor has the size ``sum(weight x size)``. ``known`` has the sizes of
-    shards and of what is gathered, where rows are made up.
+    ``at`` weights the sizes of an event: a tensor has the size ``sum(weight x size)``. ``known``
+    has the sizes of shards and gathered tensors that include padding rows.
     """
     writer = _Writer(shallow, deep, times=times, at=at, known=known or {})
     for piece in aligned(shallow, deep):
@@ -242,7 +243,7 @@ def extended(
 
 
 class _Writer:
-    """Writes events of the deep log, and knows what is there."""
+    """Write events of the deep log, and track live tensors."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class _Writer:
         self._known = known
         self._number = 0
         self._there: dict[Hashable, list[tuple[int, int]]] = {}  # numbers and sizes, by look
-        self._resized: dict[int, Hashable] = {}  # where it was taken in the shallower log
+        self._resized: dict[int, Hashable] = {}  # by its allocation in the shallower log
 
     def once(self, i: int, j: int) -> Iterator[Allocation]:
         one, two = self._shallow[i], self._deep[j]
@@ -302,7 +303,7 @@ class _Writer:
         )
 
     def _whole(self, event: Event, size: Size) -> int:
-        # What samples take can have the size of a parameter, but not another one with other shards.
+        # An activation can have the size of a parameter, but does not change with the shards.
         if event.category == "collectives" or len(set(size)) > 1:
             known = self._known.get(size)
             if known is not None:
@@ -313,14 +314,14 @@ class _Writer:
         there = self._there.get(look, [])
         if not 0 <= rank < len(there):
             raise Unlike(
-                f"what is given back is the {rank + 1}. newest of {len(there)} that are there"
+                f"the freed tensor is number {rank + 1} from the newest, of {len(there)} live ones"
             )
         number, size = there.pop(len(there) - 1 - rank)
         return Allocation(kind="give", number=number, size_bytes=size)
 
 
 def log_of_depth(records: Sequence[TraceRecord], *, blocks: int, shards: int) -> list[Allocation]:
-    """Return the log of a model of so many blocks, from records with logs that have its micro-batch size."""
+    """Return the log of a model with ``blocks`` blocks, from logs with its micro-batch size."""
     depths = sorted({record.blocks_traced for record in records})
     if blocks in depths[:2]:
         shallow = deep = _of_one_depth(records, blocks)
@@ -329,7 +330,7 @@ def log_of_depth(records: Sequence[TraceRecord], *, blocks: int, shards: int) ->
         shallow, deep = (_of_one_depth(records, depth) for depth in depths[:2])
         times = (blocks - depths[0]) // (depths[1] - depths[0])
     else:
-        raise Unlike("there are no logs of two depths")
+        raise Unlike("logs of two depths are missing")
     degrees = sorted({record.request.candidate.layout.shards for record in records})
     shapes = records[0].parameters
     elements = [shard_elements(shapes, one, blocks=blocks) for one in (*degrees, shards)]
@@ -338,7 +339,7 @@ def log_of_depth(records: Sequence[TraceRecord], *, blocks: int, shards: int) ->
 
 
 def _of_one_depth(records: Sequence[TraceRecord], depth: int) -> list[Event]:
-    """Return the logs of one depth, those with fewer shards first, as one."""
+    """Return the logs of one depth merged into one, those with fewer shards first."""
     logs = {
         record.request.candidate.layout.shards: str(record.log)
         for record in records
@@ -348,9 +349,9 @@ def _of_one_depth(records: Sequence[TraceRecord], depth: int) -> list[Event]:
 
 
 def _log_depth_weights(elements: Sequence[int]) -> tuple[float, ...]:
-    """Return how much the sizes of each log count, so that their sum is that of the wanted number of shards.
+    """Return weights for the sizes of each log that sum to the size with the wanted shards.
 
-    ``elements`` are those of a rank's shards: with each traced number of shards, then with the wanted one.
+    ``elements`` are those of a rank's shards: with each traced number of shards, then the wanted.
     """
     if len(elements) < 3 or elements[0] == elements[1]:
         return (1.0, *(0.0 for _ in elements[2:]))
@@ -359,7 +360,7 @@ def _log_depth_weights(elements: Sequence[int]) -> tuple[float, ...]:
 
 
 def live_peak(events: Sequence[Allocation], *, from_mark: str = "") -> int:
-    """Return the most that is alive at once in a log, from a mark on."""
+    """Return the peak of live bytes in a log, from a mark on."""
     sizes: dict[int, int] = {}
     live = most = 0
     counts = not from_mark

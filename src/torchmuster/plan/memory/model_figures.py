@@ -1,4 +1,4 @@
-"""The sizes of a transformer's layers, from its configuration; biases and the norms within attention are left out."""
+"""Sizes of a transformer's layers from its configuration, without biases and attention norms."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torchmuster.plan.job import Work
 
 
 def model_configuration(work: Work) -> Mapping[str, Any] | None:
-    """Return a model's config.json from its folder, or from what the hub's cache has of it; None if there is none."""
+    """Return a model's config.json from its folder or from the hub's cache; None if missing."""
     place = _model_figures_place(work)
     if place is None:
         return None
@@ -23,7 +23,7 @@ def model_configuration(work: Work) -> Mapping[str, Any] | None:
 
 
 def weights_dtype(work: Work) -> str:
-    """Return the type of a model's weights as a training has it: float32 unless told; auto is what the files say."""
+    """Return the dtype of a model's weights in a training: default float32; auto: the files'."""
     if work.torch_dtype != "auto":
         return work.torch_dtype or "float32"
     told = model_configuration(work) or {}
@@ -39,17 +39,17 @@ def _model_figures_place(work: Work) -> Path | None:
         return folder / "config.json"
     try:
         from huggingface_hub import try_to_load_from_cache
-    except ImportError:  # it comes with transformers, which not everybody has
+    except ImportError:  # it is part of transformers, which is optional
         return None
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name of the hub's kind
+    except ValueError:  # not a valid hub name
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 _WHAT = "the memory of this model cannot be estimated"
-# Keys about experts that are understood, and those that change no size.
+# Supported keys about experts, and those that change no size.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _KNOWN_OF_EXPERTS = {
     *_EXPERTS,
@@ -61,14 +61,14 @@ _KNOWN_OF_EXPERTS = {
     "num_experts_per_tok",
     "shared_expert_intermediate_size",
 }
-OUTER = ("down_proj", "c_proj")  # names of the layer that ends a feed-forward part
-# What peft puts adapters beside if nobody says: for Llama and most others the first two, for GPT-2 the last.
+OUTER = ("down_proj", "c_proj")  # names of the last layer of a feed-forward part
+# peft's default targets: the first two for Llama and most others, the last for GPT-2.
 _USUAL_TARGETS = ("q_proj", "v_proj", "c_attn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A matrix of a block, by the name that LoRA's targets have for it."""
+    """A matrix of a block, with its name as a LoRA target."""
 
     name: str
     inputs: int
@@ -77,13 +77,13 @@ class Layer:
 
     @property
     def parameters(self) -> int:
-        """Of all of them."""
+        """Parameters of all of them."""
         return self.times * self.inputs * self.outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFigures:
-    """What the formula needs of a model."""
+    """The figures of a model that the formula needs."""
 
     blocks: int
     sparse_blocks: int  # those of them that have experts
@@ -100,7 +100,7 @@ class ModelFigures:
 
     @property
     def block_parameters(self) -> int:
-        """Of the largest block."""
+        """Parameters of the largest block."""
         feed_forward = []
         if self.sparse_blocks < self.blocks:
             feed_forward.append(_model_figures_count(self.dense))
@@ -110,34 +110,34 @@ class ModelFigures:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         layers = sum(times * one.parameters for one, times in self._layers())
         return layers + 2 * self.blocks * self.width + self.rest_parameters
 
     @property
     def rest_parameters(self) -> int:
-        """Embeddings, head and the last norm."""
+        """Parameters of embeddings, head and the last norm."""
         embeddings = self.vocabulary * (1 if self.tied else 2) + self.positions
         return (embeddings + 1) * self.width
 
     @property
     def inner_used(self) -> int:
-        """Inner width of the feed-forward parts that a token goes through, in the mean over all blocks."""
+        """Mean inner width, over all blocks, of the feed-forward parts that a token passes."""
         dense = (self.blocks - self.sparse_blocks) * _inner(self.dense)
         expert = _inner([one for one in self.sparse if one.times > 1])
         shared = _inner([one for one in self.sparse if one.times == 1])
         return (dense + self.sparse_blocks * (self.experts_used * expert + shared)) // self.blocks
 
     def adapter_parameters(self, rank: int, targets: Sequence[str] | None) -> int:
-        """Of LoRA's matrices; raise where the targets are not known by their names."""
+        """Parameters of LoRA's matrices; raise if a target's name is unknown."""
         wanted = _USUAL_TARGETS if targets is None else targets
         known = {one.name for one, _ in self._layers()}
         unknown = [name for name in targets or () if name not in known]
         if unknown or not known.intersection(wanted):
             raise Impossible(
                 _WHAT,
-                why=f"how large LoRA's targets are is not known: {', '.join(unknown or wanted)}",
-                fix=f"give model.lora_targets out of {', '.join(sorted(known))}",
+                why=f"the size of these LoRA targets is unknown: {', '.join(unknown or wanted)}",
+                fix=f"choose model.lora_targets from {', '.join(sorted(known))}",
             )
         return rank * sum(
             times * one.times * (one.inputs + one.outputs)
@@ -163,25 +163,25 @@ def _inner(layers: Sequence[Layer]) -> int:
 
 
 def model_figures(work: Work) -> ModelFigures:
-    """Read a model's configuration; raise where there is none, or it is of another kind."""
+    """Read a model's configuration; raise if it is missing or of another kind."""
     if work.model_name_or_path is None:
         raise Impossible(
             _WHAT,
-            why="the formula needs a configuration of transformers, and the model is built by a function",
-            fix="leave out of the model what the trace cannot follow, or try it: muster plan --verify",
+            why="the formula needs a transformers configuration, and a function builds this model",
+            fix="remove from the model what cannot be traced, or run it: muster plan --verify",
         )
     told = model_configuration(work)
     if told is None:
         raise Impossible(
             _WHAT,
-            why=f"{work.model_name_or_path} has no config.json that can be read here",
-            fix="give the folder of a model, with a config.json",
+            why=f"{work.model_name_or_path} has no readable config.json here",
+            fix="give the folder of a model with a config.json",
         )
     return _Reading(told, work.model_name_or_path).figures()
 
 
 class _Reading:
-    """A configuration, read key by key: models have several names for one thing."""
+    """Read a configuration key by key: models have several names for one figure."""
 
     def __init__(self, told: Mapping[str, Any], model: str) -> None:
         self._told = told
@@ -206,7 +206,7 @@ class _Reading:
 
     def figures(self) -> ModelFigures:
         blocks = self._number("num_hidden_layers", "n_layer", "num_layers")
-        # Files of these say nothing of it: transformers ties them unless told otherwise.
+        # Their files do not mention it: transformers ties them by default.
         ties = not self._gated or str(self._told.get("model_type", "")).startswith("gemma")
         return ModelFigures(
             blocks=blocks,
@@ -232,12 +232,12 @@ class _Reading:
             raise Impossible(
                 _WHAT,
                 why=f"the configuration of {self._model} has no {' or '.join(keys)}",
-                fix="the formula is for transformers; leave out of the model what the trace cannot follow",
+                fix="the formula is for transformers; remove from the model what cannot be traced",
             )
         return default
 
     def _has_gate(self) -> bool:
-        """Say whether the feed-forward part has a gate, as it has in all models since Llama."""
+        """Return whether the feed-forward part has a gate, as in all models since Llama."""
         names = ("hidden_act", "activation_function", "activation")
         activation = next((self._told[name] for name in names if self._told.get(name)), None)
         if "rms_norm_eps" in self._told:
@@ -264,7 +264,7 @@ class _Reading:
         )
 
     def _compressed_attention(self) -> tuple[Layer, ...]:
-        """DeepSeek's, which keeps keys and values (and queries) as one narrow vector."""
+        """Return DeepSeek's attention, which compresses keys, values and queries to one vector."""
         width, heads = self._width, self._heads
         narrow = self._number("kv_lora_rank")
         values = self._number("v_head_dim")
@@ -313,7 +313,7 @@ class _Reading:
         )
 
     def _sparse_blocks(self, blocks: int) -> int:
-        """Return how many blocks have experts; raise where the configuration says it in other words."""
+        """Return how many blocks have experts; raise if the configuration has unknown keys."""
         if not_understood := [
             key
             for key, value in self._told.items()
@@ -323,10 +323,10 @@ class _Reading:
         ]:
             raise Impossible(
                 _WHAT,
-                why=f"the configuration of {self._model} says of its experts what is not understood: "
+                why=f"the configuration of {self._model} has unknown keys for its experts: "
                 f"{', '.join(sorted(not_understood))}",
-                fix="the formula is for experts as Mixtral, Qwen and DeepSeek have them; leave out of the "
-                "model what the trace cannot follow",
+                fix="the formula supports experts as in Mixtral, Qwen and DeepSeek; remove from "
+                "the model what cannot be traced",
             )
         if self._experts() < 2:
             return 0

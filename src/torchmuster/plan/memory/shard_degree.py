@@ -1,11 +1,13 @@
-"""Peaks with any number of shards, from traces of two.
+"""Compute peaks with any number of shards from traces of two.
 
-FSDP gives each rank ``ceil(rows / shards)`` rows of a parameter's first dimension. Nothing else of a step depends on the
-number of shards, so a peak is a straight line over the elements of a rank's shards. What is gathered and
-reduced has ``shards x ceil(rows / shards)`` rows: with more shards than rows that is far more than the model. How many
-rows are made up depends on the rows, so the blocks and what lies outside of them are padded apart.
-Tracing many shards takes long (a trace of 16,384 takes minutes), and is never needed; a few that divide no
-model evenly are traced themselves, as that is exact.
+FSDP gives each rank ``ceil(rows / shards)`` rows of a parameter's first dimension. Nothing else in
+a step depends on the number of shards, so a peak is linear in the elements of a rank's shards.
+Gathered and reduced tensors have ``shards x ceil(rows / shards)`` rows: with more shards than rows
+that is far more than the model. The number of padding rows depends on the rows, so the blocks and
+the parameters outside them are padded separately.
+
+Tracing many shards takes long (minutes for 16,384) and is never needed; small numbers that divide
+no model evenly are traced themselves, which is exact.
 """
 
 import math
@@ -18,27 +20,27 @@ from torchmuster.plan.memory.depth import DepthPlace, Level, Levels, Line
 from torchmuster.plan.record import CATEGORIES, Shape, TraceRecord
 from torchmuster.units import format_bytes
 
-SMALL, LARGE = 8, 64  # shards that are traced where there are more than the smaller number
-_WORTH_SAYING = 1.05  # so many times the model's own bytes in a gathered block
+SMALL, LARGE = 8, 64  # numbers of shards to trace if there are more than the smaller one
+_WORTH_SAYING = 1.05  # report from this ratio of a gathered block to its own bytes
 _GATHERED = CATEGORIES.index("collectives")
 _ITEM_BYTES = (2, 4)  # of what is gathered and reduced
 _UNIT_BYTES = min(_ITEM_BYTES)
-_MOST_AT_ONCE = 8  # times what lies outside of blocks can be there: gathered, being sent, reduced
+_MOST_AT_ONCE = 8  # most copies of parameters outside blocks: gathered, in transit, reduced
 
 
 def traced_degrees(shards: int) -> tuple[int, ...]:
-    """Return how many shards are traced to know the memory of ``shards``."""
-    uneven = shards & (shards - 1) != 0  # no power of two: it divides the rows of few models
+    """Return the numbers of shards to trace for the memory of ``shards``."""
+    uneven = shards & (shards - 1) != 0  # not a power of two: it divides the rows of few models
     return (shards,) if shards <= SMALL or (uneven and shards < LARGE) else (SMALL, LARGE)
 
 
 def shard_elements(shapes: Sequence[Shape], shards: int, *, blocks: int) -> int:
-    """Return how many elements a rank's shards have, of a model of so many blocks."""
+    """Return the elements of a rank's shards, for a model with ``blocks`` blocks."""
     return sum(times * _shard(shape, shards) for shape, times in with_times(shapes, blocks))
 
 
 def inflation(shapes: Sequence[Shape], shards: int) -> float:
-    """Return how many times its own size a gathered block takes, for the rows that are made up."""
+    """Return the ratio of a gathered block to its own size, caused by padding rows."""
     block = [shape for shape in shapes if shape.block is not None] or list(shapes)
     first = [shape for shape in block if shape.block == block[0].block]
     whole = sum(math.prod(shape.shape) for shape in first)
@@ -47,13 +49,13 @@ def inflation(shapes: Sequence[Shape], shards: int) -> float:
 
 def _shard(shape: Shape, shards: int) -> int:
     if not shape.shape:
-        return 1  # a single number is on every rank
+        return 1  # a scalar is on every rank
     rows, *rest = shape.shape
     return math.ceil(rows / shards) * math.prod(rest)
 
 
 def with_times(shapes: Sequence[Shape], blocks: int) -> list[tuple[Shape, int]]:
-    """Return each shape with how often the model has it: those of one block stand for all of them."""
+    """Return each shape with how often the model has it: one block represents all of them."""
     numbers = {shape.block for shape in shapes if shape.block is not None}
     if not numbers:
         return [(shape, 1) for shape in shapes]
@@ -70,7 +72,7 @@ def with_times(shapes: Sequence[Shape], blocks: int) -> list[tuple[Shape, int]]:
 def at_degree(
     small: Levels, large: Levels, record: TraceRecord, *, shards: int, blocks: int
 ) -> dict[DepthPlace, Level]:
-    """Return the levels with so many shards, from those with 8 and with 64."""
+    """Return the levels with ``shards`` shards, from those with 8 and with 64."""
     shapes = record.parameters
     few, many, wanted = (
         shard_elements(shapes, number, blocks=blocks) for number in (SMALL, LARGE, shards)
@@ -78,7 +80,7 @@ def at_degree(
     if few == many:
         return dict(small)
     line = Line(low=few, high=many)
-    nothing = line.between(small, large, 0)  # without what is in proportion to a rank's shards
+    nothing = line.between(small, large, 0)  # without the part proportional to a rank's shards
     padding = _Padding(
         shapes, shards, beyond=(wanted - few) / (many - few), at_0=few / (few - many)
     )
@@ -95,7 +97,7 @@ def _with_more(level: Level, gathered_bytes: float) -> Level:
 
 
 class _Padding:
-    """What made-up rows add to a line through 8 and 64 shards: for a block, and for what lies outside of blocks."""
+    """What padding rows add to the line through 8 and 64 shards: inside and outside blocks."""
 
     def __init__(self, shapes: Sequence[Shape], shards: int, *, beyond: float, at_0: float) -> None:
         first = min((one.block for one in shapes if one.block is not None), default=None)
@@ -109,9 +111,9 @@ class _Padding:
             self._more.append(_UNIT_BYTES * (true - low - (high - low) * beyond))
 
     def more_bytes(self, gathered: float) -> float:
-        """Return what is missing of so many gathered bytes.
+        """Return the padding to add to a number of gathered bytes.
 
-        They are so many times the one group and so many times the other; only one way to put them together fits.
+        The bytes are a sum of multiples of the two groups; only one combination matches.
         """
         outside, block = self._own
         ways = []
@@ -130,10 +132,10 @@ def _gathered(group: Iterable[Shape], shards: int) -> int:
 def shard_sizes(
     shapes: Sequence[Shape], traced: Sequence[int], *, shards: int
 ) -> dict[tuple[int, ...], int]:
-    """Return sizes with so many shards by those with each traced number of them.
+    """Return sizes with ``shards`` shards by the sizes with each traced number of shards.
 
-    They are those of parameters, of all of a block and of all outside of blocks: a rank's shards, and gathered. Where
-    several are alike with the traced numbers, it is their mean: they are there together.
+    They are the sizes of parameters, of a whole block and of everything outside blocks: sharded and
+    gathered. If several have equal traced sizes, their mean is used: they are live together.
     """
     numbers = (*traced, shards)
     groups = [[one] for one in shapes]
@@ -149,7 +151,7 @@ def shard_sizes(
 
 
 def degree_findings(record: TraceRecord, *, shards: int) -> list[Finding]:
-    """Say so where shards are so many that gathers carry rows that do not exist."""
+    """Report if there are so many shards that gathers carry padding rows."""
     times = inflation(record.parameters, shards)
     if times < _WORTH_SAYING:
         return []
@@ -163,25 +165,25 @@ def degree_findings(record: TraceRecord, *, shards: int) -> list[Finding]:
             name="shards-beyond-rows",
             status=Status.WARNING,
             what=f"with {shards} shards each gathered block takes {times:.2f} times its own size",
-            why=f"FSDP gives each rank whole rows, and some parameters have {rows} rows only: the rest is "
-            f"made up, gathered and reduced ({format_bytes(round(own * times))} for a block of "
-            f"{format_bytes(own)} in fp32)",
-            fix="hybrid sharding: copies that are sharded over fewer ranks each "
+            why=f"FSDP gives each rank whole rows, and some parameters have only {rows} rows: the "
+            "rest is padding, which is gathered and reduced "
+            f"({format_bytes(round(own * times))} for a block of {format_bytes(own)} in fp32)",
+            fix="use hybrid sharding, with fewer shards per copy "
             "(distributed.fsdp_sharding_strategy: hybrid_shard)",
         )
     ]
 
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
-OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1}  # of each trained parameter: two averages; a momentum
+OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1}  # per trained parameter: two moments; a momentum
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavingMemory:
     """Bytes of one save."""
 
-    checkpoint_bytes: int  # on the disk
-    host_bytes: int  # of one machine, while saving goes on beside the training
+    checkpoint_bytes: int  # on disk
+    host_bytes: int  # of one machine, during an async save
 
 
 def saving_memory(
@@ -192,7 +194,7 @@ def saving_memory(
     blocks: int,
     ranks_per_machine: int,
 ) -> SavingMemory:
-    """Return what a save of a model of so many blocks takes."""
+    """Return the bytes of a save of a model with ``blocks`` blocks."""
     whole = 0
     for shape, times in with_times(shapes, blocks):
         copies = 1 + (OPTIMIZER_COPIES[work.optimizer] if shape.trained else 0)

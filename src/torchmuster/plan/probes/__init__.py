@@ -1,1 +1,1 @@
-"""What needs torch: the trace of a training step, and real steps to compare it with."""
+"""The modules that need torch: the trace of a training step, and real steps to compare."""

@@ -1,6 +1,7 @@
-"""A rank of a trial: a few steps with micro-batches of one size, and whether memory was enough for them.
+"""A rank of a trial: run a few steps with one micro-batch size and report whether they fit.
 
-Started by ``plan/proof/trials.py`` as ``python -m torchmuster.plan.probes.batch_trial REQUEST ANSWERS``.
+``plan/proof/trials.py`` starts it as
+``python -m torchmuster.plan.probes.batch_trial REQUEST ANSWERS``.
 """
 
 import sys
@@ -25,13 +26,13 @@ from torchmuster.train.torch_private import TorchDispatchMode
 from torchmuster.train.world import World, join_world
 from torchmuster.units import format_bytes
 
-# A collective is over for who waits for it before gloo's threads have let go of what they sent. That is less than
-# a millisecond, on a machine that has one for them.
+# A collective returns before gloo's threads have freed their send buffers. They need less than a
+# millisecond if a core is free.
 _LET_GO_WITHIN_S = 2.0
 
 
 class Limited(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every storage that an operation makes, until it is given back."""
+    """Track every storage that an operation creates until it is freed."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,7 +68,7 @@ class Limited(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused -= 1
 
     def see(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage with the size it has now; more than the limit is refused."""
+        """Count a storage with its current size; raise if the limit is exceeded."""
         key, size = storage_id(storage), storage.nbytes()
         if key not in self._sizes:
             weakref.finalize(storage, self._forget, key)
@@ -83,7 +84,7 @@ class Limited(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _has_room(self, limit_bytes: int) -> bool:
-        """Say whether all that lives fits; what other threads are about to give back is waited for."""
+        """Return whether all live storages fit, after other threads had time to free theirs."""
         until_s = time.monotonic() + _LET_GO_WITHIN_S
         while self.live_bytes > limit_bytes:
             if time.monotonic() > until_s:
@@ -92,48 +93,48 @@ class Limited(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def _forget(self, key: int) -> None:
-        # In two lines: other threads forget, too, and no call may come between reading the sum and writing it.
+        # In two lines: other threads also do this, and no call may come between read and write.
         size = self._sizes.pop(key, 0)
         self.live_bytes -= size
 
 
 @contextmanager
 def limited(limit_bytes: int | None) -> Iterator[Limited]:
-    """Let tensors made inside the ``with`` take no more than this; None only counts."""
+    """Limit the memory of tensors created inside the ``with``; None only counts."""
     followed = Limited(limit_bytes)
     resize = torch.UntypedStorage.resize_
 
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP gives memory back by this
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees memory with this
         result = resize(storage, size)
         followed.see(storage)
         return result
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
     try:
-        # DTensor works out shapes on tensors of the whole model's size, which take no memory.
+        # DTensor computes shapes on full-size tensors, which take no memory.
         with paused_in_sharding_propagation(followed.pause, followed.go_on), followed:
             yield followed
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-# The optimiser's states are there after the first, and ddp has cut its buckets anew after the second.
+# The optimiser's states exist after the first step, and ddp rebuilds its buckets in the second.
 STEPS = 3
 
 
 def main(request: str, answers: str) -> None:
-    """Be a rank of a trial: leave an answer in a folder, and fail where memory runs out."""
+    """Run as a rank of a trial: write the answer into a folder, and exit if memory runs out."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=TrialRequest)
     with join_world(asked.device) as world:
         answer = try_batch(asked, world)
         leave_answer(answers, world.global_rank, msgspec.json.encode(answer).decode())
         if answer.ran_out:
-            # The others wait in a collective for this rank: its end makes the launcher end them.
+            # The others wait in a collective: the launcher stops them when this rank exits.
             sys.exit(f"rank {answer.rank} ran out of memory: {answer.words}")
 
 
 def try_batch(asked: TrialRequest, world: World) -> RankTrial:
-    """Train a few steps, and say how it went."""
+    """Train a few steps and return the result."""
     rank = world.global_rank
     limit = asked.limits_bytes[rank] if asked.limits_bytes is not None else None
     on_cpu = world.device.type == "cpu"

@@ -1,6 +1,6 @@
-"""The parts of a training put together from plain values, as ``muster train`` puts them together from settings.
+"""Build a training from plain values, as ``muster train`` builds it from settings.
 
-They serve real steps, and imagined ones (``imagined_world.py``), in which no tensor has memory.
+Used for real steps, and for traced steps without memory (``fake_process_group.py``).
 """
 
 import contextlib
@@ -35,14 +35,14 @@ from torchmuster.train.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Depth:
-    """How many repeated layers a model has, and whether one stands for all."""
+    """The number of repeated layers of a model, and whether they are all alike."""
 
     blocks: int
     alike: bool  # of one class, in one list, with parameters of the same shapes
 
 
 def depth_of(model: nn.Module) -> Depth:
-    """Look at a model's repeated layers."""
+    """Return the depth of a model from its repeated layers."""
     blocks = repeated_blocks(model)
     alike = (
         bool(blocks)
@@ -53,7 +53,7 @@ def depth_of(model: nn.Module) -> Depth:
 
 
 def cut(model: nn.Module, blocks: int) -> None:
-    """Keep the first so many repeated layers, in place; a model whose layers differ is left whole."""
+    """Keep the first ``blocks`` repeated layers, in place; unchanged if the layers differ."""
     found = repeated_blocks(model)
     holder = _list_of(model, found)
     if holder is None or not depth_of(model).alike or blocks >= len(found):
@@ -63,14 +63,14 @@ def cut(model: nn.Module, blocks: int) -> None:
     for place in reversed([at for at, one in enumerate(holder) if id(one) in left_out]):
         del holder[place]
     if list(map(id, repeated_blocks(model))) != list(map(id, found[:blocks])):
-        # Beside so few layers, others look like the repeated ones, and would be sharded instead.
+        # With so few layers, others look like the repeated ones, and would be sharded instead.
         put_children(holder, before)
 
 
 def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
-    """Return a copy of a model with its first so many repeated layers; None: with all of them.
+    """Return a copy of a model with its first ``blocks`` repeated layers; None: with all.
 
-    The rest is not copied, and the model itself is as it was.
+    The other layers are not copied, and the model itself is unchanged.
     """
     holder = _list_of(model, repeated_blocks(model))
     if blocks is None or holder is None:
@@ -84,7 +84,7 @@ def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
 
 
 def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Sequential | None:
-    """Return the one list that holds all of the blocks."""
+    """Return the module list that holds all blocks."""
     wanted = {id(one) for one in blocks}
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and wanted <= set(map(id, module)):
@@ -100,24 +100,24 @@ def _look_build_step(block: nn.Module) -> tuple[object, ...]:
     return (type(block), *parameters)
 
 
-# Any will do: nothing of what is planned depends on them.
+# Arbitrary values: the plan does not depend on them.
 _LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltStep:
-    """A training that can make steps."""
+    """A training that can run steps."""
 
     work: Work
     candidate: Candidate
     world: World
-    model: nn.Module  # as it is called: spread over the ranks
+    model: nn.Module  # wrapped by the strategy
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     update: TrainStep
     loss: losses.Loss
     precision: Precision
-    blocks: tuple[nn.Module, ...]  # the repeated layers that it has
+    blocks: tuple[nn.Module, ...]  # its repeated layers
     depth: Depth  # of the whole model
     parameter_count: int  # of the whole model
     trained_count: int
@@ -130,11 +130,11 @@ class BuiltStep:
                 self._numbers[id(module)] = number
 
     def block_of(self, module: nn.Module) -> int | None:
-        """Return the number of the repeated layer that a module is part of; None outside of them."""
+        """Return the number of the repeated layer that contains a module; None outside them."""
         return self._numbers.get(id(module))
 
     def step(self, number: int = 0) -> Step:
-        """Return a step with batches of the right shapes, which are made one by one as a loader does."""
+        """Return a step with batches of the right shapes, created one by one as by a loader."""
         candidate = self.candidate
         return Step(
             epoch=0,
@@ -164,7 +164,7 @@ class BuiltStep:
         return result if isinstance(result, tuple) else (result, None)
 
     def train(self, number: int = 0) -> StepResult:
-        """Make one whole step."""
+        """Run one whole step."""
         for micro in self.update.accumulate(self.step(number)):
             loss, count = self.loss_of(micro.batch)
             self.update.backward(loss, count)
@@ -174,9 +174,9 @@ class BuiltStep:
 def build_step(
     work: Work, candidate: Candidate, world: World, *, blocks: int | None = None
 ) -> BuiltStep:
-    """Put a training together; with ``blocks`` the model has so many repeated layers instead of all.
+    """Build a training; ``blocks`` limits the number of repeated layers.
 
-    Weights are drawn, never read from files: no size depends on them.
+    Weights are random, never read from files: no size depends on them.
     """
     with contextlib.chdir(work.folder):
         return _build(work, candidate, world, blocks)
@@ -223,16 +223,16 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
 
 
 def sharding_of(candidate: Candidate) -> Sharding | None:
-    """Return what a candidate asks of fsdp; None for other strategies."""
+    """Return the fsdp options of a candidate; None for other strategies."""
     if candidate.strategy != "fsdp":
         return None
     layout = candidate.layout
     if layout.copies > 1:
         if not candidate.reshard:
             raise Impossible(
-                "asked for copies of shards that stay whole between forward and backward",
-                why="hybrid_shard gives blocks back after the forward, shard_grad_op has one copy",
-                fix="leave one of the two out",
+                "hybrid_shard and shard_grad_op cannot be combined",
+                why="hybrid_shard frees blocks after the forward, shard_grad_op has one copy",
+                fix="use only one of the two",
             )
         return Sharding(
             kind="hybrid_shard", shard_size=layout.shards, cpu_offload=candidate.cpu_offload
@@ -242,7 +242,7 @@ def sharding_of(candidate: Candidate) -> Sharding | None:
 
 
 class _Counts(NamedTuple):
-    """How many numbers a whole model has."""
+    """The parameter counts of a whole model."""
 
     parameters: int
     trained: int
@@ -251,13 +251,13 @@ class _Counts(NamedTuple):
 def _build_step_model(
     work: Work, candidate: Candidate, world: World, blocks: int | None
 ) -> tuple[nn.Module, Depth, _Counts]:
-    """Return a model without memory, with so many repeated layers, and what the whole one is like."""
+    """Return a model without memory with ``blocks`` repeated layers, and counts of the whole."""
     recipe = _recipe(work)
     if recipe.files is not None and world.backend == "fake":
         config = (recipe.files.folder / "config.json").read_bytes()
         whole, depth, counts = _of_transformers(recipe, Path.cwd(), config)
         model = copied_with(whole, blocks)
-    else:  # a model of the user's own may have functions that know its modules, and a copy would have the same
+    else:  # a custom model may have closures over its modules, which a copy would share
 
         def make() -> nn.Module:
             return recipe.sketch().value
@@ -277,9 +277,9 @@ def _build_step_model(
 def _of_transformers(
     recipe: ModelRecipe, folder: Path, config: bytes
 ) -> tuple[nn.Module, Depth, _Counts]:
-    """Return a whole model, which is kept: a process traces the same one many times, and copies a few layers of it.
+    """Return a whole model, cached: a process traces it many times, with copies of a few layers.
 
-    ``folder`` and ``config`` are what else the model depends on.
+    ``folder`` and ``config`` are the other inputs of the model.
     """
     model = build_on_meta(lambda: recipe.sketch().value)
     return model, depth_of(model), _counts(model)
@@ -320,9 +320,9 @@ def _sample_of(work: Work, model: nn.Module) -> Callable[[], Any]:
         return lambda: first
     if work.sequence_length is None:
         raise Impossible(
-            "nothing says what a batch looks like",
-            why="neither a dataset nor a length of rows of text is given",
-            fix="give data.dataset (module:function), or data.sequence_length for rows of text",
+            "the shape of a batch is unknown",
+            why="neither a dataset nor a sequence length is given",
+            fix="set data.dataset (module:function), or data.sequence_length for rows of text",
         )
     return _rows_of_text(work, work.sequence_length, _vocabulary(model))
 
@@ -333,7 +333,7 @@ def _rows_of_text(
     def row() -> dict[str, torch.Tensor]:
         tokens = torch.randint(vocabulary, (length,))
         made = {"input_ids": tokens, "labels": tokens}
-        if work.packed:  # two documents, each of which begins at position 0
+        if work.packed:  # two documents, each starting at position 0
             half = length // 2
             made["position_ids"] = torch.cat([torch.arange(half), torch.arange(length - half)])
         return made
@@ -349,7 +349,7 @@ def _vocabulary(model: nn.Module) -> int:
         if isinstance(module, nn.Embedding):
             return module.num_embeddings
     raise Impossible(
-        "the model has no embedding of tokens, and rows of text are all that is known of the data",
-        why="a length of rows was given and no dataset",
-        fix="give data.dataset (module:function): its first sample shows what a batch looks like",
+        "the model has no token embedding, so it cannot be planned with rows of text",
+        why="a sequence length was given and no dataset",
+        fix="set data.dataset (module:function): the shape of its first sample is used",
     )

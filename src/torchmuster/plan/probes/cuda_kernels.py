@@ -1,7 +1,7 @@
-"""What CUDA computes otherwise than the CPU, and so takes other room for: norms, attention, optimisers.
+"""Replace CPU operations by CUDA's variants, which need other memory: norms, attention, optimisers.
 
-The trace itself runs on tensors of the CPU, which need no CUDA. Sizes here are what was read in torch's sources; none was
-measured on a card.
+The trace runs on CPU tensors, without CUDA. The sizes here come from torch's sources; none was
+measured on a GPU.
 """
 
 import math
@@ -13,12 +13,12 @@ import torch
 from torch.nn import functional
 
 _HALVES = (torch.float16, torch.bfloat16)
-_ROUNDED = 128  # flash attention computes so many places of a row at once
+_ROUNDED = 128  # positions of a row that flash attention computes at once
 
 
 @contextmanager
 def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
-    """Compute with one operation inside the ``with`` what CUDA does so; nothing changes for the CPU."""
+    """Use single fused operations inside the ``with`` where CUDA does; no change for the CPU."""
     if kernels == "cpu":
         yield
         return
@@ -31,7 +31,7 @@ def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
         eps: float | None = None,
     ) -> torch.Tensor:
         if weight is not None and weight.dtype is not given.dtype:
-            return before(given, normalized_shape, weight, eps)  # there is no such kernel for these
+            return before(given, normalized_shape, weight, eps)  # there is no fused kernel here
         result: torch.Tensor = _FusedRmsNorm.apply(given, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
         return result
 
@@ -46,8 +46,8 @@ def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
         *rest: Any,
         **named: Any,
     ) -> torch.Tensor:
-        # CUDA's kernels drop what they drop themselves, and keep a seed; the CPU's has no dropout, and what is
-        # computed instead keeps a number for each pair of tokens.
+        # CUDA's kernels apply dropout themselves and keep a seed; the CPU kernel has no dropout,
+        # and its replacement keeps a number for each pair of tokens.
         return attention(query, key, value, attn_mask, 0.0, *rest, **named)
 
     def dropout_in_one(
@@ -73,14 +73,14 @@ def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
 
 
 def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimiser work on all parameters at once, which is torch's choice on CUDA and not on the CPU."""
+    """Set an optimiser to ``foreach``, which is torch's default on CUDA but not on the CPU."""
     for group in optimizer.param_groups:
         if "foreach" in group and not group.get("fused"):
             group["foreach"] = True
 
 
 def room_of_attention_backward(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return what flash attention's backward takes for its time: sums in float32, and keys for every head."""
+    """Return the temporary memory of flash attention's backward: float32 sums, keys per head."""
     batch, heads, length, size = query.shape
     if query.dtype not in _HALVES:
         return 0
@@ -93,13 +93,13 @@ def room_of_attention_backward(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """The room of the fused kernel: it keeps its input and one number for each row. Values are not computed."""
+    """The memory of the fused kernel: its input and one number per row. Values are not computed."""
 
     @staticmethod
     def forward(
         ctx: Any, given: torch.Tensor, dimensions: int, weight: torch.Tensor | None
     ) -> torch.Tensor:
-        """Make the result, and keep what the backward needs."""
+        """Create the result, and keep what the backward needs."""
         rows = given.shape[: given.ndim - dimensions]
         scale = torch.zeros(rows, dtype=torch.float32, device=given.device)
         ctx.save_for_backward(given, weight, scale)
@@ -109,7 +109,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Make the gradients."""
+        """Create the gradients."""
         _, weight, _ = ctx.saved_tensors
         of_weight = None
         if weight is not None and ctx.needs_input_grad[2]:

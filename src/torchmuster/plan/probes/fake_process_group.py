@@ -1,7 +1,7 @@
-"""A world of any number of ranks in one process, in which no tensor has memory and no message is sent.
+"""A fake process group of any size in one process, without tensor memory and communication.
 
-The code of ``train/`` runs in it as it is. What cannot (it reads values, or waits for others) is replaced here for
-the time of the ``with``.
+The code of ``train/`` runs in it unchanged. Code that reads values or waits for other ranks is
+replaced while the ``with`` is active.
 """
 
 import sys
@@ -26,19 +26,19 @@ from torchmuster.train.strategies import ddp, fsdp, single
 from torchmuster.train.strategies import strategy as gradients
 from torchmuster.train.world import World
 
-NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, over so many ranks
+NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, number of ranks
 
 
 @contextmanager
 def fake_process_group(
     ranks: int, *, ranks_per_machine: int, reduced: NoteReduction
 ) -> Iterator[World]:
-    """Be rank 0 of so many; ``reduced`` hears of the reductions that DDP would ask for."""
+    """Act as rank 0 of ``ranks``; ``reduced`` receives the reductions that DDP would start."""
     if dist.is_initialized():
         raise MusterError(
-            "a training cannot be imagined in a process that has joined a real one",
-            why="torch has one default process group",
-            fix="plan in a process of its own",
+            "a training cannot be traced in a process that has joined a process group",
+            why="torch has only one default process group",
+            fix="plan in a separate process",
         )
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
@@ -80,7 +80,7 @@ def _replaced(holder: Any, name: str, by: Any) -> Iterator[None]:
 
 
 class _Silent:
-    """DDP's logger, which would ask for times."""
+    """Replacement of DDP's logger, which would query times."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
@@ -89,9 +89,9 @@ class _Silent:
 def _ddp_that_tells(reduced: NoteReduction, ranks: int) -> type[DistributedDataParallel]:
     class ImaginedDdp(DistributedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs["init_sync"] = False  # nobody has other values
+            kwargs["init_sync"] = False  # no other rank has values
             super().__init__(*args, **kwargs)
-            # Without one, the reducer waits for the work of a collective, which does not come.
+            # Without a hook, the reducer waits for a collective that never completes.
             self.register_comm_hook(None, self._complete)
             self.reducer: Any = ReducerWithFixedBuckets(self.reducer)
             self.logger: Any = _Silent()
@@ -111,7 +111,7 @@ def _ddp_that_tells(reduced: NoteReduction, ranks: int) -> type[DistributedDataP
 
 
 def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Meshes compute with small tensors of ranks, whose values matter."""
+    """Run on real tensors: device meshes compute with the values of small rank tensors."""
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         with with_memory():
@@ -122,7 +122,7 @@ def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def values_matter(world: World) -> Iterator[None]:
-    """Let tensors have memory inside the ``with``, also in an imagined world: a model's code may read them."""
+    """Give tensors memory inside the ``with``, also in a trace: a model's code may read them."""
     if world.backend != "fake":
         yield
         return
@@ -131,10 +131,10 @@ def values_matter(world: World) -> Iterator[None]:
 
 
 def forget_values(model: nn.Module, world: World) -> None:
-    """Give a model fake tensors, which have no memory; in a real world nothing changes."""
+    """Give a model fake tensors without memory; unchanged outside a trace."""
     if world.backend != "fake":
         return
-    without: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what is tied stays so
+    without: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied parameters stay tied
     for module in model.modules():
         for holder in parameters_and_buffers(module):
             for name, one in holder.items():
@@ -150,9 +150,9 @@ def forget_values(model: nn.Module, world: World) -> None:
 
 @contextmanager
 def masks_of_real_runs(*, packed: bool) -> Iterator[None]:
-    """Let transformers build the masks of a real run; for tensors without values it builds all it could need.
+    """Make transformers build the masks of a real run; without values it builds all possible ones.
 
-    To be entered once the model is built: only then is it known whether transformers is in use.
+    Enter after the model is built: only then is it known whether transformers is in use.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None or packed:
@@ -164,7 +164,7 @@ def masks_of_real_runs(*, packed: bool) -> Iterator[None]:
 
 @contextmanager
 def _nothing_cached() -> Iterator[None]:
-    """Keep tensors of one world out of another: some are kept from step to step."""
+    """Clear cached tensors, so that those of one trace do not reach another."""
     cached = (gradients._marks, gradients._one)
     for function in cached:
         function.cache_clear()

@@ -1,7 +1,7 @@
-"""Follows every storage of a training from when it is made until it is given back, and every operation.
+"""Record every storage of a training from creation to release, and every operation.
 
-What is written down is plain: numbers of storages, sizes, stages. What it means is worked out afterwards
-(``summing.py``), when it is known what each storage became.
+The log is plain: numbers of storages, sizes, stages. ``peak_accounting.py`` evaluates it
+afterwards, when the role of each storage is known.
 """
 
 import weakref
@@ -41,7 +41,7 @@ _aten = torch.ops.aten
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees all operations inside the ``with`` :meth:`followed`."""
+    """Record all operations inside the ``with`` :meth:`followed`."""
 
     def __init__(
         self,
@@ -49,46 +49,47 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         answer: Callable[[Stage], float | None],
         on_host: bool,
     ) -> None:
-        """Begin with nothing known.
+        """Start with an empty log.
 
-        ``answer`` stands for the value of a tensor that is read in a stage; None: it cannot be known there.
-        ``on_host``: ranks compute on CPUs and talk over gloo, which takes memory of the same kind: a copy of
-        what is scattered or gathered, and the states of random numbers that recomputing keeps.
+        ``answer`` supplies the value of a tensor that is read in a stage; None: it is unknown
+        there. ``on_host``: ranks compute on CPUs and communicate over gloo, which uses the same
+        memory: a copy of scattered or gathered tensors, and the random states that recomputing
+        keeps.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = AllocationLog()
         self.stages = Stages(self.log.events.append)
         self._answer = answer
         self._on_host = on_host
-        self._numbers: dict[int, int] = {}  # by a storage's address, while it lives
+        self._numbers: dict[int, int] = {}  # by a storage's address, while it is live
         self._sizes: dict[int, int] = {}
-        self._made_by: dict[int, int | None] = {}  # the backward of which operation
+        self._made_by: dict[int, int | None] = {}  # the operation whose backward created it
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._added_to: tuple[int | None, int] = (
             None,
             0,
-        )  # a gradient, and where in the log its sum came
+        )  # a gradient, and the position of its sum in the log
         self._paused = 0
-        self._first = 0  # number of the first storage that was made in a step
-        self.lost_in = ""  # the module that could not be followed
+        self._first = 0  # number of the first storage that was created in a step
+        self.lost_in = ""  # the module that could not be traced
         self.copies_group: str | None = (
             None  # name of the group over the copies, in hybrid sharding
         )
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow all that is computed inside the ``with``."""
+        """Record all operations inside the ``with``."""
         self._first = len(self.log.storages)
         resize, random_state = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def kept() -> torch.Tensor:
-            state = random_state()  # made in C++, where no mode sees it
+            state = random_state()  # created in C++, where no mode sees it
             if self._on_host:
                 self._see_tensor(state, "get_rng_state")
             return state
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)  # FSDP gives blocks back by this
+            result = resize(storage, size)  # FSDP frees blocks with this
             number = self.see(storage, "resize_")
             self.log.storages[number].collective = True
             return result
@@ -103,11 +104,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.get_rng_state = random_state
 
     def pause(self) -> None:
-        """See nothing until :meth:`go_on`."""
+        """Record nothing until :meth:`go_on`."""
         self._paused += 1
 
     def go_on(self) -> None:
-        """See again."""
+        """Record again."""
         self._paused -= 1
 
     def __torch_dispatch__(
@@ -119,7 +120,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # its local tensors come by again
+            return NotImplemented  # its local tensors are dispatched again
         if func is READ_VALUE and not self._paused:
             answer = self._answer(self.stages.now)
             if answer is not None:
@@ -127,11 +128,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._paused:
             return func(*args, **kwargs)
         self._added_to = None, 0
-        if func is torch.ops.prim.device.default:  # asked more often than anything is computed
+        if func is torch.ops.prim.device.default:  # the most frequent call
             self._see_tensor(args[0], "")
             return func(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
-        for one in given:  # what C++ made without telling
+        for one in given:  # storages created in C++, which no mode sees
             self._see_tensor(one, "")
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs, given)
@@ -144,7 +145,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except CANNOT_FOLLOW:
             self.lost_in = (
                 self.lost_in or self.stages.module
-            )  # hooks leave the module before it is told
+            )  # hooks leave the module before it is recorded
             raise
         result = with_kept_statistics(func, args, result, on_host=self._on_host)
         if func is _aten.add.Tensor and self._adds_gradients(*args[:2]):
@@ -179,10 +180,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _adds_gradients(self, first: Any, second: Any) -> bool:
-        """Say whether a backward adds up what several operations gave for one tensor, and may do so in place.
+        """Return whether a backward adds up several gradients of one tensor, possibly in place.
 
-        What an operation itself adds to is made by it, or kept until it has ended. A view, such as the gradient of a
-        matrix that was transposed, holds on to what it is a view of, so that torch adds it up in a new tensor.
+        An operation's own operand is created by it, or kept until it has finished. A view, such as
+        the gradient of a transposed matrix, keeps its base alive, so torch adds in a new tensor.
         """
         if torch.is_grad_enabled() or not computing_backward() or base_of(first) is not first:
             return False
@@ -194,7 +195,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._made_by.get(numbers[0]) != backward_under_way()
 
     def _is_recomputing(self) -> bool:
-        # A backward records no gradients; a forward that is computed again in it does.
+        # A backward runs without gradients; a forward that is recomputed in it runs with them.
         return torch.is_grad_enabled() and computing_backward()
 
     def _collective(
@@ -219,7 +220,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _take_for_a_moment(self, size_bytes: int, operation: str) -> int:
-        """Note memory that an operation takes and gives back by itself."""
+        """Record memory that an operation allocates and frees itself."""
         number = len(self.log.storages)
         self.log.storages.append(Storage(made_in=self.stages.now))
         self._note_size(number, size_bytes, operation)
@@ -227,13 +228,13 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _is_new(self, number: int | None) -> bool:
-        """Say whether a storage was made in a step, and is none of the model's."""
+        """Return whether a storage was created in a step and does not belong to the model."""
         return number is not None and number >= self._first
 
     def note_collective(
         self, kind: Any, whole: torch.Tensor, ranks: int, group_name: str | None = None
     ) -> None:
-        """Write down that a collective begins."""
+        """Record the start of a collective."""
         self.log.events.append(
             TracedCollective(
                 kind=kind,
@@ -259,7 +260,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.see(local.untyped_storage(), operation)
 
     def see(self, storage: torch.UntypedStorage, operation: str) -> int:
-        """Note a storage with the size that it has now; return its number."""
+        """Record a storage with its current size; return its number."""
         key = storage_id(storage)
         number = self._numbers.get(key)
         if number is None:
@@ -275,7 +276,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage; None if it was never seen."""
+        """Return the number of a tensor's storage; None if it was never recorded."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return self._numbers.get(storage_id(local.untyped_storage()))
 
@@ -290,8 +291,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._sizes.pop(number, 0):
             return
         added_to, summed_at = self._added_to
-        # A gradient that nobody else has is added to where it lies. Where a mode looks on, torch makes a new tensor
-        # instead, after which the old one is gone at once.
+        # torch adds to an unshared gradient in place. With an active dispatch mode it creates a new
+        # tensor instead, and frees the old one at once.
         place = summed_at if number == added_to else len(self.log.events)
         self.log.events.insert(place, Sized(number, 0, "", ""))
 
@@ -315,7 +316,7 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
         if isinstance(one, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(one)
-            except RuntimeError:  # a reduction's kind is such an object too
+            except RuntimeError:  # the reduction op is also such an object
                 continue
     return None
 
@@ -332,16 +333,16 @@ def _live_storage_dtype(tensors: list[torch.Tensor]) -> str:
 
 @contextmanager
 def named_refusals(seen: LiveStorages) -> Iterator[None]:
-    """Refuse by name what a model does that cannot be followed without values."""
+    """Raise an error that names the operation that cannot be traced without values."""
     try:
         yield
     except CANNOT_FOLLOW as error:
-        where = f"in {seen.lost_in}" if seen.lost_in else "outside of its modules"
+        where = f"in {seen.lost_in}" if seen.lost_in else "outside its modules"
         raise Impossible(
-            f"this model cannot be followed without values: {where}, {seen.stages.now.phase}",
-            why=f"{_operation(error)} depends on what is in a tensor, or torch cannot tell what comes out",
-            fix="plan with an estimate, which has a wider band; or keep .item(), nonzero() and the like out "
-            "of the forward",
+            f"this model cannot be traced without values: {where}, {seen.stages.now.phase}",
+            why=f"{_operation(error)} depends on tensor values, or its output shape is unknown",
+            fix="plan with an estimate, which has a wider band; or remove .item(), nonzero() and "
+            "similar calls from the forward",
         ) from error
 
 
@@ -355,10 +356,10 @@ def _operation(error: BaseException) -> str:
 
 
 class Taken(NamedTuple):
-    """What tensors take."""
+    """The memory of tensors."""
 
     live_bytes: int  # now
-    peak_bytes: int  # at most since the last look
+    peak_bytes: int  # since the last reading
 
 
 Look: TypeAlias = Callable[[], Taken]
@@ -366,10 +367,10 @@ Look: TypeAlias = Callable[[], Taken]
 
 @contextmanager
 def tensor_memory(device: torch.device) -> Iterator[Look]:
-    """Yield what says how much tensors take of the device.
+    """Yield a function that returns the device memory of tensors.
 
-    An accelerator's allocator counts by itself. On the CPU every storage that is made or used inside the ``with`` is
-    followed, which slows everything down.
+    An accelerator's allocator has counters. On the CPU every storage that is created or used inside
+    the ``with`` is tracked, which is slow.
     """
     if device.type != "cpu":
         yield lambda: _of_accelerator(device)
@@ -390,7 +391,7 @@ def _of_accelerator(device: torch.device) -> Taken:
 
 
 class _OfHost:
-    """Adds up what the log of storages says, from look to look."""
+    """Sum up the log of storages between readings."""
 
     def __init__(self, seen: LiveStorages) -> None:
         self._seen = seen
@@ -398,7 +399,7 @@ class _OfHost:
         self._begin = 0
 
     def look(self) -> Taken:
-        """Bring what lives up to date with the log."""
+        """Update the live bytes from the log."""
         total = peak = sum(self._sizes.values())
         events = self._seen.log.events
         end = len(events)

@@ -1,4 +1,4 @@
-"""What an operation computes and moves: from its arguments and results, without their values."""
+"""Flops, bytes and workspace of an operation, from its arguments and results without values."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -26,11 +26,11 @@ from torchmuster.plan.torch_private import (
 def with_kept_statistics(
     operation: Any, args: tuple[Any, ...], result: Any, *, on_host: bool
 ) -> Any:
-    """Return the result of an operation with statistics as a real one has them; what has them so stays as it is.
+    """Return the result of an operation with the statistics' dtype of a real run.
 
-    CUDA keeps them in 32 bits. A CPU does if weights, or else running means, are of another type than the
-    input. The rule for tensors without memory says the input's type always, and what is computed with that in
-    the backward fails.
+    CUDA keeps them in 32 bits. A CPU does so if the weights, or else the running means, have
+    another dtype than the input. The rule for tensors without memory always uses the input's dtype,
+    with which the backward fails.
     """
     if operation not in BATCH_NORM:
         return result
@@ -42,10 +42,10 @@ def with_kept_statistics(
     return output, mean.float(), deviation.float()
 
 
-# What torch's own FlopCounterMode counts by; that one looks at whole runs, not at stretches.
+# The formulas of torch's FlopCounterMode, which counts whole runs, not sections.
 
 
-# They only make room, or look at what is there in another way.
+# They only allocate, or return a view.
 _MOVE_NOTHING = frozenset(
     [
         "empty",
@@ -57,19 +57,19 @@ _MOVE_NOTHING = frozenset(
         *MOVE_NOTHING,
     ]
 )
-# They read as much as their first result has, of something larger; FSDP's also returns all that its result is a part of.
+# They read only as much as their first result has; FSDP's also returns the whole buffer.
 _COPY_A_PART = frozenset(["embedding", "index", "index_select", "gather", "all_gather_copy_in"])
-# They read one number of a row of logits; backwards they make rows of zeros with one number, and read none.
+# They read one number per row of logits; their backward writes rows of zeros with one number.
 _READ_ONE_OF_A_ROW = frozenset(["nll_loss_forward", "nll_loss2d_forward"])
 _FILL = frozenset(["nll_loss_backward", "nll_loss2d_backward"])
-# In place, but what was there before is not looked at.
+# In place, without reading the previous content.
 _OVERWRITE = frozenset(["zero_", "fill_", "copy_", *OVERWRITE])
 
 
 def tensors_in(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors among an operation's arguments, and in lists there.
+    """Return the tensors among an operation's arguments, also in lists.
 
-    torch's own walk through trees knows far more than operations take, and was a tenth of a trace.
+    torch's pytree handles far more types than operations use, and took 10 % of a trace.
     """
     found: list[torch.Tensor] = []
     for one in arguments:
@@ -88,7 +88,7 @@ def moved_bytes_of(
     given: list[torch.Tensor],
     made: list[torch.Tensor],
 ) -> int:
-    """Return the bytes that an operation reads and writes; nothing for views and questions.
+    """Return the bytes that an operation reads and writes; 0 for views and queries.
 
     ``given`` and ``made`` are the tensors in its arguments and in its result.
     """
@@ -105,7 +105,7 @@ def moved_bytes_of(
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    """Return the bytes of tensors, each once; what is repeated without a copy has no more than its storage."""
+    """Return the bytes of tensors, each once; an expanded tensor counts at most its storage."""
     once = {id(one): one for one in tensors}.values()
     return sum(min(one.numel() * one.itemsize, one.untyped_storage().nbytes()) for one in once)
 
@@ -113,7 +113,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 def _read_operations(
     func: Any, given: list[torch.Tensor], written: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return what an operation looks at of what it is given."""
+    """Return the arguments that an operation reads."""
     name = func.overloadpacket.__name__
     if name in _FILL or name.endswith("_like") or name.startswith("new_"):
         return []  # only the shape
@@ -127,7 +127,7 @@ def _read_operations(
 def _operations_written(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Return the tensors that an operation without a result writes, as its schema says."""
+    """Return the tensors that an operation without a result writes, by its schema."""
     arguments = arguments_of(func)
     by_name = {one.name: value for one, value in zip(arguments, args, strict=False)} | kwargs
     changed = [one.name for one in arguments if one.alias_info and one.alias_info.is_write]
@@ -135,7 +135,7 @@ def _operations_written(
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the multiplications and additions of matrix products, as torch's own counter has them."""
+    """Return the flops of matrix products, as torch's counter does."""
     if func is ATTENTION:
         return int(sdpa_flop_count(*(one.shape for one in args[:3])))  # type: ignore[no-untyped-call]
     if func is ATTENTION_BACKWARD:
@@ -146,7 +146,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 _aten = torch.ops.aten
-# How many of their first tensors have the samples as their first dimension.
+# The number of their first tensors that have the samples as first dimension.
 _BY_SAMPLES = {
     _aten.convolution.default: 1,
     _aten.convolution_backward.default: 2,
@@ -155,7 +155,7 @@ _BY_SAMPLES = {
     ATTENTION: 4,
     ATTENTION_BACKWARD: 7,
 }
-# The place of the matrix that may be copied.
+# The position of the matrix that may be copied.
 _PRODUCTS = {
     _aten.mm.default: 1,
     _aten.bmm.default: 1,
@@ -164,7 +164,7 @@ _PRODUCTS = {
 }
 _POINTWISE = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
 _HALVES = (torch.float16, torch.bfloat16)
-# What takes more memory or time than this is computed with fewer samples, or not at all.
+# Operations with more memory or time than this are run with fewer samples, or not at all.
 _LARGEST_BYTES = 2**27
 _MOST_FLOPS = 2**34
 _measured: dict[str, int] = {}
@@ -173,7 +173,7 @@ _measured: dict[str, int] = {}
 def workspace_bytes(
     operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, flops: int, made: Any
 ) -> int:
-    """Return the most that an operation takes beside what it is given and returns (``made``)."""
+    """Return the peak memory of an operation besides its arguments and results (``made``)."""
     if operation in _POINTWISE:
         return _cast_bytes(args, made)
     if operation in _PRODUCTS:
@@ -189,7 +189,7 @@ def workspace_bytes(
 
 
 def _cast_bytes(args: tuple[Any, ...], made: torch.Tensor) -> int:
-    """Return the room for what is first brought to the type of the result."""
+    """Return the memory for arguments that are first cast to the dtype of the result."""
     others = (
         one
         for one in args
@@ -199,7 +199,7 @@ def _cast_bytes(args: tuple[Any, ...], made: torch.Tensor) -> int:
 
 
 def _share_to_compute(args: tuple[Any, ...], flops: int) -> float:
-    """Return how much of an operation may be computed for real; 1: all of it."""
+    """Return the share of an operation that may be run for real; 1: all of it."""
     size = sum(
         one.numel() * one.itemsize for one in tree_leaves(args) if isinstance(one, torch.Tensor)
     )
@@ -222,7 +222,7 @@ def _by_samples(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], f
 
 
 def _with_samples(arguments: Any, samples: int, places: int) -> Any:
-    """Return the arguments with so many samples in the first tensors."""
+    """Return the arguments with ``samples`` samples in the first tensors."""
     tensors = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
     given = {id(one) for one in tensors[:places] if one.shape[0] == tensors[0].shape[0]}
 
@@ -239,8 +239,8 @@ def _computed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if key not in _measured:
         with with_memory(), torch.no_grad():
             given_args, given_kwargs = tree_map(_made, (args, kwargs))
-            operation(*given_args, **given_kwargs)  # the first time, code is made for it
-            # acc_events: torch 2.12 warns of its default, which makes a difference only where a profiler starts twice.
+            operation(*given_args, **given_kwargs)  # the first call generates code
+            # acc_events: torch 2.12 warns about the default, which matters only for restarts.
             with profile(
                 activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
             ) as seen:
@@ -258,7 +258,7 @@ def _look_operations(argument: Any) -> Any:
 
 
 def _made(argument: Any) -> Any:
-    """Return the argument with memory."""
+    """Return the argument as a tensor with memory."""
     if not isinstance(argument, torch.Tensor):
         return argument
     reach = sum(

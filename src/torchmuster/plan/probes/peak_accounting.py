@@ -1,4 +1,4 @@
-"""What a log of storages and operations amounts to: peaks by stage and category, the order of work, allocations."""
+"""Evaluate a log of storages and operations: peaks by stage and category, timeline, allocations."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from torchmuster.plan.record import (
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What storages turned out to be, by their numbers."""
+    """The roles of storages, by their numbers."""
 
     parameters: frozenset[int]
     gradients: frozenset[int]
@@ -26,7 +26,7 @@ class Roles:
 
 
 def categories(log: AllocationLog, roles: Roles) -> list[Category]:
-    """Return what each storage was for, by number."""
+    """Return the category of each storage, by number."""
     ends = _ends(log.events)
     return [
         _category(number, storage, ends.get(number), roles)
@@ -55,12 +55,12 @@ def _category(number: int, storage: Storage, end: Stage | None, roles: Roles) ->
         if storage.recomputed:
             return "activations"
         if roles.has_blocks and made.block is None and made.after_block is None:
-            return "logits"  # before the first block's turn there is only the head
+            return "logits"  # before the first block's backward there is only the head
     return "temporaries"
 
 
 def _ends(events: Iterable[Event]) -> dict[int, Stage]:
-    """Return the stage in which each storage was given back for the last time."""
+    """Return the stage in which each storage was last freed."""
     found: dict[int, Stage] = {}
     now = Stage()
     for event in events:
@@ -83,16 +83,16 @@ class _Highest:
 
 @dataclass
 class Replay:
-    """Goes through events, and keeps how much is alive."""
+    """Replay events and track the live bytes."""
 
     of_category: Sequence[Category]
-    ignored: frozenset[int] = frozenset()  # storages that are elsewhere
+    ignored: frozenset[int] = frozenset()  # storages on another device
     total: int = 0
     by_category: dict[str, int] = field(default_factory=dict)
     _sizes: dict[int, int] = field(default_factory=dict)
 
     def take(self, event: Sized) -> None:
-        """Follow one change."""
+        """Apply one event."""
         if event.number in self.ignored:
             return
         more = event.size_bytes - self._sizes.get(event.number, 0)
@@ -102,7 +102,7 @@ class Replay:
         self.by_category[category] = self.by_category.get(category, 0) + more
 
     def peaks(self, events: Iterable[Event], begin: Stage) -> tuple[Peak, ...]:
-        """Return the most that was alive in each stage, in the order of the stages."""
+        """Return the peak of each stage, in the order of the stages."""
         highest: dict[Stage, _Highest] = {}
         place = self._at(highest, begin)
         for event in events:
@@ -128,7 +128,7 @@ class Replay:
         )
 
     def _at(self, highest: dict[Stage, _Highest], stage: Stage) -> _Highest:
-        """Return a stage's highest point, which is at least where it begins."""
+        """Return a stage's highest point, which is at least its start."""
         place = highest.get(stage)
         if place is None or place.total < self.total:
             place = highest[stage] = _Highest(self.total, dict(self.by_category))
@@ -136,7 +136,7 @@ class Replay:
 
 
 def timeline(events: Iterable[Event], begin: Stage) -> tuple[Stretch, ...]:
-    """Return what was computed between two collectives or borders of blocks, in order."""
+    """Return the work between collectives or borders of blocks, in order."""
     return tuple(_stretches(events, begin))
 
 
@@ -194,7 +194,7 @@ def allocations(
     ignored: frozenset[int],
     steps: Mapping[int, int],
 ) -> Iterator[Allocation]:
-    """Return the log as an allocator would see it; ``steps`` says at which events steps begin."""
+    """Return the log as an allocator would see it; ``steps`` are the events that start a step."""
     sizes: dict[int, int] = {}
     for place, event in enumerate(log.events):
         if place in steps:

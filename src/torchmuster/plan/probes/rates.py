@@ -1,6 +1,6 @@
-"""What this machine's ranks reach when all of them work at once: products, memory, collectives.
+"""Measure the rates of this machine's ranks while all work at once: products, memory, collectives.
 
-As a program, one of several ranks: ``python -m torchmuster.plan.probes.rates REQUEST ANSWERS``.
+Run as one of several ranks: ``python -m torchmuster.plan.probes.rates REQUEST ANSWERS``.
 """
 
 import statistics
@@ -29,7 +29,7 @@ _PRODUCT_ON_CARD = 8192
 _STREAM_BYTES = {"cpu": 16 * MiB}
 _STREAM_ON_CARD_BYTES = 512 * MiB
 _SMALL_BYTES, _LARGE_BYTES = 64 * KiB, 16 * MiB
-_NEW_BYTES = 64 * MiB  # more than the C library keeps: it gives them back, and is given others
+_NEW_BYTES = 64 * MiB  # more than the C library caches: it returns them and requests new memory
 _TRIES = 7
 _MEASURE_S = 0.3
 
@@ -50,10 +50,10 @@ def measure_rates(world: World) -> RankRates:
 
 
 def _turn_s(world: World, turn: Callable[[], object]) -> float:
-    """Return what a turn takes while all ranks make turns.
+    """Return the seconds of a turn while all ranks make turns.
 
-    The best of several, since what disturbs them only makes them slower; where ranks are more than cores, they disturb
-    each other as they do in training, so it is the mean.
+    The best of several, since disturbances only make turns slower; with more ranks than cores the
+    mean, since the ranks then disturb each other as in a training.
     """
     turn()
     taken_s: list[float] = []
@@ -93,7 +93,7 @@ def _new_memory(world: World) -> float:
 
 
 def _slow_operations(world: World) -> dict[str, float]:
-    """Return what is far from the memory's rate: random numbers, which torch draws in one thread, as dropout needs."""
+    """Return operations far slower than memory: random numbers (dropout), drawn in one thread."""
     count = _STREAM_BYTES["cpu"] // 4
     drawn = torch.zeros(count)
     return {"aten.bernoulli_": 4.0 * count / _turn_s(world, lambda: drawn.bernoulli_(0.9))}
@@ -110,7 +110,7 @@ def _beginning(world: World, one: torch.Tensor) -> float:
 
 
 def _shard(world: World) -> torch.Tensor:
-    """Return a tensor of which each rank has one number, as fsdp shards parameters."""
+    """Return a tensor with one number per rank, sharded as by fsdp."""
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     own = torch.zeros(1, device=world.device)
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
@@ -138,7 +138,7 @@ def _turns(world: World) -> dict[str, Callable[[torch.Tensor, torch.Tensor], obj
 def _agreed_s(
     world: World, turn: Callable[[torch.Tensor, torch.Tensor], object], size_bytes: int
 ) -> float:
-    """Return what a collective usually takes; all ranks make as many turns."""
+    """Return the median seconds of a collective; all ranks make the same number of turns."""
     count = size_bytes // 4 // world.world_size
     part = torch.zeros(count, device=world.device)
     whole = torch.zeros(count * world.world_size, device=world.device)
@@ -154,7 +154,7 @@ def _agreed_s(
 
 
 def main(request: str, answers: str) -> None:
-    """Measure as one of several ranks, and leave what was found."""
+    """Measure as one of several ranks, and write the results."""
     asked = msgspec.json.decode(Path(request).read_bytes(), type=CalibrationRequest)
     with join_world(asked.device) as world:
         found = measure_rates(world)

@@ -1,6 +1,7 @@
-"""A rank that takes real steps of a plan, and tells what they took of memory and of time.
+"""A rank that runs real steps of a plan and reports their memory and time.
 
-Memory is followed in the first steps and time is taken in those after them: on the CPU, following slows a step down.
+Memory is tracked in the first steps and time is measured in the later ones: on the CPU, tracking
+slows a step down.
 """
 
 import sys
@@ -21,7 +22,7 @@ from torchmuster.train.world import World, join_world
 
 
 def real_steps(steps: RealSteps, world: World) -> RankSteps:
-    """Take the steps; all ranks do."""
+    """Run the steps, on all ranks."""
     with tensor_memory(world.device) as look:
         built = build_step(steps.work, steps.candidate, world, blocks=steps.blocks)
         peaks = tuple(_peak(look, partial(built.train, number)) for number in range(FOLLOWED))
@@ -40,7 +41,7 @@ def real_steps(steps: RealSteps, world: World) -> RankSteps:
 
 
 def _peak(look: Look, work: Callable[[], object]) -> int:
-    """Do something, and return the most that tensors took of the device meanwhile."""
+    """Run a function and return the peak of tensor memory on the device meanwhile."""
     look()
     work()
     return look().peak_bytes
@@ -49,7 +50,7 @@ def _peak(look: Look, work: Callable[[], object]) -> int:
 def _real_steps_timed(built: BuiltStep, number: int) -> float:
     device = built.world.device
     if built.world.world_size > 1:
-        dist.barrier()  # so that nobody's time is that of waiting for others to begin
+        dist.barrier()  # so that no rank's time includes waiting for others to start
     begun_s = time.perf_counter()
     built.train(number)
     if device.type != "cpu":
@@ -58,14 +59,14 @@ def _real_steps_timed(built: BuiltStep, number: int) -> float:
 
 
 def _real_steps_loss(built: BuiltStep) -> float:
-    """Return the mean loss of one more micro-batch; all ranks compute one."""
+    """Return the mean loss of one more micro-batch, over all ranks."""
     with torch.no_grad():
         loss, count = built.loss_of(built.batch())
     return float(loss) / float(1 if count is None else count)
 
 
 def main() -> None:
-    """Read what is asked for, take the steps, and leave the answer."""
+    """Read the request, run the steps, and write the answer."""
     request, answers = sys.argv[1:]
     steps = msgspec.json.decode(Path(request).read_bytes(), type=RealSteps)
     with join_world(steps.device) as world:

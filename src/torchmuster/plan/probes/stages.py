@@ -1,4 +1,4 @@
-"""Where in a step the training is: phase, micro-batch and block, told by hooks on the model."""
+"""Track the position in a step (phase, micro-batch and block) with hooks on the model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +26,7 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """Knows where the training is, and tells who listens when that changes."""
+    """Track the current stage of a training, and notify a listener when it changes."""
 
     def __init__(self, changed: Callable[[Stage], None]) -> None:
         self.now = Stage()
@@ -35,7 +35,7 @@ class Stages:
         self._around: list[str] = []
 
     def begin(self, phase: PhaseName, micro_batch: int = 0) -> None:
-        """Note that a phase begins."""
+        """Record the start of a phase."""
         self._around.clear()
         self.module = ""
         self._go(Stage(phase=phase, micro_batch=micro_batch))
@@ -55,7 +55,7 @@ class Stages:
 
     @contextmanager
     def followed(self, built: BuiltStep) -> Iterator[None]:
-        """Follow a training inside the ``with``."""
+        """Track a training inside the ``with``."""
         names = {id(one): own_name(name) for name, one in built.model.named_modules()}
 
         def inward(module: nn.Module, args: Any) -> None:
@@ -80,9 +80,9 @@ class Stages:
             yield
 
     def _follow_block(self, number: int, block: nn.Module, stack: ExitStack) -> None:
-        """Follow a block's forward, and its backward from its results' gradients to those of its inputs.
+        """Track a block's forward, and its backward from output gradients to input gradients.
 
-        The hooks lie outside of FSDP's, so that what it gathers and reduces for a block is the block's.
+        The hooks are outside FSDP's, so that its gathers and reductions count to the block.
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Stages:
         stack.callback(block.register_forward_hook(after).remove)
 
     def of_step(self, step: Step) -> Step:
-        """Return the step, whose micro-batches tell when their forward begins."""
+        """Return the step, whose micro-batches report the start of their forward."""
 
         def told() -> Iterator[MicroBatch]:
             micro_batches = iter(step)
@@ -128,7 +128,7 @@ def _differentiated(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class Sized(NamedTuple):
-    """A storage has another size from here on: taken, given back, or resized."""
+    """A storage changes its size: allocated, freed, or resized."""
 
     number: int
     size_bytes: int
@@ -137,7 +137,7 @@ class Sized(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An operation that was computed."""
+    """An operation that was run."""
 
     name: str
     dtype: str
@@ -152,17 +152,17 @@ Event = Sized | Done | TracedCollective | Stage
 
 @dataclass(slots=True)
 class Storage:
-    """What is known of a storage."""
+    """The properties of a storage."""
 
     made_in: Stage
     stream: Literal["compute", "gather", "reduce"] = "compute"
-    collective: bool = False  # it is there for a collective
-    recomputed: bool = False  # made while a forward was computed again
+    collective: bool = False  # used by a collective
+    recomputed: bool = False  # created while a forward was recomputed
 
 
 @dataclass(slots=True)
 class AllocationLog:
-    """What happened, in order."""
+    """The events, in order."""
 
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)  # by number

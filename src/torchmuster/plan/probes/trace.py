@@ -1,6 +1,6 @@
-"""Two steps of a training, imagined: what is alive when, what is computed and what is sent.
+"""Trace two steps of a training without memory: live storages, operations and collectives.
 
-As a program it answers requests, one a line::
+As a program it answers requests, one per line::
 
     python -m torchmuster.plan.probes.trace < requests > answers
 """
@@ -30,24 +30,24 @@ from torchmuster.plan.probes.stages import Sized, Stage
 from torchmuster.plan.record import Shape, TraceRecord, TraceRequest
 from torchmuster.train.weights import own_name
 
-# Each rank more costs time, and shards of other degrees can be computed from those of two.
+# Each further rank costs time, and other numbers of shards can be computed from two.
 MOST_SHARDS = 64
-_RANKS_PER_MACHINE = 8  # what a rank takes does not depend on where the others are
+_RANKS_PER_MACHINE = 8  # a rank's memory does not depend on the placement of the others
 
 
 def trace(request: TraceRequest, *, logs: Path | None = None) -> TraceRecord:
-    """Imagine two steps of rank 0; the second is what all later ones are like.
+    """Trace two steps of rank 0; the second represents all later ones.
 
-    ``logs`` is where the log of allocations goes, if the request wants it. What the model does that cannot be
-    followed without values is refused by name.
+    ``logs`` is the folder of the allocation log, if the request wants it. An operation that cannot
+    be traced without values raises an error with its name.
     """
     begun = time.perf_counter()
     candidate = request.candidate
     if candidate.layout.shards > MOST_SHARDS:
         raise Impossible(
-            f"asked to trace shards over {candidate.layout.shards} ranks",
-            why=f"more than {MOST_SHARDS} take long to trace, and differ only in the sizes of shards",
-            fix=f"trace {MOST_SHARDS} or fewer, and compute the others from that",
+            f"{candidate.layout.shards} shards are too many to trace",
+            why=f"more than {MOST_SHARDS} take long to trace, and differ only in the shard sizes",
+            fix=f"trace {MOST_SHARDS} or fewer, and compute the others from them",
         )
     seen = LiveStorages(answer=_value_read, on_host=request.kernels == "cpu")
     world_of = fake_process_group(
@@ -66,7 +66,7 @@ def trace(request: TraceRequest, *, logs: Path | None = None) -> TraceRecord:
 
 
 class _Followed:
-    """A training whose steps are followed."""
+    """A training whose steps are traced."""
 
     def __init__(self, request: TraceRequest, built: BuiltStep, seen: LiveStorages) -> None:
         self.request = request
@@ -94,7 +94,7 @@ class _Followed:
         return {self.seen.see(one, "") for one in storages}
 
     def train(self) -> None:
-        """Make two steps."""
+        """Run two steps."""
         stages, built = self.seen.stages, self.built
         noted = built.model.register_forward_hook(self._note_logits)
         with self.seen.followed(), stages.followed(built):
@@ -104,7 +104,7 @@ class _Followed:
                     loss, count = built.loss_of(micro.batch)
                     stages.begin("backward", stages.now.micro_batch)
                     built.update.backward(loss, count)
-                    # DDP keeps those of earlier micro-batches beside its buckets.
+                    # DDP keeps those of earlier micro-batches in addition to its buckets.
                     self._note_gradients()
                 stages.begin("check")
                 built.update.apply()
@@ -123,7 +123,7 @@ class _Followed:
         self.gradients |= self.gradients_now
 
     def record(self, logs: Path | None, begun: float) -> TraceRecord:
-        """Sum up what was seen."""
+        """Build the record of the trace."""
         request, built, log = self.request, self.built, self.seen.log
         states = [
             one
@@ -168,7 +168,7 @@ class _Followed:
         )
 
     def _on_host(self, roles: Roles) -> frozenset[int]:
-        """Return the storages that an accelerator would not hold: what is offloaded."""
+        """Return the storages that are not on the accelerator: those offloaded to the host."""
         if not self.request.candidate.cpu_offload or self.request.kernels == "cpu":
             return frozenset()
         updating = (
@@ -180,7 +180,7 @@ class _Followed:
         return shards | roles.gradients | roles.optimizer | frozenset(updating)
 
     def _sizes(self, roles: Roles) -> dict[str, int]:
-        """Return what the model's and the optimiser's states take, and the gradients before an update."""
+        """Return the bytes of the model's and the optimiser's states, and of the gradients."""
         largest: dict[int, int] = {}
         for event in self.seen.log.events:
             if isinstance(event, Sized):
@@ -227,7 +227,7 @@ class _Followed:
         logs.mkdir(parents=True, exist_ok=True)
         steps = {place: number for number, place in enumerate(self.begins)}
         lines = allocations(self.seen.log, of_category, on_host, steps)
-        # A name of its own: the same request may be of another model by now, or be traced by somebody else.
+        # A unique name: the same request may be for another model, or traced by another process.
         handle, path = tempfile.mkstemp(prefix="trace-", suffix=".jsonl", dir=logs)
         with os.fdopen(handle, "wb") as file:
             file.write(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
@@ -235,7 +235,7 @@ class _Followed:
 
 
 def _value_read(stage: Stage) -> float | None:
-    """Return what stands for a value that is read, where it changes no size."""
+    """Return a substitute for a value that is read, if it changes no size."""
     if stage.phase == "check":
         return 0.0  # nothing overflowed, and the ranks agree
     if stage.phase == "update":
@@ -259,7 +259,7 @@ def _tensors(tree: Any) -> Iterable[torch.Tensor]:
 
 
 def answer(line: bytes, logs: Path | None) -> dict[str, Any]:
-    """Return the answer to one line: a record, or why there is none."""
+    """Return the answer to one request line: a record, or the reason for its failure."""
     request = msgspec.json.decode(line, type=TraceRequest)
     try:
         return {"record": trace(request, logs=logs)}
@@ -268,15 +268,15 @@ def answer(line: bytes, logs: Path | None) -> dict[str, Any]:
     except Exception as error:
         return {
             "refused": {
-                "what": f"this model's training cannot be imagined: {type(error).__name__}",
+                "what": f"this model's training cannot be traced: {type(error).__name__}",
                 "why": str(error).strip() or type(error).__name__,
-                "fix": "see whether it trains: muster train; what trains and cannot be planned is a fault here",
+                "fix": "check that it trains: muster train; if it does, report this as a bug",
             }
         }
 
 
 def main() -> None:
-    """Answer requests from stdin on stdout, one a line; what a model prints goes to stderr."""
+    """Answer requests from stdin on stdout, one per line; a model's output goes to stderr."""
     logs = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     answers = sys.stdout.buffer
     freeze_objects()

@@ -1,1 +1,1 @@
-"""Forecasts beside what real steps take."""
+"""Compare forecasts with real steps."""

@@ -1,4 +1,4 @@
-"""What a plan promised beside what a training measured: kept in the run's folder, and told in one line."""
+"""Compare a plan with a training's measurements: stored in the run folder, reported in one line."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +11,25 @@ from torchmuster.runfolder import write_atomically
 from torchmuster.units import format_bytes
 
 FILE = "plan.json"
-COMPARED_AFTER = 3  # steps: the first ones make the optimiser's states and warm up
-# Steps of a busy machine differ by this much from one minute to the next.
+COMPARED_AFTER = 3  # steps: the first ones create the optimiser's states and warm up
+# Step times on a busy machine vary by this much from one minute to the next.
 TIME_BAND = 0.25
 MEMORY_BAND = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What a plan promises of one way to train on the hardware it was made for."""
+    """What a plan forecasts for one candidate on the hardware it was made for."""
 
     candidate: Candidate
-    hardware: str  # in words: 8 x H100
-    tensor_bytes: int  # the most that is alive on a rank in a step
+    hardware: str  # as text: 8 x H100
+    tensor_bytes: int  # peak of tensors on a rank in a step
     step_s: float | None = None  # None: not forecast
 
 
 def write_promise(folder: Path, promise: Promise) -> None:
-    """Leave a promise in a run's folder, for the training to be held against."""
-    folder.mkdir(parents=True, exist_ok=True)  # it may be on the launcher's machine only
+    """Write a promise into a run folder, for the training to be compared with."""
+    folder.mkdir(parents=True, exist_ok=True)  # it may exist on the launcher's host only
     write_atomically(folder / FILE, msgspec.json.encode(promise).decode() + "\n")
 
 
@@ -44,28 +44,28 @@ def read_promise(folder: Path) -> Promise | None:
         raise Impossible(
             f"the plan of this run cannot be read: {path}",
             why=str(error),
-            fix="delete the file; the training goes on without a comparison",
+            fix="delete the file; training then continues without a comparison",
         ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """What a training has met with so far."""
+    """What a training has measured so far."""
 
     steps: int
     step_s: float
-    tensor_bytes: int | None  # None where the device does not count them
+    tensor_bytes: int | None  # None if the device does not count them
 
 
 def comparison_line(promise: Promise, measured: MeasuredRun) -> str:
-    """Say in one line how a training compares with its plan."""
+    """Return one line that compares a training with its plan."""
     parts = [*_of_memory(promise, measured), *_of_time(promise, measured)]
     return f"plan after step {measured.steps}: {'; '.join(parts)}"
 
 
 def _of_memory(promise: Promise, measured: MeasuredRun) -> list[str]:
     if measured.tensor_bytes is None:
-        return ["memory is not counted on the CPU: muster plan --verify measures it"]
+        return ["memory is not measured on the CPU; muster plan --verify measures it"]
     ratio = measured.tensor_bytes / promise.tensor_bytes
     words = (
         f"memory {format_bytes(measured.tensor_bytes)} of {format_bytes(promise.tensor_bytes)} "
@@ -85,15 +85,15 @@ def _of_time(promise: Promise, measured: MeasuredRun) -> list[str]:
         f"({signed_percent(ratio)})"
     )
     if ratio > 1 + TIME_BAND:
-        words += ", slower than planned: the shares in the step line say what it waits for"
+        words += ", slower than planned: the shares in the step line show what it waits for"
     return [words]
 
 
 def signed_percent(ratio: float) -> str:
-    """Say how far something is from what was expected: ``+3.1 %``."""
+    """Format a ratio as a signed difference in percent: ``+3.1 %``."""
     return f"{(ratio - 1) * 100:+.1f} %"
 
 
 def step_seconds(amount: float) -> str:
-    """Write the time of a step with three figures."""
+    """Format the time of a step with three significant digits."""
     return f"{amount * 1000:.3g} ms" if amount < 1 else f"{amount:.3g} s"

@@ -1,7 +1,7 @@
-"""A program of ours on fresh ranks of this machine: started quietly, awaited, and what each rank wrote.
+"""Run one of our modules on fresh ranks of this machine and collect what each rank wrote.
 
-Whatever a rank does to itself (memory that runs out, a group that is broken) ends with its process, so that one
-program cannot disturb the next.
+Each run uses new processes, so a failure (out of memory, a broken process group) cannot affect the
+next run.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torchmuster.launch.launcher.launch_job import launch_job
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create_run_folder, write_atomically
 
-# A rank that failed cannot be helped by the others, and a hang is no answer.
+# If one rank fails the others cannot finish, and a hang gives no result.
 _GRACE_S = 1.0
 _HANGS_AFTER_S = 60.0
 _SAY_EVERY_S = 10.0
@@ -30,37 +30,37 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutput:
-    """What became of the ranks: the texts that they left, by rank; why they failed, if they did."""
+    """The outcome of the ranks: the text each wrote, by rank; and why they failed, if they did."""
 
     texts: dict[int, str]
     trouble: Finding | None
 
 
 class _Quiet(TerminalConsole):
-    """A voice that keeps findings and shows nothing."""
+    """A console that keeps findings and prints nothing."""
 
     findings: tuple[Finding, ...] = ()
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
-        """Show nothing for as long as the ranks run."""
+        """Print nothing while the ranks run."""
         yield
 
     def world(self, size: int) -> None:
-        """Keep quiet."""
+        """Print nothing."""
 
     def say(self, text: str) -> None:
-        """Keep quiet."""
+        """Print nothing."""
 
     def output(self, rank: int, text: str) -> None:
-        """Keep quiet: it is in the rank's log."""
+        """Print nothing: the output is in the rank's log."""
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Keep what was found."""
+        """Keep the finding."""
         self.findings += tuple(findings)
 
     def finish(self) -> None:
-        """Have nothing left to show."""
+        """Do nothing."""
 
 
 def run_fresh_ranks(
@@ -76,11 +76,12 @@ def run_fresh_ranks(
     doing: str = "",
     say: Callable[[str], None] = lambda _: None,
 ) -> RankOutput:
-    """Run a module as so many ranks and wait for its end.
+    """Run a module on a number of ranks and wait until they exit.
 
-    It is given two words: a file that holds the ``request``, and a folder in which each rank leaves its
-    answer as ``rank-N.json``. ``folder`` is where it runs, ``typed`` what people typed after ``muster``.
-    ``say`` hears every ten seconds what the ranks are ``doing``. ``KeyboardInterrupt`` leaves no rank behind.
+    It gets two arguments: a file with the ``request``, and a folder in which each rank writes its
+    answer as ``rank-N.json``. ``folder`` is the working folder, ``typed`` the user's command line
+    after ``muster``. ``say`` is called every ten seconds with what the ranks are ``doing``.
+    ``KeyboardInterrupt`` leaves no rank running.
     """
     with tempfile.TemporaryDirectory(prefix=f"muster-{typed[0]}-") as place:
         asked, answers = Path(place) / "request.json", Path(place) / "answers"
@@ -114,7 +115,7 @@ def run_fresh_ranks(
 
 @contextlib.contextmanager
 def _heard_of(doing: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Say every ten seconds what is being done, and since when."""
+    """Report every ten seconds what is being done, and for how long."""
     begun, ended = time.monotonic(), threading.Event()
 
     def speak() -> None:
@@ -131,11 +132,11 @@ def _heard_of(doing: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def describe_failure(trouble: Finding) -> str:
-    """Say what became of the ranks; their logs are gone with the folder that they ran in."""
+    """Describe why the ranks failed; their logs are deleted with the folder they ran in."""
     parts = (trouble.what, trouble.why, *trouble.evidence.splitlines())
     return "\n".join(part for part in parts if part and not part.startswith("log: "))
 
 
 def leave_answer(answers: str, rank: int, text: str) -> None:
-    """Write a rank's answer to where :func:`run` looks for it."""
+    """Write a rank's answer where :func:`run_fresh_ranks` reads it."""
     write_atomically(Path(answers) / f"rank-{rank}.json", text, durable=False)

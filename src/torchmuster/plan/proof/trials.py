@@ -1,4 +1,4 @@
-"""Micro-batch sizes tried for real: each on ranks of its own, whose verdict is one for all."""
+"""Try micro-batch sizes with real steps, each on fresh ranks; a size must fit on all of them."""
 
 import dataclasses
 import math
@@ -28,18 +28,18 @@ from torchmuster.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrial:
-    """What one rank met with in a trial."""
+    """The result of one rank in a trial."""
 
     rank: int
     ran_out: bool
-    peak_bytes: int | None = None  # of tensors; None where it is not known
-    limit_bytes: int | None = None  # what there was for them
-    words: str = ""  # of the error, where memory ran out
+    peak_bytes: int | None = None  # of tensors; None if unknown
+    limit_bytes: int | None = None  # available for tensors
+    words: str = ""  # the error message, if memory ran out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A micro-batch size that was tried, and the ranks that had something to say."""
+    """A micro-batch size that was tried, and the results of the ranks."""
 
     micro_batch_size: int
     fits: bool
@@ -52,18 +52,21 @@ class Trial:
         if not self.fits:
             out = [one for one in self.ranks if one.ran_out]
             if not out:
-                return "the machine's memory ran out, and the kernel killed a rank"
+                return "the host ran out of memory, and the kernel killed a rank"
             limits = f" of {_trials_size(out[0].limit_bytes)}" if out[0].limit_bytes else ""
             return f"{_trials_ranks([one.rank for one in out])} ran out of memory{limits}"
         tightest = self.tightest
         if tightest is None or tightest.peak_bytes is None:
             return "fits on all ranks"
         of = f" of {_trials_size(tightest.limit_bytes)}" if tightest.limit_bytes is not None else ""
-        return f"fits on all ranks; rank {tightest.rank} has the least room: {_trials_size(tightest.peak_bytes)}{of}"
+        return (
+            f"fits on all ranks; rank {tightest.rank} has the least free memory: "
+            f"{_trials_size(tightest.peak_bytes)}{of} used"
+        )
 
     @property
     def tightest(self) -> RankTrial | None:
-        """The rank that has the least room left; without limits, the one that takes most."""
+        """The rank with the least free memory; without limits, the one that uses the most."""
         known = [one for one in self.ranks if one.peak_bytes is not None]
         return min(known, key=_trials_room, default=None)
 
@@ -74,17 +77,17 @@ def _trials_room(one: RankTrial) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestBatch:
-    """The largest micro-batch that fits, None if not even one sample does; and how that is known."""
+    """The largest micro-batch that fits (None if not even one sample does), and the trials."""
 
     micro_batch_size: int | None
     trials: tuple[Trial, ...]
 
 
 class TryOne(Protocol):
-    """Tries one size on fresh ranks."""
+    """Try one size on fresh ranks."""
 
     def __call__(self, micro_batch_size: int) -> Trial:
-        """Return what came of it."""
+        """Return the trial."""
 
 
 def find_largest_batch(
@@ -94,10 +97,10 @@ def find_largest_batch(
     most: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Decision[LargestBatch]:
-    """Find the largest micro-batch that fits, beginning with ``start``, what the plan expects.
+    """Find the largest micro-batch that fits, beginning with ``start``, the plan's expectation.
 
-    Tried are ``start``, powers of two and ``most``, none above it. Where the plan is right, two trials are enough:
-    its size, and the next one.
+    Tries ``start``, powers of two and ``most``, none above it. If the plan is right, two trials are
+    enough: its size, and the next one.
     """
     trials: list[Trial] = []
 
@@ -113,19 +116,19 @@ def find_largest_batch(
 
 
 def largest_expected(fits: Callable[[int], bool], *, start: int, most: int | None) -> int:
-    """Return the largest micro-batch that fits by a plan's arithmetic; at least 1, where a search can begin."""
+    """Return the largest micro-batch that fits by a plan's arithmetic; at least 1."""
     return _largest(fits, start=start, most=most) or 1
 
 
-# Where nothing limits a micro-batch, what fits is not looked for beyond this.
+# Where nothing limits a micro-batch, larger sizes than this are not tried.
 _LARGEST_SIZE = 2**20
 
 
 def _largest(fits: Callable[[int], bool], *, start: int, most: int | None) -> int | None:
-    """Return the largest size that fits, None if one sample does not; from the start one size after the other."""
+    """Return the largest size that fits, None if one sample does not; tries sizes in order."""
     if start < 1:
         raise Impossible(
-            f"asked for a micro-batch of {start} samples", fix="give a number from 1 on"
+            f"a micro-batch of {start} samples was requested", fix="give a number of at least 1"
         )
     last = most or _LARGEST_SIZE
     powers = {1 << power for power in range(last.bit_length())}
@@ -150,7 +153,7 @@ def _reason(found: LargestBatch, *, start: int, most: int | None) -> str:
     if larger:
         nearest = min(larger, key=lambda one: one.micro_batch_size)
         return f"{reason}; with {nearest.micro_batch_size}, {str(nearest).partition(': ')[2]}"
-    return f"{reason}; a step has no more than {most} for a rank" if most is not None else reason
+    return f"{reason}; a step has at most {most} per rank" if most is not None else reason
 
 
 def _trials_ranks(numbers: Sequence[int]) -> str:
@@ -168,7 +171,7 @@ PROGRAM = "torchmuster.plan.probes.batch_trial"
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """What the ranks of a trial are told."""
+    """The request to the ranks of a trial."""
 
     work: Work
     candidate: Candidate
@@ -178,11 +181,11 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Tries micro-batch sizes of one way to train, on this machine.
+    """Try micro-batch sizes of one candidate on this machine.
 
-    ``samples`` are those that a rank has in a step, where that is fixed: smaller micro-batches are then more of them, as
-    the training has it. ``limits_bytes`` are kept to by the ranks themselves: on the CPU a program that takes too much is
-    not told so, but killed, and others with it.
+    ``samples`` are those of a rank in a step, if fixed: smaller micro-batches then mean more of
+    them, as in a training. The ranks enforce ``limits_bytes`` themselves: on the CPU a process that
+    uses too much memory gets no error, but is killed, and other processes with it.
     """
 
     work: Work
@@ -193,7 +196,7 @@ class Trials:
     say: Callable[[str], None] = lambda _: None
 
     def __call__(self, micro_batch_size: int) -> Trial:
-        """Try one size on fresh ranks; what fails for another reason than memory is raised."""
+        """Try one size on fresh ranks; raise a failure that is not out of memory."""
         ranks = self.candidate.layout.ranks
         candidate = with_size(self.candidate, micro_batch_size, samples=self.samples)
         request = TrialRequest(
@@ -217,15 +220,15 @@ class Trials:
 
 
 def with_size(candidate: Candidate, size: int, *, samples: int | None) -> Candidate:
-    """Return the same way with another micro-batch, in as many parts as a training would make of its samples."""
+    """Return the candidate with another micro-batch size, and accumulation to match its samples."""
     accumulation = candidate.accumulation if samples is None else math.ceil(samples / size)
     return dataclasses.replace(candidate, micro_batch_size=size, accumulation=accumulation)
 
 
 def trial_advice(size: int, candidate: Candidate, *, global_batch_size: int | None) -> str:
-    """Return the flags that make a training use this micro-batch as it was tried.
+    """Return the flags with which a training uses this micro-batch as tried.
 
-    The plan's own global batch goes with the plan's micro-batch: where nobody fixed one, it changes too.
+    Without a fixed global batch size, the global batch changes with the micro-batch.
     """
     flags = f"--set train.micro_batch_size={size}"
     if global_batch_size is not None:
@@ -237,16 +240,16 @@ def trial_advice(size: int, candidate: Candidate, *, global_batch_size: int | No
 def trial_verdict(
     micro_batch_size: int, told: Sequence[RankTrial], trouble: Finding | None, *, ranks: int
 ) -> Trial:
-    """Return what a trial says: it fits only if every rank said so."""
+    """Return the result of a trial: it fits only if it fits on every rank."""
     if any(one.ran_out for one in told) or (trouble and KERNEL_KILLED_IT in _trials_text(trouble)):
         out = tuple(one for one in told if one.ran_out)
         return Trial(micro_batch_size=micro_batch_size, fits=False, ranks=out)
     if trouble is not None or len(told) < ranks:
         raise MusterError(
-            f"a trial with micro-batches of {micro_batch_size} failed, and not for want of memory",
+            f"a trial with micro-batches of {micro_batch_size} failed, but not out of memory",
             why=_trials_text(trouble)
             if trouble
-            else f"{len(told)} of {ranks} ranks told how it went",
+            else f"{len(told)} of {ranks} ranks reported a result",
             fix=trouble.fix if trouble else "try again; the machine may be too busy",
         )
     return Trial(micro_batch_size=micro_batch_size, fits=True, ranks=tuple(told))
@@ -263,10 +266,10 @@ def expected_memory(
     look: Look,
     most: int | None = None,
 ) -> int:
-    """Return the largest micro-batch that fits by the plan's arithmetic: where trials begin.
+    """Return the largest micro-batch that fits by the plan's arithmetic: where trials start.
 
-    On a CPU every size would have to be traced, so trials begin with that of the plan; so they do where the arithmetic
-    does not reach.
+    On a CPU every size would need a trace, so trials start with the plan's size; the same if the
+    arithmetic is not possible.
     """
     hardware = asked.hardware
     if hardware.card.kind == "cpu":
@@ -275,7 +278,7 @@ def expected_memory(
 
     def fits(size: int) -> bool:
         one = with_size(candidate, size, samples=most)
-        records = traces.of(one)  # those of other sizes say nothing of it
+        records = traces.of(one)  # traces of other sizes do not apply
         if isinstance(records, TraceRefused):
             raise Impossible(records.what, why=records.why, fix=records.fix)
         needed = memory.predict_memory(records, one, hardware=hardware)
@@ -288,18 +291,18 @@ def expected_memory(
 
 
 def limit_on_cpu(candidate: Candidate, hardware: Hardware, *, free_bytes: int) -> int:
-    """Return what the tensors of a rank may take on the CPU, so that it says no before the kernel kills.
+    """Return the memory limit for a rank's tensors on the CPU, so that the kernel kills no process.
 
-    All ranks share what is free now, leave something for others, and are more than their tensors.
+    All ranks share the free memory, leave a reserve for other programs, and need more than tensors.
     """
     besides = sum(term.high_bytes for term in outside_allocator(candidate, hardware))
     room = int(free_bytes * USABLE_SHARE) // candidate.layout.ranks - besides
     if room <= 0:
         raise Impossible(
-            f"there is no memory for trials with {candidate.layout.ranks} ranks",
-            why=f"{format_bytes(free_bytes)} are free here, and each rank takes up to "
-            f"{format_bytes(besides)} beside its tensors",
-            fix="end what else runs here, or ask for fewer ranks",
+            f"not enough memory for trials with {candidate.layout.ranks} ranks",
+            why=f"{format_bytes(free_bytes)} are free here, and each rank needs up to "
+            f"{format_bytes(besides)} in addition to its tensors",
+            fix="stop other programs on this host, or request fewer ranks",
         )
     return room
 
@@ -314,17 +317,17 @@ def find_batch_size(
     limits_bytes: Sequence[int] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Decision[LargestBatch]:
-    """Find the largest micro-batch of a plan on this machine; ``start`` is what the plan expects.
+    """Find the largest micro-batch of a plan on this machine; ``start`` is the plan's expectation.
 
-    ``most`` are the samples that a rank has in a step, where that is fixed. On the CPU each rank keeps to its part of
-    the memory that is free, on an accelerator to what there is. ``limits_bytes`` stand for ranks that have less.
+    ``most`` are the samples of a rank in a step, if fixed. On the CPU each rank is limited to its
+    share of the free memory, on an accelerator to the device. ``limits_bytes`` sets lower limits.
     """
     ranks = candidate.layout.ranks
     on_cpu = hardware.card.kind == "cpu"
     if limits_bytes is not None and len(limits_bytes) != ranks:
         raise Impossible(
-            f"asked for {ranks} ranks with {len(limits_bytes)} limits of memory",
-            why="each rank has one",
+            f"{len(limits_bytes)} memory limits for {ranks} ranks",
+            why="each rank needs one limit",
             fix=f"give {ranks} limits",
         )
     if limits_bytes is None and on_cpu:

@@ -1,7 +1,7 @@
-"""A plan held against a few real steps on this machine: predicted beside measured, and what that means.
+"""Verify a plan with a few real steps on this machine: predicted against measured.
 
-Where the plan is for other hardware, what is verified is the same model, spread in the same way over the ranks
-that there are here, with fewer of its repeated layers if it has to be.
+If the plan is for other hardware, the same model and strategy are verified on the ranks available
+here, with fewer of the model's repeated layers if necessary.
 """
 
 import statistics
@@ -27,37 +27,37 @@ from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes
 
 PROGRAM = "torchmuster.plan.probes.real_steps"
-# What is alive in a step is the same from the second one on; the third is sure not to be special, nor is the fourth.
+# Memory is the same from the second step on; the third and fourth steps are surely typical.
 FOLLOWED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class RealSteps:
-    """What each rank is told: the work, the way, and how many steps are timed."""
+    """The request to each rank: the work, the candidate, and how many steps to time."""
 
     work: Work
     candidate: Candidate
     device: Literal["auto", "cpu"]
     timed: int
-    blocks: int | None = None  # so many of the model's repeated layers; None: all
+    blocks: int | None = None  # number of the model's repeated layers to use; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSteps:
-    """What one rank saw."""
+    """What one rank measured."""
 
     rank: int
     device: str
     peaks_bytes: tuple[int, ...]  # of tensors on the device, in each of the first steps
-    reserved_bytes: int | None  # by an accelerator's allocator, at most; None on the CPU
-    step_s: tuple[float, ...]  # of the steps after them, which nothing holds up
-    loss: float  # of one more micro-batch, the mean over what it counts
+    reserved_bytes: int | None  # peak of an accelerator's allocator; None on the CPU
+    step_s: tuple[float, ...]  # of the steps after them, without memory tracking
+    loss: float  # mean loss of one more micro-batch
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive in a step once everything is there.
+        """The peak of a step in the steady state.
 
-        The lesser of two steps: gloo's threads may have what they sent in hand for a moment too long.
+        The lower of two steps: gloo's threads may hold their send buffers a moment too long.
         """
         return min(self.peaks_bytes[-2:])
 
@@ -72,11 +72,11 @@ def run_real_steps(
     blocks: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[RankSteps]:
-    """Take real steps with so many ranks of this machine; return what each of them saw, by rank.
+    """Run real steps on ranks of this machine; return what each of them measured, by rank.
 
-    The first steps are followed for their memory, and ``steps`` more are timed. With ``blocks`` the model
-    has so many repeated layers instead of all. A rank that fails ends all; what became of it is in the error.
-    ``say`` hears that it goes on.
+    Memory is tracked in the first steps, and ``steps`` more are timed. ``blocks`` limits the number
+    of repeated layers. A rank that fails stops all; the error has its failure. ``say`` receives the
+    progress.
     """
     told = RealSteps(
         work=work,
@@ -99,25 +99,25 @@ def run_real_steps(
         return [msgspec.json.decode(ran.texts[rank], type=RankSteps) for rank in sorted(ran.texts)]
     if ran.trouble is None:
         raise MusterError(
-            "the real steps did not end well",
-            why=f"{len(ran.texts)} of {ranks} ranks told what they saw",
-            fix="try again; the plan itself is not touched by it",
+            "the real steps failed",
+            why=f"{len(ran.texts)} of {ranks} ranks reported a result",
+            fix="try again; the plan itself is not affected",
         )
     raise MusterError(
-        "the real steps did not end well",
+        "the real steps failed",
         why=fresh_ranks.describe_failure(ran.trouble),
         fix=ran.trouble.fix,
     )
 
 
-EXACT = 0.01  # what is nearer than this is as predicted
-_HERE_AT_MOST = 0.5  # of this machine's memory, for all ranks of a stand-in
+EXACT = 0.01  # a smaller difference counts as exact
+_HERE_AT_MOST = 0.5  # share of this machine's memory for all ranks of a substitute model
 _BLOCKS_OF_A_STAND_IN = (4, 3, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What is to be held against real steps."""
+    """The predictions to compare with real steps."""
 
     work: Work
     candidate: Candidate
@@ -125,12 +125,12 @@ class Predicted:
     tensor_bytes: int
     reserved_bytes: int | None = None
     step_s: float | None = None
-    instead: str = ""  # what it stands for, where the plan itself cannot be tried here
+    instead: str = ""  # what was run, if the plan itself cannot be run here
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure: predicted, measured, and how far they may be apart."""
+    """One figure: predicted, measured, and the allowed difference."""
 
     name: str
     predicted: float
@@ -153,7 +153,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The figures side by side, and the verdicts on them."""
+    """The figures with their predictions, and the findings about them."""
 
     predicted: Predicted
     rows: tuple[Row, ...]
@@ -161,7 +161,7 @@ class Verified:
 
 
 class MeasureSteps(Protocol):
-    """Takes real steps on this machine."""
+    """Run real steps on this machine."""
 
     def __call__(
         self,
@@ -173,15 +173,15 @@ class MeasureSteps(Protocol):
         steps: int,
         blocks: int | None,
     ) -> Sequence[RankSteps]:
-        """Return what each rank saw."""
+        """Return what each rank measured."""
 
 
 def verify_plan(
     answer: Answer, *, here: Hardware, look: Look, say: Callable[[str], None] = lambda _: None
 ) -> Verified:
-    """Hold the chosen way of a plan against real steps on this machine, which is ``here``.
+    """Compare the chosen candidate of a plan with real steps on this machine, which is ``here``.
 
-    ``look`` traces what stands for a plan whose hardware is elsewhere. ``say`` hears that the steps go on.
+    ``look`` traces a substitute if the plan is for other hardware. ``say`` receives the progress.
     """
     best, asked = answer.chosen.value, answer.asked
     on_cpu = here.card.kind == "cpu"
@@ -195,7 +195,7 @@ def verify_plan(
             step_s=None if best.time is None else best.time.step_s,
         )
     else:
-        ranks = max(here.cards, 2) if on_cpu else here.cards  # any CPU can be shared by two
+        ranks = max(here.cards, 2) if on_cpu else here.cards  # two ranks can share any CPU
         predicted = substitute_model(asked.work, best.candidate, here=here, ranks=ranks, look=look)
     return compare_with_plan(
         predicted, device="cpu" if on_cpu else "gpu", measure=partial(run_real_steps, say=say)
@@ -205,7 +205,7 @@ def verify_plan(
 def compare_with_plan(
     predicted: Predicted, *, device: Literal["cpu", "gpu"], measure: MeasureSteps, steps: int = 5
 ) -> Verified:
-    """Take real steps, and hold what was predicted against them."""
+    """Run real steps and compare them with the predictions."""
     seen = measure(
         predicted.work,
         predicted.candidate,
@@ -221,8 +221,8 @@ def compare_with_plan(
             name="plan-verified-elsewhere",
             status=Status.NOTE,
             what=f"verified here: {predicted.instead}",
-            why="what the plan is for is not here; its memory is predicted in the same way, its times by "
-            "the rates of its cards, which nothing here can confirm",
+            why="the hardware of the plan is not available here; its memory is predicted by the "
+            "same method, its times by the rates of its GPUs, which cannot be verified here",
         )
         findings.append(note)
     return Verified(predicted=predicted, rows=rows, findings=tuple(findings))
@@ -232,7 +232,7 @@ def _rows(predicted: Predicted, seen: Sequence[RankSteps]) -> list[Row]:
     most = max(seen, key=lambda one: one.peak_bytes)
     rows = [
         Row(
-            name=f"memory of tensors (rank {most.rank} of {len(seen)})",
+            name=f"tensor memory (rank {most.rank} of {len(seen)})",
             predicted=predicted.tensor_bytes,
             measured=most.peak_bytes,
             unit="bytes",
@@ -251,11 +251,11 @@ def _rows(predicted: Predicted, seen: Sequence[RankSteps]) -> list[Row]:
             )
         )
     if predicted.step_s is not None and all(one.step_s for one in seen):
-        # A step is over when its slowest rank is.
+        # A step takes as long as on its slowest rank.
         slowest = [max(times) for times in zip(*(one.step_s for one in seen), strict=True)]
         rows.append(
             Row(
-                name="time of a step",
+                name="step time",
                 predicted=predicted.step_s,
                 measured=statistics.median(slowest),
                 unit="s",
@@ -275,25 +275,27 @@ def _judge(row: Row) -> Finding:
         return Finding(
             name=name,
             status=Status.NOTE,
-            what=f"{row}, better than the {row.band * 100:.0f} % that it may be off",
-            why="the plan is too careful here: it may refuse what would fit, or forecast too many hours",
+            what=f"{row}, below the allowed difference of {row.band * 100:.0f} %",
+            why="the plan is too conservative here: it may refuse a configuration that would fit, "
+            "or forecast too many hours",
         )
     if row.unit == "s":
         return Finding(
             name=name,
             status=Status.WARNING,
-            what=f"{row}, slower than the {row.band * 100:.0f} % that it may be off",
-            why="hours and cost of the plan are as wrong as this; others that compute on this machine slow "
-            "it down too",
-            fix="muster plan --calibrate  # measures this machine's rates, and plans with them",
+            what=f"{row}, slower than the allowed difference of {row.band * 100:.0f} %",
+            why="hours and cost of the plan are off by the same ratio; other programs on this "
+            "machine also slow it down",
+            fix="muster plan --calibrate  # measures this machine's rates and plans with them",
         )
     return Finding(
         name=name,
         status=Status.FAILURE,
-        what=f"{row}, more than the {row.band * 100:.0f} % that it may be off",
-        why="what the plan says fits may not fit: the model does something that the trace does not show",
-        fix=f"leave {signed_percent(row.ratio)} more room than the plan asks for, or find the micro-batch by "
-        "trials: muster plan --find-batch-size",
+        what=f"{row}, above the allowed difference of {row.band * 100:.0f} %",
+        why="a configuration that fits by the plan may run out of memory: the model does something "
+        "that the trace does not show",
+        fix=f"leave {signed_percent(row.ratio)} more free memory than the plan requires, or find "
+        "the micro-batch by trials: muster plan --find-batch-size",
     )
 
 
@@ -301,13 +303,13 @@ def _judge(row: Row) -> Finding:
 
 
 def is_here(hardware: Hardware, here: Hardware, candidate: Candidate) -> bool:
-    """Say whether a plan's ranks could run on this machine as they are."""
+    """Return whether a plan's ranks can run on this machine unchanged."""
     alike = (hardware.card.kind, hardware.card.name) == (here.card.kind, here.card.name)
     return alike and candidate.layout.ranks <= here.cards
 
 
 def smaller_layout(candidate: Candidate, ranks: int) -> Candidate:
-    """Return the same way to train on fewer ranks; copies of shards stay that where there are four."""
+    """Return the candidate on fewer ranks; hybrid sharding stays hybrid from four ranks on."""
     ranks = min(ranks, candidate.layout.ranks)
     if candidate.strategy == "single" or ranks == 1:
         layout = ShardLayout(copies=1, shards=1)
@@ -331,9 +333,9 @@ def substitute_model(
     ranks: int,
     look: Look,
 ) -> Predicted:
-    """Return what can be tried here in place of a plan: as many layers of the model as there is room for.
+    """Return a substitute that can run here: as many layers of the model as fit in memory.
 
-    Of many micro-batches in a step two show what all take: the first is unlike the others, which are alike.
+    Two micro-batches per step are enough: only the first differs from the others.
     """
     small = replace(
         smaller_layout(candidate, ranks),
@@ -355,15 +357,15 @@ def substitute_model(
     assert record is not None
     raise Impossible(
         "this plan cannot be verified on this machine",
-        why=f"even {record.blocks_traced} of the model's {record.blocks} layers take "
+        why=f"even {record.blocks_traced} of the model's {record.blocks} layers need "
         f"{format_bytes(record.peak_bytes)} on each of {small.layout.ranks} ranks, and "
-        f"{format_bytes(room)} may be used for each here",
-        fix="muster plan --verify on the hardware that the plan is for",
+        f"at most {format_bytes(room)} may be used for each here",
+        fix="run muster plan --verify on the hardware of the plan",
     )
 
 
 def _room_of_each(here: Hardware, ranks: int) -> int:
-    """Return what a rank of a stand-in may take: others use this machine, too."""
+    """Return the memory that a rank of the substitute may use; other programs need some too."""
     memory = here.card.memory_bytes or 0
     if here.card.kind == "cpu":
         memory = (here.host_memory_bytes or memory * here.cards) // ranks
@@ -378,6 +380,6 @@ def _of_record(record: TraceRecord, candidate: Candidate, device: str) -> Predic
         candidate=candidate,
         blocks=record.request.blocks,
         tensor_bytes=record.peak_bytes,
-        instead=f"{layers}, {candidate.strategy} on {ranks} rank{'s' if ranks > 1 else ''} of {device}, "
-        "micro-batches of 1",
+        instead=f"{layers}, {candidate.strategy} on {ranks} rank{'s' if ranks > 1 else ''} "
+        f"of {device}, micro-batches of 1",
     )

@@ -1,1 +1,1 @@
-"""A plan on the terminal, as JSON, and as a page."""
+"""Reports of a plan: terminal, JSON and HTML page."""

@@ -1,4 +1,4 @@
-"""A plan as one page that needs no other file and no network."""
+"""Render a plan as one HTML page that needs no other file and no network."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -25,7 +25,7 @@ from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.search.decide import describe_passed_over
 from torchmuster.units import format_bytes
 
-# Cividis at equal distances: those see it as well who cannot tell red from green.
+# Evenly spaced colours of Cividis, which is readable with colour-vision deficiency.
 _COLOURS = {
     "parameters": "#00224e",
     "gradients": "#2a3f6d",
@@ -43,20 +43,20 @@ _FONT = "font-family:system-ui,sans-serif;font-size:11px"
 
 
 def memory_bars(answer: Answer) -> str:
-    """Return a bar for each way, over what a card has."""
+    """Return an SVG with a memory bar per candidate, against the memory of a GPU."""
     rows = answer.table
     card, noun = answer.asked.hardware.card.memory_bytes, answer.asked.hardware.card.noun
     most = max([card, *(one.memory.high_bytes for one in rows)])
-    most = min(most, 3 * card)  # what is far too large would make everything else small
+    most = min(most, 3 * card)  # one huge bar would make all others too small to read
     height = _TOP + len(rows) * _ROW + 64
     width = _LEFT + _WIDE + 110
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-label="memory of a {noun}">',
+        f'height="{height}" role="img" aria-label="memory per {noun}">',
         f"<style>text{{{_FONT};fill:{_INK}}}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         '<text x="12" y="20" style="font-size:14px;font-weight:600">'
-        f"memory of a {noun} at the peak of a step</text>",
+        f"memory per {noun} at the peak of a step</text>",
     ]
     for place, one in enumerate(rows):
         body += _page_row(one, _TOP + place * _ROW, _WIDE / most)
@@ -108,22 +108,22 @@ def _tip(part: MemoryPart) -> str:
 def _legend(rows: Sequence[Forecast], y: int, noun: str) -> Iterator[str]:
     names = [name for name in _COLOURS if any(one.memory.by_category.get(name) for one in rows)]
     x = 12.0
-    for name in [*names, "beside tensors"]:
+    for name in [*names, "other than tensors"]:
         yield f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{_COLOURS.get(name, _OTHER)}"/>'
         yield f'<text x="{x + 16:.0f}" y="{y + 10}">{escape(name)}</text>'
         x += 28 + 6.6 * len(name)
     yield (
-        f'<text x="12" y="{y + 30}">black lines: the band of each forecast; the dashed line: what a {noun} '
-        "has; ✕ does not fit</text>"
+        f'<text x="12" y="{y + 30}">black lines: band of each forecast; dashed line: memory of a '
+        f"{noun}; ✕ does not fit</text>"
     )
 
 
-# Raised when a key changes its meaning or goes away; new keys may come at any time.
+# Increased when a key changes its meaning or is removed; new keys may be added at any time.
 SCHEMA = 1
 
 
 def plan_json(answer: Answer, *, line: str, settings: dict[str, str]) -> dict[str, Any]:
-    """Return everything that a plan says, as plain JSON types."""
+    """Return the whole plan as plain JSON types."""
     asked, second = answer.asked, answer.runner_up
     return {
         "schema": SCHEMA,
@@ -169,7 +169,7 @@ def _page_plain(value: object) -> Any:
 
 
 def plan_page(answer: Answer, *, line: str) -> str:
-    """Return the page. Everything that came from outside is shown as text, never as markup."""
+    """Return the page. All external text is escaped, never inserted as markup."""
     titles, rows = plan_table(answer)
     parts = [
         f'<h1>muster plan: <b class="ok">{escape(answer.chosen.reason.partition(":")[0])}</b></h1>',
@@ -183,7 +183,7 @@ def plan_page(answer: Answer, *, line: str) -> str:
         *(f"<li>{escape(sentence)}</li>" for sentence in _sentences(answer)),
         "</ul>",
         html_details(
-            "where the figures come from", cells(("figure", "source"), answer.sources), opened=True
+            "Sources of the figures", cells(("figure", "source"), answer.sources), opened=True
         ),
     ]
     return frame.html_page("muster plan", parts)

@@ -1,4 +1,4 @@
-"""A plan on one screen: what was asked, the ways, what fills a card, the choice, and how to train so."""
+"""Print a plan on one screen: request, table, memory of a GPU, choice, and the train command."""
 
 import math
 import re
@@ -24,11 +24,11 @@ _SHORT = {"selective": "select"}
 def plan_table(
     answer: Answer, *, wide: bool = True
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return titles and rows; a narrow table leaves out what a screen has no room for."""
+    """Return titles and rows; a narrow table leaves out columns that do not fit on a screen."""
     size, unit = _scale(answer.table)
     with_cost = answer.asked.tokens is not None
     with_tensors = wide or not with_cost
-    titles = ["way", "recompute", "batch"]
+    titles = ["strategy", "recompute", "batch"]
     with_reserved = any(one.memory.reserved_bytes is not None for one in answer.table)
     if with_tensors:
         titles += ["tensors", "reserved"] if with_reserved else ["tensors"]
@@ -60,21 +60,21 @@ def _per_s(answer: Answer) -> str:
 
 
 def plan_remarks(answer: Answer) -> list[str]:
-    """Say what is true of all times of a table: how far they may be off, where that is known."""
+    """Return remarks on all times of a table: how far they may be off, where that is known."""
     if not any(one.time and one.time.origin == CATALOGUED.source for one in answer.table):
         return []
     low, high = PUBLISHED_SPREAD
-    return [f"times are by usual rates: published trainings had {low} to {high} times these speeds"]
+    return [f"computed with typical rates: published runs had {low} to {high} times these speeds"]
 
 
 def scaling_table(answer: Answer) -> str | None:
-    """Say what waiting for others costs the chosen way; None where nobody waits."""
+    """Return the scaling efficiency of the chosen candidate; None with a single rank."""
     one = answer.chosen.value
     if one.time is None or one.candidate.layout.ranks == 1:
         return None
     efficiency = 100 * one.time.scaling_efficiency
     others = f"{answer.asked.hardware.card.noun}s"
-    return f"efficiency {efficiency:.0f} %: the rest of a step waits for other {others}"
+    return f"efficiency {efficiency:.0f} %: the rest of a step is spent waiting for other {others}"
 
 
 def _way(one: Forecast, cards: int) -> tuple[str, str, str]:
@@ -84,7 +84,7 @@ def _way(one: Forecast, cards: int) -> tuple[str, str, str]:
         batch += f"x{candidate.accumulation}"
     again = recompute_of(candidate)
     name, ranks = candidate_name(candidate), candidate.layout.ranks
-    if ranks not in (1, cards):  # beside it may be the same way over all of them
+    if ranks not in (1, cards):  # the table may also have the same strategy over all of them
         name += f" over {ranks:,}"
     return name, _SHORT.get(again, again), batch
 
@@ -98,7 +98,7 @@ def _terminal_memory(one: Forecast, size: int) -> tuple[str, str]:
 
 
 def fits_text(one: Forecast, size: int) -> str:
-    """Say whether a way fits, or how much is missing."""
+    """Return whether a candidate fits, or how much memory is missing."""
     if one.fits:
         return "yes"
     if one.spare_bytes >= 0:
@@ -124,14 +124,14 @@ def _cost(one: Forecast, answer: Answer) -> tuple[str, str]:
 
 
 def duration_text(amount: float) -> str:
-    """Write a step's time with three figures."""
+    """Format a step's time with three significant digits."""
     if amount < 1:
         return f"{amount * 1000:.3g} ms"
     return f"{amount:.3g} s" if amount < 1000 else f"{amount:,.0f} s"
 
 
 def plain_number(amount: float) -> str:
-    """Write an amount so that its size can be seen: ``12,300``, ``4.2 M``."""
+    """Format a number readably: ``12,300``, ``4.2 M``."""
     for name, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if amount >= size:
             return f"{amount / size:.3g} {name}"
@@ -140,7 +140,7 @@ def plain_number(amount: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPart:
-    """One part of a card's memory."""
+    """One part of a GPU's memory."""
 
     name: str
     size_bytes: int
@@ -148,7 +148,7 @@ class MemoryPart:
 
 
 def memory_parts(one: Forecast) -> list[MemoryPart]:
-    """Return what is in a card's memory, the largest kind of thing first: tensors, then what surrounds them."""
+    """Return the parts of a GPU's memory: tensors by category, then allocator and context."""
     return [part for part in _terminal_parts(one) if part.size_bytes > 0]
 
 
@@ -160,19 +160,19 @@ def _terminal_parts(one: Forecast) -> Iterator[MemoryPart]:
         )
     outside = sum(term.size_bytes for term in memory.outside)
     kept = memory.total_bytes - memory.tensor_bytes - outside
-    source = "simulated" if memory.reserved_bytes is not None else "a usual share"
-    yield MemoryPart(name="kept by the allocator", size_bytes=kept, source=source)
+    source = "simulated" if memory.reserved_bytes is not None else "a typical share"
+    yield MemoryPart(name="cached by the allocator", size_bytes=kept, source=source)
     for term in memory.outside:
         yield MemoryPart(name=term.name, size_bytes=term.size_bytes, source=term.source)
 
 
 def spare(one: Forecast, asked: PlanRequest) -> int:
-    """Return what is left of a card above the middle of the band; negative: so much is missing."""
+    """Return the free bytes of a GPU at the expected use; negative: that much is missing."""
     return asked.hardware.card.memory_bytes - one.memory.total_bytes
 
 
 def place(one: Forecast) -> str:
-    """Say where in a step the peak is."""
+    """Return where in a step the peak is."""
     peak = one.memory.where
     if peak is None:
         return "by a formula"
@@ -183,13 +183,13 @@ def place(one: Forecast) -> str:
 
 _BAR = 40
 _MOST_ROWS = 10
-# A number stays with its unit; the sign that joins them is one that textwrap knows no border in.
-_AMOUNT = re.compile(r"(\d) ([KMGT]iB|%|tokens/s|samples/s|cards?|ranks?)")
+# Keep a number on one line with its unit: textwrap does not break at a no-break space.
+_AMOUNT = re.compile(r"(\d) ([KMGT]iB|%|tokens/s|samples/s|GPUs?|ranks?)")
 _JOINED = "\N{NO-BREAK SPACE}"
 
 
 def plan_text(answer: Answer, *, line: str, width: int = 100, colour: bool = False) -> str:
-    """Return the whole report; ``line`` is the command that trains so."""
+    """Return the whole report; ``line`` is the command that trains with the chosen candidate."""
     blocks = [
         [plan_question(answer)],
         [*_terminal_table(answer, width)],
@@ -203,23 +203,24 @@ def plan_text(answer: Answer, *, line: str, width: int = 100, colour: bool = Fal
         answer.chosen.value.candidate.layout.ranks / answer.asked.hardware.cards_per_machine
     )
     where = f", on {machines:,} machines" if machines > 1 else ""
-    blocks.append([f"to train so{where}:", f"  {line}"])
+    blocks.append([f"train with this plan{where}:", f"  {line}"])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
 def plan_question(answer: Answer) -> str:
-    """Say in one line what was asked."""
+    """Return the request in one line."""
     asked = answer.asked
     parts_of_it = [str(asked.work.model_name_or_path or asked.work.build)]
     if answer.parameter_count is not None:
         parts_of_it.append(f"{plain_number(answer.parameter_count)} parameters")
     if answer.tokens_per_sample is not None:
-        parts_of_it.append(f"{answer.tokens_per_sample:,} tokens a sample")
+        parts_of_it.append(f"{answer.tokens_per_sample:,} tokens per sample")
     if asked.global_batch_size is not None:
         parts_of_it.append(f"global batch {asked.global_batch_size:,}")
     card = asked.hardware.card
     where = (
-        f"on {describe_hardware(asked.hardware)} ({format_bytes(card.memory_bytes)} a {card.noun})"
+        f"on {describe_hardware(asked.hardware)} "
+        f"({format_bytes(card.memory_bytes)} per {card.noun})"
     )
     return harmless(f"{', '.join(parts_of_it)}, {where}")
 
@@ -228,20 +229,20 @@ def _terminal_table(answer: Answer, width: int) -> Iterator[str]:
     titles, rows = plan_table(answer, wide=False)
     yield from aligned_columns([titles, *rows[:_MOST_ROWS]])
     if len(rows) > _MOST_ROWS:
-        yield f"and {plural(len(rows) - _MOST_ROWS, 'row')} more, which --json and --html have"
+        yield f"{plural(len(rows) - _MOST_ROWS, 'more row')}: see --json or --html"
     for sentence in plan_remarks(answer):
         yield from _wrapped("speed", sentence, width)
     for sentence in describe_passed_over(answer.passed_over):
-        yield from _wrapped("not", sentence, width)
+        yield from _wrapped("skipped", sentence, width)
 
 
 def _picture(answer: Answer) -> Iterator[str]:
     one = answer.chosen.value
     whole = max(answer.asked.hardware.card.memory_bytes, one.memory.total_bytes)
-    yield f"memory of a {answer.asked.hardware.card.noun} at its peak, {place(one)}"
+    yield f"memory per {answer.asked.hardware.card.noun} at its peak, {place(one)}"
     left = spare(one, answer.asked)
     shown = [(part.name, part.size_bytes, "█") for part in memory_parts(one)]
-    shown.append(("left over", max(left, 0), "░"))
+    shown.append(("free", max(left, 0), "░"))
     longest = max(len(name) for name, _, _ in shown)
     for name, size, ink in shown:
         bar = ink * round(_BAR * size / whole)
@@ -251,29 +252,29 @@ def _picture(answer: Answer) -> Iterator[str]:
 def _terminal_verdict(answer: Answer, width: int) -> Iterator[str]:
     yield from _wrapped("chosen", answer.chosen.reason, width)
     if answer.runner_up is not None:
-        yield from _wrapped("then", answer.runner_up.reason, width)
+        yield from _wrapped("next", answer.runner_up.reason, width)
     for sentence in answer.would_change:
-        yield from _wrapped("else", sentence, width)
+        yield from _wrapped("instead", sentence, width)
     if waiting := scaling_table(answer):
         yield from _wrapped("scaling", waiting, width)
     memory = answer.chosen.value.memory
-    saving = f"a checkpoint takes {format_bytes(memory.save_bytes)} on the disk"
+    saving = f"a checkpoint takes {format_bytes(memory.save_bytes)} on disk"
     if memory.save_host_bytes:
-        saving += f", and {format_bytes(memory.save_host_bytes)} of a machine's memory to be saved beside the training"
+        saving += f", and {format_bytes(memory.save_host_bytes)} of host memory for an async save"
     if memory.host_bytes:
-        saving += f"; offload keeps {format_bytes(memory.host_bytes)} in a machine's memory"
+        saving += f"; offload keeps {format_bytes(memory.host_bytes)} in host memory"
     yield from _wrapped("saving", saving, width)
     cost = cost_of(answer.chosen.value, answer.asked)
     if cost is not None and answer.asked.tokens is not None:
         words = f"{plain_number(answer.asked.tokens)} tokens take {plain_number(cost.hours)} hours"
         if cost.price is not None:
             words += f" and cost {plain_number(cost.price)}"
-        yield from _wrapped("whole", words, width)
+        yield from _wrapped("total", words, width)
 
 
 def _sources(answer: Answer, width: int) -> Iterator[str]:
     for kind, source in answer.sources:
-        yield from _wrapped("from", f"{kind}: {source}", width)
+        yield from _wrapped("source", f"{kind}: {source}", width)
 
 
 def _wrapped(title: str, sentence: str, width: int) -> Sequence[str]:

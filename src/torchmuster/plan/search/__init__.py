@@ -1,1 +1,1 @@
-"""The ways to train a model here, and the choice among them."""
+"""Search: the candidates to train a model, and the choice among them."""

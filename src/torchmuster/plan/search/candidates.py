@@ -1,7 +1,7 @@
-"""The ways to train, forecast one after the other, with as few traces as the answer needs.
+"""Forecast the candidates one after the other, with as few traces as possible.
 
-One trace is made first: it shows the model's parameters. From then on a way is looked at only if its states fit and
-it could be faster than the best so far. Ways of one family share their traces.
+The first trace shows the model's parameters. From then on a candidate is evaluated only if its
+states fit and it could be faster than the best so far. Candidates of one family share traces.
 """
 
 import dataclasses
@@ -35,20 +35,21 @@ from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import plural
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the simplest first
-# Where no global batch is given, a rank has at most what muster train gives it by itself: how many samples a step has
-# changes what is learnt, and how many samples there are is not known here.
+# Without a global batch size, a rank has at most the default of muster train: samples per step
+# affect convergence, and the size of the dataset is unknown here.
 USUAL_MICRO_BATCH_SIZE = 8
 
 
 def device_spreads(asked: PlanRequest) -> list[Candidate]:
-    """Return the ways to spread the model, the simplest first, each with the smallest portions.
+    """Return the candidates to spread the model, the simplest first, with the smallest micro-batch.
 
-    All cards, one machine or one card: more of them may be slower, and must never be worse.
+    They use all GPUs, one machine or one GPU: more GPUs may be slower.
     """
     found = [one for one in _all_spreads(asked) if _is_asked_for(one, asked)]
     if not found:
         raise Impossible(
-            f"no way to spread the model over {plural(asked.hardware.cards, asked.hardware.card.noun)} is as it was asked for",
+            "no strategy for "
+            f"{plural(asked.hardware.cards, asked.hardware.card.noun)} meets the request",
             why=_fixed(asked),
             fix="leave one of them out",
         )
@@ -77,7 +78,7 @@ def _all_spreads(asked: PlanRequest) -> Iterator[Candidate]:
 
 
 def _layouts(asked: PlanRequest, ranks: int) -> Iterator[ShardLayout]:
-    """Yield one copy over all ranks, and copies over whole machines, as many as divide evenly; or what was asked for."""
+    """Yield shards over all ranks, and copies over whole machines; or the requested shard size."""
     size = asked.shard_size
     if size is not None:
         if ranks % size == 0 and (size > 1 or ranks == 1):
@@ -95,7 +96,7 @@ def _layouts(asked: PlanRequest, ranks: int) -> Iterator[ShardLayout]:
 def _is_asked_for(one: Candidate, asked: PlanRequest) -> bool:
     if asked.strategy is not None and one.strategy != asked.strategy:
         return False
-    # Who names a strategy means all cards; ranks on a CPU are as many as were asked for.
+    # A named strategy means all GPUs; on a CPU the number of ranks is as requested.
     all_of_them = asked.strategy in ("ddp", "fsdp") or asked.hardware.card.kind == "cpu"
     if all_of_them and one.layout.ranks != asked.hardware.cards:
         return False
@@ -128,7 +129,7 @@ def recompute_modes(asked: PlanRequest) -> tuple[Recompute, ...]:
 
 
 def batch_splits(spread: Candidate, asked: PlanRequest) -> Iterator[Candidate]:
-    """Yield a spread with every size of its micro-batches that makes sense, the smallest first."""
+    """Yield a candidate with every sensible micro-batch size, the smallest first."""
     ranks = spread.layout.ranks
     if asked.global_batch_size is None:
         sizes = [2**power for power in range(USUAL_MICRO_BATCH_SIZE.bit_length())]
@@ -149,32 +150,32 @@ def _is_handy(size: int, of_each: int) -> bool:
 
 
 Look: TypeAlias = Callable[[Sequence[TraceRequest]], Sequence[TraceRecord | TraceRefused]]
-# A search that has found something that fits ends here: more traces take long, and seldom change the answer.
+# A search that found a fit stops after this many traces: more take long and rarely change it.
 _ENOUGH_TRACES = 20
-_AT_ONCE = 2  # the tracer has so many processes
-_TRACED_ACCUMULATION = 2  # what more micro-batches take is computed
-_NO_GAIN = 1.001  # a micro-batch that is not even this much faster is not worth its memory
+_AT_ONCE = 2  # number of tracing processes
+_TRACED_ACCUMULATION = 2  # more micro-batches are computed
+_NO_GAIN = 1.001  # a micro-batch with a smaller speed-up is not worth its memory
 
 
 class Traces:
-    """Records by candidate; each trace is asked for once."""
+    """Records by candidate; each trace is requested once."""
 
     def __init__(self, asked: PlanRequest, look: Look) -> None:
         self._asked = asked
         self._look = look
         self._found: dict[TraceRequest, TraceRecord | TraceRefused] = {}
-        self._considered: set[TraceRequest] = set()  # what is needed for all sizes of a micro-batch
+        self._considered: set[TraceRequest] = set()  # needed for all micro-batch sizes
 
     def first(self, candidate: Candidate) -> TraceRecord | TraceRefused:
-        """Return one record that shows the model; those beside it are traced at the same time."""
+        """Return one record that shows the model; related ones are traced at the same time."""
         return self._of(self._needed(candidate)[:_AT_ONCE])[0]
 
     def of(
         self, candidate: Candidate, *, with_log: bool = False
     ) -> list[TraceRecord] | TraceRefused:
-        """Return what a candidate is forecast from, or why it cannot be traced.
+        """Return the records to forecast a candidate from, or why it cannot be traced.
 
-        ``with_log``: with every allocation, for what PyTorch's allocator makes of it.
+        ``with_log``: with every allocation, to simulate PyTorch's allocator.
         """
         self._considered.update(self._requests(candidate))
         wanted = self._requests(candidate, with_log=True) if with_log else self._needed(candidate)
@@ -189,18 +190,18 @@ class Traces:
 
     @property
     def count(self) -> int:
-        """How many traces there are so far, with those that were spared: what is left out must not hang on them."""
+        """The number of traces so far, including those saved by sharing."""
         return len(self._found.keys() | self._considered)
 
     def missing(self, candidate: Candidate) -> bool:
-        """Say whether a candidate needs traces that were not asked for yet."""
+        """Return whether a candidate needs traces that were not requested yet."""
         return any(one not in self._found for one in self._needed(candidate))
 
     def _needed(self, candidate: Candidate) -> list[TraceRequest]:
-        """Return the requests without those of a second micro-batch size, where the first is the candidate's own."""
+        """Return the requests; one micro-batch size is enough if it is the candidate's own."""
         wanted = self._requests(candidate)
         if candidate.accumulation > _TRACED_ACCUMULATION:
-            return wanted  # what inputs take that wait for their turn is seen from two sizes
+            return wanted  # two sizes show the memory of waiting inputs
         least = min(one.candidate.micro_batch_size for one in wanted)
         if candidate.micro_batch_size != least:
             return wanted
@@ -221,7 +222,7 @@ class Traces:
 
 @dataclass(kw_only=True)
 class Explored:
-    """What the search has found so far."""
+    """The results of the search so far."""
 
     traces: Traces
     model: TraceRecord | None = None  # of the first trace
@@ -232,18 +233,18 @@ class Explored:
 
     @property
     def best(self) -> Forecast | None:
-        """The fastest that fits."""
+        """The fastest forecast that fits."""
         fitting = (one for one in self.forecasts if one.fits)
         return max(fitting, key=lambda one: one.samples_per_s or 0.0, default=None)
 
     def pass_over(self, one: PassedOver) -> None:
-        """Note a way that was not looked at, once."""
+        """Record a skipped candidate, once."""
         if one not in self.passed_over:
             self.passed_over.append(one)
 
 
 def explore_candidates(asked: PlanRequest, look: Look, *, rates: Rates) -> Explored:
-    """Forecast what is worth it."""
+    """Forecast the candidates that are worth it."""
     explored = Explored(traces=Traces(asked, look))
     ways = search_order(asked)
     shown = explored.traces.first(scout(ways, asked))
@@ -262,7 +263,7 @@ def explore_candidates(asked: PlanRequest, look: Look, *, rates: Rates) -> Explo
 
 
 def search_order(asked: PlanRequest) -> list[Candidate]:
-    """Return the ways in the order in which they are looked at: what is likely to be fast comes first."""
+    """Return the candidates in search order: likely fast ones first."""
     kinds = recompute_modes(asked)
     ways = [
         dataclasses.replace(spread, recompute=kind)
@@ -274,7 +275,7 @@ def search_order(asked: PlanRequest) -> list[Candidate]:
         key=lambda one: (
             one.cpu_offload,
             not one.reshard,
-            # Over several machines copies come first: what they gather stays within a machine.
+            # Over several machines hybrid sharding comes first: its gathers stay within a machine.
             one.strategy == "fsdp" and one.layout.copies == 1 and asked.hardware.machines > 1,
             kinds.index(one.recompute),
             -one.layout.ranks,
@@ -285,9 +286,9 @@ def search_order(asked: PlanRequest) -> list[Candidate]:
 
 
 def scout(ways: Sequence[Candidate], asked: PlanRequest) -> Candidate:
-    """Return the way that is traced first: the first that fits by a formula, or could.
+    """Return the candidate to trace first: the first that fits, or could fit, by a formula.
 
-    Without a formula a sharded one: those are looked at for models of every size.
+    Without a formula a sharded one: those are evaluated for models of every size.
     """
     estimates = [(one, by_formula(one, asked)) for one in ways]
     card_bytes = asked.hardware.card.memory_bytes
@@ -303,7 +304,7 @@ def _is_worth_a_look(
 ) -> bool:
     best = explored.best
     if way.cpu_offload and best is not None and not best.candidate.cpu_offload:
-        return False  # never as fast: for what does not fit otherwise
+        return False  # never as fast: only for what does not fit otherwise
     if why := too_large(way, asked, model):
         explored.pass_over(why)
         return False
@@ -311,7 +312,7 @@ def _is_worth_a_look(
         explored.pass_over(why)
         return False
     if way.recompute != "none" and model.blocks < 2:
-        return False  # there are no blocks that could be computed again
+        return False  # there are no blocks to recompute
     if why := too_large_by_formula(way, asked):
         explored.pass_over(why)
         return False
@@ -326,7 +327,8 @@ def _is_worth_a_look(
     if explored.traces.count >= _ENOUGH_TRACES and explored.traces.missing(way):
         explored.pass_over(
             PassedOver(
-                name=short_name(way), why=f"not traced, as {_ENOUGH_TRACES} were and something fits"
+                name=short_name(way),
+                why=f"not traced: {_ENOUGH_TRACES} traces were made and a configuration fits",
             )
         )
         return False
@@ -334,7 +336,7 @@ def _is_worth_a_look(
 
 
 def _is_kept_by_states(way: Candidate, explored: Explored, model: TraceRecord) -> bool:
-    """Say whether states in the host's memory could make a way fit, going by those that keep them."""
+    """Return whether CPU offload could make a candidate fit, judged by forecasts without it."""
     alike = [
         one
         for one in explored.forecasts
@@ -344,7 +346,7 @@ def _is_kept_by_states(way: Candidate, explored: Explored, model: TraceRecord) -
 
 
 def _can_win(way: Candidate, best: Forecast, explored: Explored) -> bool:
-    """Say whether a way could be faster than the best, or as fast and simpler."""
+    """Return whether a candidate could be faster than the best, or as fast and simpler."""
     bound = rate_bound(explored.forecasts, way)
     if bound is None or not best.samples_per_s:
         return True
@@ -355,7 +357,7 @@ def _can_win(way: Candidate, best: Forecast, explored: Explored) -> bool:
 
 
 class CannotBeTraced(Exception):
-    """A way that the trace cannot follow, while it follows others."""
+    """A candidate that cannot be traced, although others can."""
 
     def __init__(self, refused: TraceRefused) -> None:
         super().__init__(refused.what)
@@ -388,7 +390,7 @@ def forecast_portions(
 def forecast_candidate(
     candidate: Candidate, traces: Traces, asked: PlanRequest, *, rates: Rates
 ) -> Forecast:
-    """Return what one way takes."""
+    """Return the forecast of one candidate."""
     records = traces.of(candidate)
     if isinstance(records, TraceRefused):
         raise CannotBeTraced(records)
@@ -396,7 +398,7 @@ def forecast_candidate(
     needed = memory.predict_memory(records, candidate, hardware=hardware)
     try:
         time = timing.predict_time(records, candidate, hardware=hardware, rates=rates)
-    except Impossible:  # of this card too little is known
+    except Impossible:  # the rates of this GPU are unknown
         return as_forecast(candidate, needed, asked)
     share = (asked.global_batch_size or candidate.global_batch_size) / candidate.global_batch_size
     return as_forecast(
@@ -412,7 +414,7 @@ def as_forecast(
     time: timing.StepTime | None = None,
     samples_per_s: float | None = None,
 ) -> Forecast:
-    """Compare what a way needs with what the hardware has."""
+    """Compare what a candidate needs with what the hardware has."""
     host = asked.hardware.host_memory_bytes
     return Forecast(
         candidate=candidate,
@@ -425,7 +427,7 @@ def as_forecast(
 
 
 def simplicity(one: Candidate) -> tuple[float, ...]:
-    """Return how simple a way is, the simplest first: less that is special, then smaller portions."""
+    """Return a sort key, the simplest candidate first: fewer features, smaller micro-batches."""
     strategies = ("single", "ddp", "fsdp")
     recompute = {"none": 0.0, "selective": 2.0, "full": 3.0}
     how = one.recompute

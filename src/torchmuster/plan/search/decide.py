@@ -1,4 +1,4 @@
-"""The choice between forecasts, with its reason, the runner-up, and what would change the answer."""
+"""Choose between forecasts: the choice with its reason, the runner-up, and what would change it."""
 
 import dataclasses
 import itertools
@@ -23,18 +23,19 @@ from torchmuster.units import format_bytes, plural
 
 Way: TypeAlias = tuple[object, ...]
 _HARDLY = 1.01
-_LESS = 0.95  # of the memory of the chosen way: what needs more than that is no help where there is less
-_MOST_REASONS = 5  # why ways were not looked at: a screen has no room for more
+_LESS = 0.95  # share of the chosen candidate's memory: an alternative must need less than that
+_MOST_REASONS = 5  # reasons for skipped candidates that fit on a screen
 _AMOUNT = re.compile(r"[\d.,]+ [KMGT]iB")
 _HYBRID = re.compile(r"hybrid \d+ x (\d+)(.*)")
 _LARGEST_MICRO_BATCH = 4096
-_WORTH_SAYING = 0.05  # what faster links must gain, so that they are mentioned
+_WORTH_SAYING = 0.05  # least gain of faster links that is reported
 
 
 def in_preference(forecasts: Iterable[Forecast]) -> list[Forecast]:
-    """Return forecasts that fit in their order: those as fast as the fastest, the simplest first; then the rest so.
+    """Order forecasts: those as fast as the fastest, the simplest first; then the rest alike.
 
-    Of one way, the fewest portions; of these the micro-batch that is fastest, unless it is hardly so.
+    Of one configuration, the fewest micro-batches; of these the fastest micro-batch size, unless
+    the gain is negligible.
     """
     ordered: list[Forecast] = []
     for equal in _by_rate(forecasts, SAME_RATE):
@@ -45,12 +46,12 @@ def in_preference(forecasts: Iterable[Forecast]) -> list[Forecast]:
 
 
 def preferred(forecasts: Iterable[Forecast]) -> Forecast:
-    """Return the first of them; there must be one."""
+    """Return the preferred forecast; there must be one."""
     return in_preference(forecasts)[0]
 
 
 def _by_rate(forecasts: Iterable[Forecast], same: float) -> Iterator[list[Forecast]]:
-    """Yield forecasts that are as fast as the fastest, then so of the rest: each is compared with a real one."""
+    """Yield groups of forecasts that are as fast as the fastest of those left."""
     left = sorted(forecasts, key=_decide_rate, reverse=True)
     while left:
         equal = [one for one in left if _decide_rate(one) * same >= _decide_rate(left[0])]
@@ -68,13 +69,13 @@ def _simple(one: Forecast) -> tuple[float, ...]:
 
 
 def _portion(one: Forecast) -> int:
-    """Order micro-batches that are equally fast: small ones first, or large ones where no speed is known."""
+    """Order equally fast micro-batches: small ones first, or large ones if no speed is known."""
     size = one.candidate.micro_batch_size
     return -size if one.samples_per_s is None else size
 
 
 def candidate_text(candidate: Candidate) -> Way:
-    """Return what makes a way another one, for the table: how the model is spread, over how many."""
+    """Return what identifies a candidate in the table: how the model is spread, over how many."""
     return (
         candidate.strategy,
         candidate.reshard,
@@ -85,7 +86,7 @@ def candidate_text(candidate: Candidate) -> Way:
 
 
 def candidates_table(forecasts: Sequence[Forecast]) -> tuple[Forecast, ...]:
-    """Return the best micro-batch of each way: the preferred one that fits, else what misses by least."""
+    """Return the best micro-batch per candidate: the preferred that fits, else the nearest miss."""
     best: dict[Way, Forecast] = {}
     for one in _in_order(forecasts):
         best.setdefault((*candidate_text(one.candidate), one.candidate.recompute), one)
@@ -105,7 +106,7 @@ def _missing_bytes(one: Forecast) -> int:
 def choose_candidate(
     explored: Explored, asked: PlanRequest
 ) -> tuple[Decision[Forecast], Decision[Forecast] | None]:
-    """Choose among those that fit; there must be one. Return it and the runner-up."""
+    """Return the choice among the forecasts that fit (at least one), and the runner-up."""
     fitting = in_preference(one for one in explored.forecasts if one.fits)
     best = fitting[0]
     fastest = max(map(_decide_rate, fitting))
@@ -126,9 +127,9 @@ def _is_alike(one: Candidate, other: Candidate) -> bool:
 
 
 def describe_candidate(candidate: Candidate, noun: str) -> str:
-    """Say a way in a few words: ``fsdp over 8 cards, micro-batch 2 x 4, bf16, recompute full``.
+    """Describe a candidate: ``fsdp over 8 GPUs, micro-batch 2 x 4, bf16, recompute full``.
 
-    ``noun`` is what it is spread over: cards, or ranks of a CPU.
+    ``noun`` is what it is spread over: GPUs, or ranks of a CPU.
     """
     portions = f"micro-batch {candidate.micro_batch_size}"
     if candidate.accumulation > 1:
@@ -142,24 +143,24 @@ def describe_candidate(candidate: Candidate, noun: str) -> str:
 
 
 def candidate_figures(one: Forecast, asked: PlanRequest) -> str:
-    """Say what a way takes and gives."""
+    """Describe the memory and speed of a candidate."""
     card = asked.hardware.card
     room = (
-        f"{format_bytes(one.memory.total_bytes)} of the {format_bytes(card.memory_bytes)} of each {card.noun}, "
-        f"{format_bytes(one.spare_bytes)} to spare above the band"
+        f"{format_bytes(one.memory.total_bytes)} of {format_bytes(card.memory_bytes)} "
+        f"per {card.noun}, {format_bytes(one.spare_bytes)} spare above the band"
     )
     return room if one.time is None else f"{room}, {samples_per_second(one)}"
 
 
 def samples_per_second(one: Forecast) -> str:
-    """Say how fast a way is."""
+    """Describe the speed of a candidate."""
     if one.time is not None and one.time.tokens_per_s is not None:
         return f"{one.time.tokens_per_s:,.0f} tokens/s"
     return f"{one.samples_per_s or 0.0:,.1f} samples/s"
 
 
 def _why_no_simpler(best: Forecast, explored: Explored, fastest: float, noun: str) -> str:
-    """Say what kept the simplest of the other ways from being chosen."""
+    """Return why ddp, which is simpler than fsdp, was not chosen."""
     if best.candidate.strategy != "fsdp":
         return ""
     passed = next((one for one in explored.passed_over if one.name == "ddp"), None)
@@ -178,11 +179,14 @@ def _why_no_simpler(best: Forecast, explored: Explored, fastest: float, noun: st
 def _why_not(other: Forecast, best: Forecast, fastest: float, noun: str) -> str:
     name = describe_candidate(other.candidate, noun)
     if not other.samples_per_s or not best.samples_per_s:
-        return f"{name} is less simple"
+        return f"{name} is more complex"
     if other.samples_per_s * SAME_RATE >= fastest:
-        return f"{name} is as fast, and less simple"
+        return f"{name} is as fast, but more complex"
     if other.samples_per_s * SAME_RATE >= best.samples_per_s:
-        return f"{name} is {_decide_percent(1.0 - other.samples_per_s / fastest)} slower than the fastest"
+        return (
+            f"{name} is {_decide_percent(1.0 - other.samples_per_s / fastest)} "
+            "slower than the fastest"
+        )
     return f"{name} is {_decide_percent(1.0 - other.samples_per_s / best.samples_per_s)} slower"
 
 
@@ -197,7 +201,7 @@ def would_change(
     *,
     rates: Rates,
 ) -> Iterator[str]:
-    """Say what would make another answer, hardware before all, each computed."""
+    """Yield what would change the choice, hardware first; each line is computed."""
     noun = asked.hardware.card.noun
     yield from _more_memory(best, explored, noun)
     yield from _less_memory(best, explored, noun)
@@ -217,13 +221,13 @@ def _more_memory(best: Forecast, explored: Explored, noun: str) -> Iterator[str]
         nearest = max(faster, key=lambda one: one.spare_bytes)
         gain = _decide_percent((nearest.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0)
         yield (
-            f"with {format_bytes(-nearest.spare_bytes)} more on each {noun}: "
+            f"with {format_bytes(-nearest.spare_bytes)} more per {noun}: "
             f"{describe_candidate(nearest.candidate, noun)}, {gain} faster"
         )
     needs = [one for one in explored.passed_over if one.of_states]
     if needs:
         least = min(needs, key=lambda one: one.needs_bytes or 0)
-        yield f"{least.name} needs more than {format_bytes(least.needs_bytes or 0)} on each {noun}"
+        yield f"{least.name} needs more than {format_bytes(least.needs_bytes or 0)} per {noun}"
 
 
 def _less_memory(best: Forecast, explored: Explored, noun: str) -> Iterator[str]:
@@ -234,18 +238,18 @@ def _less_memory(best: Forecast, explored: Explored, noun: str) -> Iterator[str]
     ]
     border = format_bytes(best.memory.high_bytes)
     if not smaller:
-        yield f"with less than {border} on each {noun} nothing that was looked at fits"
+        yield f"with less than {border} per {noun}, none of the evaluated configurations fits"
         return
     following = preferred(smaller)
     needed = format_bytes(following.memory.high_bytes)
     words = describe_candidate(following.candidate, noun)
-    yield f"with less than {border} on each {noun}: {words}, at most {needed}"
+    yield f"with less than {border} per {noun}: {words}, at most {needed}"
 
 
 def _larger_steps(
     best: Forecast, explored: Explored, asked: PlanRequest, *, rates: Rates
 ) -> Iterator[str]:
-    """Say what more samples in a step would gain, where their number is open: it is not taken without a word."""
+    """Yield what a larger global batch would gain, if none was given."""
     is_open = asked.global_batch_size is None and asked.micro_batch_size is None
     size = best.candidate.micro_batch_size
     if not is_open or not best.samples_per_s or size < USUAL_MICRO_BATCH_SIZE:
@@ -255,7 +259,7 @@ def _larger_steps(
         size *= 2
         larger = dataclasses.replace(best.candidate, micro_batch_size=size)
         if explored.traces.missing(larger):
-            break  # that it may be faster is not worth a trace
+            break  # a possible gain is not worth a trace
         one = forecast_candidate(larger, explored.traces, asked, rates=rates)
         if not one.fits or _decide_rate(one) < _decide_rate(found) * SAME_RATE:
             break
@@ -279,7 +283,7 @@ def _faster_links(
     faster = forecast_candidate(best.candidate, explored.traces, wished, rates=rates)
     gain = (faster.samples_per_s or 0.0) / (best.samples_per_s or 1.0) - 1.0
     if gain >= _WORTH_SAYING:
-        yield f"links twice as fast make it {_decide_percent(gain)} faster"
+        yield f"with links twice as fast: {_decide_percent(gain)} faster"
 
 
 def _twice(link: Link) -> Link:
@@ -287,7 +291,7 @@ def _twice(link: Link) -> Link:
 
 
 def describe_passed_over(passed: Sequence[PassedOver]) -> list[str]:
-    """Return a line for each kind of reason why ways were not looked at closely, with its least amount."""
+    """Return one line per kind of reason why candidates were skipped, with its lowest amount."""
     by_reason: dict[str, list[PassedOver]] = {}
     for one in passed:
         by_reason.setdefault(_AMOUNT.sub("", one.why), []).append(one)
@@ -297,13 +301,13 @@ def describe_passed_over(passed: Sequence[PassedOver]) -> list[str]:
         lines.append(f"{', '.join(_decide_names(alike))}: {least.why}")
     left_out = len(lines) - _MOST_REASONS
     if left_out > 0:
-        lines[_MOST_REASONS:] = [f"and {plural(left_out, 'reason')} more, which --json has"]
+        lines[_MOST_REASONS:] = [f"{plural(left_out, 'more reason')}: see --json"]
     return lines
 
 
 def _decide_names(passed: Sequence[PassedOver]) -> Iterator[str]:
-    """Yield their names, with one for hybrids that differ in their shards only: others of them may well fit."""
-    sizes: dict[str, list[int]] = {}  # of hybrids, by what else is in their names
+    """Yield the names; hybrids that differ only in their number of shards share one name."""
+    sizes: dict[str, list[int]] = {}  # shards of hybrids, by the rest of their names
     names: dict[str, str | None] = {}
     for one in passed:
         found = _HYBRID.fullmatch(one.name)

@@ -1,4 +1,4 @@
-"""Bounds that need no further trace: ways that cannot fit, and ways that cannot be faster."""
+"""Bounds that need no further trace: candidates that cannot fit or cannot be faster."""
 
 import math
 from collections.abc import Sequence
@@ -13,37 +13,37 @@ from torchmuster.plan.record import TraceRecord
 from torchmuster.plan.request import PlanRequest
 from torchmuster.units import format_bytes, plural
 
-# Two rates that differ by less are equal: forecasts are no better than that.
+# Rates that differ by less count as equal: forecasts are no more accurate than that.
 SAME_RATE = 1.05
-# What computing activations again costs at the least: the forward is a third of a step's products.
+# Least cost of recomputing activations: the forward is a third of a step's matrix products.
 _LEAST_COMPUTE = {"none": 1.0, "selective": 1.03, "full": 1.25}
-# Computing again may cost so much more than the least; and larger micro-batches may compute so much faster,
-# but for those that have many tokens already.
+# Recomputing may cost this much more than the least; larger micro-batches may be this much faster,
+# unless they already have many tokens.
 _CAUTION = 1.1
 _MANY_TOKENS = 4096
 _OF_SAMPLES = ("activations", "logits")
-_OF_GROWTH = 0.8  # what is at least true of the growth by samples: a single one lacks some copies
-_WORTH_SHARDING = 0.1  # of a step that is spent waiting, where a whole copy fits
+_OF_GROWTH = 0.8  # least share of the growth per sample: a single sample lacks some copies
+_WORTH_SHARDING = 0.1  # share of a step spent waiting, where a whole copy fits
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_MOST_INFLATION = 1.05  # of what is gathered, by rows that do not exist
+_MOST_INFLATION = 1.05  # of gathered bytes, by padding rows
 
 
 def too_large(candidate: Candidate, asked: PlanRequest, record: TraceRecord) -> PassedOver | None:
-    """Say so if weights, gradients and moments alone are more than a card has."""
+    """Skip a candidate whose weights, gradients and moments alone exceed the memory of a GPU."""
     least = states_bytes(record, candidate)
     if least <= asked.hardware.card.memory_bytes:
         return None
     return PassedOver(
         name=_over_some(candidate_name(candidate), candidate, asked),
-        why=f"weights, gradients and optimiser alone take at least {format_bytes(least)} of the "
-        f"{format_bytes(asked.hardware.card.memory_bytes)} of a {asked.hardware.card.noun}",
+        why=f"weights, gradients and optimiser alone need at least {format_bytes(least)}, and a "
+        f"{asked.hardware.card.noun} has {format_bytes(asked.hardware.card.memory_bytes)}",
         needs_bytes=least,
         of_states=True,
     )
 
 
 def _over_some(name: str, candidate: Candidate, asked: PlanRequest) -> str:
-    """Name a way that leaves cards alone by those it takes: over all of them it may well fit."""
+    """Name a candidate that uses only some GPUs with their number: over all of them it may fit."""
     ranks = candidate.layout.ranks
     return (
         name
@@ -53,7 +53,7 @@ def _over_some(name: str, candidate: Candidate, asked: PlanRequest) -> str:
 
 
 def by_formula(candidate: Candidate, asked: PlanRequest) -> Memory | None:
-    """Return what a way takes by the usual formula; None where there is none for this model."""
+    """Return a candidate's memory by the formula; None if there is no formula for this model."""
     try:
         return closed_form.estimate_memory(asked.work, candidate, hardware=asked.hardware)
     except MusterError:
@@ -61,22 +61,22 @@ def by_formula(candidate: Candidate, asked: PlanRequest) -> Memory | None:
 
 
 def too_large_by_formula(candidate: Candidate, asked: PlanRequest) -> PassedOver | None:
-    """Say so if a way is so far from fitting that a formula is enough to see it."""
+    """Skip a candidate that does not fit even by the low end of the formula."""
     needed = by_formula(candidate, asked)
     if needed is None or needed.low_bytes <= asked.hardware.card.memory_bytes:
         return None
     return PassedOver(
         name=_over_some(short_name(candidate), candidate, asked),
-        why=f"at least about {format_bytes(needed.low_bytes)} by a formula, more than the "
-        f"{format_bytes(asked.hardware.card.memory_bytes)} of a {asked.hardware.card.noun}",
+        why=f"needs at least about {format_bytes(needed.low_bytes)} by a formula, and a "
+        f"{asked.hardware.card.noun} has {format_bytes(asked.hardware.card.memory_bytes)}",
         needs_bytes=needed.low_bytes,
     )
 
 
 def outgrows(one: Forecast, micro_batch_size: float) -> bool:
-    """Say whether a way is larger than its card with micro-batches of another size, going by what samples take.
+    """Return whether a candidate exceeds its GPU with another micro-batch size.
 
-    Where the peak is may change with the size, but then to what is larger still.
+    The position of the peak may change with the size, but only to a higher peak.
     """
     samples = sum(one.memory.by_category.get(name, 0) for name in _OF_SAMPLES)
     more = micro_batch_size / one.candidate.micro_batch_size - 1.0
@@ -85,16 +85,16 @@ def outgrows(one: Forecast, micro_batch_size: float) -> bool:
 
 
 def needs_more_than_states(one: Forecast, record: TraceRecord) -> bool:
-    """Say whether a way would be larger than its card even without weights, gradients and moments.
+    """Return whether a candidate exceeds its GPU even without weights, gradients and moments.
 
-    Then neither more shards nor a place for them elsewhere would help.
+    Then neither more shards nor offloading would help.
     """
     card_bytes = one.spare_bytes + one.memory.high_bytes
     return one.memory.low_bytes - states_bytes(record, one.candidate) > card_bytes
 
 
 def states_bytes(record: TraceRecord, candidate: Candidate) -> int:
-    """Return the least that weights, gradients and moments take on a rank, whatever a step does."""
+    """Return the least bytes of weights, gradients and moments on a rank."""
     if candidate.cpu_offload:
         return 0
     item_bytes = _item_bytes(record)
@@ -110,14 +110,14 @@ def states_bytes(record: TraceRecord, candidate: Candidate) -> int:
 
 
 def _item_bytes(record: TraceRecord) -> float:
-    """Return the mean size of an element: traces of few blocks have all types that a model has."""
+    """Return the mean bytes per element: traces of few blocks have all dtypes of a model."""
     counts = [(math.prod(one.shape), ITEM_BYTES.get(one.dtype, 1)) for one in record.parameters]
     elements = sum(count for count, _ in counts)
     return sum(count * size for count, size in counts) / max(elements, 1)
 
 
 def too_many_shards(candidate: Candidate, record: TraceRecord) -> PassedOver | None:
-    """Say so if parameters have fewer rows than there are shards, and copies can be made instead."""
+    """Skip a candidate with more shards than rows per parameter, if hybrid sharding is possible."""
     if candidate.strategy != "fsdp" or candidate.layout.shards < 2:
         return None
     times = inflation(record.parameters, candidate.layout.shards)
@@ -126,14 +126,14 @@ def too_many_shards(candidate: Candidate, record: TraceRecord) -> PassedOver | N
     shards = "" if candidate.layout.copies > 1 else f" over {candidate.layout.shards:,} shards"
     return PassedOver(
         name=f"{candidate_name(candidate)}{shards}",
-        why=f"parameters have fewer rows than that: {times:.2f} times the model would be gathered",
+        why=f"parameters have fewer rows than shards: gathers carry {times:.2f} times the model",
     )
 
 
 def rate_bound(forecasts: Sequence[Forecast], candidate: Candidate) -> float | None:
-    """Return the most samples a second that a way can reach: nothing but computing, at the best pace seen.
+    """Return an upper bound of samples per second: compute only, at the best rate seen.
 
-    None where nothing was forecast yet.
+    None if nothing was forecast yet.
     """
     paces = [_pace(one, candidate.recompute) for one in forecasts if one.time is not None]
     if not paces or min(paces) <= 0.0:
@@ -142,9 +142,9 @@ def rate_bound(forecasts: Sequence[Forecast], candidate: Candidate) -> float | N
 
 
 def _pace(one: Forecast, recompute: Recompute) -> float:
-    """Return the seconds that a rank computes for a sample, at the least, if so much is computed again."""
+    """Return the least seconds of compute per sample on a rank, with this share recomputed."""
     time, candidate = one.time, one.candidate
-    assert time is not None, "only what has a time has a pace"
+    assert time is not None, "only a forecast with a time has a pace"
     of_sample = time.compute_s * candidate.layout.ranks / candidate.global_batch_size
     own, wanted = _least_compute(candidate.recompute), _least_compute(recompute)
     tokens = (time.tokens_per_s or 0.0) / time.samples_per_s * candidate.micro_batch_size
@@ -160,9 +160,9 @@ def _least_compute(recompute: Recompute) -> float:
 
 
 def copies_wait(best: Forecast) -> bool:
-    """Say whether copies of the model wait so long for each other that shards could be faster.
+    """Return whether ddp waits so long for communication that sharding could be faster.
 
-    Sharding sends as much as copying, only at other times.
+    Sharding sends as much as ddp, only at other times.
     """
     if best.candidate.strategy != "ddp" or best.time is None:
         return True
@@ -170,9 +170,10 @@ def copies_wait(best: Forecast) -> bool:
 
 
 def needs_recompute(forecasts: Sequence[Forecast], way: Candidate, asked: PlanRequest) -> bool:
-    """Say whether computing activations again could help a way at all.
+    """Return whether recomputing activations could help a candidate at all.
 
-    What fits without it gains nothing from larger micro-batches but fewer gathers: copies have none.
+    A candidate that fits without it gains only fewer gathers from larger micro-batches, and ddp has
+    none.
     """
     tried = [
         one

@@ -1,4 +1,4 @@
-"""Nothing fits: how far the nearest way is from fitting, and which changes would make it fit, each computed."""
+"""Explain why nothing fits: the nearest candidate, and computed changes that would make it fit."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ _LORA_RANK = 16
 _SHORTEST_SEQUENCE = 128
 _HALVINGS = 3
 _AS_NEAR = 1.03
-# What settings may have fixed, by the names they have there.
+# Fields that settings may have fixed, with the names of these settings.
 _FIXED = {
     "strategy": "distributed.strategy",
     "sharding": "distributed.fsdp_sharding_strategy",
@@ -41,7 +41,7 @@ _FIXED = {
 
 
 def refusal(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates) -> Impossible:
-    """Return the error that says what is missing, and what would help."""
+    """Return the error that reports how much is missing, and what would help."""
     where, noun = in_words_of(asked.hardware), asked.hardware.card.noun
     changes = [*_changes(asked, explored, look, rates=rates)]
     nearest = nearest_of(explored)
@@ -50,22 +50,22 @@ def refusal(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates)
     elif nearest.spare_bytes < 0:
         why = (
             f"the nearest is {describe_candidate(nearest.candidate, noun)}: it needs "
-            f"{format_bytes(nearest.memory.high_bytes)} at the high end of its band, "
+            f"up to {format_bytes(nearest.memory.high_bytes)} (high end of the band), "
             f"{format_bytes(-nearest.spare_bytes)} more than a {noun} has "
             f"({format_bytes(asked.hardware.card.memory_bytes)})"
         )
     else:
         why = (
             f"the nearest is {describe_candidate(nearest.candidate, noun)}: it keeps "
-            f"{format_bytes(nearest.memory.host_bytes)} in the memory of a machine, which has "
+            f"{format_bytes(nearest.memory.host_bytes)} in host memory, and each machine has "
             f"{format_bytes(asked.hardware.host_memory_bytes or 0)}"
         )
-    fix = "\n".join(changes) or "a smaller model: no single change was found that helps"
+    fix = "\n".join(changes) or "use a smaller model: no single change makes this one fit"
     return Impossible(f"training this model does not fit on {where}", why=why, fix=fix)
 
 
 def nearest_of(explored: Explored) -> Forecast | None:
-    """Return the way that misses by least; of those that are as near, one over the most cards: they are there."""
+    """Return the candidate that misses by the least; of equally near ones, that on most GPUs."""
     if not explored.forecasts:
         return None
     least = min(one.memory.high_bytes for one in explored.forecasts)
@@ -74,14 +74,14 @@ def nearest_of(explored: Explored) -> Forecast | None:
 
 
 def _why_not_even_forecast(explored: Explored) -> str:
-    """Say which of the ways that were passed over needs least."""
+    """Return which of the skipped candidates needs the least memory."""
     known = [one for one in explored.passed_over if one.needs_bytes is not None]
     least = min(known or explored.passed_over, key=lambda one: one.needs_bytes or 0, default=None)
-    return "no way is as it was asked for" if least is None else f"{least.name}: {least.why}"
+    return "no configuration meets the request" if least is None else f"{least.name}: {least.why}"
 
 
 def _changes(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates) -> Iterator[str]:
-    """Yield each change that makes it fit, what costs least first."""
+    """Yield each change that makes it fit, the cheapest first."""
     yield from _left_open(asked, look, rates=rates)
     yield from _other_work(asked, explored, look, rates=rates)
     yield from _more_cards(asked, explored, rates=rates)
@@ -89,7 +89,7 @@ def _changes(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates
 
 
 def _left_open(asked: PlanRequest, look: Look, *, rates: Rates) -> Iterator[str]:
-    """Yield settings that need only be left to the search."""
+    """Yield settings that only need to be left to the search."""
     for name, setting in _FIXED.items():
         if getattr(asked, name) is None or (name == "strategy" and asked.hardware.cards == 1):
             continue
@@ -97,20 +97,20 @@ def _left_open(asked: PlanRequest, look: Look, *, rates: Rates) -> Iterator[str]
         wider = dataclasses.replace(asked, **left_open)
         best = explore_candidates(wider, look, rates=rates).best
         if best is not None:
-            yield f"leave {setting} open: {_refusal_room(best, asked)}"
+            yield f"leave {setting} unset: {_refusal_room(best, asked)}"
 
 
 def _refusal_room(one: Forecast, asked: PlanRequest) -> str:
     return (
-        f"{describe_candidate(one.candidate, asked.hardware.card.noun)} needs {format_bytes(one.memory.high_bytes)} of "
-        f"{format_bytes(asked.hardware.card.memory_bytes)}"
+        f"{describe_candidate(one.candidate, asked.hardware.card.noun)} needs "
+        f"{format_bytes(one.memory.high_bytes)} of {format_bytes(asked.hardware.card.memory_bytes)}"
     )
 
 
 def _other_work(
     asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates
 ) -> Iterator[str]:
-    """Yield other ways to set up the training of the same model."""
+    """Yield other training settings for the same model."""
     nearest = nearest_of(explored)
     if nearest is None:
         return
@@ -124,7 +124,10 @@ def _other_work(
     if work.torch_dtype in (None, "float32"):
         found = attempt(dataclasses.replace(work, torch_dtype="bfloat16"))
         if found:
-            yield f"--set model.torch_dtype=bfloat16 (small updates get lost): {_refusal_room(found, asked)}"
+            yield (
+                "--set model.torch_dtype=bfloat16 (small updates are rounded away): "
+                f"{_refusal_room(found, asked)}"
+            )
     if work.lora_rank is None and work.model_name_or_path is not None:
         found = attempt(dataclasses.replace(work, lora_rank=_LORA_RANK))
         if found:
@@ -135,7 +138,7 @@ def _other_work(
 def _shorter(
     nearest: Forecast, work: Work, attempt: Callable[[Work], Forecast | None], asked: PlanRequest
 ) -> Iterator[str]:
-    """Yield a shorter sample: halved until it should fit, then traced."""
+    """Yield a shorter sequence length: halved until it should fit, then traced."""
     length, share = work.sequence_length, 1.0
     for _ in range(_HALVINGS):
         if length is None or length // 2 < _SHORTEST_SEQUENCE:
@@ -160,7 +163,7 @@ def _first_that_fits(
 
 
 def _more_cards(asked: PlanRequest, explored: Explored, *, rates: Rates) -> Iterator[str]:
-    """Yield how many machines of this kind hold it, sharded over all of them."""
+    """Yield how many such machines hold the model, sharded over all of them."""
     if asked.strategy in ("single", "ddp") or asked.shard_size is not None:
         return
     nearest = nearest_of(explored)
@@ -211,6 +214,7 @@ def _larger_card(asked: PlanRequest, explored: Explored) -> Iterator[str]:
     larger = next((one for one in known if one.memory_bytes >= needed), None)
     if larger is not None:
         yield (
-            f"cards with {format_bytes(needed)}, such as {larger.name} "
-            f"({format_bytes(larger.memory_bytes)}): {describe_candidate(nearest.candidate, asked.hardware.card.noun)}"
+            f"GPUs with {format_bytes(needed)}, such as {larger.name} "
+            f"({format_bytes(larger.memory_bytes)}): "
+            f"{describe_candidate(nearest.candidate, asked.hardware.card.noun)}"
         )

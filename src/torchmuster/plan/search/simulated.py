@@ -1,4 +1,4 @@
-"""Memory of the candidates that matter, with the allocator simulated; the results are cached beside the traces."""
+"""Memory of the preferred candidates with a simulated allocator; cached next to the traces."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from torchmuster.runfolder import write_atomically
 
 
 def with_allocator(one: Forecast, explored: Explored, asked: PlanRequest) -> Forecast:
-    """Return a forecast whose memory has the allocator simulated; as it is where that cannot be done.
+    """Return a forecast with the allocator simulated, or unchanged if that is not possible.
 
-    Its traces may have a micro-batch that was only computed so far: they must agree with what was computed.
+    Its traces may be the first with this micro-batch size: they must agree with the computation.
     """
     records = explored.traces.of(one.candidate, with_log=True)
     computed_from = explored.traces.of(one.candidate)
@@ -41,7 +41,7 @@ def with_allocator(one: Forecast, explored: Explored, asked: PlanRequest) -> For
 def simulate_allocator(
     records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
 ) -> memory.Memory:
-    """Return what a rank needs, as it was kept or computed now."""
+    """Return what a rank needs, from the cache or simulated now."""
     kept = _simulated_place(records, candidate, hardware)
     if kept is None:
         return memory.predict_memory(records, candidate, hardware=hardware)
@@ -58,7 +58,7 @@ def simulate_allocator(
 def _simulated_place(
     records: Sequence[TraceRecord], candidate: Candidate, hardware: Hardware
 ) -> Path | None:
-    """Return the file for exactly these traces, which say when they were made; None where there are no logs."""
+    """Return the cache file for exactly these traces and their times; None if there are no logs."""
     if any(one.log is None for one in records):
         return None
     digest = hashlib.blake2b(versions(), digest_size=16)

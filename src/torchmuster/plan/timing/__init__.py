@@ -1,1 +1,1 @@
-"""How long a step takes, and what a whole training costs."""
+"""Forecast the time of a step, and the cost of a whole training."""

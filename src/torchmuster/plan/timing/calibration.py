@@ -1,7 +1,7 @@
-"""Rates that were measured on this machine instead of taken from a catalogue, and kept with date and place.
+"""Rates measured on this machine instead of taken from the catalogue, stored with date and host.
 
-What ranks reach is measured by themselves (products, memory, collectives; ``probes/rates.py``); what of it a training reaches
-is fitted to real steps (``fitting.py``).
+The ranks measure their peak rates (products, memory, collectives; ``probes/rates.py``); the share
+of them that a training reaches is fitted to real steps (``fitting.py``).
 """
 
 import dataclasses
@@ -28,23 +28,23 @@ FILE = "calibration.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """What the ranks that measure are told."""
+    """The request to the measuring ranks."""
 
     device: Literal["auto", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRates:
-    """What one rank reaches while all others work too."""
+    """The rates of one rank while all others also work."""
 
     flops: Mapping[str, float]
     bandwidth_bytes_s: float
     operation_s: float
-    sharded_operation_s: float | None = None  # None: one rank alone has no shards
-    new_memory_bytes_s: float | None = None  # None: on a card
-    slow_operations: Mapping[str, float] = field(default_factory=dict)  # by name, bytes a second
-    collectives: Mapping[str, Link]  # by rates.key_of
-    # Shares of these rates that a training reaches, fitted to real steps.
+    sharded_operation_s: float | None = None  # None: a single rank has no shards
+    new_memory_bytes_s: float | None = None  # None: on a GPU
+    slow_operations: Mapping[str, float] = field(default_factory=dict)  # by name, bytes per second
+    collectives: Mapping[str, Link]  # by rates.rate_key
+    # The shares of these rates that a training reaches, fitted to real steps.
     compute: float = 1.0
     memory: float = 1.0
     sharded_communication: float = 1.0
@@ -57,14 +57,14 @@ class Calibration:
     machine: str
     date: str
     by_ranks: Mapping[int, RankRates]
-    fitted_to: str = ""  # the real run, in words
+    fitted_to: str = ""  # description of the real run
     device: Literal["cpu", "gpu"] = "cpu"
     cores: int | None = None  # that ranks on the CPU shared
     torch: str | None = None
 
     @property
     def source(self) -> str:
-        """Say where and when, for people."""
+        """Where and when it was measured, as text."""
         fitted = f", fitted to {self.fitted_to}" if self.fitted_to else ""
         return f"measured on {self.machine} on {self.date}{fitted}"
 
@@ -75,7 +75,7 @@ def measure_calibration(
     device: Literal["cpu", "gpu"] = "cpu",
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure this machine with so many ranks at once, for each of the numbers."""
+    """Measure this machine, for each of the numbers with that many ranks at once."""
     by_ranks = {}
     for number in ranks:
         say(f"measuring with {number} {'rank' if number == 1 else 'ranks'}")
@@ -118,7 +118,7 @@ def _measure_with(
     if ran.trouble is not None or len(ran.texts) != ranks:
         trouble = ran.trouble
         raise MusterError(
-            f"the machine's rates could not be measured with {ranks} ranks",
+            f"the rates of this machine could not be measured with {ranks} ranks",
             why=trouble.what if trouble else f"{len(ran.texts)} of {ranks} ranks answered",
             fix=trouble.fix if trouble else "try again, or plan without --calibrate",
         )
@@ -126,7 +126,7 @@ def _measure_with(
 
 
 def weakest_rank(found: Sequence[RankRates]) -> RankRates:
-    """Return what all ranks reach: the others wait for the slowest."""
+    """Return the rates of the slowest rank, for which all others wait."""
     keys = set.intersection(*(set(one.collectives) for one in found))
     return RankRates(
         flops={key: min(one.flops[key] for one in found) for key in found[0].flops},
@@ -150,17 +150,17 @@ def weakest_rank(found: Sequence[RankRates]) -> RankRates:
 
 
 def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardware, Rates]:
-    """Return this machine and the rates to compute with: as measured, or as is usual where nothing was.
+    """Return this machine and the rates to compute with: measured, or typical if not measured.
 
-    What was measured of something else is left out, and the rates' source says so.
+    A calibration of other hardware is ignored, and the rates' source says so.
     """
     as_usual = usual_rates(hardware.card.kind)
     if calibration is None:
         return hardware, as_usual
     if other := _of_something_else(calibration, hardware):
         source = (
-            f"{as_usual.source}; the calibration of {calibration.date} is left out, as it was made "
-            f"{other} (muster plan --calibrate makes another)"
+            f"{as_usual.source}; the calibration of {calibration.date} is ignored, as it was made "
+            f"{other} (muster plan --calibrate makes a new one)"
         )
         return hardware, dataclasses.replace(as_usual, source=source)
     measured = hardware_as_measured(calibration, hardware)
@@ -168,8 +168,8 @@ def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardw
 
 
 def _of_something_else(calibration: Calibration, hardware: Hardware) -> str:
-    """Say what was measured that is not what is planned for; empty where it is."""
-    if calibration.machine != _calibration_machine():  # a cache folder may be that of many machines
+    """Return how the calibration differs from the planned hardware; empty if it matches."""
+    if calibration.machine != _calibration_machine():  # several machines may share a cache folder
         return f"on {calibration.machine}, not on {_calibration_machine()}"
     names = {"cpu": "the CPU", "gpu": "GPUs"}
     device = "cpu" if hardware.card.kind == "cpu" else "gpu"
@@ -196,9 +196,9 @@ def hardware_as_measured(calibration: Calibration, hardware: Hardware) -> Hardwa
 
 
 def _within(calibration: Calibration, hardware: Hardware) -> Link:
-    """Return the link of which a ring takes what the measured sums took; as it was where none was measured.
+    """Return the link that gives the measured all-reduce times; unchanged if none was measured.
 
-    What was measured as a whole is computed with as a whole; this is for all other collectives.
+    Measured collectives use their measured rates; this link is for all others.
     """
     ranks = hardware.cards_per_machine
     sums = [
@@ -237,10 +237,11 @@ def calibrated_rates(calibration: Calibration, hardware: Hardware) -> Rates:
 
 
 def _for(calibration: Calibration, ranks: int) -> RankRates:
-    """Return what a rank reaches beside so many others; where that was not measured, as with nearly so many.
+    """Return the rates of a rank among this many others, or among the nearest measured number.
 
-    Ranks on the CPU share its cores; a GPU is a rank's own. More ranks than cores take turns: what one reaches while all
-    of them measure at once is less than its share, since it loses the core in the middle, and in training it is the share.
+    Ranks on the CPU share its cores; a GPU belongs to one rank. More ranks than cores take turns:
+    in a measurement a rank gets less than its share of a core, since it is preempted, while in a
+    training it gets its share.
     """
     known = calibration.by_ranks
     on_cpu, cores = calibration.device == "cpu", calibration.cores
@@ -265,7 +266,7 @@ def _for(calibration: Calibration, ranks: int) -> RankRates:
 
 
 def save_calibration(calibration: Calibration, folder: Path) -> Path:
-    """Write it into the cache folder."""
+    """Write the calibration into the cache folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     write_atomically(path, msgspec.json.encode(calibration).decode() + "\n", durable=False)
@@ -273,7 +274,7 @@ def save_calibration(calibration: Calibration, folder: Path) -> Path:
 
 
 def saved_calibration(folder: Path) -> Calibration | None:
-    """Return the calibration in the cache folder, whatever was measured; None if there is none."""
+    """Return the calibration in the cache folder, for any hardware; None if there is none."""
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError):

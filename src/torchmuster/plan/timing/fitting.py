@@ -1,8 +1,9 @@
-"""What of a machine's rates a training reaches: shares of them, fitted to real steps.
+"""Fit the shares of a machine's rates that a training reaches to real steps.
 
-On the CPU to three runs of a few blocks. One process with all cores says what share of the memory's bandwidth operations
-reach; DDP says the same of ranks that have a part of the cores each, whose operations are not split over threads; FSDP says what
-share of the collectives' rates is left where collectives and products are computed on the same cores.
+On the CPU three runs of a few blocks are used. One process with all cores shows the share of the
+memory bandwidth that operations reach; DDP shows the same for ranks with a part of the cores each,
+whose operations do not use several threads; FSDP shows the share of the collectives' rates that is
+left if collectives and products use the same cores.
 """
 
 import dataclasses
@@ -21,16 +22,14 @@ from torchmuster.plan.timing.calibration import Calibration, calibrated_rates, h
 from torchmuster.plan.timing.rates import Rates
 from torchmuster.train.strategies.sharding import ShardLayout
 
-TURNS = (
-    2  # the ways take turns: a machine that others share is faster in one minute than in another
-)
-_BLOCKS = 4  # of a model, for the runs that rates are fitted to: few enough for any machine
+TURNS = 2  # candidates alternate, because the speed of a shared machine changes over time
+_BLOCKS = 4  # of a model, in the runs used for fitting: few enough for any machine
 _LOWEST_SHARE, _HIGHEST_SHARE = 0.001, 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RealRun:
-    """A training that was timed, with the traces of it."""
+    """A timed training with its traces."""
 
     records: tuple[TraceRecord, ...]
     candidate: Candidate
@@ -40,10 +39,10 @@ class RealRun:
 
 
 def fit_rates(run: RealRun, known: Rates, *, both: bool = False) -> Rates:
-    """Return rates with which the run takes what it took: one constant is fitted.
+    """Return rates that reproduce the time of the run, by fitting one constant.
 
-    It is the share of the memory's bandwidth where products were measured by themselves; with ``both``, products and memory
-    are that much slower or faster alike, as for a stack of which nothing else is known.
+    The constant is the share of the memory bandwidth if products were measured separately; with
+    ``both`` it scales products and memory alike, for hardware of which nothing else is known.
     """
 
     def slower(share: float) -> Rates:
@@ -51,20 +50,20 @@ def fit_rates(run: RealRun, known: Rates, *, both: bool = False) -> Rates:
         return dataclasses.replace(known, compute=compute, memory=known.memory * share)
 
     fitted = _fitted(run, slower)
-    if fitted is None and not both:  # products alone take longer: they were measured too slow
+    if fitted is None and not both:  # products alone take longer: their measured rate is too low
         return fit_rates(run, known, both=True)
     if fitted is None:
         least, most = (_takes(run, slower(share)) for share in (_HIGHEST_SHARE, _LOWEST_SHARE))
         raise MusterError(
             f"the rates cannot be fitted to a step of {run.step_s:.3g} s",
-            why=f"with any share of them it takes from {least:.3g} to {most:.3g} s",
+            why=f"with any share of the rates a step takes from {least:.3g} to {most:.3g} s",
             fix="calibrate with a run that computes more and sends less",
         )
     return dataclasses.replace(fitted, source=f"{known.source}, fitted to {run.words}")
 
 
 def _fit_sharded(run: RealRun, known: Rates) -> Rates:
-    """Return rates whose collectives of shards make the run take what it took; as they are if nothing does."""
+    """Return rates whose sharded collectives reproduce the run's time; unchanged if none do."""
 
     def slower(share: float) -> Rates:
         share *= known.sharded_communication
@@ -74,7 +73,7 @@ def _fit_sharded(run: RealRun, known: Rates) -> Rates:
 
 
 def _fitted(run: RealRun, slower: Callable[[float], Rates]) -> Rates | None:
-    """Return the rates that have the right share; None if there is none."""
+    """Return the rates with the fitted share; None if there is none."""
     low, high = _LOWEST_SHARE, _HIGHEST_SHARE
     if not _takes(run, slower(high)) < run.step_s < _takes(run, slower(low)):
         return None
@@ -93,7 +92,7 @@ def _takes(run: RealRun, assumed: Rates) -> float:
 def with_fit(calibration: Calibration, run: RealRun) -> Calibration:
     """Return the calibration with its shares fitted to a real run.
 
-    They hold for as many ranks as the run had, and for more, until a run of more is fitted.
+    They apply to the run's number of ranks and to more, until a run with more ranks is fitted.
     """
     known = calibrated_rates(calibration, run.hardware)
     sharded = run.candidate.strategy == "fsdp"
@@ -162,7 +161,7 @@ def _best_steps(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[Candidate, float]:
-    """Return the best step of each; a step takes as long as on its slowest rank."""
+    """Return the best step time of each; a step takes as long as on its slowest rank."""
     best_s = dict.fromkeys(candidates, math.inf)
     for candidate in [*candidates] * TURNS:
         ran = verification.run_real_steps(
@@ -179,7 +178,7 @@ def _best_steps(
 
 
 def fit_candidates(ranks: int) -> list[Candidate]:
-    """Return how the model is trained for a fit, up to so many ranks, in the order in which shares can be fitted."""
+    """Return the candidates to fit, up to ``ranks`` ranks, in the order of fitting."""
     found = [Candidate(strategy="single", layout=ShardLayout(copies=1, shards=1))]
     if ranks > 1:
         found.append(Candidate(strategy="ddp", layout=ShardLayout(copies=ranks, shards=1)))
@@ -188,7 +187,7 @@ def fit_candidates(ranks: int) -> list[Candidate]:
 
 
 def describe_fit(candidate: Candidate) -> str:
-    """Say how a model was trained."""
+    """Describe how a model was trained."""
     if candidate.strategy == "single":
         return "in one process"
     return f"by {candidate.strategy} on {candidate.layout.ranks} ranks"

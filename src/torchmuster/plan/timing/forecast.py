@@ -1,4 +1,4 @@
-"""How long a training step takes, and what follows from it: predicted from traces, rates and links."""
+"""Forecast the time of a training step, and speed and cost, from traces, rates and links."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from torchmuster.plan.timing import schedule, timeline
 from torchmuster.plan.timing.rates import Rates
 from torchmuster.units import MiB
 
-# Results of more bytes are given back to the system at once by the C library, which then has to be given new ones
-# (DEFAULT_MMAP_THRESHOLD_MAX of glibc).
+# The C library returns larger results to the system at once, and must request new memory for the
+# next ones (DEFAULT_MMAP_THRESHOLD_MAX of glibc).
 _KEPT_BYTES = 32 * MiB
 _NUMBER_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -25,16 +25,16 @@ class StepTime:
     step_s: float
     compute_s: float
     communication_s: float  # all collectives, one after the other
-    exposed_s: float  # what of them computing waits for
-    model_flops: float  # of one rank: forward and backward, without what is computed again
-    mfu: float | None  # model flops over what the card could do; None where that is not known
+    exposed_s: float  # the part that is not hidden behind compute
+    model_flops: float  # of one rank: forward and backward, without recomputation
+    mfu: float | None  # model flops over the GPU's peak; None if the peak is unknown
     samples_per_s: float  # of all ranks
     tokens_per_s: float | None
-    origin: str  # which rates it was computed with
+    origin: str  # the rates that were used
 
     @property
     def scaling_efficiency(self) -> float:
-        """How fast a rank is, compared with one that waits for no other."""
+        """The speed of a rank relative to one that waits for no other."""
         return self.compute_s / self.step_s if self.step_s else 1.0
 
 
@@ -80,9 +80,9 @@ def predict_time(
 def _seconds(
     work: Sequence[timeline.TimelineLoad], card: Gpu, rates: Rates, begin_s: float
 ) -> float:
-    """Return what operations take: each kind is held up by computing or by memory, whichever is slower."""
+    """Return the seconds of operations: each kind is limited by compute or by memory."""
     if card.bandwidth_bytes_s is None:
-        raise _forecast_unknown(card, "how fast its memory is")
+        raise _forecast_unknown(card, "its memory bandwidth")
     bandwidth = card.bandwidth_bytes_s * rates.memory
     total = begun = 0.0
     for one in work:
@@ -95,30 +95,30 @@ def _seconds(
         total += max(moving, computing)
         begun += one.times
     beginning = begun * begin_s
-    # A processor begins operations while the card still works on others; on the CPU there is nobody else.
+    # The CPU launches operations while the GPU still works on others; on the CPU nothing overlaps.
     return total + beginning if card.kind == "cpu" else max(total, beginning)
 
 
 def _forecast_rate(card: Gpu, dtype: str) -> float:
-    """Return the rate for a number type; those that a card has no units for are computed in float32."""
+    """Return the rate for a dtype; dtypes without hardware support use the float32 rate."""
     rate = card.flops.get(dtype) or card.flops.get("float32")
     if not rate:
-        raise _forecast_unknown(card, f"how fast it multiplies in {dtype}")
+        raise _forecast_unknown(card, f"its {dtype} rate")
     return rate
 
 
 def _forecast_unknown(card: Gpu, what: str) -> Impossible:
     return Impossible(
         f"no time can be forecast on {card.name}",
-        why=f"it is not known {what}",
-        fix="write its tflops and bandwidth into a cluster file, or measure: muster plan --calibrate",
+        why=f"{what} is unknown",
+        fix="write its tflops and bandwidth into a cluster file, or run muster plan --calibrate",
     )
 
 
 def _model_flops(step: Sequence[timeline.TimelinePart], record: TraceRecord) -> float:
-    """Return what the model asks for in a step, by the usual convention: a backward is two forwards.
+    """Return the model flops of a step by the usual convention: a backward is two forwards.
 
-    Where parameters are frozen, their part of the backward is left out, as it is in the trace.
+    For frozen parameters, their part of the backward is left out, as in the trace.
     """
     forward = backward = 0.0
     known: dict[int, float] = {}
@@ -144,18 +144,18 @@ class CostForecast:
 
     hours: float
     card_hours: float
-    price: float | None  # in the currency of the price of a card's hour
+    price: float | None  # in the currency of the price per GPU hour
 
 
 def forecast_cost(
     step: StepTime, hardware: Hardware, *, tokens: float | None = None, samples: float | None = None
 ) -> CostForecast:
-    """Return what so many tokens, or samples, take at the speed of a step."""
+    """Return hours and cost of a number of tokens or samples at the speed of a step."""
     if tokens is not None and step.tokens_per_s is None:
         raise Impossible(
-            f"asked how long {tokens:.3g} tokens take",
-            why="the model's samples are not made of tokens",
-            fix="ask for a number of samples",
+            f"the time for {tokens:.3g} tokens cannot be forecast",
+            why="the model's samples do not consist of tokens",
+            fix="give a number of samples",
         )
     seconds = (samples or 0.0) / step.samples_per_s
     if tokens is not None and step.tokens_per_s is not None:

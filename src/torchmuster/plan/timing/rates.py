@@ -1,4 +1,4 @@
-"""What of a card's and a link's highest rates a training reaches, and where these shares come from."""
+"""The shares of the peak rates of GPUs and links that a training reaches, with their sources."""
 
 import math
 from collections.abc import Mapping
@@ -11,30 +11,31 @@ from torchmuster.plan.record import TracedCollective
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Shares of the highest rates, as one number each; measured where there was something to measure."""
+    """Shares of the peak rates, one number each; measured values where available."""
 
     compute: float  # of the rate of matrix products
-    memory: float  # of the memory's bandwidth, for everything that is not held up by computing
+    memory: float  # of the memory bandwidth, for everything that is not limited by compute
     communication: float  # of a link's rate
-    operation_s: float  # what beginning one operation takes
-    # The same on a sharded tensor, as the update of fsdp has them: DTensor first works out where the result goes.
+    operation_s: float  # launch time of one operation
+    # The same on a sharded tensor, as in the update of fsdp: DTensor first computes the placement.
     sharded_operation_s: float
-    # What the system takes to hand out memory that it was given back; None: it stays with the program, as on cards.
+    # Rate of new memory from the system; None: freed memory stays with the program, as on GPUs.
     new_memory_bytes_s: float | None = None
-    # Operations that are far slower than memory, by name: bytes a second of what they write.
+    # Operations that are far slower than memory, by name: bytes written per second.
     slow_operations: Mapping[str, float] = field(default_factory=dict)
-    beside: bool  # whether collectives run beside computing, or hold it up
-    # Of the rates of fsdp's collectives: what is left beside computing.
+    beside: bool  # whether collectives overlap with compute, or block it
+    # Share of the rates of fsdp's collectives that is left during compute.
     sharded_communication: float = 1.0
-    # Collectives measured as a whole, by "kind ranks": over the bytes of a gather's result or a reduction's input.
+    # Measured collectives, by "kind ranks": over the bytes of a gather's result or a reduction's
+    # input.
     collectives: Mapping[str, Link] = field(default_factory=dict)
-    # With cpu_offload: between a card and its host, and a card's share of the host's memory in the update.
+    # With cpu_offload: between a GPU and its host, and a GPU's share of host memory in the update.
     host_link_bytes_s: float = 20e9
     host_memory_bytes_s: float = 15e9
     source: str
 
     def measured(self, kind: str, ranks: int) -> Link | None:
-        """Return what was measured of one kind of collective among so many ranks."""
+        """Return the measurement of one kind of collective with this number of ranks."""
         return self.collectives.get(rate_key(kind, ranks))
 
 
@@ -43,19 +44,19 @@ def rate_key(kind: str, ranks: int) -> str:
     return f"{kind} {ranks}"
 
 
-# The best matrix products reach 80 % (H100, H200) and 78 % (B200) of what makers promise (measured by ml-engineering,
-# insights/when-to-upgrade-gpus); those of trainings less: two thirds is a choice, as are four fifths of the bandwidth for
-# streaming operations, four fifths of a link for NCCL, and 6 us to begin an operation in eager mode. How far trainings
-# are from them is in docs/measured/plan-published.md.
+# The best matrix products reach 80 % (H100, H200) and 78 % (B200) of the vendors' peak (measured by
+# ml-engineering, insights/when-to-upgrade-gpus); those of trainings less. Chosen values: two thirds
+# of the peak, 80 % of the bandwidth for streaming operations, 80 % of a link for NCCL, and 6 us to
+# launch an operation in eager mode. docs/measured/plan-published.md compares them with trainings.
 PUBLISHED_SPREAD = 0.55, 1.31
 CATALOGUED = Rates(
     compute=0.66,
     memory=0.8,
     communication=0.8,
     operation_s=6e-6,
-    sharded_operation_s=6e-6,  # of all parameters in one operation: they are few
+    sharded_operation_s=6e-6,  # one operation covers all parameters: there are few
     beside=True,
-    source="usual shares of its maker's rates, not measured",
+    source="typical shares of the vendor's rates, not measured",
 )
 ON_CPU = Rates(
     compute=0.8,
@@ -65,30 +66,30 @@ ON_CPU = Rates(
     sharded_operation_s=4e-5,
     new_memory_bytes_s=2.5e9,
     beside=False,
-    source="usual shares of a processor's rates, not measured",
+    source="typical shares of a CPU's rates, not measured",
 )
 
 
 def usual_rates(kind: str) -> Rates:
-    """Return the rates that nobody measured, for a kind of card."""
+    """Return the typical (not measured) rates for a kind of device."""
     return ON_CPU if kind == "cpu" else CATALOGUED
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkGroup:
-    """Where the ranks of a group are."""
+    """The placement of a group's ranks on machines."""
 
     ranks: int
     ranks_of_machine: int  # of this group, on each machine
 
     @property
     def machines(self) -> int:
-        """How many machines it spreads over."""
+        """The number of machines it spans."""
         return math.ceil(self.ranks / self.ranks_of_machine)
 
 
 def link_group(collective: TracedCollective, candidate: Candidate, hardware: Hardware) -> LinkGroup:
-    """Return where a collective's ranks are: shards are neighbours, copies as far apart as shards are many."""
+    """Return the placement of a collective's ranks: shards are adjacent, copies are not."""
     layout, each = candidate.layout, hardware.cards_per_machine
     if collective.between_copies:
         on_one = max(each // layout.shards, 1)
@@ -101,7 +102,7 @@ def link_group(collective: TracedCollective, candidate: Candidate, hardware: Har
 def transfer_seconds(
     kind: str, moved_bytes: float, group: LinkGroup, *, hardware: Hardware, rates: Rates
 ) -> float:
-    """Return what a collective over ``moved_bytes`` takes: a gather's result, or a reduction's input."""
+    """Return the seconds of a collective over ``moved_bytes`` (gather result, reduction input)."""
     if group.ranks < 2:
         return 0.0
     measured = rates.measured(kind, group.ranks)
@@ -115,7 +116,7 @@ def transfer_seconds(
 
 
 def _bytes_s(group: LinkGroup, hardware: Hardware) -> float:
-    """Return what passes through the narrowest place of a ring."""
+    """Return the rate of a ring's bottleneck."""
     ways = []
     if group.ranks_of_machine > 1:
         ways.append(hardware.within.bytes_s)

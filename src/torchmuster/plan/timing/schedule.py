@@ -1,8 +1,9 @@
-"""A step run through on paper: computing beside links that have their own queues, and what waits for what.
+"""Simulate a step: compute, links with their own queues, and what waits for what.
 
-On accelerators FSDP gathers a block while the one before it computes, and reduces its gradients beside the
-next block's backward, but waits for the reduction before that; DDP reduces buckets of gradients as they fill, and
-waits for all of them at the end. On the CPU with gloo, every collective holds its rank up.
+On accelerators FSDP gathers a block while the previous one computes, and reduces its gradients
+during the next block's backward, but waits for the reduction before that; DDP reduces gradient
+buckets as they fill, and waits for all of them at the end. On the CPU with gloo, every collective
+blocks its rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torchmuster.plan.timing.timeline import TimelinePace, TimelinePart, gradien
 from torchmuster.units import KiB, MiB
 
 BUCKET_BYTES = 25 * MiB  # DDP's default
-_A_FEW_NUMBERS = KiB  # such as what all ranks counted: computing needs it at once
+_A_FEW_NUMBERS = KiB  # such as counts of all ranks: compute waits for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Spent:
 
 
 class _Event(NamedTuple):
-    """A pace with its duration: work (``kind`` is empty), or a collective."""
+    """A part of the step with its duration: work (``kind`` is empty), or a collective."""
 
     seconds: float
     kind: str = ""
@@ -49,8 +50,8 @@ def run_schedule(
     hardware: Hardware,
     rates: Rates,
 ) -> Spent:
-    """Run through a step; micro-batches before the last are run through once, and counted."""
-    # Blocks that are alike are the same tuples, which are kept: what is gone leaves its id to others.
+    """Simulate a step; micro-batches before the last are simulated once and multiplied."""
+    # Equal blocks share a tuple. Tuples are kept alive, since the id of a deleted one is reused.
     known: dict[int, tuple[tuple[TimelinePace, ...], list[_Event]]] = {}
 
     def events(part: TimelinePart) -> list[_Event]:
@@ -91,7 +92,7 @@ def _event(
     if sharded:
         seconds /= rates.sharded_communication
     if sharded and candidate.cpu_offload and hardware.card.kind != "cpu":
-        # Its own shard comes from the host's memory, or goes there.
+        # The rank's own shard is read from host memory, or written there.
         seconds += collective.moved_bytes / candidate.layout.shards / rates.host_link_bytes_s
     return _Event(
         seconds,
@@ -105,12 +106,12 @@ def _event(
 def _with_buckets(
     parts: Sequence[TimelinePart], record: TraceRecord, *, last: bool
 ) -> Iterator[TimelinePart]:
-    """Yield the parts with DDP's reductions where a whole model has them: buckets do not end with blocks."""
+    """Yield the parts with DDP's reductions in their place: buckets may span blocks."""
     waiting, sizes = 0, gradient_bytes(record)
     end = max((number for number, part in enumerate(parts) if part.phase == "backward"), default=0)
     made: dict[
         tuple[int, int, bool], tuple[TimelinePace, ...]
-    ] = {}  # so that equal ones stay the same
+    ] = {}  # so that equal parts stay identical
     for number, part in enumerate(parts):
         if part.phase != "backward":
             yield part
@@ -142,7 +143,7 @@ def _bucket(like: TimelinePace, size_bytes: int) -> TimelinePace:
 
 @dataclass
 class _Clock:
-    """The time on a rank, and when its links will have done what they were told to."""
+    """The time on a rank, and when its links will be free."""
 
     beside: bool
     now: float = 0.0
@@ -155,7 +156,7 @@ class _Clock:
     free: list[float] = field(default_factory=lambda: [0.0, 0.0])  # links within, and between
 
     def pass_through(self, part: TimelinePart, events: Sequence[_Event]) -> None:
-        """Compute what a part computes, and send what it sends."""
+        """Advance by a part: its compute and its collectives."""
         backward = part.phase == "backward"
         if part.phase in ("check", "update"):
             self.wait_for_all()
@@ -173,7 +174,7 @@ class _Clock:
         self.part_before = began
 
     def wait_for_all(self) -> None:
-        """Let all links end what they do."""
+        """Wait until all links are free."""
         self.now = max(self.now, *self.free)
 
     def _send(self, event: _Event, backward: bool) -> None:
@@ -183,7 +184,7 @@ class _Clock:
             return
         begin = self.now
         if event.kind == "all_gather" and not backward:
-            begin = self.part_before  # the processor is ahead: it was begun beside the part before
+            begin = self.part_before  # the CPU runs ahead: it was launched during the previous part
         elif event.kind == "reduce_scatter":
             begin = self.now = max(self.now, self.reduced)
         elif event.between_copies:

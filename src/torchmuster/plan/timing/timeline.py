@@ -1,8 +1,8 @@
-"""A whole model's step from traces of a few of its blocks: what it computes and sends, part by part.
+"""Build a whole model's step from traces of a few blocks: its compute and collectives, in order.
 
-Operations are straight lines over the micro-batch size, and the middle blocks of a model do the same again and again.
-So the step of a model of any depth is that of a traced one with middle blocks put in; what happens outside of
-blocks, such as the optimiser's work on all parameters, is a straight line over the depth.
+Operations are linear in the micro-batch size, and the middle blocks of a model all do the same. So
+the step of a model of any depth is that of a traced one with middle blocks inserted; work outside
+blocks, such as the optimiser's on all parameters, is linear in the depth.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class TimelineLoad(NamedTuple):
 
 
 class TimelinePace(NamedTuple):
-    """A stretch of the step: work, or a collective. They are many and made often, so they are tuples."""
+    """A section of the step: work, or a collective. A tuple, since there are many of them."""
 
     phase: str
     micro_batch: int
@@ -45,17 +45,17 @@ class TimelinePace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TimelinePart:
-    """What happens in one block, or before the first one, in one phase. Blocks that are alike share ``paces``."""
+    """One block, or the part before the first one, in one phase. Equal blocks share ``paces``."""
 
     phase: str
     block: int | None  # of the whole model
-    last_micro_batch: bool  # or of a phase that is not one of a micro-batch
+    last_micro_batch: bool  # also for a phase outside micro-batches
     times: int  # how often in a step
     paces: tuple[TimelinePace, ...]
 
 
 def whole_step(records: Sequence[TraceRecord], candidate: Candidate) -> list[TimelinePart]:
-    """Return a step's parts in their order; those of all but the last micro-batch once, with their number."""
+    """Return a step's parts in order; all but the last micro-batch appear once, with a count."""
     shards = min(record.request.candidate.layout.shards for record in records)
     chosen = [one for one in records if one.request.candidate.layout.shards == shards]
     depths = sorted({record.blocks_traced for record in chosen})
@@ -71,7 +71,7 @@ def whole_step(records: Sequence[TraceRecord], candidate: Candidate) -> list[Tim
 
 
 class _Merged(NamedTuple):
-    """Stretches of a record between two collectives or borders, as one: by name and number type."""
+    """Sections of a record between two collectives or borders, merged by name and dtype."""
 
     phase: str
     micro_batch: int
@@ -82,7 +82,7 @@ class _Merged(NamedTuple):
 
 
 class _Same:
-    """A record that is told from others by being another, which is sooner than by its contents."""
+    """A record compared by identity, which is faster than by its contents."""
 
     def __init__(self, record: TraceRecord) -> None:
         self.record = record
@@ -96,12 +96,12 @@ class _Same:
 
 @functools.lru_cache(maxsize=256)
 def _merged(same: _Same) -> list[_Merged]:
-    """Return a record's stretches, with what is computed again put together.
+    """Return a record's sections, with recomputed work merged.
 
-    Selective recomputing goes to and fro between both, and how often depends on the micro-batch size.
+    Selective recomputing alternates between both, and how often depends on the micro-batch size.
     """
     found: list[_Merged] = []
-    border = 0  # where the stretches begin that can still be put together
+    border = 0  # start of the sections that can still be merged
     for one in same.record.timeline:
         place = one.phase, one.micro_batch, one.block
         if one.collective is not None:
@@ -135,7 +135,7 @@ def _add(loads: dict[tuple[str, str], TimelineLoad], operations: Sequence[Traced
 
 
 def _of_size(records: Sequence[TraceRecord], depth: int, size: int) -> list[TimelinePace]:
-    """Return the stretches of one depth with micro-batches of this size."""
+    """Return the sections of one depth with micro-batches of this size."""
     by_size = {
         one.request.candidate.micro_batch_size: one for one in records if one.blocks_traced == depth
     }
@@ -144,13 +144,13 @@ def _of_size(records: Sequence[TraceRecord], depth: int, size: int) -> list[Time
     if len(sizes) > 1 and [one[:4] for one in low] == [one[:4] for one in high]:
         at = (size - sizes[0]) / (sizes[-1] - sizes[0])
         return [_pace(one.loads, two, at) for one, two in zip(low, high, strict=True)]
-    # All work is taken to be that of the samples, but the optimiser's.
+    # All work except the optimiser's is assumed to scale with the samples.
     at = size / sizes[-1]
     return [_pace({} if one.phase in _OF_MICRO_BATCHES else one.loads, one, at) for one in high]
 
 
 def _pace(low: dict[tuple[str, str], TimelineLoad], high: _Merged, at: float) -> TimelinePace:
-    """Return the stretch on the straight line through two of them: 0 is the first, 1 the second."""
+    """Return the section on the straight line through two of them: 0 is the first, 1 the second."""
     work = []
     for key, two in high.loads.items():
         one = low.get(key, _NOTHING)
@@ -159,7 +159,7 @@ def _pace(low: dict[tuple[str, str], TimelineLoad], high: _Merged, at: float) ->
 
 
 def _at_depth(low: list[TimelinePace], high: list[TimelinePace], at: float) -> list[TimelinePace]:
-    """Return the deeper one's stretches, with those of phases without blocks as at another depth."""
+    """Return the deeper one's sections, with phases without blocks scaled to another depth."""
     with_blocks = {one.phase for one in high if one.block is not None} | {"loss"}
     shallow = iter([one for one in low if one.phase not in with_blocks])
     return [
@@ -188,7 +188,7 @@ def _between(one: TimelineLoad, two: TimelineLoad, at: float) -> TimelineLoad:
 def _sharded(
     step: list[TimelinePace], record: TraceRecord, traced: int, wanted: int
 ) -> list[TimelinePace]:
-    """Return a step with other shards: their update is shorter, and gathers carry other made-up rows."""
+    """Return a step with another number of shards: update and padding of gathers change."""
     shapes, blocks = record.parameters, record.blocks
     own = shard_elements(shapes, wanted, blocks=blocks) / max(
         shard_elements(shapes, traced, blocks=blocks), 1
@@ -203,7 +203,7 @@ def _sharded(
 def _with_shards(pace: TimelinePace, own: float, padding: float, shorter: float) -> TimelinePace:
     one = pace.collective
     if one is not None:
-        # Copies add up shards, which are the shorter the more of them there are.
+        # Copies all-reduce shards, which are smaller the more of them there are.
         factor = padding * shorter if one.between_copies else padding
         if one.kind in ("all_gather", "reduce_scatter") or one.between_copies:
             one = dataclasses.replace(one, moved_bytes=round(one.moved_bytes * factor))
@@ -222,7 +222,7 @@ def _with_shards(pace: TimelinePace, own: float, padding: float, shorter: float)
 
 
 def _padded(shapes: Sequence[Shape], block: int | None, shards: int) -> int:
-    """Return the elements of a gathered block, made-up rows included."""
+    """Return the elements of a gathered block, including padding rows."""
     return sum(
         shards * math.ceil(one.shape[0] / shards) * math.prod(one.shape[1:])
         for one in shapes
@@ -233,7 +233,7 @@ def _padded(shapes: Sequence[Shape], block: int | None, shards: int) -> int:
 def _timeline_parts(
     step: list[TimelinePace], record: TraceRecord, candidate: Candidate
 ) -> Iterator[TimelinePart]:
-    """Put blocks in until the model has all of them, micro-batch by micro-batch."""
+    """Insert blocks until the model has all of them, micro-batch by micro-batch."""
     last = max(pace.micro_batch for pace in step)
     rounds = [(0, (False, candidate.accumulation - 1))] if candidate.accumulation > 1 else []
     for micro_batch, when in [*rounds, (last, (True, 1))]:
@@ -254,7 +254,7 @@ def _timeline_phase(
 ) -> Iterator[TimelinePart]:
     groups: dict[int | None, list[TimelinePace]] = {None: []}
     block: int | None = None
-    for one in paces:  # what lies between blocks goes with the one before it
+    for one in paces:  # work between blocks counts to the block before it
         block = block if one.block is None else one.block
         groups.setdefault(block, []).append(one)
     kept = {number: tuple(group) for number, group in groups.items()}
@@ -276,7 +276,7 @@ def _timeline_phase(
 
 
 def _like(block: int, record: TraceRecord, every: int) -> int:
-    """Return the traced block that does what this one does: near the ends, or in the middle."""
+    """Return the traced block that corresponds to this one: near an end, or in the middle."""
     reach = min(2 * every, record.blocks_traced // 2)
     if record.blocks_traced == record.blocks or block < reach:
         return block
@@ -286,9 +286,9 @@ def _like(block: int, record: TraceRecord, every: int) -> int:
 
 
 def gradient_bytes(record: TraceRecord) -> dict[int | None, int]:
-    """Return the bytes of the gradients that each traced block's backward gives; None: what comes before all.
+    """Return the gradient bytes of each traced block's backward; None: layers after the last block.
 
-    What computes before the first block goes with it, as its gradients come last.
+    Layers before the first block count to it, since their gradients come last.
     """
     first = next((n for n, shape in enumerate(record.parameters) if shape.block is not None), 0)
     found: dict[int | None, int] = {}

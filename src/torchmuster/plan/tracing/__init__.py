@@ -1,1 +1,1 @@
-"""Traces of training steps, made in processes of their own and kept."""
+"""Traces of training steps, made in separate processes and cached."""

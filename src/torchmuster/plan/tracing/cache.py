@@ -1,4 +1,4 @@
-"""Records of traces on disk, by everything that they depend on."""
+"""Cache trace records on disk, keyed by everything that they depend on."""
 
 import hashlib
 import importlib.metadata
@@ -18,21 +18,21 @@ from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.runfolder import write_atomically
 from torchmuster.units import GiB
 
-# What decides, beside the request, which operations a training is made of.
+# Packages that determine, besides the request, the operations of a training.
 _PACKAGES = ("torch", "transformers", "peft", "torchmuster")
-_MOST_FILES = 2000  # of a package: a folder with more is no model's
-MOST_BYTES = 2 * GiB  # of records and logs that are kept
+_MOST_FILES = 2000  # of a package: a folder with more is not a model's
+MOST_BYTES = 2 * GiB  # of cached records and logs
 
 
 class TraceCache:
-    """Keeps records and their logs in a folder; what is damaged or of other versions is as if it were not there."""
+    """Cache records and their logs in a folder; damaged or outdated entries are ignored."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "traces"
         self._contents: dict[Work, bytes] = {}
 
     def get(self, request: TraceRequest) -> TraceRecord | None:
-        """Return what was found for this request before, with its log or without; None if nothing was."""
+        """Return the cached record for this request, with or without its log; None if missing."""
         try:
             record = msgspec.json.decode(self._path(request).read_bytes(), type=TraceRecord)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -44,15 +44,15 @@ class TraceCache:
         return as_asked(request, record)
 
     def put(self, record: TraceRecord) -> TraceRecord:
-        """Keep a record with its log, whole or not at all; return it with the log where that is now.
+        """Store a record with its log atomically; return it with the new path of the log.
 
-        A disk that does not take it is no reason to fail.
+        A failed write to the disk is not an error.
         """
         path = self._path(record.request)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if record.log is not None:
-                # Named like its record: the same request may be of another model tomorrow.
+                # Named like its record: the same request may be for another model later.
                 log = path.with_suffix(".jsonl")
                 Path(record.log).replace(log)
                 record = replace(record, log=str(log))
@@ -62,7 +62,7 @@ class TraceCache:
         return record
 
     def forget_oldest(self) -> None:
-        """Delete what was written first, as far as all together is too much."""
+        """Delete the oldest entries until the total size is within the limit."""
         found = [(path, path.stat()) for path in self.folder.glob("*")]
         found.sort(key=lambda one: one[1].st_mtime_ns)
         too_much = sum(status.st_size for _, status in found) - MOST_BYTES
@@ -82,18 +82,18 @@ class TraceCache:
 
 
 def with_log(request: TraceRequest) -> TraceRequest:
-    """Return the same request with the log of allocations, which changes nothing else of a trace."""
+    """Return the same request with the allocation log, which changes nothing else in a trace."""
     return request if request.keep_log else replace(request, keep_log=True)
 
 
 def as_asked(request: TraceRequest, record: TraceRecord) -> TraceRecord:
-    """Return a record that was made with its log as the answer to a request, which may not want it."""
+    """Return a record with a log as the answer to a request that may not want the log."""
     return record if request.keep_log else replace(record, request=request, log=None)
 
 
 @cache
 def versions() -> bytes:
-    """Return the versions of what takes part, and the code that traces, which may be younger than its version."""
+    """Return the package versions and a digest of the tracing code."""
     found = []
     for name in _PACKAGES:
         try:
@@ -107,12 +107,12 @@ def versions() -> bytes:
 
 
 def contents_of(work: Work) -> bytes:
-    """Return a digest of the files that say what the model is: its config.json, or its Python code."""
+    """Return a digest of the files that define the model: its config.json, or its Python code."""
     digest = hashlib.blake2b(digest_size=16)
     folder = Path(work.folder)
     if work.model_name_or_path is not None:
         config = folder / Path(work.model_name_or_path).expanduser() / "config.json"
-        with suppress(OSError):  # a name on the hub: the name is what there is
+        with suppress(OSError):  # a name on the hub has no files here
             digest.update(config.read_bytes())
     for name in (work.build, work.dataset, work.loss):
         if name is not None and ":" in name:
@@ -124,7 +124,7 @@ def contents_of(work: Work) -> bytes:
 
 
 def _code_of(module: str, folder: Path) -> Iterator[Path]:
-    """Yield the Python files of the package that a module is in, or those beside a single file."""
+    """Yield the Python files of a module's package, or those next to a single file."""
     top = module.partition(".")[0]
     package, single = folder / top, folder / f"{top}.py"
     if package.is_dir():
@@ -141,7 +141,7 @@ def _code_of(module: str, folder: Path) -> Iterator[Path]:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder: in the user's cache, as the XDG rules have it."""
+    """Return the cache folder of the user, by the XDG rules."""
     own = environment.get("XDG_CACHE_HOME", "")
     base = Path(own) if Path(own).is_absolute() else Path.home() / ".cache"
     return base / "torchmuster" / "plan"

@@ -1,10 +1,10 @@
-"""Traces in processes of their own, so that a plan needs no torch where it is made, and from a cache where it can.
+"""Trace in separate processes, so that the planner needs no torch, or read from the cache.
 
 ::
 
     with Tracer(cache=folder, say=print) as tracer:
         for found in tracer.records(requests):
-            ...                                      # a Record, or Refused with the reason
+            ...  # a TraceRecord, or TraceRefused with the reason
 """
 
 import queue
@@ -31,12 +31,12 @@ from torchmuster.redaction import redact_text
 PROGRAM = "torchmuster.plan.probes.trace"
 _SAY_EVERY_S = 10.0
 _LINES_SHOWN = 15
-_NOISE = re.compile(r"(VERBOSE|INFO|STAGE|USDT):\d")  # what torch's profiler tells of itself
+_NOISE = re.compile(r"(VERBOSE|INFO|STAGE|USDT):\d")  # log lines of torch's profiler
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRefused:
-    """Why there is no record: the model does what cannot be followed, or cannot be built."""
+    """Why there is no record: the model cannot be traced or cannot be built."""
 
     what: str
     why: str = ""
@@ -53,7 +53,7 @@ Found: TypeAlias = TraceRecord | TraceRefused
 
 
 class Tracer:
-    """Answers requests for traces. Its processes start when they are needed and end with it."""
+    """Answer requests for traces. Its processes start on demand and stop with it."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Tracer:
         workers: int = 2,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Prepare; nothing is started yet.
+        """Prepare; no process is started yet.
 
-        ``cache`` keeps records and their logs from one plan to the next; without one, logs are gone with the tracer.
-        ``say`` hears of the progress, every ten seconds at least.
+        ``cache`` keeps records and logs between plans; without it, logs are deleted with the
+        tracer. ``say`` receives the progress, at least every ten seconds.
         """
         self._cache = None if cache is None else TraceCache(cache)
         self._made: dict[TraceRequest, TraceRecord] = {}  # with their logs
@@ -73,7 +73,7 @@ class Tracer:
         self._own_logs: tempfile.TemporaryDirectory[str] | None = None
         self._workers = workers
         self._say = say
-        self._idle: dict[str, list[_Worker]] = {}  # by the folder that modules come from
+        self._idle: dict[str, list[_Worker]] = {}  # by the folder of imports
         self._busy: set[_Worker] = set()
         self._given_up = False
         self._lock = threading.Lock()
@@ -89,20 +89,20 @@ class Tracer:
         if self._own_logs is not None:
             self._own_logs.cleanup()
         if self._cache is not None and self._made:
-            with suppress(OSError):  # another plan may be forgetting the same
+            with suppress(OSError):  # another plan may be deleting the same files
                 self._cache.forget_oldest()
 
     def give_up(self) -> None:
-        """Refuse all that is not traced yet; may be called by another thread, such as a timer's."""
+        """Refuse all pending traces; may be called by another thread, such as a timer's."""
         with self._lock:
             self._given_up = True
             for one in self._busy:
                 one.kill()
 
     def records(self, requests: Sequence[TraceRequest]) -> list[Found]:
-        """Return what each request found, in their order.
+        """Return the record of each request, in order.
 
-        All are traced with their logs: it is hardly more work, and what is chosen later needs them.
+        All are traced with logs: it is little extra work, and the chosen candidates need them.
         """
         found = {one: self._known(one) for one in requests}
         missing = dict.fromkeys(with_log(one) for one, known in found.items() if known is None)
@@ -144,7 +144,7 @@ class Tracer:
             except queue.Empty:
                 took, traced = time.monotonic() - self._begun, len(self._made) + len(found)
                 left = wanted - len(found)
-                self._say(f"tracing: {traced} done after {took:.0f} s, {left} asked for now")
+                self._say(f"tracing: {traced} done after {took:.0f} s, {left} pending")
                 continue
             if self._cache is not None and isinstance(answer, TraceRecord):
                 answer = self._cache.put(answer)
@@ -177,7 +177,7 @@ class Tracer:
                 worker = idle.pop() if idle else _Worker(folder, self._log_folder())
             except OSError as error:
                 return TraceRefused(
-                    what=f"no process can be started to trace in {folder!r}", why=str(error)
+                    what=f"cannot start a tracing process in {folder!r}", why=str(error)
                 )
             self._busy.add(worker)
         answer = worker.ask(request)
@@ -187,7 +187,7 @@ class Tracer:
                 return _TOO_LATE if self._given_up else _died(answer)
             self._idle[folder].append(worker)
         found = answer.record or answer.refused
-        assert found is not None, "an answer is one of the two"
+        assert found is not None, "an answer is a record or a refusal"
         return found
 
     def _log_folder(self) -> Path:
@@ -199,8 +199,8 @@ class Tracer:
 
 
 _TOO_LATE = TraceRefused(
-    what="tracing took too long and was given up",
-    fix="muster plan --config …  # traces without a limit, and keeps what it finds for the next time",
+    what="tracing took too long and was stopped",
+    fix="muster plan --config …  # traces without a time limit, and caches the results",
 )
 
 
@@ -209,7 +209,7 @@ def _as_asked(request: TraceRequest, found: Found) -> Found:
 
 
 class _Worker:
-    """A process that traces one request after the other."""
+    """A process that traces one request at a time."""
 
     def __init__(self, folder: str, logs: Path) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in end()
@@ -227,7 +227,7 @@ class _Worker:
             raise
 
     def ask(self, request: TraceRequest) -> "_Answer | str":
-        """Return the answer; the last lines of what it wrote if the process ended instead."""
+        """Return the answer, or the last lines of its output if the process exited instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -247,14 +247,14 @@ class _Worker:
         self.end()
         lines = [line for line in lines if not _NOISE.match(line)]
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return "\n".join([f"it ended with {ended}", *lines[-_LINES_SHOWN:]])
+        return "\n".join([f"it exited with {ended}", *lines[-_LINES_SHOWN:]])
 
     def kill(self) -> None:
-        """End the process; who waits for its answer is told."""
+        """Kill the process; a waiting caller gets an error."""
         self._process.kill()
 
     def end(self) -> None:
-        """End the process, whatever it is doing: nothing of it is needed any more."""
+        """Stop the process, whatever it is doing."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
@@ -270,8 +270,8 @@ def _too_old(version: str) -> TraceRefused:
 
 def _died(last_words: str) -> TraceRefused:
     return TraceRefused(
-        what="the process that traces this model ended before it had an answer",
+        what="the process that traces this model exited before it had an answer",
         why=redact_text(last_words),
-        fix="see whether the model can be built in a process with as much memory; exit by signal 9 is mostly "
-        "the kernel's, for want of memory",
+        fix="check that the model can be built with this much memory; signal 9 is usually the "
+        "kernel's out-of-memory killer",
     )

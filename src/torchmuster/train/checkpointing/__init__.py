@@ -1,1 +1,1 @@
-"""Saving a training's state as checkpoints without pickle, and reading it back on any number of ranks."""
+"""Save the training state as checkpoints without pickle, and load it on any number of ranks."""

@@ -1,17 +1,17 @@
-"""``Checkpointer``: saves a training's state beside the training, and reads the newest good one back.
+"""``Checkpointer``: saves the training state in the background, and loads the newest good one.
 
 ::
 
     with Checkpointer(open_store("checkpoints"), world, strategy="ddp") as checkpointer:
         ...
         loss.backward()
-        checkpointer.before_update()  # a save that has just begun copies what the update changes
+        checkpointer.before_update()  # waits until a save has copied what the update changes
         optimizer.step()
         if step % 100 == 0:
             checkpointer.save(state, step=step, own=random_states.keep(world))
 
-All ranks call every method, in the same order. What ranks have to agree on while the training goes on is said
-in a process group of their own: in the training's, two threads would get each other's messages.
+All ranks call every method, in the same order. Background saves communicate in a separate process
+group: in the training's group, two threads would receive each other's messages.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ from torchmuster.train.world import World, all_gather_object
 
 
 class Staging:
-    """A piece of host memory, as large as what a rank writes. Used by one save at a time."""
+    """A host memory buffer of the size that a rank writes. Used by one save at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def ready(self) -> "torch.Event | None":
-        """Return what marks all that the device was told to do so far; the copy waits for it."""
+        """Return an event after all work queued on the device so far; the copy waits for it."""
         if self._on_host:
             return None
         event = torch.Event(self._device)
@@ -74,15 +74,15 @@ class Staging:
     def take(
         self, tensors: Sequence[torch.Tensor], after: "torch.Event | None"
     ) -> Iterator[memoryview]:
-        """Copy the tensors one after the other; return their bytes in pieces, to be read when there is time."""
+        """Copy the tensors one by one; return an iterator over their bytes, to be read later."""
         size_bytes = sum(one.nbytes for one in tensors)
         if len(self._memory) < size_bytes:
-            # Memory that is pinned is copied to by the device itself, while the host does something else.
+            # The device copies to pinned memory itself, while the host does other work.
             self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=not self._on_host)
         if self._on_host:
             self._copy(tensors)
         else:
-            # A stream of its own: the copy need not wait for the forward that is queued meanwhile.
+            # A separate stream: the copy need not wait for the forward that is queued meanwhile.
             stream = torch.Stream(self._device)
             with stream:
                 if after is not None:
@@ -92,7 +92,7 @@ class Staging:
         return byte_pieces_of(self._memory[:size_bytes])
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -105,7 +105,7 @@ class Staging:
 
 
 class AsyncSave:
-    """What is known of a save, by the thread that trains and the one that writes."""
+    """The state of a save, shared by the training thread and the writing thread."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class AsyncSave:
         staging: Staging | None,
         waited_s: float,
     ) -> None:
-        """Take what changes before the next update: at once with ``staging``; else nothing changes meanwhile.
+        """Copy what changes before the next update, if ``staging``; else nothing changes meanwhile.
 
-        Ranks may have different values of it, as each rank's BatchNorm has seen other samples. Those of rank 0 are
-        the run's, so of what is not sharded only rank 0 writes it.
+        Values may differ between ranks, as each rank's BatchNorm has seen other samples. Rank 0's
+        values are saved, so only rank 0 writes these unsharded tensors.
         """
         if not world.is_first:
             gone = {one for one in changing if not isinstance(tensors[one], DTensor)}
@@ -143,11 +143,11 @@ class AsyncSave:
         self._staging = staging
         self.pace = Pace()
         if staging is None or world.device.type != "cpu":
-            self.pace.hurry()  # a training waits for it, or computes elsewhere
+            self.pace.hurry()  # training waits for it, or uses another device
         self._begun = time.perf_counter()
         self._ready = staging.ready() if staging is not None else None
         self.facts = facts
-        self.staged = threading.Event()  # all that an update changes is copied
+        self.staged = threading.Event()  # everything that an update changes is copied
         self.done = threading.Event()
         self.thread: threading.Thread | None = None
         self.name = ""
@@ -158,12 +158,12 @@ class AsyncSave:
         self.took_s = 0.0
 
     def run(self) -> None:
-        """Divide what is to be written among the ranks, copy it, write it, commit. Never raises."""
+        """Split the state among the ranks, copy it, write it, commit. Never raises."""
         try:
             self._write()
         except CheckpointException as error:  # which is not an Exception
             self.problem = _of_ranks(error)
-            # Where that fails too, the next save that succeeds does it.
+            # If that fails too, the next successful save does it.
             remove_unfinished(self._store, self.name, self._world)
         except Exception as error:
             self.problem = _in_words(error)
@@ -191,7 +191,7 @@ class AsyncSave:
                 take=unstaged_bytes if self._staging is None else self._take,
                 rest_after=self.pace.rest,
             ),
-            # All is flat already. What every rank has is divided among them by size.
+            # The state is already flat. Replicated tensors are split among the ranks by size.
             planner=DefaultSavePlanner(
                 flatten_state_dict=False,
                 flatten_sharded_tensors=False,
@@ -201,7 +201,7 @@ class AsyncSave:
         )
         self.size_bytes = metadata.storage_data
         if is_first:
-            # What cannot be deleted now is tried again after the next save.
+            # Deletions that fail now are retried after the next save.
             with contextlib.suppress(OSError, MusterError):
                 keep_newest(self._store, self._keep, just_committed=self.name)
 
@@ -229,26 +229,26 @@ def _in_words(error: BaseException) -> str:
 
 
 Mode = Literal["auto", "async", "sync"]
-# Longer than any file takes to be written: who is done waits for the others.
+# Longer than any file takes to write: ranks that are done wait for the others.
 _LONGEST_SAVE = timedelta(hours=3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What became of a save. ``problem`` is the same on all ranks; "" if it is committed."""
+    """The result of a save. ``problem`` is the same on all ranks; "" if committed."""
 
     step: int
     name: str
     size_bytes: int  # of all ranks together; 0 if it failed
-    stall_s: float  # that this rank's training waited for it
-    waited_s: float  # the part of that in which the save before was not done yet
+    stall_s: float  # how long this rank's training waited for it
+    waited_s: float  # the part of it spent on the previous save
     took_s: float
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A state that was read. ``own`` is this rank's; None if the number of ranks was another one."""
+    """A loaded state. ``own`` is this rank's; None if it was saved by another number of ranks."""
 
     step: int
     state: dict[str, Any]
@@ -257,7 +257,7 @@ class Loaded:
 
 
 class Checkpointer:
-    """Saves to a store and loads from it. One save is under way at a time."""
+    """Saves to a store and loads from it. One save runs at a time."""
 
     def __init__(
         self,
@@ -273,16 +273,17 @@ class Checkpointer:
     ) -> None:
         """Prepare to save; nothing is written yet.
 
-        ``buffers`` names the model's tensors that a forward changes, of which rank 0's are saved; without it they
-        are all that the optimiser does not train, frozen weights too.
+        ``buffers`` names the model's tensors that a forward changes, of which rank 0's are saved;
+        by default all tensors that the optimiser does not train, including frozen weights.
 
-        ``on_saved`` hears of every save, committed or failed, in the training's own thread: when one of the methods
-        here is called next. Ranks hear of it at different steps, so it must not communicate.
+        ``on_saved`` is called for every save, committed or failed, in the training thread, on the
+        next call of one of these methods. Ranks call it at different steps, so it must not
+        communicate.
         """
         if not dist.is_initialized():
             raise Impossible(
-                "a Checkpointer was made before the ranks' group",
-                fix="form it first: with join_world() as world: …",
+                "a Checkpointer was created before the process group",
+                fix="create the group first: with join_world() as world: …",
             )
         self.store = store
         self.mode = _begin_with(mode)
@@ -299,9 +300,9 @@ class Checkpointer:
         self._last: SaveReport | None = None
 
     def check_room(self, state: dict[str, Any]) -> list[Finding]:
-        """Look for room in memory and on the disk before the first step; decide how "auto" saves.
+        """Check free memory and disk space before the first step; decide how "auto" saves.
 
-        What saves that were cut off have left there is deleted: only one training saves to a place.
+        Deletes the files of interrupted saves: only one training saves to a location.
         """
         self.wait()
         size_bytes = disk_check.checkpoint_bytes(flatten(state)[1].values())
@@ -318,16 +319,16 @@ class Checkpointer:
         lack = next(filter(None, lacks), "")
         if self._asked == "auto":
             self.mode = (
-                Decision(value="sync", reason=f"the training waits for each save: {lack}")
+                Decision(value="sync", reason=f"training waits for each save: {lack}")
                 if lack
-                else Decision(value="async", reason=f"saving goes on beside it: {memory.reason}")
+                else Decision(value="async", reason=f"saves run in the background: {memory.reason}")
             )
         elif lack and self._asked == "async":
             found.append(disk_check.memory_finding(lack))
         return found
 
     def save(self, state: dict[str, Any], *, step: int, own: dict[str, Any]) -> None:
-        """Save a state; returns when what changes before the next update is taken.
+        """Save a state; returns when everything that changes before the next update is copied.
 
         Parameters and optimiser states are copied while the next forward and backward run, until
         :meth:`before_update`. ``own`` is this rank's own, as JSON types.
@@ -358,7 +359,7 @@ class Checkpointer:
         )
         self._save = save
         if beside:
-            # A daemon: a training that has failed ends at once, whatever a store is waiting for.
+            # A daemon: a failed training exits at once, even if the store still waits.
             thread = threading.Thread(target=save.run, name="muster-saving", daemon=True)
             save.thread = thread
             thread.start()
@@ -369,7 +370,7 @@ class Checkpointer:
             self._hear()
 
     def before_update(self) -> None:
-        """Wait until all that an update changes is copied: the parameters and the optimiser's states."""
+        """Wait until parameters and optimiser states, which an update changes, are copied."""
         save = self._save
         if save is None:
             return
@@ -381,7 +382,7 @@ class Checkpointer:
             self._hear()
 
     def wait(self) -> SaveReport | None:
-        """Wait until the last save is committed or has failed; return what became of it."""
+        """Wait until the last save is committed or has failed; return its report."""
         if self._save is not None:
             self._save.pace.hurry()
             self._save.done.wait()
@@ -389,10 +390,10 @@ class Checkpointer:
         return self._last
 
     def load(self, state: dict[str, Any]) -> Loaded | None:
-        """Read the newest good checkpoint into the tensors of ``state``; None if there is none.
+        """Load the newest good checkpoint into the tensors of ``state``; None if there is none.
 
-        The tensors stay where they are and sharded as they are, whatever number of ranks wrote them. The state
-        that is returned has them, and everything else as it was saved.
+        The tensors keep their device and sharding, regardless of the number of ranks that wrote
+        them. The returned state has these tensors, and everything else as saved.
         """
         self.wait()
         found = newest_valid_checkpoint(self.store, self._world, self._group)
@@ -402,7 +403,7 @@ class Checkpointer:
         return Loaded(step=found.manifest.step, state=read.state, own=read.own, found=found)
 
     def close(self) -> None:
-        """Wait for the last save and give back what was taken for saving."""
+        """Wait for the last save and release its resources."""
         self.wait()
         self._staging.release()
         if dist.is_initialized():
@@ -417,7 +418,7 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error others may be gone, and a save that waits for them would never end.
+        # After an error other ranks may be gone, and a save that waits for them would never finish.
         if error is None:
             self.close()
 
@@ -450,8 +451,8 @@ class Checkpointer:
 
 def _begin_with(mode: Mode) -> Decision[str]:
     if mode == "auto":
-        return Decision(value="async", reason="saving goes on beside the training")
-    return Decision(value=mode, reason=f"mode {mode} was asked for")
+        return Decision(value="async", reason="saves run in the background")
+    return Decision(value=mode, reason=f"mode {mode}: requested")
 
 
 def _changing(

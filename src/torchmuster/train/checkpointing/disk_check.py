@@ -1,4 +1,4 @@
-"""Whether checkpoints will have room, in memory and on a disk that all share; looked at before the first step."""
+"""Check memory and disk space for checkpoints before the first step."""
 
 import contextlib
 from collections.abc import Iterable
@@ -17,48 +17,50 @@ from torchmuster.train.checkpointing.storage import file_of_rank
 from torchmuster.train.world import World
 from torchmuster.units import format_bytes
 
-_SPARE = 0.1  # of the host's memory, that copies for saving must leave free
+_SPARE = 0.1  # of the host's memory that copies for saving must leave free
 
 
 def checkpoint_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the size of all tensors, over all ranks together."""
+    """Return the total size of all tensors, over all ranks."""
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def fits_in_memory(size_bytes: int, world: World) -> Decision[bool]:
-    """Say whether this machine has memory for copies of what its ranks write."""
+    """Return whether this host has memory for copies of what its ranks write."""
     copies = size_bytes * world.local_world_size // world.world_size
     host = cpu.read_cpu()
     if host.total_bytes is None or host.used_bytes is None:
-        return Decision(value=True, reason="how much memory the host has could not be read")
+        return Decision(value=True, reason="the memory of the host is unknown")
     free = host.total_bytes - host.used_bytes
     fits = copies <= free - _SPARE * host.total_bytes
     said = (
-        f"copies of what its {world.local_world_size} ranks write take {format_bytes(copies)} of the "
-        f"host's memory, of which {format_bytes(free)} of {format_bytes(host.total_bytes)} are free"
+        f"copies for the saves of {world.local_world_size} ranks take {format_bytes(copies)} of "
+        "host "
+        f"memory; {format_bytes(free)} of {format_bytes(host.total_bytes)} are free"
     )
     return Decision(value=fits, reason=said)
 
 
 def disk_findings(size_bytes: int, store: Store, *, keep: int) -> list[Finding]:
-    """Say whether so many checkpoints, and one that is being written, have room where they go."""
+    """Return a finding if N checkpoints, plus the one being written, do not fit in the store."""
     free = store.free_bytes()
     if free is None:
         return []
     held = sum(sum(store.sizes(name).values()) for name in store.names())
     needed = (keep + 1) * size_bytes
     figures = (
-        f"a checkpoint takes {format_bytes(size_bytes)}, and while one is saved there are {keep + 1}: "
-        f"{format_bytes(needed)}; {format_bytes(free)} are free, {format_bytes(held)} are checkpoints already"
+        f"a checkpoint takes {format_bytes(size_bytes)}, and during a save there are {keep + 1}: "
+        f"{format_bytes(needed)}; free: {format_bytes(free)}, existing checkpoints: "
+        f"{format_bytes(held)}"
     )
     if free < size_bytes:
         return [
             Finding(
                 name="checkpoint-no-room",
                 status=Status.FAILURE,
-                what=f"there is no room for a checkpoint in {store.where}",
+                what=f"no space for a checkpoint in {store.where}",
                 why=figures,
-                fix="make room there, or save elsewhere (checkpoint.folder)",
+                fix="free disk space there, or save to another location (checkpoint.folder)",
             )
         ]
     if free + held < needed:
@@ -66,9 +68,10 @@ def disk_findings(size_bytes: int, store: Store, *, keep: int) -> list[Finding]:
             Finding(
                 name="checkpoint-little-room",
                 status=Status.WARNING,
-                what=f"there is not enough room for {keep} checkpoints in {store.where}",
+                what=f"not enough space for {keep} checkpoints in {store.where}",
                 why=figures,
-                fix="make room there, keep fewer (checkpoint.keep), or save elsewhere "
+                fix="free disk space there, keep fewer (checkpoint.keep), or save to another "
+                "location "
                 "(checkpoint.folder)",
             )
         ]
@@ -76,7 +79,7 @@ def disk_findings(size_bytes: int, store: Store, *, keep: int) -> list[Finding]:
 
 
 def storage_findings(store: Store, world: World, group: dist.ProcessGroup) -> list[Finding]:
-    """Say whether all ranks save to the same place: each writes a small file there, the first looks for them."""
+    """Check that all ranks save to the same place: each writes a small file, rank 0 finds them."""
     name = run_on_all_ranks(lambda: new_name(0) if _is_on_disk(store) else "", world, group)[0]
     if world.world_size == 1 or not name:
         return []
@@ -84,7 +87,8 @@ def storage_findings(store: Store, world: World, group: dist.ProcessGroup) -> li
         run_on_all_ranks(
             lambda: None if world.is_first else _leave_word(store, name, world), world, group
         )
-        # The first writes last: a shared disk shows a folder as it is to who has just changed it.
+        # Rank 0 writes last: a shared disk shows the current folder to a host that has just changed
+        # it.
         said = run_on_all_ranks(
             lambda: _absent(store, name, world) if world.is_first else [], world, group
         )
@@ -94,14 +98,14 @@ def storage_findings(store: Store, world: World, group: dist.ProcessGroup) -> li
 
 
 def remove_unfinished(store: Store, name: str, world: World) -> None:
-    """Delete what can be no checkpoint: on a disk the first rank of each machine does, as each may have its own."""
+    """Delete unfinished saves; for a disk on the first rank of each host, as each may have one."""
     with contextlib.suppress(OSError, MusterError):
         if world.is_first or (world.local_rank == 0 and _is_on_disk(store)):
             store.delete(name)
 
 
 def _is_on_disk(store: Store) -> bool:
-    """Whether machines may see different things there; object storage is the same from everywhere."""
+    """Whether hosts may see different files there; object storage is the same from everywhere."""
     return store.free_bytes() is not None
 
 
@@ -118,19 +122,20 @@ def _absent(store: Store, name: str, world: World) -> list[dict[str, str]]:
     found = Finding(
         name="checkpoint-place-not-shared",
         status=Status.FAILURE,
-        what=f"the ranks do not save to the same place: what rank {absent[0]} writes is not there",
+        what=f"the ranks do not save to the same place: the file of rank {absent[0]} is missing",
         why=f"{len(absent)} of {world.world_size} ranks' files are not in {store.where} as seen from rank 0",
-        fix="save to a folder that all machines share, or to object storage",
+        fix="save to a folder that all hosts share, or to object storage",
     )
     return [found.as_json()]
 
 
 def memory_finding(lack: str) -> Finding:
-    """Say that what was asked for, saving beside the training, may not fit."""
+    """Return a finding that the requested background saves may not fit in memory."""
     return Finding(
         name="checkpoint-little-memory",
         status=Status.WARNING,
-        what="saving beside the training may take more memory than there is",
+        what="background saves may need more memory than available",
         why=lack,
-        fix="mode auto or sync saves without copies: the training waits while it is written",
+        fix="use mode auto or sync, which save without copies: training waits while a save is "
+        "written",
     )

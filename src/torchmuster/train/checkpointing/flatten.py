@@ -1,7 +1,7 @@
-"""A training's state in two parts: tensors by name, and the rest as JSON.
+"""Split a training state into tensors by name, and the rest as JSON.
 
-What JSON has no word for is written as a dictionary with one key: tuples, infinite numbers, dictionaries whose
-keys are not texts. All of it comes back as it was.
+Values that JSON cannot represent become a dictionary with one key: tuples, infinite numbers,
+dictionaries whose keys are not strings. All of them are restored exactly.
 """
 
 import math
@@ -19,16 +19,17 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the state as JSON types with names in the places of tensors, and the tensors by these names.
+    """Return the state as JSON types with names in place of tensors, and the tensors by name.
 
-    A name is the way to the tensor: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``.
+    A name is the path to the tensor: ``model.layers.0.weight``,
+    ``optimizer.state.layers.0.weight.exp_avg``.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _flatten_written(dict(state), (), tensors), tensors
 
 
 def unflatten(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state that was taken apart; KeyError, TypeError or ValueError if it is not one."""
+    """Return the reassembled state; KeyError, TypeError or ValueError if it is not a state."""
     if isinstance(rest, list):
         return [unflatten(one, tensors) for one in rest]
     if not isinstance(rest, dict):
@@ -47,9 +48,9 @@ def unflatten(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the names of tensors that are one with an earlier name: ``{later: first}``.
+    """Return the names of tensors that are the same as an earlier one: ``{later: first}``.
 
-    Of a sharded tensor only ranks with a part of it can tell; the first rank always has one.
+    For a sharded tensor only ranks with a shard know; rank 0 always has one.
     """
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
@@ -68,7 +69,7 @@ def _flatten_written(part: Any, way: tuple[str, ...], tensors: dict[str, torch.T
         if name in tensors:
             raise Impossible(
                 f"two tensors of the state have the same name, {name}",
-                why="a name is made of the keys on the way to the tensor, with dots between them",
+                why="a name consists of the keys on the path to the tensor, joined by dots",
                 fix="rename one of the keys",
             )
         tensors[name] = part.detach()
@@ -90,9 +91,10 @@ def _flatten_written(part: Any, way: tuple[str, ...], tensors: dict[str, torch.T
     if part is None or isinstance(part, bool | int | float | str):
         return part
     raise Impossible(
-        f"{'.'.join(way)} cannot be kept in a checkpoint: it is a {type(part).__name__}",
-        why="a checkpoint holds tensors, numbers, texts, lists and dictionaries; nothing is pickled",
-        fix="keep it as one of those",
+        f"{'.'.join(way)} cannot be saved in a checkpoint: it is a {type(part).__name__}",
+        why="a checkpoint holds tensors, numbers, strings, lists and dictionaries; nothing is "
+        "pickled",
+        fix="convert it to one of those",
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into the tensors of a training that is already laid out over its ranks."""
+"""Load a checkpoint into the tensors of a training that is already distributed over its ranks."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -32,10 +32,10 @@ T = TypeVar("T")
 def newest_valid_checkpoint(
     store: Store, world: World, group: dist.ProcessGroup
 ) -> NewestCheckpoint | None:
-    """Return the newest checkpoint whose every file is what was written; None if there is none yet.
+    """Return the newest checkpoint whose files are all intact; None if there is no checkpoint.
 
-    Each rank reads its share of the files. If there are checkpoints and none of them is good, that is an error: to begin
-    anew would be to lose all of them without a word.
+    Each rank reads its share of the files. If there are checkpoints and none of them is good, it
+    raises an error: starting from scratch would silently discard all of them.
     """
     names = run_on_all_ranks(lambda: newest_first(store) if world.is_first else [], world, group)[0]
     rejected: list[Finding] = []
@@ -48,15 +48,16 @@ def newest_valid_checkpoint(
         rejected += findings
     if any(one.status is Status.FAILURE for one in rejected):
         raise MusterError(
-            f"none of the checkpoints in {store.where} can be used",
+            f"all checkpoints in {store.where} are unusable",
             why="\n".join(one.what for one in rejected),
-            fix="move them elsewhere to begin anew; to see what is wrong: muster checkpoint verify",
+            fix="to see the errors: muster checkpoint verify; to start from scratch, move the "
+            "checkpoints away",
         )
     return None
 
 
 def run_on_all_ranks(work: Callable[[], T], world: World, group: dist.ProcessGroup) -> list[T]:
-    """Do something on each rank and return what each got (plain JSON types); the failure of one is that of all."""
+    """Call a function on each rank, return all results (JSON types); an error raises on all."""
     value: Any = None
     problem = ""
     try:
@@ -71,7 +72,7 @@ def run_on_all_ranks(work: Callable[[], T], world: World, group: dist.ProcessGro
 
 
 def finding_of_rank(told: dict[str, str]) -> Finding:
-    """Return a finding of another rank."""
+    """Rebuild a finding of another rank."""
     return Finding(
         name=told["name"],
         status=Status(told["status"]),
@@ -85,7 +86,7 @@ def finding_of_rank(told: dict[str, str]) -> Finding:
 def _loading_findings(
     store: Store, name: str, world: World, group: dist.ProcessGroup
 ) -> list[Finding]:
-    """Return what any rank finds wrong; what several find is told once."""
+    """Return the findings of all ranks, without duplicates."""
     told = run_on_all_ranks(lambda: _found_here(store, name, world), world, group)
     findings: dict[str, Finding] = {}
     for rank, theirs in enumerate(told):
@@ -107,14 +108,15 @@ def _found_here(store: Store, name: str, world: World) -> list[dict[str, str]]:
     return [one.as_json() for one in findings]
 
 
-_SHOWN = 5  # so many differences are named, then counted
+_SHOWN = 5  # differences named in an error; the rest is counted
 
 
 def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
-    """Return how the names begin that are not in a checkpoint since a parameter never had a gradient.
+    """Return the name prefixes missing in a checkpoint because a parameter never had a gradient.
 
-    ``saved`` and ``wanted`` are states without their tensors. An optimiser keeps nothing about such a parameter
-    until its first step. Where it kept nothing at all, it may also have been of another kind.
+    ``saved`` and ``wanted`` are states without their tensors. An optimiser has no state for such a
+    parameter until its first step. If it has no state at all, it may also have been of another
+    kind.
     """
     was, now = saved.get("optimizer"), wanted.get("optimizer")
     if was is None or now is None:
@@ -126,7 +128,7 @@ def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
 
 
 def _options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what an optimiser was made with, but for its learning rate, which may have changed since."""
+    """Return an optimiser's options except its learning rate, which may have changed since."""
     changing = ("params", "lr", "initial_lr")
     return [
         {name: value for name, value in group.items() if name not in changing}
@@ -137,7 +139,10 @@ def _options(optimizer: Any) -> list[dict[str, Any]]:
 def refuse_incompatible_state(
     name: str, index: Index, wanted: Mapping[str, torch.Tensor], *, saved: Mapping[str, str]
 ) -> None:
-    """Raise if a tensor is missing, left over, or of another shape or type; ``saved`` is name -> stored name."""
+    """Raise if a tensor is missing, extra, or of another shape or dtype.
+
+    ``saved`` maps each name to its stored name.
+    """
     keeps_other = _other_optimizer(saved, wanted)
     differences = sorted(
         difference
@@ -152,9 +157,9 @@ def refuse_incompatible_state(
     shown = differences[:_SHOWN]
     more = len(differences) - len(shown)
     raise Impossible(
-        f"the checkpoint {name} is of another training: its tensors are not those of this one",
+        f"the checkpoint {name} does not match this training: its tensors differ",
         why="\n".join([*shown, f"and {more} more"] if more else shown),
-        fix="train with the model and the optimiser that it was saved with, or begin a new run",
+        fix="use the model and the optimiser that it was saved with, or start a new run",
     )
 
 
@@ -162,7 +167,7 @@ def _difference(
     name: str, index: Index, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, str]
 ) -> str:
     if name not in wanted:
-        return f"{name} is in the checkpoint and not in this training"
+        return f"{name} is in the checkpoint but not in this training"
     if name not in saved:
         return f"{name} is not in the checkpoint"
     stored, tensor = index.tensors[saved[name]], wanted[name]
@@ -175,7 +180,7 @@ def _difference(
 
 
 def _other_optimizer(saved: Iterable[str], wanted: Iterable[str]) -> str:
-    """Say what the optimisers keep if that differs; each kind has its own words for it."""
+    """Describe the difference of optimiser states, if any; each kind has its own state names."""
     was, now = _kept(saved), _kept(wanted)
     if was == now:
         return ""
@@ -188,16 +193,16 @@ def _kept(names: Iterable[str]) -> frozenset[str]:
 
 def _loading_kind(kept: frozenset[str]) -> str:
     if not kept:
-        return "one that keeps nothing (SGD without momentum is one)"
-    return f"one that keeps {', '.join(sorted(kept))} ({_KINDS.get(kept, 'of a kind of its own')})"
+        return "one without state (such as SGD without momentum)"
+    return f"one with {', '.join(sorted(kept))} ({_KINDS.get(kept, 'unknown kind')})"
 
 
 _KINDS = {
-    frozenset({"exp_avg", "exp_avg_sq", "step"}): "as Adam and AdamW do",
-    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}): "as Adam with amsgrad does",
-    frozenset({"momentum_buffer"}): "as SGD with momentum does",
-    frozenset({"step", "sum"}): "as Adagrad does",
-    frozenset({"square_avg", "step"}): "as RMSprop does",
+    frozenset({"exp_avg", "exp_avg_sq", "step"}): "like Adam and AdamW",
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}): "like Adam with amsgrad",
+    frozenset({"momentum_buffer"}): "like SGD with momentum",
+    frozenset({"step", "sum"}): "like Adagrad",
+    frozenset({"square_avg", "step"}): "like RMSprop",
 }
 
 
@@ -210,7 +215,7 @@ _MOST_STATE_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedState:
-    """A state, and what is this rank's own; None if it was saved by another number of ranks."""
+    """A state, and this rank's own part; None if it was saved by another number of ranks."""
 
     state: dict[str, Any]
     own: dict[str, Any] | None
@@ -223,7 +228,7 @@ def load_into(
     world: World,
     group: dist.ProcessGroup,
 ) -> LoadedState:
-    """Read a verified checkpoint; what is not of this training is refused before anything is changed."""
+    """Load a verified checkpoint; reject one of another training before changing anything."""
     name = found.name
     tensors = flatten(state)[1]
     common: list[Any] = []
@@ -254,7 +259,7 @@ def load_into(
         raise MusterError(f"rank {rank} could not read {name}", why=str(first)) from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise MusterError(
-            f"{STATE} of {name} is not the state of a training",
+            f"{STATE} of {name} is not a training state",
             why=f"{type(error).__name__}: {error}",
         ) from None
 
@@ -263,4 +268,4 @@ def _json(store: Store, name: str, file: str) -> Any:
     try:
         return json.loads(read_small(store, name, file, most_bytes=_MOST_STATE_BYTES))
     except RecursionError:
-        raise ValueError(f"{file} cannot be read") from None
+        raise ValueError(f"cannot read {file}") from None

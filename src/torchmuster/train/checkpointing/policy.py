@@ -1,4 +1,4 @@
-"""Saving while a training goes on: when it is due, what is said about it, and the last one at the end."""
+"""Checkpoint policy: when to save during training, how saves are reported, and the final save."""
 
 import time
 from collections.abc import Callable
@@ -19,11 +19,11 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """Where the state of a training is saved, and how often: every so many steps or seconds, and at its end.
+    """Where to save the training state, and how often: every N steps or seconds, and at the end.
 
-    ``to`` is a folder, an address such as ``s3://bucket/place``, or a store. Seconds are counted by rank 0's clock,
-    which the ranks know of with every line, so that saves come with one. With ``stop``, a signal to any one
-    rank makes all of them save after the same step and end.
+    ``to`` is a folder, an address such as ``s3://bucket/place``, or a store. Seconds are counted by
+    rank 0's clock, which the ranks get with every step line, so that saves follow a line. With
+    ``stop``, a signal to any rank makes all of them save after the same step and exit.
     """
 
     to: Store | Path | str
@@ -41,12 +41,12 @@ class CheckpointSettings:
                 )
 
     def store(self) -> Store:
-        """Return the store; nothing is made there yet."""
+        """Return the store; nothing is created there yet."""
         return open_store(self.to) if isinstance(self.to, str | Path) else self.to
 
 
 class CheckpointPolicy:
-    """The saves of one call of ``Trainer.fit``; all ranks do the same with it."""
+    """The saves of one call of ``Trainer.fit``; all ranks call the same methods."""
 
     def __init__(
         self,
@@ -55,16 +55,16 @@ class CheckpointPolicy:
         *,
         take: Callable[[], tuple[State, State]],
     ) -> None:
-        """``take`` gives the training's state and what is this rank's own."""
+        """``take`` returns the training state and this rank's own part."""
         self._saving = saving
         self._checkpointer = checkpointer
         self._take = take
         self._saved_step: int | None = None
         self._saved_at_s = 0.0
-        self.is_last = False  # no save comes after the one that is under way
+        self.is_last = False  # the current save is the last one
 
     def check_room(self, state: State) -> str:
-        """Return what is to be said about the room that saves need; raise if there is too little."""
+        """Return findings about the space that saves need; raise if there is too little."""
         findings = self._checkpointer.check_room(state)
         for found in findings:
             if found.status is Status.FAILURE:
@@ -78,35 +78,35 @@ class CheckpointPolicy:
         return time.perf_counter() - begun
 
     def is_due(self, step: int, elapsed_s: float) -> bool:
-        """Say whether to save after a step; ``elapsed_s`` is the same on all ranks."""
+        """Return whether to save after a step; ``elapsed_s`` is the same on all ranks."""
         every, every_s = self._saving.every, self._saving.every_s
         if every is not None and step % every == 0:
             return True
         return every_s is not None and elapsed_s - self._saved_at_s >= every_s
 
     def save(self, step: int, elapsed_s: float) -> None:
-        """Take the state; it is written now or while the training goes on."""
+        """Copy the state; it is written now or in the background."""
         state, own = self._take()
         self._checkpointer.save(state, step=step, own=own)
         self._saved_step = step
         self._saved_at_s = elapsed_s
 
     def end_if_asked(self, step: int, elapsed_s: float) -> None:
-        """After each step: save and raise :class:`StoppedAtRequest` where somebody asked for the end."""
+        """After each step: save and raise :class:`StoppedAtRequest` if a stop was requested."""
         stop = self._saving.stop
         if stop is None or not stop.due(step):
             return
         report = self._save_and_wait(step, elapsed_s)
         if report is not None and report.problem:
             raise MusterError(
-                f"asked to end ({stop.words}), but step {step} could not be saved",
+                f"stop requested ({stop.words}), but step {step} could not be saved",
                 why=report.problem,
-                fix="the checkpoints before it are as they were: start it again to go on from the newest",
+                fix="earlier checkpoints are unchanged: rerun to resume from the newest",
             )
         raise StoppedAtRequest(step, stop.words)
 
     def end(self, step: int) -> None:
-        """Save what the training has come to, and wait until all is written."""
+        """Save the final state, and wait until everything is written."""
         self._save_and_wait(step, 0.0)
 
     def _save_and_wait(self, step: int, elapsed_s: float) -> SaveReport | None:
@@ -119,19 +119,19 @@ class CheckpointPolicy:
 
 
 def save_message(report: SaveReport, *, is_last: bool = False) -> str:
-    """Say in one line what became of a save; a failure with what to do."""
+    """Describe the result of a save in one line; a failure with its fix."""
     if not report.problem:
         return (
             f"saved step {report.step}: {format_bytes(report.size_bytes)} in {report.took_s:.1f} s, "
             f"stalled {report.stall_s:.2f} s"
         )
-    what = f"step {report.step} could not be saved; the training goes on"
+    what = f"step {report.step} could not be saved; training continues"
     fix = (
-        "the next save is tried as if nothing had happened; until it succeeds, a restart goes on "
-        "from the one before"
+        "the next save is attempted as usual; until one succeeds, a restart resumes "
+        "from the previous checkpoint"
     )
     if is_last:
-        what = f"the end of the training, step {report.step}, could not be saved"
-        fix = "mend what failed and start it again: it goes on from the newest checkpoint"
+        what = f"the final state, step {report.step}, could not be saved"
+        fix = "fix the cause and rerun: it resumes from the newest checkpoint"
     found = Finding(name="not-saved", status=Status.WARNING, what=what, why=report.problem, fix=fix)
     return render([found])

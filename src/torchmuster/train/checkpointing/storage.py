@@ -1,8 +1,9 @@
-"""Writing through torch.distributed.checkpoint (DCP): its planner says which rank writes what, we write it.
+"""Storage for torch.distributed.checkpoint (DCP), whose planner assigns data to ranks.
 
-DCP's own writers do not do: those of the file system pickle, and ``HuggingFaceStorageWriter`` knows tensors alone, and neither hashes
-what it writes nor makes sure that it reached the disk. While they plan, ranks send each other DCP's plans as
-pickles; these come from the ranks of this job alone, and nothing of them is ever stored.
+DCP's own writers are not suitable: the file system writers pickle, ``HuggingFaceStorageWriter``
+supports only tensors, and neither hashes its files nor makes sure that they reached the disk. While
+planning, ranks exchange DCP's plans as pickles; these come only from the ranks of this job, and are
+never stored.
 """
 
 import contextlib
@@ -74,32 +75,32 @@ WORDS: Mapping[torch.dtype, str] = {
 }
 DTYPES: Mapping[str, torch.dtype] = {word: dtype for dtype, word in WORDS.items()}
 
-# Large enough that hashing and writing are one long call each, in which other threads compute.
+# Large enough that hashing and writing are one long call each, during which other threads run.
 _PIECE_BYTES = 4 * 2**20
 
 
 def refuse_unknown_dtype(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise for a tensor of a type that safetensors has no word for."""
+    """Raise for a tensor of a dtype that safetensors does not support."""
     for name, tensor in tensors.items():
         if tensor.dtype not in WORDS or tensor.layout is not torch.strided:
             raise Impossible(
-                f"{name} cannot be kept in a checkpoint: it is {tensor.dtype}, {tensor.layout}",
-                why="safetensors has no word for that",
-                fix=f"keep it as {', '.join(str(one) for one in WORDS)}",
+                f"{name} cannot be saved in a checkpoint: it is {tensor.dtype}, {tensor.layout}",
+                why="safetensors does not support that",
+                fix=f"convert it to {', '.join(str(one) for one in WORDS)}",
             )
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, wherever it is."""
+    """Yield the bytes of a tensor on any device."""
     host = tensor.detach().cpu().contiguous()
     yield from byte_pieces_of(host)
 
 
 def byte_pieces_of(host: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the memory of a contiguous tensor of the host, piece by piece."""
+    """Yield the memory of a contiguous CPU tensor in pieces."""
     if not host.nbytes:
         return
-    # torch gives a buffer through numpy alone, which is not everywhere, and does not know bfloat16.
+    # torch exposes a buffer only through numpy, which may be missing and does not support bfloat16.
     array = (ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())
     content = memoryview(array).cast("B")
     for begin in range(0, len(content), _PIECE_BYTES):
@@ -107,19 +108,19 @@ def byte_pieces_of(host: torch.Tensor) -> Iterator[memoryview]:
 
 
 class Reader(StorageReader):
-    """Reads one checkpoint, of which the index is known already."""
+    """Reads one checkpoint, whose index is already known."""
 
     def __init__(self, store: Store, name: str, index: Index) -> None:
         self._store = store
         self._name = name
         self._index = index
-        self._chunks: dict[MetadataIndex, tuple[Chunk, str]] = {}  # with the word for its type
+        self._chunks: dict[MetadataIndex, tuple[Chunk, str]] = {}  # with its dtype name
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a reader is for one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index in DCP's words."""
+        """Return the index as DCP metadata."""
         described: dict[str, Any] = {}
         stored_as = {name: name for name in self._index.tensors} | dict(self._index.tied)
         for name, first in stored_as.items():
@@ -141,18 +142,18 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: all is known."""
+        """Do nothing: the metadata is known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs, file by file."""
+        """Read the data of this rank, file by file."""
         by_file: dict[str, list[tuple[ReadItem, Chunk, str]]] = {}
         for item in plan.items:
             chunk, dtype = self._chunks[item.storage_index]
@@ -164,9 +165,9 @@ class Reader(StorageReader):
                     self._read_file(stream, sizes[file], items, planner)
             except (OSError, KeyError, ValueError) as error:
                 raise MusterError(
-                    f"{file} of {self._name} could not be read",
+                    f"cannot read {file} of {self._name}",
                     why=str(error),
-                    fix="look at the disk or the object storage, and start again",
+                    fix="check the disk or the object storage, and rerun",
                 ) from None
         future: Future[None] = Future()
         future.set_result(None)
@@ -174,7 +175,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: names are ours."""
+        """Return True: checkpoint names are chosen here."""
         return True
 
     @staticmethod
@@ -195,12 +196,12 @@ class Reader(StorageReader):
 def _entry(found: Mapping[str, FileEntry], chunk: Chunk, dtype: str) -> FileEntry:
     entry = found.get(chunk.key)
     if entry is None or entry.shape != chunk.shape or entry.dtype != dtype:
-        raise ValueError(f"{chunk.key} is not in it as the index says")
+        raise ValueError(f"{chunk.key} does not match the index")
     return entry
 
 
 def _part(stream: BinaryIO, entry: FileEntry, item: ReadItem) -> torch.Tensor:
-    """Read the rows that the wanted part of a chunk lies in; return that part."""
+    """Read the rows that contain the requested part of a chunk; return that part."""
     dtype = DTYPES[entry.dtype]
     shape, first = list(entry.shape), 0
     if shape:
@@ -212,7 +213,7 @@ def _part(stream: BinaryIO, entry: FileEntry, item: ReadItem) -> torch.Tensor:
     while room:
         count = stream.readinto(room)  # type: ignore[attr-defined]
         if not count:
-            raise ValueError("it ends too early")
+            raise ValueError("unexpected end of file")
         room = room[count:]
     part = torch.frombuffer(content, dtype=dtype).view(shape)
     for dimension in range(1, len(shape)):
@@ -221,20 +222,20 @@ def _part(stream: BinaryIO, entry: FileEntry, item: ReadItem) -> torch.Tensor:
 
 
 STATE = "state.json"
-_PATIENT = 10  # of 19: what trains on the same cores comes first
+_PATIENT = 10  # of 19: training on the same cores has priority
 
-# Takes the tensors that are to be written, and returns their bytes.
+# Takes the tensors to write, and returns their bytes.
 Take = Callable[[list[torch.Tensor]], Iterable[memoryview]]
 
 
 def file_of_rank(rank: int) -> str:
-    """Return the file that holds what is a rank's own: its random states."""
+    """Return the name of the file with a rank's own state: its random states."""
     return f"rank-{rank:05d}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteFacts:
-    """What the manifest says of the training."""
+    """The manifest's description of the training."""
 
     step: int
     world_size: int
@@ -244,14 +245,14 @@ class WriteFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """What one rank wrote: files, and which of a tensor's chunks are where. Sent to the first rank."""
+    """The files that one rank wrote, and the chunks of tensors in them. Sent to rank 0."""
 
     files: Mapping[str, FileRecord]
     chunks: list[tuple[str, Chunk]]
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint. Each rank writes a file of tensors and one of its own; the first rank commits."""
+    """Writes one checkpoint: tensors and own state on each rank; rank 0 commits."""
 
     def __init__(
         self,
@@ -280,18 +281,18 @@ class Writer(StorageWriter):
         """Do nothing: a writer is for one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: a store makes what it needs."""
+        """Do nothing: a store creates what it needs."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank is to write."""
+        """Write this rank's part."""
         with _told_simply():
             written = self._write(plan, planner)
         result = WriteResult(
@@ -304,7 +305,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what is common to all ranks, and the marker last; all ranks get the size with the metadata."""
+        """Write the common files, and the marker last; all ranks get the size with the metadata."""
         with _told_simply():
             files: dict[str, FileRecord] = {}
             chunks: dict[str, list[Chunk]] = {}
@@ -329,11 +330,11 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: names are ours."""
+        """Return True: checkpoint names are chosen here."""
         return True
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> _Written:
-        # By size of elements, so that each tensor lies at a multiple of its own.
+        # Sorted by element size, so that each tensor is aligned to it.
         items = sorted(plan.items, key=lambda one: -_storage_dtype(one).itemsize)
         tensors = [_tensor(planner.resolve_data(one)) for one in items]
         file = f"rank-{self._rank:05d}.safetensors"
@@ -363,7 +364,7 @@ class Writer(StorageWriter):
 
 
 def unstaged_bytes(tensors: list[torch.Tensor]) -> Iterator[memoryview]:
-    """Give the bytes of the tensors themselves, while nothing changes them."""
+    """Return the bytes of the tensors without a copy, while nothing changes them."""
     for tensor in tensors:
         yield from byte_pieces(tensor)
 
@@ -374,7 +375,7 @@ def _after(header: bytes, content: Iterable[memoryview]) -> Iterator[bytes | mem
 
 
 def _tensor(resolved: Any) -> torch.Tensor:
-    assert isinstance(resolved, torch.Tensor)  # all else is in the state's rest
+    assert isinstance(resolved, torch.Tensor)  # everything else is in the JSON state
     return resolved
 
 
@@ -407,7 +408,7 @@ def _json(content: Any) -> bytes:
 
 
 def _be_patient() -> None:
-    """Let the steps have the processor first. Only Linux has a priority for each thread."""
+    """Lower the priority of this thread below training. Only Linux has thread priorities."""
     if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PATIENT)
@@ -415,7 +416,7 @@ def _be_patient() -> None:
 
 @contextlib.contextmanager
 def _told_simply() -> Iterator[None]:
-    """Turn any error into one that every rank can read: not all can be sent to another process."""
+    """Convert any error to one that can be sent to other ranks: not all can be pickled."""
     try:
         yield
     except MusterError:

@@ -1,4 +1,4 @@
-"""What :class:`torchmuster.train.trainer.Trainer` saves and goes on from."""
+"""Save and restore the state of :class:`torchmuster.train.trainer.Trainer`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +27,12 @@ from torchmuster.train.weights import own_name
 from torchmuster.train.world import World
 from torchmuster.units import plural
 
-# Of a loader that has it: the random states that its order comes from.
+# The random states that determine a loader's order, if it has them.
 _LOADERS_OWN = "epoch_began"
 
 
 class SavedTrainer(Protocol):
-    """What a checkpoint needs of :class:`torchmuster.train.trainer.Trainer`."""
+    """The interface of :class:`torchmuster.train.trainer.Trainer` that checkpoints need."""
 
     world: World
     model: nn.Module
@@ -46,18 +46,18 @@ class SavedTrainer(Protocol):
 
     @property
     def reported(self) -> int:
-        """The step of the last line."""
+        """The step of the last step line."""
 
     def state(self) -> dict[str, Any]:
-        """Return what is saved."""
+        """Return the state to save."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what was saved."""
+        """Restore a saved state."""
 
 
 @contextmanager
 def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterator[CheckpointPolicy]:
-    """Make saves possible while a training goes on, and save what it has come to at its end."""
+    """Enable saves during training, and save the final state."""
 
     def say(report: SaveReport) -> None:
         trainer.reports.saved(save_message(report, is_last=saves.is_last), asdict(report))
@@ -75,7 +75,7 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
 
 
 def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded | None:
-    """Read the newest good checkpoint into a trainer; None if there is none."""
+    """Load the newest good checkpoint into a trainer; None if there is none."""
     with _checkpointer(trainer, saving) as checkpointer, _complete_state(trainer) as state:
         loaded = checkpointer.load(state)
         if loaded is not None:
@@ -85,7 +85,7 @@ def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded 
         seeds.load_random_states(loaded.own, world)
         if _LOADERS_OWN in loaded.own and hasattr(trainer.loader, _LOADERS_OWN):
             setattr(trainer.loader, _LOADERS_OWN, loaded.own[_LOADERS_OWN])
-    elif loaded is not None:  # each rank needs numbers that no other draws
+    elif loaded is not None:  # each rank needs different random numbers
         seed_process(derive_seed(trainer.seed, "resume", trainer.step, world.global_rank))
     trainer.reports.go_on_from(trainer.reported, evaluated=trainer.evaluated)
     if loaded is not None:
@@ -99,7 +99,7 @@ def _checkpointer(
     on_saved: Callable[[SaveReport], None] = lambda report: None,
 ) -> Checkpointer:
     model = trainer.model
-    adapted = peft_config(model) is not None  # most of it is frozen, and stays as it is
+    adapted = peft_config(model) is not None  # most of it is frozen, and never changes
     portions = portions_of(trainer.loader)
     return Checkpointer(
         saving.store(),
@@ -114,13 +114,13 @@ def _checkpointer(
 
 
 def _trainer_state_taken(trainer: SavedTrainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state that is saved, and what is this rank's own."""
+    """Return the state to save, and this rank's own part."""
     own = seeds.save_random_states(trainer.world)
     if began := getattr(trainer.loader, _LOADERS_OWN, None):
         own[_LOADERS_OWN] = began
     is_new = not trainer.optimizer.state
     state = trainer.state()
-    if is_new:  # no step was applied yet; what torch makes counts one
+    if is_new:  # no step was applied yet, but torch's new states count one
         trainer.optimizer.state.clear()
         state["optimizer"]["state"] = {}
     return state, own
@@ -128,9 +128,9 @@ def _trainer_state_taken(trainer: SavedTrainer) -> tuple[dict[str, Any], dict[st
 
 @contextmanager
 def _complete_state(trainer: SavedTrainer) -> Iterator[dict[str, Any]]:
-    """Give the state with the optimiser's tensors, also before they are there.
+    """Return the state with the optimiser's tensors, also before they exist.
 
-    torch makes them by a step that changes no weight but is counted, so they are forgotten again.
+    torch creates them by a step that changes no weight but is counted, so they are removed again.
     """
     is_new, step = not trainer.optimizer.state, trainer.step
     yield trainer.state()
@@ -139,9 +139,9 @@ def _complete_state(trainer: SavedTrainer) -> Iterator[dict[str, Any]]:
 
 
 def _trainer_state_text(loaded: Loaded, trainer: SavedTrainer) -> str:
-    """Say what was read, and what was wrong with newer ones."""
+    """Report what was loaded, and why newer checkpoints were skipped."""
     found, ranks = loaded.found, trainer.world.world_size
     saved_by = found.manifest.world_size
     now = "" if saved_by == ranks else f", now {ranks}"
-    text = f"going on from step {loaded.step} (of {plural(saved_by, 'rank')}{now})"
+    text = f"resuming from step {loaded.step} (saved by {plural(saved_by, 'rank')}{now})"
     return "\n".join(filter(None, [render(found.rejected), text]))

@@ -1,1 +1,1 @@
-"""What each rank reads, in which order, and where it is in it."""
+"""Data loading: which samples each rank reads, in which order, and its position."""

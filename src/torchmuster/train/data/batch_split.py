@@ -1,8 +1,8 @@
-"""Who computes which samples of a global batch.
+"""Split a global batch among the ranks.
 
-A global batch is cut into rounds, one after another, and each round into one slice per rank. Every
-sample is in exactly one slice; all ranks have the same number of rounds, whatever is left at the end
-of an epoch.
+A global batch is split into consecutive rounds, and each round into one slice per rank. Every
+sample is in exactly one slice; all ranks have the same number of rounds, also at the end of an
+epoch.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from torchmuster.errors import Impossible
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSplit:
-    """How many samples an optimiser step has, and how many of them a rank takes at once."""
+    """The global batch size, and each rank's micro-batch size."""
 
     global_batch_size: int
-    micro_batch_sizes: tuple[int, ...]  # the most that each rank computes at once
+    micro_batch_sizes: tuple[int, ...]  # the maximum that each rank computes at once
 
     @cached_property
     def rounds(self) -> int:
-        """How many micro-batches each rank has in a whole step."""
+        """The number of micro-batches of each rank in a full step."""
         return self.rounds_for(self.global_batch_size)
 
     def rounds_for(self, samples: int) -> int:
-        """Return how many rounds a step of so many samples needs."""
+        """Return how many rounds a step of N samples needs."""
         return -(-samples // sum(self.micro_batch_sizes))
 
     def slices(self, samples: int, rank: int) -> list[slice]:
-        """Return which of a step's samples a rank computes, round by round; an empty slice is an idle one.
+        """Return the slices of a step's samples that a rank computes, by round; empty if idle.
 
-        No rank is idle where there are samples enough to give each rank one in each round.
+        No rank is idle if there are enough samples for one per rank and round.
         """
         if not samples:
             return []
@@ -54,12 +54,12 @@ def split_batch(
     micro_batch_sizes: Sequence[int] | None = None,
     accumulation: int | None = None,
 ) -> BatchSplit:
-    """Complete what was given: micro-batch sizes x accumulation make a global batch, or it is cut into them."""
+    """Complete the given sizes: micro-batch sizes x accumulation = global batch size."""
     if micro_batch_size is not None and micro_batch_sizes is not None:
         raise Impossible(
             "micro_batch_size and micro_batch_sizes were both given",
-            why="the first is one size for all ranks, the second one size for each",
-            fix="give one of them",
+            why="the first is one size for all ranks, the second one size for each rank",
+            fix="give only one of them",
         )
     if micro_batch_size is not None:
         micro_batch_sizes = (micro_batch_size,) * ranks
@@ -69,15 +69,14 @@ def split_batch(
         ("accumulation", [accumulation]),
     ):
         if any(size is not None and size < 1 for size in sizes):
-            raise Impossible(
-                f"{name} is {', '.join(map(str, sizes))}", fix="give whole numbers from 1 on"
-            )
+            raise Impossible(f"{name} is {', '.join(map(str, sizes))}", fix="give integers from 1")
     if micro_batch_sizes is None:
         if global_batch_size is None:
             raise Impossible(
                 "no batch size was given",
-                why="global_batch_size is what an optimiser step has over all ranks, micro_batch_size "
-                "what a rank computes at once",
+                why="global_batch_size is the number of samples in a step over all ranks, "
+                "micro_batch_size "
+                "the number that a rank computes at once",
                 fix="give global_batch_size=…, micro_batch_size=… or both",
             )
         micro_batch_sizes = (-(-global_batch_size // (ranks * (accumulation or 1))),) * ranks
@@ -85,7 +84,7 @@ def split_batch(
         raise Impossible(
             f"{len(micro_batch_sizes)} micro-batch sizes for {ranks} ranks: "
             f"{', '.join(map(str, micro_batch_sizes))}",
-            fix=f"give one size for each rank, {ranks} in all",
+            fix=f"give one size for each rank, {ranks} in total",
         )
     at_once = sum(micro_batch_sizes)
     portions = BatchSplit(
@@ -94,16 +93,17 @@ def split_batch(
     )
     if accumulation is not None and portions.rounds != accumulation:
         raise Impossible(
-            f"a global batch of {portions.global_batch_size} and accumulation {accumulation} do not fit",
+            f"a global batch of {portions.global_batch_size} does not match accumulation "
+            f"{accumulation}",
             why=f"all ranks together compute {at_once} samples at once, so it takes {portions.rounds} "
             "rounds",
-            fix="leave out accumulation, or one of the sizes",
+            fix="remove accumulation, or one of the sizes",
         )
     return portions
 
 
 def proportional_sizes(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide a whole number by weights; what is left after rounding down goes to the largest remainders."""
+    """Divide an integer by weights; the rest after rounding down goes to the largest remainders."""
     whole = sum(weights)
     if not whole:
         return [0] * len(weights)
@@ -118,15 +118,15 @@ def proportional_sizes(total: int, weights: Sequence[float]) -> list[int]:
 def propose_micro_batch_sizes(
     total: int, weights: Sequence[float], names: Sequence[str], *, measured: str = "speed"
 ) -> Decision[tuple[int, ...]]:
-    """Divide ``total`` samples a round among unlike devices, by their measured speed or memory.
+    """Divide ``total`` samples per round among devices, by their measured speed or memory.
 
     Each rank gets at least one sample.
     """
     if total < len(weights) or min(weights) <= 0:
         raise Impossible(
-            f"{total} samples cannot be divided among {len(weights)} ranks by their {measured}",
-            why="each rank needs a sample, and a measure above 0",
-            fix=f"give at least {len(weights)} samples a round",
+            f"cannot divide {total} samples among {len(weights)} ranks by {measured}",
+            why="each rank needs at least one sample and a measured value above 0",
+            fix=f"give at least {len(weights)} samples per round",
         )
     rest = proportional_sizes(
         total - len(weights), [max(0.0, one) for one in _beyond_one(total, weights)]
@@ -134,11 +134,11 @@ def propose_micro_batch_sizes(
     sizes = tuple(1 + share for share in rest)
     best = max(weights)
     if min(weights) == best:
-        reason = f"every rank gets {_of(sizes[0], total)}: all measured the same {measured}"
+        reason = f"every rank gets {_of(sizes[0], total)}: all have the same {measured}"
     else:
         reason = "; ".join(
             f"rank {rank} ({names[rank]}) gets {_of(sizes[rank], total)}: "
-            f"it measured {_fraction(weight / best)} of the {measured}"
+            f"it has {_fraction(weight / best)} of the {measured}"
             for rank, weight in enumerate(weights)
             if weight < best
         )
@@ -155,7 +155,7 @@ def _of(size: int, total: int) -> str:
 
 
 def _fraction(part: float) -> str:
-    """Write 0.25 as 1/4 and 0.4 as 40 %."""
+    """Format 0.25 as 1/4 and 0.4 as 40 %."""
     for below in range(2, 10):
         if abs(part * below - 1) < 0.02:
             return f"1/{below}"
@@ -168,7 +168,7 @@ def _evenly(total: int, parts: int) -> list[int]:
 
 
 def _one_each_first(samples: int, sizes: Sequence[int]) -> list[int]:
-    """Divide a round: one sample for each rank, since an idle one would compute too; then by size."""
+    """Split a round: one sample for each rank, because an idle rank computes too; then by size."""
     if samples >= len(sizes):
         rest = proportional_sizes(samples - len(sizes), [size - 1 for size in sizes])
         return [1 + share for share in rest]

@@ -1,4 +1,4 @@
-"""Steps from a DataLoader that somebody else made: its batches as they are, counts compared first."""
+"""Steps from an existing DataLoader: its batches unchanged, counts compared over the ranks."""
 
 import warnings
 from collections import deque
@@ -24,9 +24,9 @@ from torchmuster.train.world import World, all_gather_object, sum_over_ranks
 
 
 def same_number_everywhere(count: int, world: World, what: str = "batches") -> None:
-    """Compare a count over all ranks; where it differs, all ranks raise the same error.
+    """Compare a count over all ranks; if it differs, all ranks raise the same error.
 
-    Without it, the ranks that have more go on alone, and wait for the others until the group times out.
+    Without it, the ranks that have more wait for the others until the group times out.
     """
     refuse_uneven_ranks(all_gather_object(count, world), what)
 
@@ -37,15 +37,15 @@ def refuse_uneven_ranks(counts: list[int], what: str = "batches") -> None:
         return
     raise Impossible(
         f"the ranks have different numbers of {what}: {_dataloader_adapter_message(counts)} {what}",
-        why=f"each one is computed by all ranks together: after {min(counts)} {what}, those that have "
-        "more would wait for ever",
+        why=f"all ranks must take part in each: after {min(counts)} {what}, ranks with more would "
+        "wait forever",
         fix="give all ranks the same number (DistributedSampler with drop_last, or equal shards), or use "
         "BatchLoader, which gives a rank without samples an idle batch",
     )
 
 
 def _dataloader_adapter_message(counts: list[int]) -> str:
-    """Write [13, 12, 12] as “rank 0: 13, ranks 1-2: 12”."""
+    """Format [13, 12, 12] as “rank 0: 13, ranks 1-2: 12”."""
     parts = []
     for count in sorted(set(counts), reverse=True):
         ranks = [rank for rank, one in enumerate(counts) if one == count]
@@ -54,7 +54,7 @@ def _dataloader_adapter_message(counts: list[int]) -> str:
 
 
 def rank_list_text(ranks: list[int]) -> str:
-    """Write [0, 2, 3, 4] as “ranks 0, 2-4”."""
+    """Format [0, 2, 3, 4] as “ranks 0, 2-4”."""
     runs = []
     for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in run]
@@ -64,7 +64,7 @@ def rank_list_text(ranks: list[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What a DataLoader says about an epoch before it is read; None is what it cannot say."""
+    """The sizes that a DataLoader reports before an epoch is read; None if unknown."""
 
     batches: int | None
     batch_size: int | None = None
@@ -78,15 +78,15 @@ class _Plan:
 
 
 class DataLoaderAdapter:
-    """Adapts any DataLoader, or any collection of batches, to what a training loop reads.
+    """Adapts any DataLoader, or any collection of batches, to the ``Loader`` protocol.
 
-    The number of batches is compared over the ranks when an epoch begins: where it differs, all ranks
-    raise the same error. A DataLoader that cannot say how many it has (a stream) is read as far as any
-    rank's goes: those that are done sooner repeat their last batch, which counts nothing. The sampler is
-    told the epoch.
+    The number of batches is compared over the ranks when an epoch begins: if it differs, all ranks
+    raise the same error. A DataLoader of unknown length (a stream) is read until all ranks' batches
+    are used: ranks that finish earlier repeat their last batch with weight 0. It calls
+    ``set_epoch`` on the sampler.
 
-    A position is restored by reading up to it, with the random states that the epoch began with, and is only as
-    exact as the sampler's order is then the same again.
+    A position is restored by reading up to it, with the random states from the start of the epoch;
+    it is exact only if the sampler then repeats its order.
     """
 
     def __init__(self, dataloader: Iterable[Any], world: World, *, accumulation: int = 1) -> None:
@@ -96,15 +96,16 @@ class DataLoaderAdapter:
         if isinstance(dataloader, DataLoader):
             _keep_reading_until_saved(dataloader)
         self._plan = _plan(dataloader)
-        self._position = (0, 0)  # epoch, and how many of its steps were given out
+        self._position = (0, 0)  # epoch, and how many of its steps were yielded
         self._resume: tuple[int, int] | None = None
-        # An epoch, and the random states before its order was drawn: this rank's own, as JSON types.
+        # An epoch, and this rank's random states before its order was drawn, as JSON types.
         self.epoch_began: dict[str, Any] | None = None
         sampler = _sampler_without_ranks(dataloader)
         if sampler and world.world_size > 1 and world.is_first:
             warnings.warn(
-                f"every rank reads the same samples: the DataLoader's {sampler} knows nothing of ranks; "
-                "give it a DistributedSampler or use BatchLoader, unless each rank's dataset is its own",
+                f"every rank reads the same samples: the DataLoader's {sampler} does not split by "
+                "rank; "
+                "use a DistributedSampler or BatchLoader, unless each rank has its own dataset",
                 stacklevel=2,
             )
 
@@ -128,7 +129,7 @@ class DataLoaderAdapter:
         return self._steps(epoch, begin, plans)
 
     def _steps(self, epoch: int, begin: int, plans: list[_Plan]) -> Iterator[Step]:
-        """Yield as many steps as all ranks have; how many samples each has is known where all can say."""
+        """Yield the steps of all ranks; the sample count is known if all ranks know theirs."""
         batches = self._batches(epoch, begin)
         nominal = self._accumulation * sum(plan.batch_size or 1 for plan in plans)
         for number in range(begin, self.steps_in_epoch() or 0):
@@ -146,7 +147,7 @@ class DataLoaderAdapter:
                 nominal_samples=nominal,
                 micro_batches=its_own,
             )
-            deque(its_own, maxlen=0)  # what was not read of it
+            deque(its_own, maxlen=0)  # the unread rest
 
     def _micro_batches(self, batches: Iterator[Any], numbers: range) -> Iterator[MicroBatch]:
         for number in numbers:
@@ -154,9 +155,9 @@ class DataLoaderAdapter:
                 batch = next(batches)
             except StopIteration:
                 raise Impossible(
-                    f"the DataLoader ended after {number} batches",
-                    why=f"it said that it has {self._plan.batches}",
-                    fix="let its length say what it gives",
+                    f"the DataLoader stopped after {number} batches",
+                    why=f"its length is {self._plan.batches}",
+                    fix="make its length match the number of batches",
                 ) from None
             size = self._plan.size_of(number)
             yield MicroBatch(
@@ -165,7 +166,7 @@ class DataLoaderAdapter:
             )
 
     def _steps_together(self, epoch: int, begin: int) -> Iterator[Step]:
-        """Yield steps of streams: before each one the ranks tell each other who still has batches."""
+        """Yield steps of streams: before each step the ranks exchange who still has batches."""
         batches = self._batches(epoch, begin)
         kept: Any = None
         number, nominal = begin, None
@@ -199,11 +200,11 @@ class DataLoaderAdapter:
             number += 1
 
     def _refuse_empty(self, own: bool) -> None:
-        """Raise on all ranks: one without any batch has nothing to take part with."""
+        """Raise on all ranks: a rank without any batch cannot take part."""
         empty = [rank for rank, one in enumerate(all_gather_object(own, self._world)) if one]
         raise Impossible(
             f"{rank_list_text(empty)} got no batch at all, while others did",
-            why="each step is computed by all ranks together",
+            why="all ranks must take part in each step",
             fix="give each rank at least one batch: more shards, or fewer ranks",
         )
 
@@ -212,7 +213,7 @@ class DataLoaderAdapter:
         if not begin:
             self.epoch_began = {"epoch": epoch, "random": now}
             return iter(self._dataloader)
-        # What is drawn here was drawn before; the training goes on with its own numbers.
+        # These random numbers were drawn before; training continues with its own state.
         if self.epoch_began is not None and self.epoch_began["epoch"] == epoch:
             seeds.load_random_states(self.epoch_began["random"], self._world)
         batches = iter(self._dataloader)
@@ -221,17 +222,17 @@ class DataLoaderAdapter:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the last step that was given out."""
+        """Return the position after the last yielded step."""
         epoch, step = self._position
         return {"epoch": epoch, "step": step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on after so many steps of that epoch; they are read and passed over."""
+        """Continue after the saved steps of that epoch, which are read and skipped."""
         self._position = self._resume = (int(state["epoch"]), int(state["step"]))
 
 
 def _keep_reading_until_saved(dataloader: DataLoader[Any]) -> None:
-    """Let its processes go on while the rank, which was asked to end, still needs them."""
+    """Keep the loader's processes running while a stopping rank still needs them."""
     if not isinstance(dataloader.worker_init_fn, IgnoreSignalsInWorkers):
         dataloader.worker_init_fn = IgnoreSignalsInWorkers(dataloader.worker_init_fn)
 
@@ -243,7 +244,7 @@ def _plan(dataloader: Any) -> _Plan:
         return _Plan(batches=None)
     try:
         batches = len(dataloader)
-    except TypeError:  # of a sampler without a length
+    except TypeError:  # a sampler without a length
         return _Plan(batches=None)
     sampler = getattr(dataloader, "batch_sampler", None)
     if type(sampler) is not BatchSampler:
@@ -252,7 +253,7 @@ def _plan(dataloader: Any) -> _Plan:
 
 
 def _tell_epoch(dataloader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` wherever it is; a sampler that is not told shuffles every epoch alike."""
+    """Call ``set_epoch`` wherever it exists; without it a sampler repeats the same shuffle."""
     for holder in ("sampler", "batch_sampler", "dataset"):
         set_epoch = getattr(getattr(dataloader, holder, None), "set_epoch", None)
         if callable(set_epoch):
@@ -263,7 +264,7 @@ def _sampler_without_ranks(dataloader: Any) -> str | None:
     sampler = getattr(dataloader, "sampler", None)
     batches = getattr(dataloader, "batch_sampler", None)
     plain = isinstance(sampler, (RandomSampler, SequentialSampler))
-    # With a batch_sampler of the user's own, DataLoader fills in a SequentialSampler that nothing reads.
+    # With a user's batch_sampler, DataLoader sets a SequentialSampler that is not used.
     if not plain or type(batches) not in (BatchSampler, type(None)):
         return None
     if isinstance(batches, BatchSampler) and batches.sampler is not sampler:
@@ -272,7 +273,7 @@ def _sampler_without_ranks(dataloader: Any) -> str | None:
 
 
 def _samples_in(batch: Any) -> int:
-    """Return the length of the first tensor, or of the batch itself; a batch without one is one sample."""
+    """Return the length of the first tensor, or of the batch itself; 1 if it has no length."""
     for tensor in tensors_in(batch):
         return int(tensor.shape[0]) if tensor.dim() else 1
     return len(batch) if isinstance(batch, Sized) else 1

@@ -1,4 +1,4 @@
-"""Steps from a dataset whose samples have numbers: each sample once an epoch, on any number of ranks."""
+"""Steps from a map-style dataset: each sample once per epoch, on any number of ranks."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ from torchmuster.train.seeds import derive_seed, seed_process
 from torchmuster.train.torch_private import stop_workers
 from torchmuster.train.world import World
 
-PREFETCH = 2  # batches that each worker has ready; torch's default
+PREFETCH = 2  # batches that each worker prefetches; torch's default
 
 
 class Workers:
-    """Worker processes that live for as many epochs as are read."""
+    """Worker processes that live for all epochs."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Workers:
             persistent_workers=True,
             pin_memory=pin_memory,
             worker_init_fn=IgnoreSignalsInWorkers(),
-            # Without one it would take a number from the process's own, as often as an epoch begins.
+            # Without a generator, DataLoader draws from the process's random state at every epoch.
             generator=torch.Generator().manual_seed(seed),
         )
 
@@ -74,21 +74,21 @@ class Workers:
                 if upcoming.portions is not mine:
                     raise Impossible(
                         "two epochs of one loader were read at the same time",
-                        why="its workers read for one of them",
-                        fix="read one to its end or leave it before the next, or make a second loader",
+                        why="its workers read for one epoch at a time",
+                        fix="finish or close one epoch before the next, or create a second loader",
                     )
         finally:
             if upcoming.portions is mine:
                 upcoming.portions = iter(())
 
     def close(self) -> None:
-        """End the processes, also while somebody still holds an epoch that was not read to its end."""
-        # torch by itself stops them when the last reference is gone, and a traceback has one.
+        """Stop the processes, even if something still refers to an unfinished epoch."""
+        # torch stops them only when the last reference is gone, and a traceback may hold one.
         stop_workers(self._batches)
 
 
 class _Upcoming:
-    """What the workers read next. DataLoader asks for it ahead of what it gives back."""
+    """The batches to read next. DataLoader requests them ahead of what it returns."""
 
     def __init__(self) -> None:
         self.portions: Iterator[SampleRange] = iter(())
@@ -101,7 +101,7 @@ class _Upcoming:
 
 
 class _Worker:
-    """What a worker process has for a dataset: its items are micro-batches."""
+    """The dataset of a worker process: its items are micro-batches."""
 
     def __init__(self, reader: SampleReader, seed: int, room: SharedMemory) -> None:
         self._reader = reader
@@ -110,11 +110,11 @@ class _Worker:
         self._largest_bytes = 0
 
     def __getitem__(self, portion: SampleRange) -> Any:
-        """Read a batch. Where there is no room to hand it over, the refusal is returned.
+        """Read a batch. If shared memory is too small for it, return the error.
 
-        Raised, it would come out of torch with another text around it.
+        If raised, torch would wrap it in another message.
         """
-        # By what is read, not by who reads it: a run that goes on from here draws the same.
+        # By the samples, not by the worker: a resumed run draws the same numbers.
         seed_process(derive_seed(self._seed, "batch", portion.epoch, portion.indices[0]))
         batch = self._reader.read(portion)
         return self._refusal(batch) or batch
@@ -131,16 +131,16 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-# Computing the order costs a few hundred microseconds however few places are asked for.
+# Computing the order costs a few hundred microseconds, however few positions are requested.
 _PLACES_AT_ONCE = 16384
 
 
 class BatchLoader:
-    """Gives each rank its part of each global batch of a map-style dataset.
+    """Yields each rank's part of each global batch of a map-style dataset.
 
-    What a step contains depends on the seed, the epoch and the global batch size; never on the number of
-    ranks, workers or micro-batches. At the end of an epoch what is left is a smaller step (with
-    ``drop_tail`` it is left out); a rank that gets nothing of it computes a sample that counts nothing.
+    The samples of a step depend on the seed, the epoch and the global batch size; never on the
+    number of ranks, workers or micro-batches. The rest at the end of an epoch is a smaller step
+    (``drop_tail`` skips it); a rank that gets none of it computes a sample with weight 0.
 
     ``workers`` are processes that read ahead, each up to ``prefetch`` micro-batches; they get random numbers of their own for each micro-batch, by
     the seed, the epoch and its first sample. With ``random_per_sample``, what the dataset draws from Python, torch and numpy depends on the
@@ -181,10 +181,11 @@ class BatchLoader:
         self._size = _loader_size(dataset)
         if not self.steps_in_epoch():
             raise Impossible(
-                f"an epoch of {self._size} samples has no step",
-                why=f"a global batch has {self.portions.global_batch_size}, and drop_tail leaves out "
-                "what does not fill one",
-                fix="give a smaller global_batch_size, or drop_tail=False",
+                f"an epoch of {self._size} samples has no full step",
+                why=f"a global batch has {self.portions.global_batch_size} samples, and drop_tail "
+                "skips "
+                "incomplete batches",
+                fix="use a smaller global_batch_size, or drop_tail=False",
             )
         self._reader = SampleReader(
             dataset,
@@ -195,7 +196,7 @@ class BatchLoader:
         self._pin_memory = world.device.type == "cuda" if pin_memory is None else pin_memory
         self._elsewhere = world.device.type != "cpu"
         self._workers_at_work: Workers | None = None
-        self._position = (0, 0)  # epoch, and how many of its samples were given out
+        self._position = (0, 0)  # epoch, and how many of its samples were yielded
         self._resume: tuple[int, int] | None = None
 
     def steps_in_epoch(self) -> int:
@@ -204,9 +205,10 @@ class BatchLoader:
         return whole + (left > 0 and not self._drop_tail)
 
     def epoch(self, epoch: int, *, begin: int = 0) -> Iterator[Step]:
-        """Yield the steps of an epoch, from step ``begin`` on; what comes before is not read.
+        """Yield the steps of an epoch, from step ``begin`` on; earlier steps are not read.
 
-        After :meth:`restore`, the restored epoch goes on from its position where no ``begin`` is given.
+        After :meth:`restore`, the restored epoch continues from its position if no ``begin`` is
+        given.
         """
         start = begin * self.portions.global_batch_size
         if self._resume is not None and not begin and self._resume[0] == epoch:
@@ -234,7 +236,7 @@ class BatchLoader:
                 nominal_samples=whole,
                 micro_batches=its_own,
             )
-            deque(its_own, maxlen=0)  # what was not read of it does not belong to the next
+            deque(its_own, maxlen=0)  # the unread rest does not belong to the next step
             number += 1
 
     def _micro_batches(self, epoch: int, start: int, end: int) -> Iterator[MicroBatch]:
@@ -263,7 +265,7 @@ class BatchLoader:
         return self._workers_at_work.read(portions)
 
     def _portions(self, epoch: int, start: int, end: int) -> Iterator[SampleRange]:
-        """Yield what this rank reads, micro-batch by micro-batch: whole steps many at a time, then the tail."""
+        """Yield this rank's micro-batches: full steps many at a time, then the tail."""
         order = Order(size=self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         whole = self.portions.global_batch_size
         offsets, cuts = self._own(whole)
@@ -278,12 +280,12 @@ class BatchLoader:
             yield from _cut(epoch, order.samples_at(tail + offsets).tolist(), cuts)
 
     def _own(self, samples: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Return this rank's places within a step, and how to cut them: (places, how many of them count)."""
+        """Return this rank's positions in a step, and how to split them: (positions, counted)."""
         offsets: list[int] = []
         cuts = []
         for part in self.portions.slices(samples, self._world.global_rank):
             counted = part.stop - part.start
-            offsets += range(part.start, part.stop) if counted else [0]  # idle: any sample will do
+            offsets += range(part.start, part.stop) if counted else [0]  # idle: any sample works
             cuts.append((max(counted, 1), counted))
         return torch.tensor(offsets), cuts
 
@@ -292,24 +294,24 @@ class BatchLoader:
         return start + left - (left % self.portions.global_batch_size if self._drop_tail else 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the last step that was given out; no number of ranks is in it."""
+        """Return the position after the last yielded step, independent of the number of ranks."""
         epoch, sample = self._position
         return {"epoch": epoch, "sample": sample, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on after the last step that was given out, also with other ranks or batch sizes."""
+        """Continue after the last yielded step, also with other ranks or batch sizes."""
         identity = self._identity()
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
             raise Impossible(
                 f"the position was saved with {_loader_message(saved)}; this loader has {_loader_message(identity)}",
-                why="its samples would come in another order: some twice, some never",
-                fix="restore with the same dataset, seed and shuffle, or begin the epoch anew",
+                why="the samples would have another order: some read twice, some never",
+                fix="restore with the same dataset, seed and shuffle, or restart the epoch",
             )
         self._position = self._resume = (int(state["epoch"]), int(state["sample"]))
 
     def close(self) -> None:
-        """End the workers; they start again with the next epoch."""
+        """Stop the workers; they start again with the next epoch."""
         if self._workers_at_work is not None:
             self._workers_at_work.close()
         self._workers_at_work = None
@@ -332,12 +334,12 @@ def _loader_size(dataset: Any) -> int:
     ):
         raise Impossible(
             f"BatchLoader cannot read {type(dataset).__name__}",
-            why="it needs a dataset whose samples have numbers: len(dataset) and dataset[index]",
-            fix="give a map-style dataset, or read this one with StreamLoader",
+            why="it needs a map-style dataset: len(dataset) and dataset[index]",
+            fix="use a map-style dataset, or read this one with StreamLoader",
         )
     size = len(dataset)
     if not size:
-        raise Impossible("the dataset is empty", fix="look where its samples should come from")
+        raise Impossible("the dataset is empty", fix="check the source of its samples")
     return size
 
 

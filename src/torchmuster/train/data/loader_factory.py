@@ -1,4 +1,4 @@
-"""The loader for whatever holds the samples: by number, as a stream, or in lanes."""
+"""Create the loader for a dataset: map-style, iterable, or a source of lanes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from torchmuster.train.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSpec:
-    """How samples become batches."""
+    """Batch sizes, workers and order."""
 
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
@@ -27,17 +27,17 @@ class LoaderSpec:
     prefetch: int = 2
 
     def in_order(self) -> "LoaderSpec":
-        """Return the same without shuffling, for evaluation."""
+        """Return the same settings without shuffling, for evaluation."""
         return replace(self, shuffle=False)
 
 
 def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
-    """Return the loader that can read these samples."""
+    """Return the loader for these samples."""
     if isinstance(samples, DataLoader):
         raise Impossible(
-            "the data is a DataLoader, where a dataset is wanted",
-            why="which rank reads which samples, and in which order, is decided here",
-            fix="return what was given to the DataLoader; batch sizes and workers are settings",
+            "the data is a DataLoader, but a dataset is needed",
+            why="torchmuster decides which rank reads which samples, and in which order",
+            fix="return the dataset of the DataLoader; batch sizes and workers are settings",
         )
     if hasattr(samples, "lanes") and hasattr(samples, "open"):
         return StreamLoader(samples, world, **vars(batches))
@@ -47,8 +47,8 @@ def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
         return BatchLoader(samples, world, **vars(batches))
     if not hasattr(samples, "__iter__"):
         raise Impossible(
-            f"the data is {type(samples).__name__}, which is no dataset",
-            why="a dataset has samples by number (len() and [index]), or can be iterated",
+            f"the data is {type(samples).__name__}, which is not a dataset",
+            why="a dataset has len() and [index], or is iterable",
             fix="return a torch Dataset or IterableDataset, a Hugging Face dataset, or a list",
         )
     return StreamLoader(Iterables(samples), world, **vars(batches))

@@ -1,12 +1,12 @@
-"""Which sample comes at which place of an epoch.
+"""The sample order of an epoch.
 
-The order is never stored: each place is computed from (seed, epoch, place) alone, so any rank can begin
-anywhere, in a dataset of any size, and a resumed run sees what the interrupted one would have seen.
+The order is never stored: each sample is computed from (seed, epoch, position) alone, so any rank
+can begin anywhere, in a dataset of any size, and a resumed run reads what the interrupted one would
+have read.
 
-Places are shuffled by a Feistel network: a place is written as two digits, and each digit in turn is
-shifted by a hash of the other. Every such shift can be undone, so no two places end at the same
-sample. Where the two digits allow numbers beyond the last sample, those are sent on until they
-land within.
+A Feistel network shuffles positions: a position is written as two digits, and each digit in turn is
+shifted by a hash of the other. Every shift is invertible, so no two positions give the same
+sample. Results beyond the last sample are shuffled again until they are in range.
 """
 
 import math
@@ -16,9 +16,9 @@ import torch
 
 from torchmuster.train.seeds import derive_seed
 
-# Six shifts leave nothing to see in a large dataset; in a very small one some orders are preferred.
+# Six rounds leave no visible pattern in a large dataset; in a tiny one some orders are more likely.
 _SHIFTS, _SHIFTS_IF_SMALL, _SMALL = 6, 12, 1024
-# The odd constants of splitmix64, as the signed numbers that torch computes with.
+# The odd constants of splitmix64, as torch's signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 _STIR = 0xBF58476D1CE4E5B9 - (1 << 64)
 
@@ -39,7 +39,7 @@ class Order:
         object.__setattr__(self, "_keys", keys)
 
     def samples_at(self, places: torch.Tensor) -> torch.Tensor:
-        """Return which samples are at these places (int64, each from 0 to ``size - 1``)."""
+        """Return the samples at these positions (int64, each from 0 to ``size - 1``)."""
         if not self.shuffle:
             return places
         samples = self._shuffled(places)
@@ -50,7 +50,7 @@ class Order:
         return samples
 
     def _shuffled(self, places: torch.Tensor) -> torch.Tensor:
-        """Shuffle all numbers that two digits can write; at most a square root of them is too large."""
+        """Shuffle all numbers of two digits; at most their square root is out of range."""
         highs = math.isqrt(self.size - 1) + 1
         lows = -(-self.size // highs)
         high = places // lows
@@ -64,7 +64,7 @@ class Order:
 
 
 def _hash(digits: torch.Tensor, key: int, below: int) -> torch.Tensor:
-    """Hash each digit to a number from 0 to ``below - 1``; integers wrap around, which is wanted."""
+    """Hash each digit to a number from 0 to ``below - 1``; integers wrap around intentionally."""
     hashed = digits * _SPREAD
     hashed += key
     hashed ^= hashed >> 29

@@ -1,4 +1,4 @@
-"""Tensors inside whatever a batch is made of: tuples, lists, mappings, dataclasses, objects with ``to``."""
+"""Tensors inside nested batches: tuples, lists, mappings, dataclasses, objects with ``to``."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -8,9 +8,9 @@ import torch
 
 
 def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the batch with ``change`` applied to each tensor, and to each object that moves itself.
+    """Return the batch with ``change`` applied to each tensor, and to each object with ``to``.
 
-    Such objects have a method ``to`` (BatchEncoding, PackedSequence, graphs). Everything else stays as it is;
+    Examples are BatchEncoding, PackedSequence and graphs. Everything else is unchanged;
     mappings become plain dictionaries.
     """
     if isinstance(batch, torch.Tensor) or hasattr(batch, "to"):
@@ -29,7 +29,7 @@ def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on a device; the copy may still run when this returns, where memory is pinned."""
+    """Return the batch on a device; the copy from pinned memory may still run when this returns."""
 
     def move(one: Any) -> Any:
         if isinstance(one, torch.Tensor):
@@ -40,7 +40,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield each tensor of a batch, in its order."""
+    """Yield each tensor of a batch, in order."""
     found: list[torch.Tensor] = []
 
     def keep(one: Any) -> Any:

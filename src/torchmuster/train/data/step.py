@@ -1,4 +1,4 @@
-"""What a loader gives to a training loop: one optimiser step at a time, as this rank's micro-batches."""
+"""The items that a loader yields: one optimiser step at a time, as this rank's micro-batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,29 +7,29 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What this rank computes in one forward and backward.
+    """The batch of this rank in one forward and backward.
 
-    ``samples`` is how many of them count. With 0 the batch is only there so that this rank takes part
-    in what all ranks do together: its loss gets the weight 0.
+    ``samples`` is how many of them count. With 0 the batch only lets this rank take part in
+    collectives: its loss gets the weight 0.
     """
 
     batch: Any
     samples: int
-    indices: Sequence[int] = ()  # of these samples in the dataset; empty where there are none
+    indices: Sequence[int] = ()  # of these samples in the dataset; empty if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """This rank's part of one global batch: ``rounds`` micro-batches, as many on every rank.
+    """This rank's part of one global batch: ``rounds`` micro-batches, equal on every rank.
 
-    ``samples`` counts those of all ranks together; None where only the ranks together can tell.
+    ``samples`` counts those of all ranks; None if it takes a collective to know.
     """
 
     epoch: int
     number: int  # within its epoch, from 0
     rounds: int
     samples: int | None
-    nominal_samples: int  # the global batch size that was asked for
+    nominal_samples: int  # the configured global batch size
     micro_batches: Iterable[MicroBatch]  # may be read once, while the step is computed
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -37,26 +37,27 @@ class Step:
 
 
 class Loader(Protocol):
-    """Where steps come from. All ranks get the same number of steps."""
+    """A source of steps. All ranks get the same number of steps."""
 
     def epoch(self, epoch: int, *, begin: int = 0) -> Iterator[Step]:
         """Yield the steps of an epoch, from step ``begin`` on.
 
-        After :meth:`restore`, the epoch of the restored position goes on from there where no ``begin`` is given.
+        After :meth:`restore`, the epoch of the restored position continues from there if no
+        ``begin`` is given.
         """
         ...
 
     def steps_in_epoch(self) -> int | None:
-        """Return how many steps an epoch has; None where that shows only at its end."""
+        """Return how many steps an epoch has; None if that is known only at its end."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the last step that was given out, as plain JSON types.
+        """Return the position after the last yielded step, as plain JSON types.
 
-        ``epoch`` is always in it: the one to call :meth:`epoch` with after :meth:`restore`.
+        It always has ``epoch``: the argument for :meth:`epoch` after :meth:`restore`.
         """
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a position, also one saved by another number of ranks."""
+        """Restore a position, also one saved by another number of ranks."""
         ...

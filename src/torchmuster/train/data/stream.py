@@ -1,4 +1,4 @@
-"""Steps from a stream: samples that have no numbers, each once an epoch, on any number of ranks."""
+"""Steps from a stream: samples without an index, each once per epoch, on any number of ranks."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from torchmuster.train.world import World, all_gather_object
 
 @dataclass(frozen=True, kw_only=True)
 class _Position:
-    """Between two steps: ``taken`` samples of a lap, whose blocks begin at ``cursors``."""
+    """A position between two steps: ``taken`` samples of a lap; its blocks begin at ``cursors``."""
 
     epoch: int
     step: int = 0
@@ -39,7 +39,7 @@ class _Position:
 
 @dataclass(kw_only=True)
 class _Round:
-    """The lap being used: the order of all lanes, and this rank's samples by lane."""
+    """The current lap: the order of all lanes, and this rank's samples by lane."""
 
     number: int
     order: list[int] = field(default_factory=list)
@@ -50,16 +50,16 @@ class _Round:
 
 
 class StreamLoader:
-    """Gives each rank its part of each global batch of a source.
+    """Yields each rank's part of each global batch of a source.
 
-    A source has lanes, and each rank owns some of them: as many as all others, or in proportion to the
-    micro-batch sizes. What a step contains depends on the source, the seed, the epoch, ``block`` and the
-    global batch size; never on the number of ranks, workers or micro-batches. Ranks whose lanes have
-    ended earlier compute a sample that counts nothing until all have ended.
+    A source has lanes, and each rank owns some of them: an equal number, or in proportion to the
+    micro-batch sizes. The samples of a step depend on the source, the seed, the epoch, ``block``
+    and the global batch size; never on the number of ranks, workers or micro-batches. Ranks whose
+    lanes are exhausted compute a sample with weight 0 until all lanes are.
 
-    ``block`` samples of each lane are read at a time, which is also how far they are shuffled: a rank
-    holds ``block`` samples for each of its lanes. With ``workers`` other processes read them ahead, each up
-    to ``prefetch`` laps. The ranks tell each other once for each such lap how many samples their lanes have.
+    ``block`` samples of each lane are read at a time, which is also the shuffle buffer: a rank
+    holds ``block`` samples for each of its lanes. With ``workers``, other processes prefetch up to
+    ``prefetch`` laps each. The ranks exchange once per lap how many samples their lanes have.
     """
 
     def __init__(
@@ -97,25 +97,26 @@ class StreamLoader:
         self._owners = shard_owners(self._lanes, self.portions.micro_batch_sizes)
         self._own = [lane for lane, rank in enumerate(self._owners) if rank == world.global_rank]
         self._elsewhere = world.device.type != "cpu"
-        self._spare: list[Any] = []  # a sample to compute where there is none
+        self._spare: list[Any] = []  # for idle micro-batches
         self._position = _Position(epoch=0)
         self._resume: _Position | None = None
         if self._lanes < world.world_size and world.is_first:
             warnings.warn(
                 f"the data has {self._lanes} lanes for {world.world_size} ranks: "
-                f"{world.world_size - self._lanes} of them compute nothing that counts. "
+                f"{world.world_size - self._lanes} ranks stay idle. "
                 "Give the source more lanes (and keep their number for the whole run)",
                 stacklevel=2,
             )
 
     def steps_in_epoch(self) -> int | None:
-        """Return None: how many steps there are shows at the end of the stream."""
+        """Return None: the number of steps is known only at the end of the stream."""
         return None
 
     def epoch(self, epoch: int, *, begin: int = 0) -> Iterator[Step]:
-        """Yield the steps of an epoch, from step ``begin`` on; what comes before is read and left out.
+        """Yield the steps of an epoch, from step ``begin`` on; earlier steps are read and skipped.
 
-        After :meth:`restore`, the restored epoch goes on from its position where no ``begin`` is given.
+        After :meth:`restore`, the restored epoch continues from its position if no ``begin`` is
+        given.
         """
         start = _Position(epoch=epoch)
         resume, self._resume = self._resume, None
@@ -155,7 +156,7 @@ class StreamLoader:
         self._position = _Position(epoch=start.epoch + 1)
 
     def _take(self, lap: _Round, count: int, own: list[int]) -> list[Any]:
-        """Take the next samples of a lap; return this rank's, and count everyone's."""
+        """Take the next samples of a lap; return this rank's, and count those of all ranks."""
         lanes = lap.order[lap.taken : lap.taken + count]
         lap.taken += len(lanes)
         whose, blocks = self._owners, lap.samples
@@ -190,7 +191,7 @@ class StreamLoader:
             yield MicroBatch(batch=batch, samples=len(samples))
 
     def _any_sample(self, epoch: int) -> list[Any]:
-        """Read a sample of any lane, for a rank that never had one of its own."""
+        """Read a sample of any lane, for a rank that never had one."""
         for lane in range(self._lanes):
             opened = self._source.open([lane], epoch=epoch, cursors={})[lane]
             try:
@@ -199,13 +200,13 @@ class StreamLoader:
             finally:
                 opened.close()
         raise Impossible(
-            f"rank {self._world.global_rank} finds no sample at all",
-            why="it has to compute something while the other ranks compute theirs",
-            fix="let each rank find at least one sample, or use fewer ranks",
+            f"rank {self._world.global_rank} has no sample at all",
+            why="an idle rank needs a sample to take part in the other ranks' steps",
+            fix="provide at least one sample for each rank, or use fewer ranks",
         )
 
     def _laps(self, start: _Position) -> Iterator[_Round]:
-        """Yield lap after lap, the first one as far used as the position says."""
+        """Yield laps, the first one from the restored position on."""
         cursors = start.cursors or [None] * self._lanes
         begin = Begin(
             lanes=self._own,
@@ -237,7 +238,7 @@ class StreamLoader:
         )
 
     def _agreed(self, laps: Iterator[Blocks], number: int) -> _Round:
-        """Read this rank's blocks and tell how long they are; an error of one rank ends all."""
+        """Read this rank's blocks and exchange their lengths; an error raises on all ranks."""
         blocks: Blocks = {}
         error: MusterError | None = None
         try:
@@ -264,7 +265,7 @@ class StreamLoader:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the last step that was given out; no number of ranks is in it."""
+        """Return the position after the last yielded step, independent of the number of ranks."""
         at = self._position
         return {
             "epoch": at.epoch,
@@ -276,7 +277,7 @@ class StreamLoader:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on after the last step that was given out, also with other ranks or batch sizes."""
+        """Continue after the last yielded step, also with other ranks or batch sizes."""
         identity = self._identity()
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
@@ -284,8 +285,8 @@ class StreamLoader:
             raise Impossible(
                 "the position was saved for another stream: "
                 + "; ".join(f"{name} was {saved[name]}, is {identity[name]}" for name in wrong),
-                why="its samples would come in another order: some twice, some never",
-                fix="restore with the same data, seed, shuffle and block, or begin the epoch anew",
+                why="the samples would have another order: some read twice, some never",
+                fix="restore with the same data, seed, shuffle and block, or restart the epoch",
             )
         self._position = self._resume = _Position(
             epoch=int(state["epoch"]),
@@ -306,19 +307,19 @@ class StreamLoader:
 
 
 def _raise_if_wrong(own: MusterError | None, told: list[dict[str, Any]]) -> None:
-    """Raise the same on all ranks, so that none waits for one that has given up."""
+    """Raise the same error on all ranks, so that none waits for a rank that has failed."""
     if own is not None:
         raise own
     for rank, one in enumerate(told):
         if one["error"]:
             raise MusterError(
                 f"rank {rank} could not read its data: {one['error']}",
-                fix="see what that rank says",
+                fix="see the error of that rank",
             )
     for rank, one in enumerate(told):
         if one["data"] != told[0]["data"]:
             raise MusterError(
                 f"rank {rank} reads other data than rank 0: {one['data']}; rank 0: {told[0]['data']}",
-                why="each sample would be used several times or never",
-                fix="let all ranks see the same files; start again if some were added meanwhile",
+                why="samples would be used several times or never",
+                fix="give all ranks the same files; restart if files were added meanwhile",
             )

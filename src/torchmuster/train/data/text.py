@@ -34,7 +34,7 @@ def open_dataset(name_or_path: str, split: str) -> Any:
         import datasets
     except ImportError as error:
         raise Impossible(
-            "datasets by name or folder need datasets, which is not installed",
+            "datasets by name or folder need the package datasets, which is not installed",
             why=str(error),
             fix=INSTALL,
         ) from error
@@ -46,10 +46,11 @@ def open_dataset(name_or_path: str, split: str) -> Any:
         return datasets.load_dataset(str(folder) if folder.is_dir() else name_or_path, split=split)
     except (OSError, ValueError) as error:
         raise Impossible(
-            f"the dataset {name_or_path!r} cannot be opened, split {split!r}",
+            f"cannot open the dataset {name_or_path!r}, split {split!r}",
             why=(str(error).splitlines() or [type(error).__name__])[0],
-            fix="give a folder, or a name that can be fetched from the hub here; without a network: "
-            f"fetch it elsewhere with hf download --repo-type dataset {name_or_path} --local-dir FOLDER",
+            fix="set a folder, or a name that can be downloaded from the hub; without network "
+            "access, download it "
+            f"on another host: hf download --repo-type dataset {name_or_path} --local-dir FOLDER",
         ) from error
 
 
@@ -60,13 +61,13 @@ def _one_of(found: Any, name: str, split: str) -> Any:
         raise Impossible(
             f"the dataset {name!r} has no split {split!r}",
             why=f"it has {', '.join(found)}",
-            fix="give data.split with one of them",
+            fix="set data.split to one of them",
         )
     return found[split]
 
 
 def write_tokens(path: str | Path, documents: Iterable[Sequence[int]], *, end: int) -> int:
-    """Write documents as one token file; return how many tokens it holds, ends included."""
+    """Write documents as one token file; return its number of tokens, end tokens included."""
     ids = array("i")
     for document in documents:
         ids.extend(document)
@@ -81,8 +82,8 @@ def write_tokens(path: str | Path, documents: Iterable[Sequence[int]], *, end: i
 class TokenRows(torch.utils.data.Dataset[Row]):
     """Token files as a map-style dataset of packed rows, for ``BatchLoader``. No token is lost.
 
-    Row follows row through a file; the last one of each file is filled up. ``places`` are paths or
-    patterns of this machine's files.
+    Rows are consecutive in a file; the last row of each file is padded. ``places`` are local paths
+    or patterns.
     """
 
     def __init__(self, places: str | Sequence[str], *, sequence_length: int) -> None:
@@ -90,9 +91,9 @@ class TokenRows(torch.utils.data.Dataset[Row]):
         self._paths = sorted({path for place in wanted for path in glob.glob(place)})  # noqa: PTH207  # whole patterns, not below a folder
         if not self._paths:
             raise Impossible(
-                f"there are no token files at {', '.join(wanted)}",
-                why="looked for .safetensors files with a tensor named tokens, on this machine",
-                fix="check the path, or make the files with write_tokens()",
+                f"no token files at {', '.join(wanted)}",
+                why="searched for .safetensors files with a tensor named tokens, on this host",
+                fix="check the path, or create the files with write_tokens()",
             )
         self._length = sequence_length
         self._opened: dict[int, Any] = {}
@@ -114,7 +115,7 @@ class TokenRows(torch.utils.data.Dataset[Row]):
             raise IndexError(index)
         place = bisect_right(self._first_rows, index) - 1
         begin = (index - self._first_rows[place]) * self._length
-        # The token before tells whether the row begins with a document.
+        # The previous token shows whether the row begins with a document.
         before = max(begin - 1, 0)
         tokens = self._tokens(place)[before : begin + self._length].long()
         ends = (tokens == self._ends[place]).nonzero().flatten() + 1 - (begin - before)
@@ -123,7 +124,7 @@ class TokenRows(torch.utils.data.Dataset[Row]):
         return row_of(tokens, begins if begin else [0, *begins], self._length, masked=False)
 
     def _tokens(self, place: int) -> Any:
-        """Open a file when it is first needed, in the process that needs it."""
+        """Open a file on first use, in the process that uses it."""
         if place not in self._opened:
             file = safe_open(self._paths[place], framework="pt")
             self._opened[place] = file.get_slice("tokens")  # type: ignore[no-untyped-call]
@@ -143,7 +144,7 @@ def _looked_into(path: str) -> tuple[int, int]:
         raise Impossible(
             f"{path} is not a token file",
             why=f"{type(error).__name__}: {error}",
-            fix="make it with write_tokens()",
+            fix="create it with write_tokens()",
         ) from None
 
 
@@ -158,9 +159,9 @@ def holds_tokens(places: str | Sequence[str] | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRows:
-    """How text becomes rows: by which tokenizer, how long, packed or padded, in which order."""
+    """How text becomes rows: tokenizer, length, packed or padded, order."""
 
-    tokenizer: Tokenizer | None  # none where files hold tokens already
+    tokenizer: Tokenizer | None  # None if files hold tokens already
     sequence_length: int
     pack: bool = True
     field: str = "text"
@@ -168,7 +169,7 @@ class TextRows:
     shuffle: bool = True
 
     def in_order(self) -> "TextRows":
-        """Return the same without shuffling, for evaluation."""
+        """Return the same settings without shuffling, for evaluation."""
         return replace(self, shuffle=False)
 
     def of_files(self, places: str | Sequence[str]) -> Source | TokenRows:
@@ -178,7 +179,7 @@ class TextRows:
         return self._rows(Files(places, seed=self.seed, shuffle=self.shuffle))
 
     def of_dataset(self, dataset: Any) -> Source:
-        """Return the rows of a dataset of Hugging Face: one with numbers, or a stream."""
+        """Return the rows of a Hugging Face dataset, map-style or iterable."""
         if hasattr(dataset, "__len__"):
             return self._rows(Indexed(dataset, seed=self.seed, shuffle=self.shuffle))
         return self._rows(HuggingFaceStream(dataset))
@@ -192,5 +193,5 @@ class TextRows:
 
 
 def tokenizer_named(name_or_path: str) -> Tokenizer:
-    """Return the tokenizer of a name: ``bytes``, a folder, or one on the hub."""
+    """Return a tokenizer by name: ``bytes``, a folder, or one on the hub."""
     return ByteTokenizer() if name_or_path == "bytes" else TransformersTokenizer(name_or_path)

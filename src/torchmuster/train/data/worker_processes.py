@@ -1,7 +1,7 @@
-"""Processes that read for a rank end when their rank ends them, and not when everybody is asked to end.
+"""Loader workers stop when their rank stops them, not when all processes get SIGTERM.
 
-torchrun and schedulers send SIGTERM to all processes of a rank. The rank then trains to the end of its
-step and saves, for which its readers must go on.
+torchrun and schedulers send SIGTERM to all processes of a rank. The rank then finishes its
+step and saves, for which it still needs its workers.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ from torchmuster.units import format_bytes
 
 
 class SampleRange(NamedTuple):
-    """A micro-batch to be read: these samples, of which the first ``samples`` count."""
+    """A micro-batch to read: these samples, of which the first ``samples`` count."""
 
     epoch: int
     indices: list[int]
@@ -34,7 +34,7 @@ class SampleRange(NamedTuple):
 
 
 class SampleReader:
-    """Turns a portion into a batch."""
+    """Reads a portion as a batch."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SampleReader:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Give Python, torch (CPU) and numpy back the random state that they had before."""
+    """Restore the previous random states of Python, torch (CPU) and numpy."""
     numpy = sys.modules.get("numpy")
     python, torchs = random.getstate(), torch.get_rng_state()
     numpys = numpy.random.get_state() if numpy else None
@@ -96,7 +96,7 @@ def random_numbers_kept() -> Iterator[None]:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed what datasets draw from; not the accelerators, whose numbers are the model's."""
+    """Seed the random states that datasets use; not the accelerators, which the model uses."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -104,7 +104,7 @@ def seed_cpu(seed: int) -> None:
 
 
 def _whole_tensors(dataset: Any) -> Sequence[torch.Tensor] | None:
-    """Return the tensors of a plain TensorDataset: rows are taken at once, with the same result."""
+    """Return the tensors of a plain TensorDataset, whose rows can be indexed at once."""
     if type(dataset) is not TensorDataset:
         return None
     simple = all(
@@ -117,11 +117,11 @@ FOLDER = "/dev/shm"  # noqa: S108
 
 _FIX = """docker run --shm-size=8g …  # or --ipc=host
 volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]  # Kubernetes, mounted at /dev/shm
-fewer workers, smaller micro-batches, or workers=0, which needs no shared memory"""
+use fewer workers, smaller micro-batches, or workers=0, which needs no shared memory"""
 
 
 def free_shared_memory(folder: str = FOLDER) -> int | None:
-    """Return what is free of shared memory; None where there is no such folder (macOS, Windows)."""
+    """Return the free bytes of shared memory; None without such a folder (macOS, Windows)."""
     try:
         room = os.statvfs(folder)
     except (OSError, AttributeError):
@@ -131,34 +131,34 @@ def free_shared_memory(folder: str = FOLDER) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemory:
-    """What was free before the workers started, and who shares it."""
+    """Free shared memory before the workers started, and the processes that share it."""
 
     free_bytes: int | None
     workers: int  # of this rank
-    batches: int  # of this rank, on their way at once
-    ranks: int  # of this machine
+    batches: int  # of this rank, in flight at once
+    ranks: int  # on this host
 
     def refusal(self, batch_bytes: int) -> Impossible | None:
-        """Return why batches of this size cannot be handed over; None where they can."""
+        """Return an error if batches of this size do not fit; None if they do."""
         needed = batch_bytes * self.batches * self.ranks
         if self.free_bytes is None or needed <= self.free_bytes:
             return None
-        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} on this machine"
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} on this host"
         return Impossible(
             f"{FOLDER} is too small for {self.workers} loader worker{'s' if self.workers > 1 else ''}: "
-            f"{format_bytes(needed)} are needed, {format_bytes(self.free_bytes)} are free",
-            why=f"workers hand batches over through it: {format_bytes(batch_bytes)} a batch x "
-            f"{self.batches} on their way x {ranks}; without room they die with “Bus error”",
+            f"{format_bytes(needed)} needed, {format_bytes(self.free_bytes)} free",
+            why=f"workers pass batches through it: {format_bytes(batch_bytes)} per batch x "
+            f"{self.batches} in flight x {ranks}; if it is full, workers die with “Bus error”",
             fix=_FIX,
         )
 
 
 _LOOK_EVERY_S = 5.0
-_SAVED_WITHIN_S = 30.0  # what a rank that was asked to end needs its readers for, at most
+_SAVED_WITHIN_S = 30.0  # how long a stopping rank needs its workers, at most
 
 
 class IgnoreSignalsInWorkers:
-    """A ``worker_init_fn`` for a DataLoader, which then calls another one."""
+    """A ``worker_init_fn`` for a DataLoader that then calls another one."""
 
     def __init__(self, then: Callable[[int], None] | None = None) -> None:
         self._then = then
@@ -171,16 +171,16 @@ class IgnoreSignalsInWorkers:
 
 
 def ignore_signals_in_workers() -> None:
-    """Make a worker process end by SIGTERM only if its rank sent it, or has gone; the rest is the rank's."""
-    # Not the process above it, which under forkserver is another one.
+    """Make a worker exit on SIGTERM only if its rank sent it or has exited."""
+    # Not the parent process, which differs under forkserver.
     rank = multiprocessing.parent_process()
-    if rank is None or not hasattr(signal, "sigtimedwait"):  # Linux alone tells who sent a signal
+    if rank is None or not hasattr(signal, "sigtimedwait"):  # only Linux reports the sender
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # A library may have made a thread before; what that one gets, nobody knows the sender of.
+    # A library may have started a thread before; the sender of its signals is unknown.
     signal.signal(signal.SIGTERM, _end_later)
-    # Held back in all other threads, so that the one that waits for it gets it.
+    # Blocked in all other threads, so that the waiting thread gets it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with, args=(rank,), daemon=True).start()
 
@@ -195,4 +195,4 @@ def _end_with(rank: BaseProcess) -> None:
     while True:
         heard = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
         if (heard is not None and heard.si_pid == rank.pid) or not rank.is_alive():
-            os._exit(0)  # as torch's own handler does, so that nobody takes it for a failure
+            os._exit(0)  # as torch's own handler does, so that it does not count as a failure

@@ -1,1 +1,1 @@
-"""The classic training classes and functions, over the same parts as everything else here."""
+"""The legacy training API, built on the same parts as ``Trainer``."""

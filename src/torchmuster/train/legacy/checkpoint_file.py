@@ -1,7 +1,7 @@
-"""One checkpoint file of all ranks: rank 0 writes and reads it, and the others wait, hear and receive.
+"""One checkpoint file for all ranks: rank 0 writes and reads it, the others wait and receive.
 
-Every function here is a collective. Only rank 0 needs to see the file, so machines need no shared disk,
-and all ranks hold the same afterwards. What goes wrong on rank 0 is raised on every rank.
+Every function here is a collective. Only rank 0 needs to see the file, so hosts need no shared
+disk, and all ranks have the same state afterwards. An error on rank 0 is raised on every rank.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch import nn
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.world import World, all_gather_object
 
-# Nested dictionaries (with names as keys), lists and tuples of tensors, numbers, texts and None.
+# Nested dictionaries (with names as keys), lists and tuples of tensors, numbers, strings and None.
 Tree: TypeAlias = Any
 
 _HEADER = "torchmuster"  # the entry of the file's metadata that holds the rest of the tree
@@ -29,14 +29,14 @@ _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 @dataclass(frozen=True, kw_only=True)
 class FileParts:
-    """What a file holds: its tensors by name, and the tree with names in their places."""
+    """The content of a file: its tensors by name, and the tree with names in their places."""
 
     rest: Any
     tensors: dict[str, torch.Tensor]
 
 
 def write_parts(path: Path, tree: Tree) -> None:
-    """Write a tree; the file is whole or, at any failure, as it was before."""
+    """Write a tree; the file is complete or, after any failure, unchanged."""
     tensors: dict[str, torch.Tensor] = {}
     rest = _take_out(tree, (), tensors, {})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -44,25 +44,25 @@ def write_parts(path: Path, tree: Tree) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, metadata={_HEADER: json.dumps(rest)})
         with partial.open("rb+") as file:
-            os.fsync(file.fileno())  # else a power cut can leave the new name with no content
+            os.fsync(file.fileno())  # else a power failure can leave the new name with no content
         partial.replace(path)
     except (OSError, SafetensorError) as error:
         raise MusterError(
-            f"the checkpoint {path} could not be written",
+            f"cannot write the checkpoint {path}",
             why=str(error),
-            fix="look at the free space and the permissions of that folder",
+            fix="check the free space and the permissions of that folder",
         ) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def read_file(path: Path) -> Tree:
-    """Read a tree, its tensors on the CPU; a file of another kind is refused with the way out."""
+    """Read a tree, its tensors on the CPU; reject other kinds of files with a fix."""
     return joined(read_parts(path), path)
 
 
 def read_parts(path: Path) -> FileParts:
-    """Read what :func:`joined` makes a tree of."""
+    """Read the input of :func:`joined`."""
     _refuse_pickle(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -74,15 +74,15 @@ def read_parts(path: Path) -> FileParts:
     if header is None:
         raise Impossible(
             f"{path} is a safetensors file, but not a checkpoint of a trainer",
-            why="it holds tensors alone: no epoch and no state of an optimiser",
-            fix="for weights alone: safetensors.torch.load_model(model, path), before the model is "
+            why="it holds only tensors: no epoch and no optimiser state",
+            fix="for weights only: safetensors.torch.load_model(model, path), before the model is "
             "given to the trainer",
         )
     return FileParts(rest=rest, tensors=tensors)
 
 
 def joined(parts: FileParts, path: Path) -> Tree:
-    """Return the tree that was written; ``path`` is named if something of it is not there."""
+    """Return the written tree; raise an error with ``path`` if a part is missing."""
     try:
         return _put_back(parts.rest, parts.tensors)
     except (KeyError, TypeError, RecursionError) as error:
@@ -93,7 +93,7 @@ def _damaged(path: Path, error: Exception) -> MusterError:
     return MusterError(
         f"the checkpoint {path} is damaged",
         why=f"{type(error).__name__}: {error}",
-        fix="take an older checkpoint; this one cannot be mended",
+        fix="use an older checkpoint; this one cannot be repaired",
     )
 
 
@@ -103,13 +103,13 @@ def _refuse_pickle(path: Path) -> None:
             beginning = file.read(9)
     except OSError as error:
         raise Impossible(
-            f"there is no checkpoint to read at {path}", why=error.strerror or str(error)
+            f"cannot read a checkpoint at {path}", why=error.strerror or str(error)
         ) from None
-    # safetensors begins with a length, which can be any bytes, and then a brace.
+    # safetensors starts with a length, which can be any bytes, and then a brace.
     if beginning[8:] != b"{" and beginning.startswith((b"PK", b"\x80")):  # torch.save, new and old
         raise Impossible(
-            f"{path} was not read: it is a file of torch.save (a pickle), not of save_checkpoint",
-            why="loading a pickle can run any code that its writer put there",
+            f"{path} was not read: it was written by torch.save (a pickle), not by save_checkpoint",
+            why="loading a pickle can run arbitrary code",
             fix="if you trust it, convert it once: saved = torch.load(path, weights_only=True); "
             "load its parts into the model and the optimizer; then trainer.save_checkpoint(…)",
         )
@@ -121,7 +121,7 @@ def _take_out(
     tensors: dict[str, torch.Tensor],
     written: dict[tuple[Any, ...], str],
 ) -> Any:
-    """Return the tree as JSON types; its tensors go to ``tensors``, one that is shared only once."""
+    """Return the tree as JSON types; its tensors go to ``tensors``, shared ones only once."""
     if isinstance(tree, torch.Tensor):
         same = (tree.data_ptr(), tree.dtype, tree.shape, tree.stride(), tree.device)
         name = written.get(same) if tree.numel() else None
@@ -145,8 +145,9 @@ def _take_out(
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise Impossible(
-        f"{'/'.join(place)} cannot be kept in a checkpoint: it is a {type(tree).__name__}",
-        why="a checkpoint holds tensors, numbers, texts, lists and dictionaries; nothing is pickled",
+        f"{'/'.join(place)} cannot be saved in a checkpoint: it is a {type(tree).__name__}",
+        why="a checkpoint holds tensors, numbers, strings, lists and dictionaries; nothing is "
+        "pickled",
     )
 
 
@@ -162,11 +163,11 @@ def _put_back(rest: Any, tensors: dict[str, torch.Tensor]) -> Tree:
     return {name: _put_back(value, tensors) for name, value in rest.items()}
 
 
-_SHOWN = 5  # so many differences are named, then counted
+_SHOWN = 5  # differences named in an error; the rest is counted
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model itself, without the wrapping of DDP."""
+    """Return the model without the DDP wrapper."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -176,7 +177,7 @@ def model_state(model: nn.Module) -> Tree:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tree:
-    """Return the optimiser's state with names where torch has numbers."""
+    """Return the optimiser's state with names in place of torch's indices."""
     names = _checkpoint_file_names(optimizer, model)
     packed = optimizer.state_dict()
     return {
@@ -192,7 +193,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tree:
 def load_states(
     saved: Tree, model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path
 ) -> None:
-    """Put saved states back. What does not fit is refused before anything is changed."""
+    """Restore saved states. Reject states that do not match before changing anything."""
     _refuse_another_model(saved["model"], model, path)
     if optimizer is not None:
         packed = _packed(saved["optimizer"], optimizer, model, path)
@@ -215,28 +216,28 @@ def _refuse_another_model(saved: Mapping[str, torch.Tensor], model: nn.Module, p
         shown = sorted(differences)[:_SHOWN]
         more = len(differences) - len(shown)
         raise Impossible(
-            f"the checkpoint {path} is of another model",
+            f"the checkpoint {path} does not match the model",
             why="\n".join([*shown, f"and {more} more"] if more else shown),
-            fix="build the model with the settings that it had when the checkpoint was saved",
+            fix="build the model with the settings used when the checkpoint was saved",
         )
 
 
 def _packed(
     saved: Tree, optimizer: torch.optim.Optimizer, model: nn.Module, path: Path
 ) -> dict[str, Any]:
-    """Return a saved state as this optimiser numbers it; one of another optimiser is refused."""
+    """Return a saved state with this optimiser's indices; reject one of another optimiser."""
     names = _checkpoint_file_names(optimizer, model)
     own = [[names[n] for n in group["params"]] for group in optimizer.state_dict()["param_groups"]]
     difference = ""
     if saved["kind"] != type(optimizer).__name__:
         difference = f"it is of {saved['kind']}, and this is {type(optimizer).__name__}"
     elif own != [group["params"] for group in saved["groups"]]:
-        difference = "its groups of parameters are not those of this optimiser"
+        difference = "its parameter groups differ from those of this optimiser"
     if difference:
         raise Impossible(
-            f"the optimiser's state in {path} does not fit this optimiser",
+            f"the optimiser state in {path} does not match this optimiser",
             why=difference,
-            fix="make the optimiser as it was made when the checkpoint was saved",
+            fix="create the optimiser as when the checkpoint was saved",
         )
     numbers = {name: number for number, name in names.items()}
     return {
@@ -249,7 +250,7 @@ def _packed(
 
 
 def _checkpoint_file_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    """Return the name of each of the optimiser's parameters, by torch's number for it."""
+    """Return the name of each of the optimiser's parameters, by torch's index."""
     by_parameter = {parameter: name for name, parameter in unwrap_model(model).named_parameters()}
     parameters: Iterable[Any] = (one for g in optimizer.param_groups for one in g["params"])
     try:
@@ -257,8 +258,8 @@ def _checkpoint_file_names(optimizer: torch.optim.Optimizer, model: nn.Module) -
     except KeyError:
         raise Impossible(
             "the optimiser has a parameter that is not in the trainer's model",
-            why="its state is kept under the model's names",
-            fix="make the optimiser from trainer.model.parameters()",
+            why="its state is saved under the model's names",
+            fix="create the optimiser from trainer.model.parameters()",
         ) from None
 
 
@@ -266,18 +267,18 @@ T = TypeVar("T")
 
 
 def save_together(path: Path, tree: Tree, world: World) -> None:
-    """Write rank 0's tree; when this returns on any rank, the file is whole."""
+    """Write rank 0's tree; when this returns on any rank, the file is complete."""
     _by_first(lambda: write_parts(path, tree), world)
 
 
 def load_together(path: Path, world: World) -> Tree:
-    """Read the file on rank 0 and return what it holds on all ranks, tensors on the CPU."""
+    """Read the file on rank 0 and return its content on all ranks, tensors on the CPU."""
     parts = _by_first(lambda: read_parts(path), world)
     return joined(_shared(parts, world), path)
 
 
 def _shared(parts: FileParts | None, world: World) -> FileParts:
-    """Give rank 0's parts to all: what JSON can say first, then one tensor after the other."""
+    """Broadcast rank 0's parts: the JSON part first, then one tensor at a time."""
     outline = parts and {
         "rest": parts.rest,
         "tensors": [
@@ -299,7 +300,7 @@ def _shared(parts: FileParts | None, world: World) -> FileParts:
 
 
 def _by_first(act: Callable[[], T], world: World) -> T | None:
-    """Let rank 0 do something; a refusal or failure of its becomes everyone's."""
+    """Call a function on rank 0; raise its error on all ranks."""
     done, failure = None, None
     if world.is_first:
         try:

@@ -1,4 +1,4 @@
-"""A DataLoader for each rank, with a sampler that forgets nothing: no epoch, no sample, no seed."""
+"""DataLoaders for each rank, with a sampler that handles epochs, seeds and the last batch."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,20 +18,20 @@ from torchmuster.train.world import World, join_world, most_exact_type, sum_over
 
 
 def present_world(rank: int | None = None, world_size: int | None = None) -> World:
-    """Return this process's place in the group that is there; one process without a group is alone.
+    """Return this process's ``World`` in the existing group; without a group, a world of one.
 
-    A rank or number of ranks that contradicts the group is refused.
+    Rejects a rank or number of ranks that contradicts the group.
     """
     if dist.is_initialized():
-        with join_world() as world:  # made elsewhere, so it stays when this ends
+        with join_world() as world:  # created elsewhere, so it is not destroyed here
             pass
         _refuse_contradiction("rank", rank, world.global_rank)
         _refuse_contradiction("world_size", world_size, world.world_size)
         return world
     if (rank or 0) != 0 or (world_size or 1) != 1:
         raise Impossible(
-            f"this is to be rank {rank} of {world_size}, but there is no group of ranks",
-            why="a group must be formed before it is used",
+            f"rank {rank} of {world_size} was given, but there is no process group",
+            why="the process group must be initialized first",
             fix="call setup_distributed(rank, world_size) first (torchmuster.distributed)",
         )
     return World(
@@ -42,7 +42,7 @@ def present_world(rank: int | None = None, world_size: int | None = None) -> Wor
         local_world_size=1,
         device=_own_device(),
         backend="",
-        reasons=("no group was formed, so this process is alone",),
+        reasons=("no process group, so this process is alone",),
     )
 
 
@@ -50,7 +50,7 @@ def _refuse_contradiction(name: str, given: int | None, true: int) -> None:
     if given is not None and given != true:
         raise Impossible(
             f"{name}={given} was given, but in the group of this process it is {true}",
-            fix=f"leave {name} out, or give what setup_distributed was given",
+            fix=f"remove {name}, or give the same value as to setup_distributed",
         )
 
 
@@ -65,12 +65,12 @@ Value = TypeVar("Value", float, torch.Tensor)
 
 
 def reduce_mean(value: Value, world_size: int | None = None) -> Value:
-    """Return the mean of a number or tensor over all ranks; the given one is left as it is.
+    """Return the mean of a number or tensor over all ranks; the argument is not changed.
 
-    Sums are taken in double precision. A floating tensor keeps its type and device; a tensor of whole
-    numbers gives torch's default floating type. Without a group it is the value itself. It is the mean
-    over *ranks*: where ranks hold means over different numbers of samples, reduce the sums and the
-    counts instead, and divide.
+    Sums are computed in double precision. A floating tensor keeps its dtype and device; an integer
+    tensor gives torch's default floating dtype. Without a group it is the value itself. It is the
+    mean over *ranks*: where ranks hold means over different numbers of samples, reduce the sums and
+    the counts instead, and divide.
     """
     world = present_world(world_size=world_size)
     if not isinstance(value, torch.Tensor):
@@ -84,18 +84,18 @@ def reduce_mean(value: Value, world_size: int | None = None) -> Value:
 
 
 def sync_gradients(model: nn.Module) -> None:
-    """Replace every gradient by its mean over the ranks: what DDP does, but after the backward.
+    """Replace every gradient by its mean over the ranks: like DDP, but after the backward.
 
-    For a model that is not wrapped, and for seeing what DDP does: gradients of one type travel together
-    in one all-reduce. A parameter that has a gradient on some ranks only counts as 0 on the others.
+    For a model without a wrapper, and to show what DDP does: gradients of one dtype are sent
+    in one all-reduce. A gradient that exists on some ranks only counts as 0 on the others.
     """
     world = present_world()
     parameters = [one for one in model.parameters() if one.requires_grad]
     if any(isinstance(one, DTensor) for one in parameters):
         raise Impossible(
-            "the gradients of this model cannot be averaged by sync_gradients: they are sharded",
-            why="each rank holds a different part; FSDP has averaged them in the backward already",
-            fix="leave the call out",
+            "sync_gradients cannot average the gradients of this model: they are sharded",
+            why="each rank holds a different part; FSDP has already averaged them in the backward",
+            fix="remove the call",
         )
     if world.world_size == 1:
         return
@@ -116,15 +116,15 @@ def sync_gradients(model: nn.Module) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-# So many places are turned into samples together; the whole order is never held.
+# Positions converted to samples at a time; the full order is never stored.
 _AT_ONCE = 4096
 
 
 class EachSampleOnce(DistributedSampler[Any]):
-    """Gives this rank its samples, none of them twice, in another order each time it is iterated.
+    """Yields this rank's samples, none of them twice, in a new order each time it is iterated.
 
     The samples of all ranks' n-th batches together are the n-th batch of one process with the whole
-    batch. ``set_epoch`` may be called, but need not be: epochs are counted by themselves.
+    batch. Calling ``set_epoch`` is optional: epochs are counted automatically.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class EachSampleOnce(DistributedSampler[Any]):
         super().__init__(dataset, world_size, rank, shuffle=shuffle, seed=seed)
         size = len(dataset)  # type: ignore[arg-type]  # a map-style dataset has a length
         tail = size % (batch_size * world_size)
-        # Fewer samples than ranks cannot be a batch of each rank. In training they wait for another
-        # epoch, when they come earlier; without shuffling they would never come, so some ranks get
-        # a batch more.
+        # Fewer samples than ranks cannot give each rank a batch. In training they are used in
+        # another epoch, when they come earlier; without shuffling they would never be used, so some
+        # ranks get one more batch.
         self.total_size = size - tail if shuffle and tail < world_size else size
         self.num_samples = len(range(rank, self.total_size, world_size))
         self._size = size
@@ -169,14 +169,14 @@ def create_distributed_dataloader(
     seed: int = 0,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return a DataLoader of this rank's share of a dataset; ``batch_size`` is that of one rank.
+    """Return a DataLoader of this rank's share of a dataset; ``batch_size`` is per rank.
 
-    All ranks have the same number of batches, and no sample is given twice: sizes of the last batches may
-    differ by one. The order changes with each epoch by itself. Where fewer samples than ranks are
-    left over, they are left out of this epoch; with ``shuffle=False``, for evaluation, they are not,
-    and some ranks have a batch more. Workers of different ranks draw different random numbers.
-    ``options`` are any others of torch's DataLoader: ``num_workers``, ``drop_last``, ``collate_fn`` …
-    Rank and number of ranks are those of the group, if not given.
+    All ranks have the same number of batches, and no sample is used twice: sizes of the last
+    batches may differ by one. The order changes with each epoch automatically. If fewer samples
+    than ranks remain, they are skipped in this epoch; with ``shuffle=False``, for evaluation, they
+    are not, and some ranks have one more batch. Workers of different ranks draw different random
+    numbers. ``options`` are other options of torch's DataLoader: ``num_workers``, ``drop_last``,
+    ``collate_fn`` … Rank and number of ranks default to those of the group.
     """
     if rank is None or world_size is None:
         world = present_world(rank, world_size)
@@ -184,9 +184,9 @@ def create_distributed_dataloader(
     size = len(dataset)  # type: ignore[arg-type]
     if shuffle and size < world_size:
         raise Impossible(
-            f"{size} samples cannot be dealt out to {world_size} ranks",
+            f"cannot split {size} samples among {world_size} ranks",
             why="in training each rank must have a batch whenever the others have one",
-            fix=f"start at most {size} ranks, or take a larger dataset",
+            fix=f"start at most {size} ranks, or use a larger dataset",
         )
     sampler = EachSampleOnce(
         dataset,
@@ -210,8 +210,8 @@ def _seed_worker(
     then: Callable[[int], None] | None,
     worker: int,
 ) -> None:
-    """Seed a worker by rank and epoch; torch's own seeds are the same on ranks seeded alike."""
-    # A worker starts, with its copy of the sampler, before the epoch's first sample is asked for.
+    """Seed a worker by rank and epoch; torch's own seeds are equal on ranks with equal seeds."""
+    # A worker starts, with its copy of the sampler, before the epoch's first sample is requested.
     seed_process(worker_seed(seed, rank=rank, worker=worker, epoch=sampler.epoch))
     if then is not None:
         then(worker)

@@ -41,7 +41,7 @@ from torchmuster.train.world import (
 
 
 class Board:
-    """Writes named numbers by step; on ranks other than 0, and without a folder, it writes nothing."""
+    """Writes named values by step; nothing on ranks other than 0, or without a folder."""
 
     def __init__(self, folder: Path | None, world: World) -> None:
         self._writer = _writer(folder) if folder is not None and world.is_first else None
@@ -53,14 +53,14 @@ class Board:
                 self._writer.add_scalar(name, number, step)
 
     def write_gpus(self, step: int) -> None:
-        """Add a point for each GPU of this machine that the run may see."""
+        """Add a point for each GPU of this host that is visible to the run."""
         if self._writer is not None:
             devices = visible(snapshot.take_snapshot().accelerators, os.environ).devices
             for device in devices:
                 self.write(device_numbers(device), step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush the curves."""
         if self._writer is not None:
             self._writer.close()
 
@@ -70,9 +70,9 @@ def _writer(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise Impossible(
-            "curves for TensorBoard were asked for, but tensorboard is not installed",
+            "TensorBoard curves were requested, but tensorboard is not installed",
             why=str(error),
-            fix="pip install 'torchmuster[tensorboard]', or leave tensorboard_folder out",
+            fix="pip install 'torchmuster[tensorboard]', or remove tensorboard_folder",
         ) from error
     return SummaryWriter(folder)
 
@@ -83,23 +83,24 @@ _log = logging.getLogger(__name__)
 
 
 def inputs_and_targets(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """Split a batch into what the model gets and what the criterion compares with: the last of it."""
+    """Split a batch into the model's inputs and the targets, which are its last item."""
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
     raise Impossible(
-        f"a batch must be (inputs, targets), and this one is a {type(batch).__name__}",
+        f"a batch must be (inputs, targets), but this one is a {type(batch).__name__}",
         why="the criterion is called as criterion(model(inputs), targets)",
-        fix="let the dataset return pairs, or write the loop with torchmuster.train.step.TrainStep",
+        fix="return pairs from the dataset, or write the loop with "
+        "torchmuster.train.step.TrainStep",
     )
 
 
 def loss_and_count(
     criterion: Criterion, output: Any, targets: Any
 ) -> tuple[torch.Tensor, torch.Tensor | int | None]:
-    """Return ``(total, count)`` where the criterion counts by itself, else ``(mean, None)``.
+    """Return ``(total, count)`` if the criterion has its own count, else ``(mean, None)``.
 
-    Cross entropy leaves out targets (``ignore_index``) and weighs classes, so its mean is not one over the
-    samples: the means of two batches must be weighed by what each has counted.
+    Cross entropy ignores targets (``ignore_index``) and weights classes, so its mean is not one
+    over the samples: the means of two batches must be weighted by their counts.
     """
     if (
         isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -108,7 +109,7 @@ def loss_and_count(
     ):
         summed = copy.copy(criterion)
         summed.reduction = "sum"
-        # On the device: its length would have to be known to pick out what counts.
+        # On the device: selecting the counted targets would need their number on the host.
         counts = targets != criterion.ignore_index
         if criterion.weight is None:
             return summed(output, targets), counts.sum()
@@ -121,14 +122,14 @@ def loss_and_count(
 
 
 class LossSum:
-    """Adds up losses of this rank without waiting for the device; all ranks together make the mean."""
+    """Sums losses of this rank without waiting for the device; the mean is a collective."""
 
     def __init__(self) -> None:
         self._total: torch.Tensor | float = 0.0
         self._count: torch.Tensor | float = 0.0
 
     def add(self, loss: torch.Tensor, samples: int, counted: torch.Tensor | int | None) -> None:
-        """Add a micro-batch: the mean of its samples, or a total over what was counted."""
+        """Add a micro-batch: the mean of its samples, or a total with its count."""
         if samples == 0:
             return
         if counted is None:
@@ -137,7 +138,7 @@ class LossSum:
         self._count = self._count + counted
 
     def forget_if(self, skipped: torch.Tensor) -> None:
-        """Forget everything if ``skipped`` is not 0; the host does not wait for it."""
+        """Reset the sum if ``skipped`` is not 0; the host does not wait for it."""
 
         def kept(number: torch.Tensor | float) -> torch.Tensor:
             if not isinstance(number, torch.Tensor):
@@ -148,12 +149,12 @@ class LossSum:
         self._total, self._count = kept(self._total), kept(self._count)
 
     def take_over(self, other: "LossSum") -> None:
-        """Add what another one has added up."""
+        """Add another sum."""
         self._total = self._total + other._total
         self._count = self._count + other._count
 
     def mean(self, world: World) -> float:
-        """Return the mean over everything that all ranks counted (a collective)."""
+        """Return the mean over the counts of all ranks (a collective)."""
         total, count = sum_over_ranks([float(self._total), float(self._count)], world)
         return total / count if count else float("nan")
 
@@ -170,7 +171,7 @@ def train_epoch(
 ) -> float:
     """Train on these steps; return the mean loss of all ranks. ``on_step`` gets each step's losses.
 
-    Losses of a step that was skipped count nowhere.
+    Losses of a skipped step do not count.
     """
     model.train()
     whole = LossSum()
@@ -186,7 +187,7 @@ def train_epoch(
             of_step.add(loss, micro.samples, counted)
         outcome = update.apply()
         skipped = skipped + outcome.found_inf
-        of_step.forget_if(outcome.found_inf)  # what was not learnt from is not told either
+        of_step.forget_if(outcome.found_inf)  # skipped steps are not reported
         whole.take_over(of_step)
         done += 1
         on_step(of_step)
@@ -199,9 +200,9 @@ def train_epoch(
 class DDPTrainer:
     """Trains a model with a copy on every rank. All ranks call every method.
 
-    ``model`` is what is called and what an optimiser is made from: DDP around the model that was given,
-    moved to this rank's device. Form the group first (``setup_distributed``); without one, one process
-    trains alone.
+    Call ``model``, and create the optimiser from it: it is the given model wrapped in DDP, on this
+    rank's device. Initialize the process group first (``setup_distributed``); without one, a single
+    process trains alone.
     """
 
     def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
@@ -216,14 +217,15 @@ class DDPTrainer:
     ) -> float:
         """Train on every batch once; return the mean loss over all samples of all ranks.
 
-        Every sample counts the same, also where last batches differ in size. The sampler is told the
-        epoch. Ranks with different numbers of batches are named, instead of waiting for ever.
+        Every sample has the same weight, also if last batches differ in size. It calls
+        ``set_epoch`` on the sampler. If ranks have different numbers of batches, it raises an error
+        that names them.
         """
         self._epoch = _epoch_set_by_hand(dataloader, self._epoch)
         loader = DataLoaderAdapter(dataloader, self._world)
         update = TrainStep(self.model, optimizer, self._strategy, self._world)
         if isinstance(criterion, nn.Module):
-            criterion.to(self._world.device)  # weights of classes
+            criterion.to(self._world.device)  # class weights
         steps = loader.epoch(self._epoch)
         mean = train_epoch(self.model, steps, criterion, update, self._world)
         self._epoch += 1
@@ -232,10 +234,10 @@ class DDPTrainer:
     def save_checkpoint(
         self, path: str | os.PathLike[str], epoch: int, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Let rank 0 write one file, and wait for it: afterwards any rank may read it.
+        """Write one file on rank 0, and wait for it: afterwards any rank may read it.
 
-        It holds the model under its own names, the optimiser and the epoch, and no pickle. It replaces an
-        older one only when it is whole.
+        It holds the model under its own names, the optimiser and the epoch, without pickle. It
+        replaces an older file only when it is complete.
         """
         tree = {
             "epoch": epoch,
@@ -247,7 +249,7 @@ class DDPTrainer:
     def load_checkpoint(
         self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
     ) -> int:
-        """Let rank 0 read a file of ``save_checkpoint`` and give it to all; return its epoch.
+        """Read a file of ``save_checkpoint`` on rank 0 and broadcast it; return its epoch.
 
         Any number of ranks may load it. The next ``train_epoch`` is the epoch after it.
         """
@@ -258,7 +260,7 @@ class DDPTrainer:
 
 
 def _epoch_set_by_hand(dataloader: DataLoader[Any], counted: int) -> int:
-    """Return the epoch that a script has set at the sampler itself, if it did; else the counted one."""
+    """Return the epoch that a script has set on the sampler, if any; else the counted one."""
     told = getattr(dataloader.sampler, "epoch", counted)
     return told if isinstance(told, int) and told > counted else counted
 
@@ -270,7 +272,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True)
 class ProductionConfig:
-    """What a :class:`ProductionTrainer` is to do."""
+    """The settings of a :class:`ProductionTrainer`."""
 
     epochs: int  # of the whole run: the schedule ends with the last
     learning_rate: float = 1e-3
@@ -290,8 +292,8 @@ class ProductionConfig:
 class ProductionTrainer:
     """Trains with a copy of the model on every rank. All ranks call every method.
 
-    ``config`` is a :class:`ProductionConfig` or a dictionary of its fields. Form the group first
-    (``setup_distributed``); without one, one process trains alone::
+    ``config`` is a :class:`ProductionConfig` or a dictionary of its fields. Initialize the process
+    group first (``setup_distributed``); without one, a single process trains alone::
 
         trainer = ProductionTrainer(model, train_loader, val_loader, {"epochs": 10})
         for epoch in range(10):
@@ -314,7 +316,7 @@ class ProductionTrainer:
         self.model = self._strategy.prepare(model)
         self.precision = choose_precision(config.precision, precision_support(world))
         if isinstance(config.criterion, nn.Module):
-            config.criterion.to(world.device)  # weights of classes
+            config.criterion.to(world.device)  # class weights
         self._loader = DataLoaderAdapter(train_loader, world, accumulation=config.accumulation)
         self._val_loader = val_loader
         parameters = [one for one in self.model.parameters() if one.requires_grad]
@@ -363,11 +365,11 @@ class ProductionTrainer:
     def validate(self) -> dict[str, float]:
         """Return the mean loss, and for classes the accuracy, over all validation samples of all ranks.
 
-        It is what one process would find; ranks may have different numbers of batches.
+        The result equals that of a single process; ranks may have different numbers of batches.
         """
         if self._val_loader is None:
             raise Impossible(
-                "there is nothing to validate with", fix="give ProductionTrainer a val_loader"
+                "validate() needs a val_loader", fix="give ProductionTrainer a val_loader"
             )
         found = evaluate(
             checkpoint_file.unwrap_model(self.model),
@@ -380,7 +382,7 @@ class ProductionTrainer:
         return found
 
     def save_checkpoint(self, epoch: int) -> Path:
-        """Let rank 0 write everything to one file in the checkpoint folder, and wait; return its path."""
+        """Write everything to one file on rank 0, and wait for it; return its path."""
         path = Path(self.config.checkpoint_folder) / f"epoch-{epoch:04d}.safetensors"
         tree = {
             "epoch": epoch,
@@ -395,9 +397,9 @@ class ProductionTrainer:
         return path
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> int:
-        """Go on from a file of ``save_checkpoint``; return its epoch, so the next one is that + 1.
+        """Resume from a file of ``save_checkpoint``; return its epoch, so the next one is that + 1.
 
-        On as many ranks as it was saved by, all that follows is what would have followed without a stop.
+        With the same number of ranks, training continues exactly as without an interruption.
         """
         saved = checkpoint_file.load_together(Path(path), self._world)
         checkpoint_file.load_states(saved, self.model, self.optimizer, Path(path))
@@ -410,7 +412,7 @@ class ProductionTrainer:
             seeds.load_random_states(kept[self._world.global_rank], self._world)
         elif self._world.is_first:
             _production_log.warning(
-                "%s was saved by %d ranks, and there are %d: random numbers (dropout) go on anew",
+                "%s was saved by %d ranks, and there are %d: random numbers (dropout) are reseeded",
                 path,
                 len(kept),
                 self._world.world_size,
@@ -418,7 +420,7 @@ class ProductionTrainer:
         return int(saved["epoch"])
 
     def close(self) -> None:
-        """Write what is left of the curves."""
+        """Flush the curves."""
         self._board.close()
 
     def _note(self, losses: LossSum) -> None:
@@ -447,7 +449,7 @@ class ProductionTrainer:
 
 
 def _steps_of(dataloader: DataLoader[Any], world: World) -> Iterator[Step]:
-    """Yield each batch as a step; ranks may have different numbers, since nothing is communicated."""
+    """Yield each batch as a step; ranks may have different numbers of steps."""
     for number, batch in enumerate(dataloader):
         _, targets = inputs_and_targets(batch)
         micro = MicroBatch(batch=move_to_device(batch, world.device), samples=len(targets))

@@ -1,1 +1,1 @@
-"""What a run says of itself: the banner, lines from time to time, a bar, files of numbers."""
+"""Reports of a run: banner, step lines, progress bar and metrics files."""

@@ -1,4 +1,4 @@
-"""What a run says before its first step: one screen on what will be computed, where and why so."""
+"""The banner before the first step: model, ranks, strategy, precision and batch, with reasons."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torchmuster.train.defaults import portions_of
 from torchmuster.train.world import World
 from torchmuster.units import plural
 
-_LONGEST_WARM_UP = 100_000  # a curve that rises for longer is not called one
+_LONGEST_WARM_UP = 100_000  # a longer rise does not count as a warm-up
 
 
 def banner(
@@ -28,12 +28,12 @@ def banner(
     schedule: LRScheduler | None = None,
     seed: int | None = None,
 ) -> str:
-    """Return the lines; ``strategy`` and ``precision`` are names with the reason for them.
+    """Return the lines; ``strategy`` and ``precision`` are names with their reasons.
 
-    ``seed`` is that of the first weights, where they are drawn here.
+    ``seed`` is that of the initial weights, if they are random.
     """
     portions = portions_of(loader)
-    drawn = "" if seed is None else f", drawn with seed {seed}"
+    drawn = "" if seed is None else f", initialized with seed {seed}"
     rows = [
         ("model", _banner_model(model) + drawn),
         ("ranks", _banner_ranks(world)),
@@ -46,7 +46,7 @@ def banner(
 
 
 def _banner_model(model: nn.Module) -> str:
-    module = getattr(model, "module", model)  # DDP holds the model itself there
+    module = getattr(model, "module", model)  # DDP keeps the model there
     name = type(module).__name__.removeprefix("FSDP")
     parameters = list(model.parameters())
     types = {str(one.dtype).removeprefix("torch."): None for one in parameters}
@@ -54,19 +54,17 @@ def _banner_model(model: nn.Module) -> str:
     trained = sum(one.numel() for one in parameters if one.requires_grad)
     text = f"{name}, {total:,} parameters in {' and '.join(types)}"
     if trained == total:
-        return f"{text}, all of them trained"
-    return f"{text}, {trained:,} of them trained ({trained / total:.1%})"
+        return f"{text}, all trained"
+    return f"{text}, {trained:,} trained ({trained / total:.1%})"
 
 
 def _banner_ranks(world: World) -> str:
     nodes = -(-world.world_size // world.local_world_size)
-    machines = "" if nodes == 1 else f" on {nodes} machines"
+    machines = "" if nodes == 1 else f" on {nodes} hosts"
     if world.world_size == 1:
         return f"1 rank, on {_banner_device(world.device)}"
     count = f"{world.world_size} ranks"
-    return (
-        f"{count}{machines}, each on {_banner_device(world.device)}, talking over {world.backend}"
-    )
+    return f"{count}{machines}, each on {_banner_device(world.device)}, backend {world.backend}"
 
 
 def _banner_device(device: torch.device) -> str:
@@ -79,9 +77,9 @@ def _banner_device(device: torch.device) -> str:
 
 
 def batch_line(portions: BatchSplit | None, world: World) -> str:
-    """Say how a step's samples come together."""
+    """Describe how a step's samples are split into micro-batches."""
     if portions is None:
-        return "as large as the loader gives it"
+        return "decided by the loader"
     each, several = ("rank", "ranks") if world.device.type == "cpu" else ("GPU", "GPUs")
     return _product(portions.micro_batch_sizes, portions, each, several)
 
@@ -99,7 +97,7 @@ def _product(sizes: Sequence[int], portions: BatchSplit, each: str, several: str
 
 
 def _banner_rate(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> str:
-    # A schedule keeps what was given, and has already changed the rate to that of its first step.
+    # A schedule stores the base rate, and has already set the rate of its first step.
     given = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
     text = f"LR {' and '.join(f'{rate:g}' for rate in sorted(given))} unchanged"
     steps = _warm_up(schedule)
@@ -107,7 +105,7 @@ def _banner_rate(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None)
 
 
 def _warm_up(schedule: LRScheduler | None) -> int:
-    """Return for how many steps a schedule's rate rises at first; 0 where it does not, or cannot tell."""
+    """Return the number of steps in which a schedule's rate first rises; 0 if none or unknown."""
     if not isinstance(schedule, LambdaLR):
         return 0
     factor = schedule.lr_lambdas[0]
@@ -120,11 +118,11 @@ def _banner_data(loader: Loader, portions: BatchSplit | None) -> str:
     told: dict[str, Any] = loader.state()
     text = f"{type(loader).__name__}, "
     if steps is None:
-        text += "as many steps as there are"
+        text += "number of steps unknown"
     else:
         text += f"{plural(steps, 'step')} an epoch"
     if "seed" in told:
         text += f", seed {told['seed']}"
     if portions is not None and told.get("size", math.inf) < portions.global_batch_size:
-        text += f"; there are {told['size']} samples, so a step has no more"
+        text += f"; a step has at most {told['size']} samples, the size of the dataset"
     return text

@@ -1,7 +1,7 @@
-"""How long a step waits for communication that no computing hides.
+"""Measure how long a step waits for communication that does not overlap with compute.
 
-Communication that runs while the backward still computes costs nothing; only the rest counts here. It
-includes waiting for slower ranks. Where it cannot be told cheaply and truly, the answer is None.
+Communication that overlaps with the backward costs nothing; only the rest counts here. It includes
+waiting for slower ranks. The result is None where it cannot be measured cheaply and exactly.
 """
 
 import time
@@ -23,12 +23,12 @@ class Communication(Protocol):
     """Measures communication of one model."""
 
     def exposed_s(self, steps: int) -> float | None:
-        """Return the seconds that the last so many steps waited, since the previous call."""
+        """Return the seconds that the last N steps waited, since the previous call."""
         ...
 
 
 def communication_of(model: nn.Module, world: World) -> Communication:
-    """Return what can measure this model's communication."""
+    """Return a meter for this model's communication."""
     if world.world_size == 1:
         return _NoCommunication()
     if isinstance(model, DistributedDataParallel):
@@ -45,28 +45,28 @@ class _NoCommunication:
 
 
 class _Unknown:
-    """On accelerators FSDP waits in streams, which only a profiler sees."""
+    """Measures nothing: on accelerators FSDP waits in streams, which only a profiler sees."""
 
     def exposed_s(self, steps: int) -> float | None:
         return None
 
 
 class _DdpTimes:
-    """Takes what DDP measures by itself, in its first 10 iterations and in every 10th later on.
+    """Reads DDP's own measurements, from its first 10 iterations and every 10th later.
 
     Timing from outside would need a hook on every parameter.
     """
 
     EVERY = 10
-    _ENOUGH = 5  # one iteration alone may have been disturbed, and would be taken for all
+    _ENOUGH = 5  # a single iteration may be an outlier
     _ASK_EVERY_S = (
-        1.0  # the answer is a table of everything, which takes longer than all else for a line
+        1.0  # seconds between reads: DDP returns a large table, the slowest part of a step line
     )
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
         self._measured = 0  # iterations that DDP has measured so far
-        self._sum_ns = 0  # of what they waited
+        self._sum_ns = 0  # their waiting time
         self._mean_s: float | None = None
         self._asked_s = 0.0
 
@@ -81,7 +81,8 @@ class _DdpTimes:
         if "avg_backward_comm_time" not in said:
             return None
         if measured - self._measured >= self._ENOUGH:
-            # DDP tells the average since the start; the sums' difference is that of the steps since.
+            # DDP reports the average since the start; the difference of sums covers the steps
+            # since.
             hidden_ns = int(said["avg_backward_compute_comm_overlap_time"])
             sum_ns = (int(said["avg_backward_comm_time"]) - hidden_ns) * measured
             self._mean_s = max(0.0, (sum_ns - self._sum_ns) / (measured - self._measured) / 1e9)
@@ -90,7 +91,7 @@ class _DdpTimes:
 
 
 class _FsdpTimes:
-    """Times FSDP's collectives on the CPU, where each one is waited for in the place that asks for it."""
+    """Times FSDP's collectives on the CPU, where each call blocks until the collective is done."""
 
     def __init__(self, model: nn.Module) -> None:
         self._gather = _TimedAllGather()
@@ -107,7 +108,7 @@ class _FsdpTimes:
 
 
 class _Timed:
-    """What FSDP asks of a collective of one's own: room for its result, and the call."""
+    """A custom FSDP collective: memory for its result, and the call."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
@@ -153,7 +154,7 @@ def _can_time_fsdp(model: nn.Module, world: World) -> bool:
     if not isinstance(model, FSDPModule) or world.device.type != "cpu":
         return False
     if not hasattr(dist, "all_gather_single"):
-        return False  # an older torch, where FSDP takes no collectives of one's own
-    # With copies of shards gradients are also averaged over these, where no timer reaches.
+        return False  # an older torch, where FSDP takes no custom collectives
+    # With replicated shards, FSDP also averages gradients over replicas, which is not timed.
     meshes = [one.device_mesh for one in model.parameters() if isinstance(one, DTensor)]
     return all(mesh.ndim == 1 for mesh in meshes)

@@ -1,4 +1,4 @@
-"""Everything a run tells: on rank 0 lines, a bar, files and whoever listens; on the others nothing."""
+"""Report a run on rank 0: lines, progress bar, files and callbacks; other ranks report nothing."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from torchmuster.train.world import World
 from torchmuster.units import format_seconds
 
 _STEPS, _EVALUATIONS, _SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
-# What waits for room: tens of thousands of lines. What comes after that is not kept.
+# Lines kept in memory while the disk is full: tens of thousands. Later ones are dropped.
 _MOST_WAITING_BYTES = 16 * 2**20
 
 
@@ -34,26 +34,26 @@ class MetricsFile:
         self._files: dict[str, _Growing] = {}
 
     def write_step(self, record: StepRecord) -> str:
-        """Add one line about steps; return what is to be said about the disk, if anything is."""
+        """Add one line about steps; return a message about the disk, if there is one."""
         return self._write(_STEPS, record.as_json())
 
     def write_evaluation(self, step: int, epoch: int, numbers: Mapping[str, float]) -> str:
-        """Add one line about an evaluation; return what is to be said about the disk, if anything is."""
+        """Add one line about an evaluation; return a message about the disk, if there is one."""
         return self._write(_EVALUATIONS, {"step": step, "epoch": epoch, **numbers})
 
     def begin_saves(self) -> None:
-        """Make the file of saves: from now on, one that does not come is missing."""
+        """Create the file of saves: from now on, saves are expected."""
         with contextlib.suppress(OSError):
             (self._folder / _SAVES).touch()
 
     def write_save(self, save: Mapping[str, Any]) -> str:
-        """Add one line about a save, committed or failed; return what is to be said about the disk."""
+        """Add one line about a save; return a message about the disk, if there is one."""
         return self._write(_SAVES, save)
 
     def cut_off_after(self, step: int, *, evaluated: int) -> None:
-        """Take out all lines about later steps, and what a killed process left half written.
+        """Delete all lines about later steps, and a partial line left by a killed process.
 
-        Evaluations have an end of their own: that of a state's last step may come after it was saved.
+        Evaluations have a separate limit: that of a state's last step may follow its save.
         """
         self.close()
         for name, last in ((_STEPS, step), (_EVALUATIONS, evaluated)):
@@ -68,7 +68,7 @@ class MetricsFile:
     def _write(self, name: str, line: Mapping[str, Any]) -> str:
         if name not in self._files:
             self._files[name] = _Growing(self._folder / name)
-        # JSON has no NaN; what is not a number becomes null.
+        # JSON has no NaN or Inf; they become null.
         content = msgspec.json.encode({**line, "at_unix_s": round(time.time(), 3)})
         return self._files[name].add(content + b"\n")
 
@@ -80,7 +80,7 @@ class MetricsFile:
 
 
 class _Growing:
-    """A file that lines are added to; those that find no room wait, and the file goes on where it broke off."""
+    """An append-only file of lines; lines that do not fit on the disk wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,13 +101,14 @@ class _Growing:
                 return ""
             self._full_since_s = time.monotonic()
             return (
-                f"{self._path} cannot be written ({error.strerror}): the training goes on, and its lines "
-                "are kept in memory until they can be"
+                f"{self._path} cannot be written ({error.strerror}): training continues, and its "
+                "lines "
+                "are kept in memory until it can"
             )
         if self._full_since_s is None:
             return ""
         took = format_seconds(time.monotonic() - self._full_since_s)
-        lost = f", but {self._lost} of them that were too many" if self._lost else ""
+        lost = f" except {self._lost} dropped ones" if self._lost else ""
         self._full_since_s, self._lost = None, 0
         return (
             f"{self._path} can be written again after {took}: it has all lines of that time{lost}"
@@ -117,7 +118,7 @@ class _Growing:
         if self._file is None:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._file = os.open(self._path, flags, 0o644)
-        while self._waiting:  # a disk that is nearly full takes a part of a line
+        while self._waiting:  # a nearly full disk may take only a part of a line
             del self._waiting[: os.write(self._file, self._waiting)]
 
     def close(self) -> None:
@@ -130,7 +131,7 @@ class _Growing:
 
 
 def _is_up_to(line: str, step: int) -> bool:
-    """Say whether a line is whole and about a step that is not later."""
+    """Return whether a line is complete and not about a later step."""
     try:
         return line.endswith("\n") and int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError):
@@ -141,23 +142,23 @@ _REDRAW_EVERY_S = 0.5
 
 
 class Screen(Protocol):
-    """Shows lines, and how far a run is."""
+    """Shows lines and progress."""
 
     def say(self, line: str) -> None:
         """Show a line."""
         ...
 
     def move(self, step: int) -> None:
-        """Show how far the run is; called at every step, so it must cost next to nothing."""
+        """Show the progress of the run; called at every step, so it must be cheap."""
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         ...
 
 
 class NoScreen:
-    """Shows nothing: on all ranks but the first, and where nobody wants to read."""
+    """Shows nothing: on all ranks except rank 0, and in quiet mode."""
 
     def say(self, line: str) -> None:
         """Do nothing."""
@@ -170,10 +171,10 @@ class NoScreen:
 
 
 class Lines(NoScreen):
-    """Prints lines, at once: what a log file or another program reads."""
+    """Prints lines without buffering, for log files and other programs."""
 
     def say(self, line: str) -> None:
-        """Print a line; where it finds no room on a disk, the training goes on without."""
+        """Print a line; if the disk is full, training continues without it."""
         try:
             print(line, flush=True)
         except OSError as error:
@@ -182,7 +183,7 @@ class Lines(NoScreen):
 
 
 class Bar:
-    """Lines with a progress bar below them; drawn by the training thread itself, twice a second at most."""
+    """Lines with a progress bar below; the training thread draws it, at most twice a second."""
 
     def __init__(self, last_step: int | None, console: Console | None = None) -> None:
         self._progress = Progress(
@@ -191,7 +192,7 @@ class Bar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=console,
-            auto_refresh=False,  # a thread that draws would take time from the training
+            auto_refresh=False,  # a drawing thread would slow down training
             transient=True,
         )
         self._task = self._progress.add_task("", total=last_step)
@@ -203,14 +204,14 @@ class Bar:
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def move(self, step: int) -> None:
-        """Redraw the bar if it is time."""
+        """Redraw the bar if due."""
         now = time.perf_counter()
         if now >= self._redraw_at:
             self._progress.update(self._task, completed=step, refresh=True)
             self._redraw_at = now + _REDRAW_EVERY_S
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
 
@@ -223,7 +224,7 @@ _SILENT_AT_MOST_S = 10.0
 
 
 class Reports:
-    """Says when the next line is due, and takes lines to where they are read."""
+    """Decides when the next line is due, and sends lines to the screen, files and callbacks."""
 
     def __init__(
         self,
@@ -238,7 +239,7 @@ class Reports:
         """Report every ``log_every`` steps, and at least every 10 seconds.
 
         ``folder`` gets ``metrics/steps.jsonl``; ``on_record`` functions are called on rank 0 with each record.
-        ``also_at`` is a step after which a line is made in any case.
+        ``also_at`` is a step after which a line is always reported.
         """
         self._speaks = world.is_first and not quiet
         self._log_every = log_every
@@ -249,17 +250,17 @@ class Reports:
         self.screen: Screen = self._plain()
 
     def _plain(self) -> Screen:
-        """Return where texts go before and after the run."""
+        """Return the screen for texts before and after the run."""
         return Lines() if self._speaks else NoScreen()
 
     def open(self, last_step: int | None) -> None:
-        """Begin; ``last_step`` is where the run will end, if that is known."""
+        """Start reporting; ``last_step`` is the last step of the run, if known."""
         self._last_step = last_step
         if self._speaks:
             self.screen = screen_for(last_step)
 
     def go_on_from(self, step: int, *, evaluated: int) -> None:
-        """Forget the lines after that of a step, and later evaluations: they are made again."""
+        """Delete the lines after a step, and later evaluations: these steps are repeated."""
         if self._files is not None:
             self._files.cut_off_after(step, evaluated=evaluated)
 
@@ -279,7 +280,7 @@ class Reports:
             listener(record)
 
     def evaluation(self, step: int, epoch: int, numbers: Mapping[str, float]) -> None:
-        """Show and write what an evaluation gave."""
+        """Show and write the results of an evaluation."""
         if self._speaks:
             said = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
             self.screen.say(f"evaluation after step {step}: {said}")
@@ -289,68 +290,70 @@ class Reports:
             self.say(trouble)
 
     def begin_saves(self) -> None:
-        """Write down that this training saves its state."""
+        """Record that this training saves checkpoints."""
         if self._files is not None:
             self._files.begin_saves()
 
     def saved(self, text: str, save: Mapping[str, object]) -> None:
-        """Show and write what became of a save."""
+        """Show and write the result of a save."""
         self.say(text)
         if self._files is not None and (trouble := self._files.write_save(save)):
             self.say(trouble)
 
     def next_line(self, step: int, step_s: float) -> int:
-        """Return the step of the next line, the same on every rank that is told the same time per step.
+        """Return the step of the next line, the same on every rank for the same time per step.
 
-        Ranks make a record together, so none may decide by its own clock when to make one.
+        A record is a collective, so no rank may decide by its own clock when to make one.
         """
         in_time = step + max(1, int(_SILENT_AT_MOST_S / step_s)) if step_s > 0 else step + 1
         return min(in_time, self.next_usual_line(step))
 
     def next_usual_line(self, step: int) -> int:
-        """Return the step of the next line where steps are quick."""
+        """Return the step of the next line if steps are short."""
         usual = step - step % self._log_every + self._log_every
         if self._also_at is not None and step < self._also_at:
             return min(usual, self._also_at)
         return usual
 
     def close(self) -> None:
-        """Take the bar away and close the files; another :meth:`open` may follow."""
+        """Remove the bar and close the files; another :meth:`open` may follow."""
         self.screen.close()
         self.screen = self._plain()
         if self._files is not None:
             self._files.close()
 
 
-# Where a step takes longer, a record is shown at once: waiting for the other ranks is little beside it.
+# For longer steps a record is shown at once: waiting for the other ranks takes little in
+# comparison.
 _SHOWN_AT_ONCE_S = 0.1
 
 
 class StepLines:
-    """Makes a record after the first step, and then as often as ``reports`` says.
+    """Makes a record after the first step, and then whenever ``reports`` says one is due.
 
-    Where steps are quick, it is shown one step later: until then the ranks add up its numbers beside the training.
+    For short steps, it is shown one step later: until then the ranks sum its numbers in the
+    background.
     """
 
     def __init__(
         self, reports: Reports, tally: StepMetrics, *, loss_scale: Callable[[], float | None]
     ) -> None:
-        """``loss_scale`` is asked with each line only: its answer waits for the device."""
+        """``loss_scale`` is called for each line only: it waits for the device."""
         self._reports = reports
         self._tally = tally
         self._loss_scale = loss_scale
         self._next = 1
-        # Of the last step: its epoch, learning rate and gradient norm.
+        # Epoch, learning rate and gradient norm of the last step.
         self._last: tuple[int, float, float | torch.Tensor | None] = (0, 0.0, None)
         self._pending: tuple[int, PendingRecord] | None = None  # with its step
         self.last_record: StepRecord | None = None
 
     def note(self, *, epoch: int, learning_rate: float, norm: float | torch.Tensor | None) -> None:
-        """Keep what a line says about its last step."""
+        """Store the values of the last step for the next line."""
         self._last = (epoch, learning_rate, norm)
 
     def after_step(self, step: int) -> None:
-        """Show a record that is pending, and begin one if one is due (then a collective)."""
+        """Show a pending record, and start one if due (then a collective)."""
         self.flush()
         if step == self._next:
             self._begin(step)
@@ -358,7 +361,7 @@ class StepLines:
                 self.flush()
 
     def finish(self, step: int) -> None:
-        """Make a record of what is left, if anything is."""
+        """Make a record of the remaining steps, if any."""
         self.flush()
         if self._tally.has_any:
             self._begin(step)
@@ -376,7 +379,7 @@ class StepLines:
         self._pending = step, record
 
     def flush(self) -> None:
-        """Show the record that is pending, if one is; waits for the other ranks."""
+        """Show the pending record, if any; waits for the other ranks."""
         if self._pending is None:
             return
         (step, pending), self._pending = self._pending, None
@@ -390,14 +393,14 @@ class StepLines:
         return None if norm is None else float(norm)
 
     def state(self) -> dict[str, Any]:
-        """Return what is needed to make the next line as if nothing had happened (a collective)."""
+        """Return the state from which a resumed run makes the same next line (a collective)."""
         self.flush()
         epoch, rate, _ = self._last
         last = [epoch, rate, self._norm()]
         return {"next": self._next, "last": last, "sums": self._tally.state()}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        """Go on from a state; a line may come sooner than it would have, if lines are due more often now."""
+        """Restore a state; the next line may come sooner if lines are due more often now."""
         self._next = min(state["next"], self._reports.next_usual_line(step))
         epoch, rate, norm = state["last"]
         self._last = (epoch, rate, norm)

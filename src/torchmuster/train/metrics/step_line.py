@@ -1,44 +1,42 @@
-"""What a run says of itself from time to time: one record, one line for people, one verdict."""
+"""The periodic report of a run: one record, its step line, and the dominant bottleneck."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from torchmuster.units import format_bytes
 
-# From these shares of the time on, something is worth a word.
+# Report shares of the time from these thresholds on.
 _MUCH_DATA = 0.2
 _MUCH_COMMUNICATION = 0.3
 _MUCH_CHECKPOINT = 0.1
-# Ranks whose waiting differs by this share of the time wait for one among them.
+# If ranks' waiting times differ by this share, they wait for a straggler.
 _MUCH_WAITING = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What happened since the last record, over all ranks. Shares are of the time, between 0 and 1."""
+    """Metrics since the last record, over all ranks. Shares are fractions of the time, 0 to 1."""
 
     step: int  # optimiser steps so far
     epoch: int
-    loss: (
-        float | None
-    )  # the mean over all that was counted since the last record; None: nothing was
+    loss: float | None  # the mean since the last record; None: nothing was counted
     learning_rate: float
     gradient_norm: float | None  # of the last step, before clipping; None where clipping is off
     samples: int  # since the last record
     samples_per_s: float
-    tokens_per_s: float | None  # what the loss counted, where it counts
+    tokens_per_s: float | None  # the loss's count, if it has one
     step_s: float
     data_share: float
     compute_share: float
-    communication_share: float | None  # not hidden behind computing; None where not measured
+    communication_share: float | None  # not overlapped with compute; None if not measured
     checkpoint_share: float
     evaluation_share: float
     skipped_steps: int  # since the last record
-    memory_peak_bytes: int  # of the rank that used most, since the start
+    memory_peak_bytes: int  # of the rank with the highest peak, since the start
     verdict: str = ""
-    flop_s: float | None = None  # counted, of all ranks together; None where not counted
-    mfu: float | None = None  # of the devices' highest rate; None where that is not known
-    loss_scale: float | None = None  # what fp16 losses are multiplied by; None where they are not
+    flop_s: float | None = None  # counted, over all ranks; None if not counted
+    mfu: float | None = None  # fraction of the devices' peak rate; None if unknown
+    loss_scale: float | None = None  # for fp16; None otherwise
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""
@@ -80,9 +78,12 @@ def _step_line_rate(flop_s: float, mfu: float | None) -> str:
     text = f"{rate:,.0f} {name}" if rate >= 100 else f"{rate:.3g} {name}"
     if mfu is None:
         return text
-    # Nothing computes faster than it can: then one of the two figures is wrong, and the share says nothing.
+    # More than the peak rate is impossible: one of the two figures is wrong.
     if mfu > 1.0:
-        return f"{text} (error: {mfu * 100:.0f} % of the highest rate, so that rate or the count is wrong)"
+        return (
+            f"{text} (error: {mfu * 100:.0f} % of the peak rate, "
+            "so the peak rate or the count is wrong)"
+        )
     return f"{text} (MFU {mfu * 100:.0f} %)"
 
 
@@ -103,15 +104,15 @@ def dominant_cost(
     checkpoint_share: float,
     data_fix: str,
 ) -> str:
-    """Name what dominates, if anything does, and what to try.
+    """Return the dominant bottleneck, if any, and a fix.
 
-    Shares of data and communication are those of each rank; ``data_fix`` is what may make reading faster.
+    Shares of data and communication are per rank; ``data_fix`` is the suggested fix for slow data.
     """
     worst = max(range(len(data_shares)), key=data_shares.__getitem__)
     share = data_shares[worst]
     slowest, waited = _waited_for(data_shares, communication_shares)
     if share >= max(_MUCH_DATA, waited):
-        # With one slow reader among them, the other ranks wait for it in the gradients' average.
+        # If one rank reads slowly, the others wait for it in the gradient all-reduce.
         alone = share - min(data_shares) >= _MUCH_WAITING
         who = f"rank {worst} waits" if alone else "waits"
         return f"{who} for data {share * 100:.0f} % of the time: {data_fix}"
@@ -125,17 +126,17 @@ def dominant_cost(
                 "larger micro-batches or more accumulation"
             )
     if checkpoint_share >= _MUCH_CHECKPOINT:
-        return f"saves {checkpoint_share * 100:.0f} % of the time: save less often"
+        return f"saves checkpoints {checkpoint_share * 100:.0f} % of the time: save less often"
     return ""
 
 
 def _waited_for(
     data_shares: list[float], communication_shares: list[float] | None
 ) -> tuple[int, float]:
-    """Return the slowest rank, and the share of the time that another waits for what is not its reading."""
+    """Return the slowest rank, and the share of time others wait for it beyond its data loading."""
     if communication_shares is None:
         return 0, 0.0
-    # The slowest rank is the one that need not wait. What it reads longer than another explains that one's waiting.
+    # The slowest rank waits least. Its extra data time explains part of the others' waiting.
     slowest = min(range(len(communication_shares)), key=communication_shares.__getitem__)
     idle = [data + waits for data, waits in zip(data_shares, communication_shares, strict=True)]
     return slowest, max(idle) - idle[slowest]

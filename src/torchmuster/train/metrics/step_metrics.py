@@ -1,7 +1,7 @@
-"""What is summed between two lines of a run, and how all ranks turn it into one record.
+"""Sum metrics between two step lines, and combine all ranks' sums into one record.
 
-Nothing here talks to another rank or waits for the device until a record is made, and a record does not wait for
-the other ranks: :class:`PendingRecord`.
+Nothing here communicates or waits for the device until a record is made, and a record does not wait
+for the other ranks: :class:`PendingRecord`.
 """
 
 import math
@@ -21,13 +21,13 @@ from torchmuster.train.metrics.step_line import StepRecord, dominant_cost
 from torchmuster.train.progress import progress
 from torchmuster.train.world import Totals, World, all_gather_object
 
-_FOLD_AT = 1000  # losses are kept as they come; so many at most
+_FOLD_AT = 1000  # the maximum number of losses kept as tensors
 
 
 class StepMetrics:
     """Sums losses, counts and times of this rank since the last record.
 
-    The clock knows what the process does: it waits for data from :meth:`wait` to :meth:`work`.
+    The time from :meth:`wait` to :meth:`work` counts as waiting for data.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class StepMetrics:
         workers: int | None = None,
         peak_flop_s: float | None = None,
     ) -> None:
-        """Begin; ``workers`` are those of the loader, and ``peak_flop_s`` what this rank's device can do at most.
+        """``workers`` is the loader's number, ``peak_flop_s`` the peak rate of this rank's device.
 
-        What is not known of them is None.
+        Unknown values are None.
         """
         self._peak_flop_s = peak_flop_s
-        self.flops_per_sample: float | None = None  # counted once, where it can be
+        self.flops_per_sample: float | None = None  # counted once, if possible
         self._world = world
         if workers is not None:
             cores, ranks = usable_cores().value, world.local_world_size
@@ -51,9 +51,9 @@ class StepMetrics:
         else:
             self._data_fix = "more loader workers"
         self._communication = communication
-        # As they came: a mean over samples, or a total and its count.
+        # Unsummed: a mean over samples, or a total and its count.
         self._losses: list[tuple[torch.Tensor, int, int | torch.Tensor | None]] = []
-        # For each step that is complete: how many losses there are with it, and 1 if it was skipped, else 0.
+        # For each complete step: the number of losses up to it, and 1 if it was skipped, else 0.
         self._ends: list[tuple[int, torch.Tensor]] = []
         self._counts_items = False
         self.elapsed_s = 0.0  # by rank 0's clock, up to the last record: the same on all ranks
@@ -65,7 +65,7 @@ class StepMetrics:
         self._loss_count = 0.0
         self.samples = 0
         self.steps = 0
-        # Of a run that this one goes on from: they say nothing of this one's speed.
+        # Of the run that was resumed: not part of this run's speed.
         self._steps_before = 0
         self._samples_before = 0
         self._items_before = 0.0
@@ -75,7 +75,7 @@ class StepMetrics:
         self.evaluation_s = 0.0
 
     def begin(self) -> None:
-        """Start the clock; what was summed before counts for the losses, not for the speed."""
+        """Start the clock; earlier sums count for the losses, not for the speed."""
         self._fold()
         self._steps_before += self.steps
         self._samples_before += self.samples
@@ -88,20 +88,20 @@ class StepMetrics:
 
     @property
     def unreported(self) -> int:
-        """How many steps came since the last record, in whatever run; the same on all ranks."""
+        """Steps since the last record, including those before a resume; the same on all ranks."""
         return self.steps + self._steps_before
 
     @property
     def has_any(self) -> bool:
-        """Whether something was summed since the last record, by whatever run."""
+        """Whether anything was summed since the last record, including before a resume."""
         return self.unreported > 0
 
     def wait(self) -> None:
-        """Note that from now on this rank waits for data."""
+        """Mark the start of waiting for data."""
         self._waits_since = time.perf_counter()
 
     def work(self) -> None:
-        """Note that the data is there."""
+        """Mark the end of waiting for data."""
         self.data_s += time.perf_counter() - self._waits_since
 
     def add(self, loss: torch.Tensor, samples: int, count: int | torch.Tensor | None) -> None:
@@ -111,18 +111,19 @@ class StepMetrics:
             self._losses.append((loss.detach(), samples, count))
 
     def end_step(self, found_inf: torch.Tensor) -> None:
-        """Count a step; losses of one that was skipped (``found_inf`` is 1, not 0) are forgotten."""
+        """Count a step; losses of a skipped step (``found_inf`` is 1, not 0) are dropped."""
         self.steps += 1
         self._ends.append((len(self._losses), found_inf))
         if len(self._losses) >= _FOLD_AT:
             self._fold()
 
     def _fold(self) -> None:
-        """Add the losses up, and let go of their tensors and those of a step that was left in the middle.
+        """Sum the losses, and release their tensors and those of an unfinished step.
 
-        Exactly, since saving adds up as well: when that was must not show in the last digit of a mean.
+        The sum is exact, because saving also sums: the time of a save must not change the last
+        digit of a mean.
         """
-        # Read at once: each one alone would wait for the device.
+        # One read for all: separate reads would each wait for the device.
         found = torch.stack([one for _, one in self._ends]).tolist() if self._ends else []
         self.skipped += sum(1 for one in found if one)
         kept = []
@@ -135,7 +136,7 @@ class StepMetrics:
         self._losses.clear()
         if not kept:
             return
-        # Most are scalars already, and a reshape takes longer than to see that.
+        # Most are scalars already, and checking is faster than a reshape.
         losses = torch.stack(
             [loss if loss.dim() == 0 else loss.reshape(()) for loss, _, _ in kept]
         ).tolist()
@@ -160,7 +161,7 @@ class StepMetrics:
         norm: float | None,
         loss_scale: float | None = None,
     ) -> "PendingRecord":
-        """Begin one record of all ranks' sums (a collective), and begin anew; waits for the device."""
+        """Start one record of all ranks' sums (a collective), and reset; waits for the device."""
         world = self._world
         if world.device.type != "cpu":
             torch.accelerator.synchronize(world.device)
@@ -174,7 +175,7 @@ class StepMetrics:
         )
         sums = [math.fsum(self._loss_parts), self._loss_count, self.samples]
         sums += [self._samples_before, self._items_before]
-        # Each rank has a place of its own in these, so that all ranks read the very same numbers.
+        # Each rank has its own slot in these, so all ranks read exactly the same numbers.
         own = [
             wall_s,
             self.data_s,
@@ -223,20 +224,23 @@ class StepMetrics:
         return all_gather_object(own, self._world)
 
     def restore(self, state: list[dict[str, Any]]) -> None:
-        """Go on from sums; where there are other ranks now, the first one has them all."""
+        """Restore sums; if the number of ranks has changed, rank 0 gets all of them."""
         mine = state if self._world.is_first else []
         if len(state) == self._world.world_size:
             mine = [state[self._world.global_rank]]
         self._loss_parts = [part for one in mine for part in one["losses"]]
         self._loss_count = self._items_before = sum(one["count"] for one in mine)
         self._samples_before = sum(one["samples"] for one in mine)
-        self._steps_before, self.skipped = state[0]["steps"], state[0]["skipped"]  # all do the same
+        self._steps_before, self.skipped = (
+            state[0]["steps"],
+            state[0]["skipped"],
+        )  # equal on all ranks
         self._counts_items = any(one["counts_items"] for one in state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnMetrics:
-    """What every rank knows of a record by itself."""
+    """The part of a record that every rank knows without communication."""
 
     step: int
     epoch: int
@@ -253,12 +257,12 @@ class _OwnMetrics:
 
 
 class PendingRecord:
-    """A record whose numbers the ranks are adding up, while the training may go on."""
+    """A record whose numbers are being summed over the ranks while training continues."""
 
     def __init__(
         self, asked: Totals, own: _OwnMetrics, ranks: int, on_elapsed: Callable[[float], None]
     ) -> None:
-        """``on_elapsed`` is told how much time the record is about, the same on all ranks."""
+        """``on_elapsed`` gets the time that the record covers, the same on all ranks."""
         self._asked = asked
         self._own = own
         self._ranks = ranks
@@ -306,7 +310,7 @@ def _as_record(together: "_SummedMetrics", own: _OwnMetrics) -> StepRecord:
         flop_s = together.flops_per_sample * together.new_samples / wall_s
         if together.peak_flop_s is not None:
             mfu = flop_s / together.peak_flop_s
-    # DDP measures some steps only, so its figures are held against what is left of the time.
+    # DDP measures only some steps, so limit its figures to the remaining time.
     communication = min(_step_metrics_mean(together.waits), rest) if measured else None
     waits = [
         min(one, max(0.0, 1.0 - its_data - checkpoint - evaluation))
@@ -332,7 +336,7 @@ def _as_record(together: "_SummedMetrics", own: _OwnMetrics) -> StepRecord:
         flop_s=flop_s,
         mfu=mfu,
         loss_scale=own.loss_scale,
-        # The first record is of a first step, when processes start and much is made only once.
+        # The first record covers the first step, which includes one-time initialization.
         verdict=""
         if own.is_first
         else dominant_cost(
@@ -346,22 +350,22 @@ def _as_record(together: "_SummedMetrics", own: _OwnMetrics) -> StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SummedMetrics:
-    """What all ranks told."""
+    """The numbers of all ranks."""
 
     loss: float | None
     samples: int
-    new_samples: int  # those that this run has computed itself
+    new_samples: int  # computed by this run, not before a resume
     new_items: float | None
     wall_s: float  # of rank 0
     data_shares: list[float]
     waits: list[float]
     peak_bytes: int
     flops_per_sample: float | None
-    peak_flop_s: float | None  # of all devices; None if one of them is not known
+    peak_flop_s: float | None  # of all devices; None if one of them is unknown
 
 
 def _add_exactly(parts: list[float], number: float) -> None:
-    """Add a number to a sum that is kept as parts of different size, none of whose digits is lost."""
+    """Add a number to an exact sum, kept as parts of different magnitude."""
     kept = 0
     for part in parts:
         large, small = (number, part) if abs(number) >= abs(part) else (part, number)
@@ -374,7 +378,7 @@ def _add_exactly(parts: list[float], number: float) -> None:
 
 def _memory_peak(world: World) -> int:
     if world.device.type == "cpu":
-        unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+        unit = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return torch.accelerator.max_memory_allocated(world.device)
 

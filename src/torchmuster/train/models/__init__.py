@@ -1,1 +1,1 @@
-"""Where models come from, and what is done to them before they are spread over the ranks."""
+"""Create models and transform them before a strategy distributes them."""

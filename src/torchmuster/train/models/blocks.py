@@ -1,4 +1,4 @@
-"""The repeated layers of a model: the pieces by which it is sharded, recomputed and compiled."""
+"""The repeated layers of a model: the units of sharding, recomputation and compilation."""
 
 import importlib.util
 import logging
@@ -24,7 +24,7 @@ from torchmuster.train.torch_private import ATTENTION
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the model's repeated layers, in the order of the model; none if nothing repeats.
+    """Return the model's repeated layers, in the order of the model; empty if nothing repeats.
 
     They are the layers of one class in the model's largest lists (``ModuleList``, ``Sequential``): the
     layers of a transformer, those of encoder and decoder, the blocks of a residual network. Lists
@@ -35,15 +35,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and (members := _alike(module))
     ]
-    # Below a list, but beside its repeated layers, there may be the list that matters: a stem and a head
-    # of one class do not make the blocks between them a part of something.
+    # The relevant list may be inside a list, next to its repeated layers: a stem and a head
+    # of one class do not include the blocks between them.
     within = {id(one) for _, members in lists for layer in members for one in layer.modules()}
     outermost = [members for module, members in lists if id(module) not in within]
     if not outermost:
         return []
     largest = max(outermost, key=_blocks_size)
-    # An encoder beside a decoder has about the same size. A short list of heads or adapters is not
-    # worth a collective of its own.
+    # Encoder and decoder have about the same size. A short list of heads or adapters is not
+    # worth a separate collective.
     kept = [
         members
         for members in outermost
@@ -54,7 +54,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _alike(listed: nn.ModuleList | nn.Sequential) -> list[nn.Module]:
-    """Return those members of a list that are of one class, where that is two or more with parameters."""
+    """Return the members of a list that are of one class, if two or more have parameters."""
     by_kind: dict[Any, list[nn.Module]] = {}
     for member in listed:
         if _blocks_size([member]) and not isinstance(member, (nn.ModuleList, nn.ModuleDict)):
@@ -64,7 +64,7 @@ def _alike(listed: nn.ModuleList | nn.Sequential) -> list[nn.Module]:
 
 
 def _blocks_kind(module: nn.Module) -> Any:
-    """Return what makes two layers alike: their class; for a ``Sequential``, what it is made of."""
+    """Return a key that is equal for similar layers: class, or contents of a ``Sequential``."""
     if isinstance(module, nn.Sequential):
         return (nn.Sequential, *(_blocks_kind(member) for member in module))
     return type(module)
@@ -75,7 +75,7 @@ def _blocks_size(modules: list[nn.Module]) -> int:
 
 
 def can_compile(device: torch.device) -> Decision[bool]:
-    """Say whether ``torch.compile`` has what it needs to make code for a device."""
+    """Return whether ``torch.compile`` has the compiler it needs for a device."""
     if device.type == "cpu":
         compiler = _cpp_compiler()
         if compiler is None:
@@ -83,22 +83,22 @@ def can_compile(device: torch.device) -> Decision[bool]:
                 value=False,
                 reason="not compiled: there is no C++ compiler (g++ or clang++, or one named by CXX)",
             )
-        # Also where code is made for the CPU, torch looks for CUDA, and warns if there is nvcc and no GPU.
+        # Even for the CPU, torch looks for CUDA, and warns if there is nvcc and no GPU.
         logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda)
         return Decision(value=True, reason=f"compiled with {compiler}")
     if device.type in ("cuda", "xpu") and importlib.util.find_spec("triton") is None:
         return Decision(
             value=False,
-            reason=f"not compiled: triton, which makes code for {device.type}, is missing",
+            reason=f"not compiled: triton, which compiles for {device.type}, is missing",
         )
     return Decision(value=True, reason=f"compiled for {device.type}")
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
-    """Compile the repeated layers of a model in place, or the whole where nothing repeats.
+    """Compile the repeated layers of a model in place, or the whole model if nothing repeats.
 
-    Returns how many were compiled: 0 where that is not possible here, with the reason. Comes after
-    recomputing and before sharding.
+    Returns how many were compiled, with the reason: 0 if that is not possible here. Call it after
+    recomputation is set up and before sharding.
     """
     possible = can_compile(device)
     if not possible.value:
@@ -106,7 +106,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
     blocks = repeated_blocks(model) or [model]
     for block in blocks:
         if type(block).forward.__module__.startswith("torch."):
-            # torch passes over its own code unless other code calls it, and compiles nothing then.
+            # torch skips its own code unless other code calls it, and then compiles nothing.
             block.forward = partial(_call_blocks, block.forward)
         block.compile()
     what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the model as one"
@@ -127,7 +127,7 @@ def _cpp_compiler() -> str | None:
 
 
 Kind = Literal["full", "selective"]
-# What takes long to compute for its size; everything else is computed again.
+# Results that are expensive for their size; everything else is recomputed.
 _KEPT_NAMES = (
     "mm",
     "addmm",
@@ -139,17 +139,17 @@ _KEPT_NAMES = (
 
 
 def recompute_blocks(model: nn.Module, kind: Kind = "full", *, every: int = 1) -> Decision[int]:
-    """Compute the activations of every so-manieth block again in the backward; return how many blocks.
+    """Recompute the activations of every Nth block in the backward; return how many blocks.
 
-    ``full`` keeps only what goes into a block. ``selective`` also keeps the results of matrix products,
-    convolutions and attention, which are most of the time and a part of the memory.
+    ``full`` keeps only the inputs of a block. ``selective`` also keeps the results of matrix
+    products, convolutions and attention, which take most of the time and a part of the memory.
     """
     blocks = repeated_blocks(model)
     if not blocks:
         raise Impossible(
-            "asked to recompute activations, but the model has no repeated layers",
-            why="nothing in it is a ModuleList or Sequential with two or more layers of one class",
-            fix="leave it out, or call torch.utils.checkpoint.checkpoint in the model where it fits",
+            "activation checkpointing was requested, but the model has no repeated layers",
+            why="it has no ModuleList or Sequential with two or more layers of one class",
+            fix="remove it, or call torch.utils.checkpoint.checkpoint in the model where it fits",
         )
     chosen = blocks[every - 1 :: every]
     for block in chosen:
@@ -157,7 +157,7 @@ def recompute_blocks(model: nn.Module, kind: Kind = "full", *, every: int = 1) -
     kept = "only their inputs are kept" if kind == "full" else "matrix products are kept"
     return Decision(
         value=len(chosen),
-        reason=f"activations of {len(chosen)} of {len(blocks)} blocks are computed again in the "
+        reason=f"activations of {len(chosen)} of {len(blocks)} blocks are recomputed in the "
         f"backward: {kept}",
     )
 
@@ -188,7 +188,8 @@ def _overloads() -> frozenset[Any]:
 
 
 _KEPT = _overloads()
-# From torch 2.15: tensors that selective checkpointing keeps go through saved_tensors_hooks (save_on_cpu), as all others do.
+# From torch 2.15: tensors that selective checkpointing keeps go through saved_tensors_hooks
+# (save_on_cpu), like all others.
 _SELECTIVE_OPTIONS = {
     name: True for name in signature(checkpoint).parameters if name == "respect_saved_tensors_hooks"
 }

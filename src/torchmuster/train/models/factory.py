@@ -1,4 +1,4 @@
-"""Making the model that is to be trained: a function of the user's, or a folder with a Hugging Face model."""
+"""Create the model to train, from a user function or a folder with a Hugging Face model."""
 
 import importlib
 import inspect
@@ -19,12 +19,12 @@ from torchmuster.train.precision import Precision
 
 
 def find_import(name: str, setting: str) -> Callable[..., Any]:
-    """Return the function that ``module:function`` names; the working folder is looked in first."""
+    """Return the function that ``module:function`` names; the working folder is searched first."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise Impossible(
             f"{setting} is {name!r}, which is not module:function",
-            why="it names a function of yours: the module with dots, a colon, the function",
+            why="it names your function: the module with dots, a colon, the function",
             fix=f"{setting}: my_project.{setting.rpartition('.')[2]}:make",
         )
     module = _module(module_name, name, setting)
@@ -40,7 +40,7 @@ def find_import(name: str, setting: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise Impossible(
-            f"{setting} is {name!r}, which is no function but {type(found).__name__}",
+            f"{setting} is {name!r}, which is not a function but {type(found).__name__}",
             why="it is called without arguments when the run starts",
             fix=f"def {attribute}(): return …",
         )
@@ -48,7 +48,7 @@ def find_import(name: str, setting: str) -> Callable[..., Any]:
 
 
 def call_import(name: str, setting: str) -> Any:
-    """Call the function that ``module:function`` names, without arguments; None is no answer."""
+    """Call the function that ``module:function`` names, without arguments; reject None."""
     function = find_import(name, setting)
     needed = _needed(function)
     if needed:
@@ -59,13 +59,13 @@ def call_import(name: str, setting: str) -> Any:
         )
     try:
         made = function()
-    except Exception as error:  # the user's own error keeps its traceback, and says who called
+    except Exception as error:  # the user's own error keeps its traceback
         error.add_note(f"{setting} is {name}: it is called without arguments when the run starts")
         raise
     if made is None:
         raise Impossible(
             f"{name} ({setting}) returned None",
-            why="what it returns is what is used",
+            why="its return value is used",
             fix=f"end {name.partition(':')[2]} with: return …",
         )
     return made
@@ -79,12 +79,12 @@ def _module(module_name: str, name: str, setting: str) -> Any:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            error.add_note(_while_importing(name, setting))  # what *it* imports is missing
+            error.add_note(_while_importing(name, setting))  # a module that *it* imports is missing
             raise
         raise Impossible(
             f"{setting} is {name!r}, but there is no module {error.name!r}",
             why=f"it is neither in {folder} nor installed for {sys.executable}",
-            fix="run from the folder that has it; a module is written with dots and without .py",
+            fix="run from the folder that has it; write the module with dots and without .py",
         ) from error
     except Exception as error:
         error.add_note(_while_importing(name, setting))
@@ -92,14 +92,14 @@ def _module(module_name: str, name: str, setting: str) -> Any:
 
 
 def _while_importing(name: str, setting: str) -> str:
-    return f"{setting} is {name}: its module was found, and failed while Python ran it"
+    return f"{setting} is {name}: its module was found, but importing it failed"
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that have no default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some that are written in C do not tell
+    except (TypeError, ValueError):  # some written in C have no signature
         return []
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
@@ -118,7 +118,7 @@ _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """What :func:`torchmuster.train.models.lora.add_lora` is told."""
+    """The arguments of :func:`torchmuster.train.models.lora.add_lora`."""
 
     rank: int
     alpha: float | None = None
@@ -127,16 +127,16 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecipe:
-    """A model of the Hugging Face kind (``files``), or a function of the user's (``build``)."""
+    """A Hugging Face model (``files``), or a user function (``build``)."""
 
     files: ModelFiles | None = None
     build: str | None = None  # module:function
-    dtype: str = "auto"  # of the weights; auto: as the files or the function have it
+    dtype: str = "auto"  # of the weights; auto: from the files or the function
     attention: str = "sdpa"
     lora: Lora | None = None
 
     def sketch(self) -> Decision[nn.Module]:
-        """Make the model, with the weights of a new model; the reason says where LoRA is added."""
+        """Create the model with initial weights; the reason says where LoRA is added."""
         if self.files is not None:
             return self._adapted(
                 hugging_face.build_model(self.files, dtype=self.dtype, attention=self.attention)
@@ -145,7 +145,7 @@ class ModelRecipe:
         model = call_import(self.build, "model.build")
         if not isinstance(model, nn.Module):
             raise Impossible(
-                f"{self.build} (model.build) returned {type(model).__name__}, which is no model",
+                f"{self.build} (model.build) returned {type(model).__name__}, which is not a model",
                 why="a model is a torch.nn.Module",
                 fix="return the module itself",
             )
@@ -154,19 +154,19 @@ class ModelRecipe:
         return self._adapted(model)
 
     def model(self) -> Decision[nn.Module]:
-        """Make the model, with the weights of its files if it has some."""
+        """Create the model, with the weights of its files if it has any."""
         if self.files is None or not self.files.weights:
             return self.sketch()
         loaded = hugging_face.load_model(self.files, dtype=self.dtype, attention=self.attention)
         return self._adapted(loaded)
 
     def check(self) -> None:
-        """Refuse adapters for a model that has no weights."""
+        """Reject adapters for a model that has no weights."""
         if self.lora is not None and self.files is not None and not self.files.weights:
             raise Impossible(
-                f"LoRA was asked for, but {self.files.folder} has no weights to put it beside",
-                why="it has only config.json, and weights drawn at random are not kept",
-                fix="give a folder with weights, or leave out model.lora_rank",
+                f"LoRA was requested, but {self.files.folder} has no weights",
+                why="it has only config.json, and random weights are not saved",
+                fix="set a folder with weights, or remove model.lora_rank",
             )
 
     def _adapted(self, model: nn.Module) -> Decision[nn.Module]:
@@ -183,14 +183,14 @@ class ModelRecipe:
 
 
 def check_tokens(model: nn.Module, *, vocabulary: int | None, sequence_length: int) -> None:
-    """Refuse tokens and rows that a model has no place for; on a GPU they would end in an assertion."""
+    """Reject token ids and rows beyond the model's limits, which a GPU reports as assertions."""
     config = getattr(model, "config", None)
     known = getattr(config, "vocab_size", None)
     if known is not None and vocabulary is not None and vocabulary > known:
         raise Impossible(
-            f"the tokenizer has {vocabulary} tokens, but the model knows only {known}",
+            f"the tokenizer has {vocabulary} tokens, but the model has only {known}",
             why="a token beyond them has no embedding",
-            fix="give the model's own tokenizer, or a vocab_size that has room for all",
+            fix="use the model's own tokenizer, or a larger vocab_size",
         )
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and sequence_length > longest:
@@ -202,22 +202,22 @@ def check_tokens(model: nn.Module, *, vocabulary: int | None, sequence_length: i
 
 
 def lost_updates(model: nn.Module) -> str:
-    """Say what becomes of 16-bit weights that nobody asked for; nothing if there are none."""
+    """Return a warning about 16-bit weights that were not requested; None if there are none."""
     types = {one.dtype for one in model.parameters() if one.requires_grad} & _SIXTEEN_BITS
     if not types:
         return ""
     return (
-        f"the weights are {_factory_names(types)}, as the model has them: small updates are lost; "
+        f"the weights are {_factory_names(types)}, the model's dtype: small updates are lost; "
         "model.torch_dtype: float32 keeps them"
     )
 
 
 def with_weights_of(model: nn.Module, chosen: Decision[Precision]) -> Decision[Precision]:
-    """Add what weights of fewer bits make of fp32, which changes no type: they decide themselves."""
+    """Add a note to precision fp32 if weights have fewer bits: then they decide the dtype."""
     types = {one.dtype for one in model.parameters()} & _SIXTEEN_BITS
     if not types or chosen.value.compute is not torch.float32:
         return chosen
-    more = f"; the weights are {_factory_names(types)}, and what is computed with them is so too"
+    more = f"; the weights are {_factory_names(types)}, and so is the computation with them"
     return replace(chosen, reason=chosen.reason + more)
 
 

@@ -1,4 +1,4 @@
-"""Language models of the Hugging Face kind: found by folder or name, built or loaded with transformers."""
+"""Hugging Face language models: found by folder or name, built or loaded with transformers."""
 
 import contextlib
 import json
@@ -20,9 +20,10 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# Nothing else of a model's repository is fetched: no code, and no weights that are pickles.
+# Nothing else of a model's repository is downloaded: no code, and no pickled weights.
 _FETCHED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-# Of tokenizers, also those that the class in transformers does not declare, such as Gemma's tokenizer.model.
+# Also tokenizer files that the transformers class does not declare, such as Gemma's
+# tokenizer.model.
 _VOCABULARIES = (
     "*.model",
     "*.tiktoken",
@@ -36,31 +37,31 @@ _VOCABULARIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """A model's folder: how it is built, and its weights if it has any."""
+    """A model's folder: its config, and its weights if it has any."""
 
     folder: Path
-    weights: tuple[Path, ...]  # safetensors; none where the folder has only config.json
-    name: str  # what other programs find the model by: an absolute path, or a name on the hub
+    weights: tuple[Path, ...]  # safetensors; empty if the folder has only config.json
+    name: str  # for other programs: an absolute path, or a name on the hub
     revision: str | None = None  # of a model on the hub
 
 
 def find_model(name_or_path: str) -> ModelFiles:
-    """Find a model: a local folder, or a name on the hub, which is fetched unless it is here already."""
+    """Find a model: a local folder, or a name on the hub, which is downloaded unless cached."""
     folder = Path(name_or_path).expanduser()
     name, revision = str(folder.absolute()), None
     if not folder.is_dir():
         if looks_like_path(name_or_path):
             raise Impossible(
-                f"there is no folder {name_or_path!r} with a model",
-                why=f"looked for it in {Path.cwd()}",
-                fix="check the path; a name on the hub is written as owner/name",
+                f"no model folder {name_or_path!r}",
+                why=f"searched in {Path.cwd()}",
+                fix="check the path; a name on the hub has the form owner/name",
             )
         folder = _fetch(name_or_path)
         name, revision = name_or_path, folder.name
     if not (folder / "config.json").is_file():
         names = ", ".join(sorted(one.name for one in folder.iterdir())[:10]) or "nothing"
         raise Impossible(
-            f"{folder} has no config.json, so it is not a model of the Hugging Face kind",
+            f"{folder} has no config.json, so it is not a Hugging Face model",
             why=f"it has {names}",
             fix="give the folder that save_pretrained wrote, or build the model yourself: model.build",
         )
@@ -70,7 +71,7 @@ def find_model(name_or_path: str) -> ModelFiles:
 
 
 def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
-    """Build the model from its config.json alone; its weights are those of a new model."""
+    """Build the model from its config.json alone, with initial weights."""
     config = _config(files)
     try:
         model = _transformers().AutoModelForCausalLM.from_config(
@@ -82,7 +83,7 @@ def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdp
 
 
 def load_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
-    """Return the model with the weights of its folder, whole, on the CPU."""
+    """Return the full model with the weights of its folder, on the CPU."""
     config = _config(files)
     try:
         model, found = _transformers().AutoModelForCausalLM.from_pretrained(
@@ -100,18 +101,19 @@ def load_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa
 
 
 def _refuse_missing(files: ModelFiles, missing: Iterable[str]) -> None:
-    """Refuse weights that do not belong to the model: transformers would draw the missing ones at random."""
+    """Reject weights that do not match the model: transformers would randomize missing ones."""
     if names := sorted(missing):
         more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         raise Impossible(
-            f"the weights in {files.folder} are not those of its config.json",
+            f"the weights in {files.folder} do not match its config.json",
             why=f"not in the files: {', '.join(names[:10])}{more}",
-            fix="copy or fetch the folder again; to train new weights, remove the weight files from it",
+            fix="copy or download the folder again; to train new weights, remove the weight files "
+            "from it",
         )
 
 
 def save_configs(files: ModelFiles, folder: Path) -> None:
-    """Copy what a model's folder has besides weights and tokenizer: how it is built, generates, and reads inputs."""
+    """Copy a model's config files: all files except weights and tokenizer."""
     from transformers import utils
 
     for name in (
@@ -139,24 +141,24 @@ def load_tokenizer(name_or_path: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name_or_path)
     except (OSError, ValueError, ImportError) as error:
         raise Impossible(
-            f"the tokenizer {name_or_path} cannot be loaded",
+            f"cannot load the tokenizer {name_or_path}",
             why=str(error).splitlines()[0],
-            fix="give the folder of a tokenizer, or a name that can be downloaded from here",
+            fix="set the folder of a tokenizer, or a name that can be downloaded from here",
         ) from None
-    # From a folder without a tokenizer transformers builds one that knows no text.
+    # From a folder without a tokenizer transformers builds one with an empty vocabulary.
     names = tokenizer.vocab_files_names
     loaded = [value for kind, value in tokenizer.init_kwargs.items() if kind.endswith("_file")]
     if names and not any(loaded) and not _tokenizer_files(tokenizer):
         raise Impossible(
             f"{name_or_path} has no tokenizer",
-            why=f"none of {', '.join(sorted(names.values()))} is there",
-            fix="give data.tokenizer: bytes, the folder of a tokenizer, or its name on the hub",
+            why=f"found none of {', '.join(sorted(names.values()))}",
+            fix="set data.tokenizer: bytes, the folder of a tokenizer, or its name on the hub",
         )
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer into a folder as transformers does, and the vocabularies that it was loaded with.
+    """Save a tokenizer as transformers does, with the vocabulary files that it was loaded from.
 
     transformers writes tokenizer.json instead of vocab.txt, tokenizer.model and the like, which other programs read.
     """
@@ -167,7 +169,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _tokenizer_files(tokenizer: Any) -> dict[str, Path]:
-    """Return the files of a tokenizer, in its folder or in the hub's cache: those it declares, and vocabularies."""
+    """Return a tokenizer's declared files and vocabularies, in its folder or the hub's cache."""
     from transformers.tokenization_utils_base import ADDED_TOKENS_FILE, SPECIAL_TOKENS_MAP_FILE
     from transformers.utils import cached_file
 
@@ -205,8 +207,9 @@ def _cannot_build(files: ModelFiles, error: Exception) -> Impossible:
     return Impossible(
         f"transformers cannot build a language model from {files.folder / 'config.json'}",
         why=f"its model_type is {kind!r}; {str(error).splitlines()[0]}",
-        fix="check config.json, or build the model yourself: model.build (module:function); code that "
-        "comes with a model is not run",
+        fix="check config.json, or build the model yourself: model.build (module:function); code "
+        "in "
+        "a model's folder is not run",
     )
 
 
@@ -217,7 +220,7 @@ def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:
         raise Impossible(
             f"the weights in {folder} are pickles ({pickles[0].name}), which can run code when loaded",
             why="only safetensors are read",
-            fix="convert them where you trust them: model.save_pretrained(folder)",
+            fix="if you trust them, convert them: model.save_pretrained(folder)",
         )
     if (folder / "model.safetensors.index.json").is_file():
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
@@ -227,7 +230,7 @@ def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:
             raise Impossible(
                 f"weights are missing in {folder}: {', '.join(missing[:5])}",
                 why=f"model.safetensors.index.json names {len(named)} files",
-                fix="copy or fetch them again",
+                fix="copy or download them again",
             )
         return tuple(one for one in found if one.name in named)
     return found
@@ -241,22 +244,22 @@ def _fetch(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
     except errors.GatedRepoError as error:
         raise Impossible(
-            f"{name!r} may be fetched from the hub only by those who were let in",
-            why="its owner asks for agreement, and the hub did not recognise you",
-            fix=f"agree at https://huggingface.co/{name}, then: hf auth login",
+            f"access to {name!r} on the hub is restricted",
+            why="its owner requires you to accept the terms, and you are not logged in or not "
+            "accepted",
+            fix=f"accept the terms at https://huggingface.co/{name}, then: hf auth login",
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise Impossible(
-            f"there is neither a folder {name!r} here nor a model of that name on the hub",
-            why=f"looked in {Path.cwd()} and at https://huggingface.co/{name}",
+            f"found neither a folder {name!r} here nor a model of that name on the hub",
+            why=f"searched in {Path.cwd()} and at https://huggingface.co/{name}",
             fix="check the name; a private model needs: hf auth login",
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
         raise Impossible(
-            f"{name!r} is not a folder here, and the hub cannot be reached to fetch it",
-            why="it has not been fetched before, or is incomplete; "
-            f"{(str(error).splitlines() or [''])[0]}",
-            fix=f"on a machine with a network: hf download {name} --local-dir FOLDER; then give "
+            f"{name!r} is not a folder here, and the hub cannot be reached to download it",
+            why=f"it is not in the cache, or is incomplete; {(str(error).splitlines() or [''])[0]}",
+            fix=f"on a host with network access: hf download {name} --local-dir FOLDER; then set "
             "model.model_name_or_path: FOLDER",
         ) from error
 

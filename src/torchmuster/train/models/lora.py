@@ -1,4 +1,4 @@
-"""LoRA through peft: small matrices are trained beside weights that stay as they are."""
+"""LoRA through peft: train small matrices next to frozen weights."""
 
 import shutil
 import warnings
@@ -16,7 +16,7 @@ from torchmuster.train.weights import whole_tensor
 from torchmuster.train.world import World
 
 INSTALL = "pip install 'torchmuster[lora]'"
-_ADAPTER = "default"  # peft's own name for the only one
+_ADAPTER = "default"  # peft's name for a single adapter
 
 
 def add_lora(
@@ -26,7 +26,7 @@ def add_lora(
     alpha: float | None = None,
     targets: Sequence[str] | None = None,
 ) -> Decision[nn.Module]:
-    """Freeze a model and put matrices of this rank beside the targets; only those are trained."""
+    """Freeze a model and add matrices of this rank to the targets; only those are trained."""
     peft = _peft()
     chosen = _targets(model, targets)
     config = peft.LoraConfig(
@@ -42,9 +42,10 @@ def add_lora(
             adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise Impossible(
-            f"LoRA finds none of its targets in the model: {', '.join(targets or ['any'])}",
-            why=f"its layers are called {', '.join(_names_of_layers(model)) or 'nothing it knows'}",
-            fix="give lora_targets with some of these",
+            f"none of the LoRA targets is in the model: {', '.join(targets or ['any'])}",
+            why="the model's layers are "
+            f"{', '.join(_names_of_layers(model)) or 'of no supported kind'}",
+            fix="set lora_targets to some of these",
         ) from error
     return Decision(value=adapted, reason=chosen.reason)
 
@@ -57,10 +58,10 @@ def save_adapters(
     *,
     beside: Path | None = None,
 ) -> None:
-    """Write what was trained as peft reads it: ``PeftModel.from_pretrained(model, folder)``.
+    """Write the trained adapter for peft: ``PeftModel.from_pretrained(model, folder)``.
 
-    ``state`` is the model's, whole or sharded, and is gathered one matrix at a time. The files of the folder
-    ``beside`` are put next to them. All ranks call this; rank 0 writes.
+    ``state`` is the model's, full or sharded, and is gathered one matrix at a time. The files of
+    the folder ``beside`` are copied next to it. All ranks call this; rank 0 writes.
     """
     from safetensors.torch import save_file
 
@@ -81,7 +82,7 @@ def save_adapters(
 
 
 def peft_config(model: nn.Module) -> Any:
-    """Return how peft has adapted a model, whatever it was wrapped in since; None if it has not."""
+    """Return a model's peft config, through any wrappers; None if it has none."""
     for module in model.modules():
         adapters: Any = getattr(module, "peft_config", None)
         if adapters is not None:
@@ -91,18 +92,18 @@ def peft_config(model: nn.Module) -> Any:
 
 def _targets(model: nn.Module, asked: Sequence[str] | None) -> Decision[list[str] | str]:
     if asked is not None:
-        return Decision(value=list(asked), reason=f"LoRA beside {', '.join(asked)}, as asked")
+        return Decision(value=list(asked), reason=f"LoRA on {', '.join(asked)}: requested")
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind in KNOWN:
         names = list(KNOWN[kind])
         return Decision(
-            value=names, reason=f"LoRA beside {', '.join(names)}: what peft has for {kind} models"
+            value=names, reason=f"LoRA on {', '.join(names)}: peft's targets for {kind} models"
         )
     return Decision(
         value="all-linear",
-        reason="LoRA beside every linear layer: peft has no targets for this kind of model",
+        reason="LoRA on every linear layer: peft has no targets for this kind of model",
     )
 
 

@@ -1,4 +1,4 @@
-"""Building a model that will be sharded: rank 0 builds it with its values, the other ranks without memory.
+"""Build a model for sharding: with values on rank 0, on the meta device on the other ranks.
 
 ::
 
@@ -22,7 +22,7 @@ from torchmuster.train.world import World
 
 Build = Callable[[], nn.Module]
 _META = torch.device("meta")
-_MADE = "torchmuster_on_meta"  # attribute of a parameter: what stands for it on the meta device
+_MADE = "torchmuster_on_meta"  # attribute of a parameter: its replacement on the meta device
 
 
 def build_on_rank_0(
@@ -49,7 +49,7 @@ def build_for(
 
 
 def build_whole(build: Build, *, seed: int) -> nn.Module:
-    """Build a model with its values; the caller's random numbers continue as if nothing was drawn."""
+    """Build a model with its values; the caller's random state is restored."""
     with _seeded(seed):
         return build()
 
@@ -60,22 +60,22 @@ def build_on_meta(build: Build) -> nn.Module:
         try:
             with _parameters_on_meta():
                 return build()
-        except (NotImplementedError, RuntimeError):  # what torch raises for data of a meta tensor
+        except (NotImplementedError, RuntimeError):  # torch raises these for data of a meta tensor
             return build()
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Say whether any parameter of a model has no memory."""
+    """Return whether any parameter of a model has no memory."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def move_to_meta(model: nn.Module) -> None:
-    """Let go of the memory of all parameters, in place; tied ones stay tied."""
+    """Release the memory of all parameters, in place; tied ones stay tied."""
     replace_parameters(model, lambda parameter: parameter.to(_META))
 
 
 def replace_parameters(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) -> None:
-    """Replace every parameter by what ``change`` makes of it; tied ones stay tied."""
+    """Replace every parameter by the result of ``change``; tied ones stay tied."""
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     with torch.no_grad():
         for module in model.modules():
@@ -112,11 +112,11 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch on the CPU, Python and numpy, where it is in use; afterwards they continue as before."""
+    """Seed torch on the CPU, Python and numpy (if imported); restore their states afterwards."""
     numpy: Any = sys.modules.get("numpy")
     of_torch, of_python = torch.get_rng_state(), random.getstate()
     of_numpy = numpy and numpy.random.get_state()
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed every GPU, too
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed() would also seed every GPU
     random.seed(seed)
     if numpy:
         numpy.random.seed(seed % 2**32)

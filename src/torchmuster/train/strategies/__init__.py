@@ -1,1 +1,1 @@
-"""How a model is spread over the ranks: one file for each way, one protocol for all."""
+"""Strategies that distribute a model over the ranks: one file each, one protocol for all."""

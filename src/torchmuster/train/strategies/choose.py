@@ -1,4 +1,4 @@
-"""Which strategy a model needs here, with the reason; and making it by its name."""
+"""Choose a strategy for a model, with the reason; create a strategy by its name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,19 +31,19 @@ _STRATEGIES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a model takes in training, beside activations."""
+    """The memory that a model's states take in training, without activations."""
 
     parameter_bytes: int
     trained_bytes: int  # of parameters that have a gradient and AdamW's two moments
 
     @property
     def states_bytes(self) -> int:
-        """All parameters, and what each trained one brings along."""
+        """All parameters, and the gradients and optimiser states of the trained ones."""
         return self.parameter_bytes + (TRAINING_STATES_PER_WEIGHT - 1) * self.trained_bytes
 
 
 def sizes_of(model: nn.Module) -> ModelSizes:
-    """Measure a model; it may be without memory still."""
+    """Measure a model, which may be on the meta device."""
     sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in model.parameters()]
     return ModelSizes(
         parameter_bytes=sum(size for size, _ in sizes),
@@ -52,9 +52,9 @@ def sizes_of(model: nn.Module) -> ModelSizes:
 
 
 def memory_of_each_rank(world: World) -> int | None:
-    """Return the memory of the rank that has least; None if one cannot tell. All ranks must ask.
+    """Return the memory of the rank with the least; None if one is unknown. All ranks must call it.
 
-    Ranks on the CPUs of one machine share its memory.
+    Ranks on the CPUs of one host share its memory.
     """
     told = all_gather_object(_memory_bytes(world), world)
     return None if None in told else min(told)
@@ -79,28 +79,26 @@ def choose_strategy(
     memory_bytes: int | None,
     sharding: Sharding | None = None,
 ) -> Decision[Name]:
-    """Choose how to spread a model: as asked, else the simplest way that has room for it.
+    """Choose a strategy: the requested one, else the simplest one that fits in memory.
 
-    ``memory_bytes`` is what the rank with the least memory has; None if that is not known. ``sharding`` is
-    what was asked for with fsdp, None if nothing was.
+    ``memory_bytes`` is that of the rank with the least memory; None if unknown. ``sharding`` is
+    the one requested for fsdp, None if none was.
     """
     if asked == "single" and ranks > 1:
         raise Impossible(
-            f"asked for strategy single with {ranks} ranks",
-            why="each would train a model of its own",
-            fix="start one process, or take ddp, fsdp or auto",
+            f"strategy single with {ranks} ranks",
+            why="each rank would train its own model",
+            fix="start one process, or use ddp, fsdp or auto",
         )
     if sharding is not None and sharding.kind == "no_shard":
         _refuse_options_of_fsdp("no_shard", sharding.cpu_offload or sharding.shard_size is not None)
-        return Decision(value="ddp", reason="ddp: it is what no_shard means, a copy on each rank")
+        return Decision(value="ddp", reason="ddp: no_shard means a copy on each rank")
     if asked in ("single", "ddp"):
         _refuse_options_of_fsdp(asked, sharding is not None)
     if asked != "auto":
-        return Decision(value=asked, reason=f"{asked}: asked for")
+        return Decision(value=asked, reason=f"{asked}: requested")
     if sharding is not None and (ranks > 1 or sharding.cpu_offload):
-        return Decision(
-            value="fsdp", reason=f"fsdp: {_asked_of_fsdp(sharding)} is a way of sharding"
-        )
+        return Decision(value="fsdp", reason=f"fsdp: {_asked_of_fsdp(sharding)} needs sharding")
     if ranks == 1:
         return Decision(value="single", reason="single: there is one rank")
     return _by_room(ranks, sizes.states_bytes, memory_bytes)
@@ -111,7 +109,7 @@ def _by_room(ranks: int, states_bytes: int, memory_bytes: int | None) -> Decisio
     if memory_bytes is None:
         return Decision(
             value="ddp",
-            reason=f"ddp: {states}, and how much memory each rank has cannot be read here; take fsdp "
+            reason=f"ddp: {states}, and the memory of each rank is unknown; use fsdp "
             "if they do not fit",
         )
     of = f"of {format_bytes(memory_bytes)} on each rank"
@@ -124,7 +122,7 @@ def _by_room(ranks: int, states_bytes: int, memory_bytes: int | None) -> Decisio
     )
     if each > memory_bytes * USABLE_SHARE:
         reason += (
-            ", which is too much still: more ranks, fsdp_cpu_offload, LoRA or a smaller number type"
+            ", which is still too much: use more ranks, fsdp_cpu_offload, LoRA or a smaller dtype"
         )
     return Decision(value="fsdp", reason=reason)
 
@@ -136,9 +134,9 @@ def _asked_of_fsdp(sharding: Sharding) -> str:
 def _refuse_options_of_fsdp(name: str, given: bool) -> None:
     if given:
         raise Impossible(
-            f"asked for {name} together with options of fsdp",
+            f"{name} was requested with options of fsdp",
             why=f"{name} shards nothing",
-            fix="leave them out, or take fsdp",
+            fix="remove them, or use fsdp",
         )
 
 
@@ -150,14 +148,14 @@ def build_strategy(
     sharding: Sharding | None = None,
     find_unused_parameters: bool = False,
 ) -> Strategy:
-    """Make a strategy by its name; what it has no use for is refused."""
+    """Create a strategy by its name; reject options that it does not have."""
     options: dict[str, Any] = {}
     if find_unused_parameters:
         if name != "ddp":
             raise Impossible(
-                f"asked for find_unused_parameters with {name}",
+                f"find_unused_parameters was requested with {name}",
                 why="only ddp waits for the gradient of every parameter",
-                fix="leave it out",
+                fix="remove it",
             )
         options["find_unused_parameters"] = True
     if name == "fsdp":

@@ -18,8 +18,8 @@ from torchmuster.train.world import World
 class Ddp:
     """Wraps the model in torch's DistributedDataParallel.
 
-    ``find_unused_parameters`` looks through the graph after every forward for parameters that will have no
-    gradient, so that the ranks do not wait for them.
+    ``find_unused_parameters`` searches the graph after every forward for parameters that will have
+    no gradient, so that the ranks do not wait for them.
     """
 
     name = "ddp"
@@ -29,7 +29,7 @@ class Ddp:
         self._find_unused_parameters = find_unused_parameters
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device and wrap it; DDP sends the values of rank 0 to all."""
+        """Move the model to the device and wrap it; DDP broadcasts the values of rank 0."""
         device = self._world.device
         return DistributedDataParallel(
             place_model(model, device),
@@ -39,12 +39,12 @@ class Ddp:
         )
 
     def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
-        """Compute a backward that leaves nothing behind but DDP's order of gradients.
+        """Run a backward whose only effect is DDP's order of gradients.
 
-        DDP puts gradients into buckets anew after its first backward, in the order in which they came. Where a
-        gradient lies in a bucket decides in which order the ranks' numbers are added up, and so its last
-        digit: a run that goes on must begin with the second order, as the one that never stopped has it.
-        Where it looks for unused parameters, DDP keeps its first order.
+        DDP rebuilds its buckets after its first backward, in the order in which gradients arrived.
+        A gradient's position in a bucket decides in which order the ranks' values are summed, and
+        so its last digit: a resumed run must start with the second order, like an uninterrupted
+        run. With ``find_unused_parameters``, DDP keeps its first order.
         """
         if self._find_unused_parameters:
             return
@@ -58,18 +58,18 @@ class Ddp:
                 one.copy_(value)
 
     def begin_step(self, model: nn.Module) -> None:
-        """Do nothing: DDP shares rank 0's buffers by itself."""
+        """Do nothing: DDP broadcasts rank 0's buffers itself."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep this backward's gradients here."""
+        """Do not communicate this backward's gradients."""
         return cast(DistributedDataParallel, model).no_sync()
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep this backward's gradients here: every rank has room for them anyway."""
+        """Do not communicate this backward's gradients: every rank has memory for them anyway."""
         return self.no_sync(model)
 
     def check_gradients(self, model: nn.Module) -> None:
-        """Raise with the names of parameters that the ranks would wait for in vain."""
+        """Raise with the names of parameters for which the ranks would wait forever."""
         if not self._find_unused_parameters:
             wrapped = cast(DistributedDataParallel, model)
             unused_parameters.refuse_unused_parameters(wrapped.module, self._world)
@@ -79,7 +79,7 @@ class Ddp:
     ) -> strategy.GradientNorm:
         """Measure all gradients, which are the same on every rank.
 
-        Parameter by parameter: over DDP's buckets it would be sooner, but they are cut differently in a run's
+        Parameter by parameter: over DDP's buckets it would be faster, but buckets differ in a run's
         first step, so a resumed run would differ in the norm's last digit.
         """
         return strategy.measure_gradients(parameters, self._world.device, norm=norm)
@@ -96,5 +96,5 @@ class Ddp:
         state: dict[str, Any],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Take a state back."""
+        """Restore a state."""
         placing.load_training_state_dict(model, state, optimizer, self._world)

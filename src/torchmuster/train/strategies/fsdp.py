@@ -32,17 +32,18 @@ from torchmuster.train.strategies.placing import (
 from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
 from torchmuster.train.world import World, all_gather_object
 
-# Their running means stay in 32 bits, and torch has no kernel for weights of fewer bits beside such means.
+# Their running means stay in fp32, and torch has no kernel for lower-precision weights with fp32
+# means.
 _WITH_RUNNING_MEANS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Fsdp:
     """Shards the model over the ranks with torch's ``fully_shard``: each repeated block, then the rest.
 
-    ``precision`` is what blocks are gathered and computed in; shards, sums of gradients and the optimiser
-    keep the model's own number type, and so do the weights of batch normalisation. It goes together with the
-    loop's ``autocast``, which then finds most things in the right type already. A model that has values on rank 0
-    only (``meta_init.py``) gets its shards of them here.
+    Blocks are gathered and computed in ``precision``; shards, sums of gradients and the optimiser
+    keep the model's own dtype, and so do the weights of batch normalisation. It works together with
+    the loop's ``autocast``, which then finds most tensors in the right dtype already. A model that
+    has values on rank 0 only (``meta_init.py``) gets its shards here.
     """
 
     name = "fsdp"
@@ -57,21 +58,21 @@ class Fsdp:
         self._world = world
         self._sharding = sharding or Sharding()
         self._precision = precision
-        # With the names of buffers that are shared before each step.
+        # With the names of buffers that are broadcast before each step.
         self._prepared: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
         self.layout: Decision[ShardLayout] | None = None  # known once a model is prepared
         if self._sharding.kind == "no_shard":
             raise Impossible(
-                "asked for fsdp with no_shard",
-                why="a whole copy on every rank is what ddp does, with less communication",
-                fix="take ddp",
+                "fsdp was requested with no_shard",
+                why="ddp also keeps a full copy on every rank, with less communication",
+                fix="use ddp",
             )
         if self._sharding.cpu_offload and precision.needs_scaler and world.device.type != "cpu":
             raise Impossible(
-                f"asked for fsdp_cpu_offload with precision {precision.name}",
-                why="its loss scale looks for overflows where the gradients are, in the host's memory, "
-                f"and the ranks cannot tell each other from there: they talk over {world.backend}",
-                fix="precision bf16 or fp32, or leave fsdp_cpu_offload out",
+                f"fsdp_cpu_offload was requested with precision {precision.name}",
+                why="the loss scale checks gradients for overflows where they are, in host memory, "
+                f"and {world.backend} cannot communicate the result from there",
+                fix="use precision bf16 or fp32, or remove fsdp_cpu_offload",
             )
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -86,11 +87,11 @@ class Fsdp:
         mesh = _mesh(self.layout.value, self._world)
         keep_whole = self._sharding.kind == "shard_grad_op"
         if self._precision.compute is not torch.float32:
-            for norm in _with_running_means(model):  # few numbers, so they may stay whole
+            for norm in _with_running_means(model):  # small, so they may stay unsharded
                 self._shard(norm, mesh, precision=FP32, reshard_after_forward=False)
         for block in _blocks_of_their_own(model):
             self._shard(block, mesh, reshard_after_forward=not keep_whole)
-        # The rest of the model is needed first and last, so torch keeps it whole in between.
+        # The rest of the model is needed first and last, so torch keeps it gathered in between.
         self._shard(model, mesh, reshard_after_forward=False)
         if whole is not None:
             home = torch.device("cpu") if self._sharding.cpu_offload else self._world.device
@@ -101,7 +102,7 @@ class Fsdp:
     def _lay_out(self) -> Decision[ShardLayout]:
         told = Counter(all_gather_object(self._world.local_world_size, self._world))
         sizes = [size for size, ranks in told.items() for _ in range(ranks // size)]
-        # Without a launcher that says how many ranks a machine has, all are taken to be on one.
+        # If the launcher does not say how many ranks a host has, assume that all are on one.
         if sum(sizes) != self._world.world_size:
             sizes = [self._world.world_size]
         return choose_layout(self._sharding, ranks_of_machines=sizes)
@@ -131,15 +132,15 @@ class Fsdp:
         )
 
     def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
-        """Do nothing: shards lie where they lay in every step."""
+        """Do nothing: the layout of shards is the same in every step."""
 
     def begin_step(self, model: nn.Module) -> None:
-        """Give rank 0's running means and the like to all ranks, as DDP does."""
+        """Broadcast rank 0's running means and other buffers to all ranks, as DDP does."""
         share([model.get_buffer(name) for name in self._prepared.get(model, ())], self._world)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep this backward's gradients here, whole."""
+        """Keep this backward's full gradients on this rank."""
         sharded = cast(FSDPModule, model)
         sharded.set_requires_gradient_sync(False)
         try:
@@ -149,7 +150,7 @@ class Fsdp:
 
     @contextmanager
     def accumulating(self, model: nn.Module) -> Iterator[None]:
-        """Shard gradients after every backward, for want of room; copies add theirs up only at the end."""
+        """Shard gradients after every backward, to save memory; replicas reduce only at the end."""
         sharded = cast(FSDPModule, model)
         sharded.set_requires_all_reduce(False)
         try:
@@ -158,15 +159,16 @@ class Fsdp:
             sharded.set_requires_all_reduce(True)
 
     def check_gradients(self, model: nn.Module) -> None:
-        """Do nothing: FSDP waits for no gradient that does not come on any rank.
+        """Do nothing: FSDP does not wait for a gradient that is missing on all ranks.
 
-        Those that come on some ranks only are looked for in every step: see :meth:`measure_gradients`.
+        :meth:`measure_gradients` checks every step for gradients that are missing on some ranks
+        only.
         """
 
     def measure_gradients(
         self, parameters: Sequence[nn.Parameter], *, norm: bool
     ) -> strategy.GradientNorm:
-        """Measure the shards of all ranks."""
+        """Measure the gradient shards of all ranks."""
         return strategy.measure_gradient_shards(
             parameters, self._world.device, norm=norm, error=self._used_here_and_there
         )
@@ -193,12 +195,12 @@ class Fsdp:
         state: dict[str, Any],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Take a state back."""
+        """Restore a state."""
         placing.load_training_state_dict(model, state, optimizer, self._world)
 
 
 def _running(model: nn.Module) -> list[str]:
-    """Return the buffers that may enter a forward and are saved; counts do not, and tables are made anew."""
+    """Return the saved floating-point buffers; not counters or derived tables."""
     saved = model.state_dict().keys()
     return [
         name for name, one in model.named_buffers() if name in saved and one.is_floating_point()
@@ -224,7 +226,7 @@ def _mesh(layout: ShardLayout, world: World) -> DeviceMesh:
 def _blocks_of_their_own(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks that share no parameter with the rest of the model.
 
-    What is tied must be sharded together, so blocks that share one stay with the rest.
+    Tied parameters must be sharded together, so blocks that share one stay with the rest.
     """
     uses = Counter(
         id(one) for module in model.modules() for one in module.parameters(recurse=False)

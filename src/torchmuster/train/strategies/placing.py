@@ -1,4 +1,4 @@
-"""Getting a model's values to where they are computed with."""
+"""Move a model's values to the devices of the ranks."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def place_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def take_values_of_rank_0(model: nn.Module, world: World) -> None:
-    """Give every rank the values of rank 0, as DDP does: else shards of different models make one."""
+    """Broadcast rank 0's values, as DDP does: else shards of different models are mixed."""
     if world.world_size == 1:
         return
     with torch.no_grad():
@@ -35,7 +35,7 @@ def take_values_of_rank_0(model: nn.Module, world: World) -> None:
 
 
 def whole_values(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Return rank 0's parameters and buffers by name; nothing on the other ranks."""
+    """Return rank 0's parameters and buffers by name; empty on the other ranks."""
     if not world.is_first:
         return {}
     if is_on_meta(model):
@@ -46,7 +46,7 @@ def whole_values(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
 def take_shards_of_rank_0(
     model: nn.Module, whole: Mapping[str, torch.Tensor], world: World, *, home: torch.device
 ) -> None:
-    """Give a sharded model on the meta device its part of rank 0's values (``whole``), one tensor at a time.
+    """Fill a sharded meta-device model with rank 0's values (``whole``), one tensor at a time.
 
     Parameters get their memory on ``home``, buffers on the rank's device.
     """
@@ -67,7 +67,7 @@ def take_shards_of_rank_0(
         )
 
     replace_parameters(model, shard)
-    model.to(home)  # FSDP notices by this that its shards are others
+    model.to(home)  # makes FSDP notice that its shards have changed
     with torch.no_grad():
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -78,7 +78,7 @@ def take_shards_of_rank_0(
 
 
 def _of_rank_0(values: torch.Tensor | None, like: torch.Tensor, world: World) -> torch.Tensor:
-    """Return rank 0's tensor on its device; elsewhere room for it."""
+    """Return rank 0's tensor on its device; on other ranks an empty one."""
     if values is None:
         return torch.empty(like.shape, dtype=like.dtype, device=world.device)
     return values.to(world.device).contiguous()
@@ -86,7 +86,7 @@ def _of_rank_0(values: torch.Tensor | None, like: torch.Tensor, world: World) ->
 
 def _without_values() -> Impossible:
     return Impossible(
-        "the model is on the meta device, and nothing is known of its values",
+        "the model is on the meta device and has no values",
         why="only rank 0 has values of a model that is built for sharding",
         fix="build it with its values, or with build_on_rank_0() and strategy fsdp",
     )
@@ -95,7 +95,7 @@ def _without_values() -> Impossible:
 def training_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Return ``{"model": …, "optimizer": …}``; sharded stays sharded."""
+    """Return ``{"model": …, "optimizer": …}``; sharded tensors stay sharded."""
     states: dict[str, Any] = {"model": dcp.get_model_state_dict(model)}
     if optimizer is not None:
         states["optimizer"] = dcp.get_optimizer_state_dict(model, optimizer)
@@ -105,20 +105,20 @@ def training_state_dict(
 def load_training_state_dict(
     model: nn.Module, state: dict[str, Any], optimizer: torch.optim.Optimizer | None, world: World
 ) -> None:
-    """Take a state back: sharded as the model is, whole on all ranks, or whole on rank 0 alone.
+    """Restore a state: sharded as the model is, full on all ranks, or full on rank 0 alone.
 
-    A parameter that never had a gradient has no state of the optimiser's, and gets none here.
+    A parameter that never had a gradient has no optimiser state, and gets none here.
     """
     whole = not any(isinstance(one, DTensor) for one in state.get("model", {}).values())
     only_first = not all(all_gather_object("model" in state, world))
     options = StateDictOptions(full_state_dict=whole, broadcast_from_rank0=only_first)
-    # Copies of the dictionaries, since torch takes names out of those that it is given.
+    # Copies of the dictionaries, because torch removes names from its arguments.
     dcp.set_model_state_dict(model, dict(state.get("model", {})), options=options)
     if optimizer is not None:
         own = dict(state.get("optimizer", {}))
         kept = [one for of_one in own.get("state", {}).values() for one in of_one.values()]
         if not only_first and not any(isinstance(one, torch.Tensor) for one in kept):
-            options = StateDictOptions()  # plain SGD keeps nothing; torch would look for its device
+            options = StateDictOptions()  # plain SGD has no state; torch would look for its device
         options.strict = only_first
         dcp.set_optimizer_state_dict(model, optimizer, own, options=options)
         if not only_first:
@@ -128,7 +128,7 @@ def load_training_state_dict(
 def _forget_all_but(
     kept: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Take out what torch has made for parameters that had no state: it counts a step that never was."""
+    """Remove states that torch has created for parameters without one: they count a step."""
     for name, parameter in model.named_parameters():
         if own_name(name) not in kept:
             optimizer.state.pop(parameter, None)

@@ -1,4 +1,4 @@
-"""What FSDP shards and over which ranks, as a value."""
+"""FSDP's sharding options: what is sharded, and over which ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,41 +12,41 @@ Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What is sharded, by the names that FSDP's users know.
+    """The sharding kind, with FSDP's names.
 
-    ``full_shard``: parameters, gradients and optimiser states. ``shard_grad_op``: parameters stay whole between
-    forward and backward, which saves communication and costs memory. ``hybrid_shard``: as full_shard
-    among ``shard_size`` ranks, by default those of one machine, and copies of that elsewhere.
-    ``no_shard`` is ddp.
+    ``full_shard``: parameters, gradients and optimiser states. ``shard_grad_op``: parameters stay
+    whole between forward and backward, which saves communication and costs memory.
+    ``hybrid_shard``: like full_shard among ``shard_size`` ranks, by default those of one host, and
+    replicated across these groups. ``no_shard`` is ddp.
     """
 
     kind: Kind = "full_shard"
     shard_size: int | None = None
-    cpu_offload: bool = False  # shards live in the host's memory, and the optimiser works there
+    cpu_offload: bool = False  # shards are in host memory, and the optimiser runs there
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """So many copies of the model, each sharded over so many ranks."""
+    """The number of model copies, and the number of ranks each is sharded over."""
 
     copies: int
     shards: int
 
     @property
     def ranks(self) -> int:
-        """All ranks together."""
+        """The total number of ranks."""
         return self.copies * self.shards
 
 
 def choose_layout(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> Decision[ShardLayout]:
-    """Return how ranks share the model, given how many of them each machine has."""
+    """Return the layout of shards, given the number of ranks on each host."""
     ranks = sum(ranks_of_machines)
     if sharding.kind != "hybrid_shard":
         if sharding.shard_size is not None:
             raise Impossible(
-                f"asked for shards over {sharding.shard_size} ranks with {sharding.kind}",
+                f"a shard size of {sharding.shard_size} ranks was requested with {sharding.kind}",
                 why=f"{sharding.kind} shards over all {ranks} ranks",
-                fix="leave the shard size out, or take hybrid_shard",
+                fix="remove the shard size, or use hybrid_shard",
             )
         return Decision(
             value=ShardLayout(copies=1, shards=ranks),
@@ -57,9 +57,9 @@ def choose_layout(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> De
         shards = _ranks_of_each(ranks_of_machines)
     if shards < 1 or ranks % shards:
         raise Impossible(
-            f"asked for copies that are sharded over {shards} ranks each",
-            why=f"there are {ranks} ranks, which is no multiple of {shards}",
-            fix=f"take a shard size that divides {ranks}, or full_shard",
+            f"copies sharded over {shards} ranks each were requested",
+            why=f"there are {ranks} ranks, which is not a multiple of {shards}",
+            fix=f"use a shard size that divides {ranks}, or full_shard",
         )
     layout = ShardLayout(copies=ranks // shards, shards=shards)
     return Decision(value=layout, reason=f"hybrid_shard: {_sharding_text(layout)}")
@@ -69,9 +69,10 @@ def _ranks_of_each(ranks_of_machines: Sequence[int]) -> int:
     sizes = sorted(set(ranks_of_machines))
     if len(sizes) > 1:
         raise Impossible(
-            "asked for hybrid_shard, which shards within each machine",
-            why=f"the machines have different numbers of ranks: {', '.join(map(str, sizes))}",
-            fix="give each machine as many ranks, set a shard size that divides their sum, or take "
+            "hybrid_shard was requested, which shards within each host",
+            why=f"the hosts have different numbers of ranks: {', '.join(map(str, sizes))}",
+            fix="give each host the same number of ranks, set a shard size that divides their sum, "
+            "or use "
             "full_shard",
         )
     return sizes[0]

@@ -1,4 +1,4 @@
-"""One process, one device: nothing is spread."""
+"""Strategy for one process and one device: nothing is distributed."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from torchmuster.train.world import World
 
 
 class Single:
-    """Puts the model on the rank's device, and nothing else."""
+    """Moves the model to the rank's device, and nothing else."""
 
     name = "single"
 
@@ -28,18 +28,18 @@ class Single:
         """Do nothing: a model is the same in every step."""
 
     def begin_step(self, model: nn.Module) -> None:
-        """Do nothing: what this rank has is the run's."""
+        """Do nothing: there is one rank."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: there is nobody to communicate with."""
+        """Do nothing: there is no other rank."""
         return nullcontext()
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: there is nobody to communicate with."""
+        """Do nothing: there is no other rank."""
         return nullcontext()
 
     def check_gradients(self, model: nn.Module) -> None:
-        """Do nothing: what has no gradient is left as it is, and nobody waits for it."""
+        """Do nothing: parameters without a gradient stay unchanged, and no rank waits for them."""
 
     def measure_gradients(
         self, parameters: Sequence[nn.Parameter], *, norm: bool
@@ -59,5 +59,5 @@ class Single:
         state: dict[str, Any],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Take a state back."""
+        """Restore a state."""
         placing.load_training_state_dict(model, state, optimizer, self._world)

@@ -1,4 +1,4 @@
-"""What every way of spreading a model over the ranks can do. This is the whole surface."""
+"""The protocol of all strategies, and gradient norms."""
 
 import functools
 import zlib
@@ -16,31 +16,32 @@ from torch.distributed.tensor.placement_types import Placement
 from torchmuster.errors import MusterError
 from torchmuster.train.torch_private import non_finite_check, sparse_values
 
-# The dtypes for which torch has its kernel of overflows on every device; there is none for bfloat16 on CUDA.
+# The dtypes for which torch's overflow kernel exists on every device; CUDA has none for bfloat16.
 _SCALED = frozenset([torch.float16, torch.float32, torch.float64])
 
 
 class GradientNorm(NamedTuple):
-    """What a step's gradients are, the same on every rank and not yet known to the host."""
+    """The check of a step's gradients, the same on every rank and not yet read by the host."""
 
     found_inf: (
         torch.Tensor
-    )  # 1 if any gradient of any rank is not finite, else 0; so nobody may apply them
-    norm: torch.Tensor | None = None  # the 2-norm of all, where it was asked for
-    # Shards only: 1 if the same parameters do not have a gradient on every rank, else 0; and the error for it (a collective).
+    )  # 1 if any gradient of any rank is not finite, else 0; then no rank may apply them
+    norm: torch.Tensor | None = None  # the 2-norm of all gradients, if requested
+    # Shards only: 1 if ranks have gradients of different parameters, else 0; and its error (a
+    # collective).
     uneven: torch.Tensor | None = None
     error: Callable[[], MusterError] | None = None
 
 
 def gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients that are there."""
+    """Return the gradients that exist."""
     return [one.grad for one in parameters if one.grad is not None]
 
 
 def measure_gradients(
     parameters: Sequence[nn.Parameter], device: torch.device, *, norm: bool
 ) -> GradientNorm:
-    """Measure gradients that every rank has whole."""
+    """Measure full gradients, which every rank has."""
     gradients = gradients_of(parameters)
     if not norm:
         return GradientNorm(found_inf_in(gradients, device))
@@ -49,11 +50,11 @@ def measure_gradients(
 
 
 def has_non_finite(number: torch.Tensor) -> torch.Tensor:
-    """Return 1 if a number is not finite, else 0, in the type that torch's optimisers take it in."""
+    """Return 1 if a number is not finite, else 0, in the dtype that torch's optimisers expect."""
     return number.isfinite().logical_not_().to(torch.float32)
 
 
-@torch.no_grad()  # so that to_local() need not take part in autograd
+@torch.no_grad()  # keeps to_local() out of autograd
 def measure_gradient_shards(
     parameters: Sequence[nn.Parameter],
     device: torch.device,
@@ -61,17 +62,17 @@ def measure_gradient_shards(
     norm: bool,
     error: Callable[[Sequence[nn.Parameter]], MusterError],
 ) -> GradientNorm:
-    """Measure gradients of which each rank has other pieces; what is replicated counts once.
+    """Measure sharded gradients; replicated ones count once.
 
-    Parameters may be spread over different meshes, or over none. torch's own norm takes one mesh at a
-    time, and cannot add up over ranks what is offloaded to the host. Where only some ranks have a gradient of a
-    parameter, the step must not be applied either, so it counts as not finite; ``error`` is made for the parameters
-    without one on this rank.
+    Parameters may be sharded over different meshes, or over none. torch's own norm takes one mesh
+    at a time, and cannot sum over ranks if gradients are offloaded to the host. If only some ranks
+    have a gradient of a parameter, the step must not be applied either, so it counts as not finite;
+    ``error`` names the parameters without one on this rank.
     """
     which = bytes([one.grad is not None for one in parameters])
     marks = _marks(which, device).clone()
 
-    def uneven_error() -> MusterError:  # made a step later, when the gradients are gone
+    def uneven_error() -> MusterError:  # called a step later, when the gradients are cleared
         return error([one for one, has in zip(parameters, which, strict=True) if not has])
 
     if not norm:
@@ -104,9 +105,9 @@ def _are_uneven(marks: torch.Tensor) -> torch.Tensor:
 def _by_groups(
     parameters: Iterable[nn.Parameter],
 ) -> dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]:
-    """Sort this rank's pieces of gradients by the groups of ranks whose pieces make a whole.
+    """Group this rank's gradient shards by the ranks whose shards form full gradients.
 
-    A group is there without any piece too: others may have one.
+    A group without any shard here is included: other ranks may have one.
     """
     by_spread: dict[Any, list[torch.Tensor]] = {}
     for one in parameters:
@@ -130,19 +131,19 @@ def _groups(spread: tuple[DeviceMesh, Sequence[Placement]] | None) -> tuple[dist
     return tuple(mesh.get_group(dimension) for dimension in sharded)
 
 
-# Cached: from step to step it is the same, and need not go to the device anew.
+# Cached: it is the same in every step, and need not be copied to the device again.
 @functools.lru_cache(maxsize=16)
 def _marks(which: bytes, device: torch.device) -> torch.Tensor:
-    """Return a 0, and a number for these parameters twice: the highest of all ranks, and the lowest."""
+    """Return 0, and a number for these parameters twice, for maximum and minimum over all ranks."""
     number = zlib.crc32(which)
     return torch.tensor([0, number, -number], dtype=torch.float64, device=device)
 
 
 def found_inf_in(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return 1 if anything is not finite, else 0, without waiting for the device.
+    """Return 1 if any value is not finite, else 0, without waiting for the device.
 
-    This is the operation of torch's GradScaler, here with a scale of 1. It is private, but one call for all
-    gradients and by far the cheapest: with six small ones 8 us, where norms take 20 to 40.
+    It uses the private operation of torch's GradScaler with a scale of 1. One call handles all
+    gradients and is by far the cheapest: 8 us for six small ones, where norms take 20 to 40 us.
     """
     if not gradients:
         return torch.zeros((), device=device)
@@ -157,8 +158,8 @@ def found_inf_in(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
     for dtype, alike in by_dtype.items():
         if dtype in _SCALED and non_finite_check is not None:
             non_finite_check(alike, found, _one(device))
-        elif some := [one for one in alike if one.numel()]:  # nothing has no largest number
-            # The largest number, since squares could overflow where the gradients do not.
+        elif some := [one for one in alike if one.numel()]:  # an empty tensor has no maximum
+            # The maximum, because squares could overflow where the gradients do not.
             largest = nn.utils.get_total_norm(some, float("inf"))
             torch.maximum(found, largest.isfinite().logical_not(), out=found)
     return found
@@ -170,19 +171,19 @@ def _one(device: torch.device) -> torch.Tensor:
 
 
 class Strategy(Protocol):
-    """Spreads a model over the ranks.
+    """Distributes a model over the ranks.
 
     Gradients after a backward with communication are the *mean* over the ranks, in every strategy, so
-    that :class:`torchmuster.train.step.TrainStep` can weigh them alike.
+    that :class:`torchmuster.train.step.TrainStep` can weight them identically.
     """
 
     @property
     def name(self) -> str:
-        """What people write in settings: single, ddp or fsdp."""
+        """The name in settings: single, ddp or fsdp."""
         ...
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Place, wrap or shard a model; the result is what is called and what is optimised.
+        """Move, wrap or shard a model; call and optimise the result.
 
         All ranks start with the values of rank 0. Fsdp also takes a model that has values on rank 0 only
         (``meta_init.py``).
@@ -190,42 +191,44 @@ class Strategy(Protocol):
         ...
 
     def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
-        """Before the first step of a run that goes on: be as a model is that has made steps already.
+        """Before the first step of a resumed run: bring the model into the state after some steps.
 
-        ``compute`` is a forward and backward of that step, of which nothing may remain.
+        ``compute`` is a forward and backward of that step, which must leave no effect.
         """
         ...
 
     def begin_step(self, model: nn.Module) -> None:
-        """Before a step's first forward: give all ranks those buffers of rank 0 that training changes.
+        """Before a step's first forward: broadcast rank 0's buffers that training changes.
 
-        Rank 0's are saved, so a run that goes on has them on all ranks; one that never stopped must too.
+        Rank 0's are saved, so a resumed run has them on all ranks; an uninterrupted run must have
+        them too.
         """
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Leave out every communication of gradients: each rank has its own, whole."""
+        """Skip all communication of gradients: each rank keeps its own full gradients."""
         ...
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Around all micro-batches of a step but the last: communicate only what saves memory."""
+        """Around all micro-batches of a step except the last: communicate only to save memory."""
         ...
 
     def check_gradients(self, model: nn.Module) -> None:
-        """After the first backward with communication: raise if a parameter's gradient never comes."""
+        """After the first backward with communication: raise if a parameter got no gradient."""
         ...
 
     def measure_gradients(self, parameters: Sequence[nn.Parameter], *, norm: bool) -> GradientNorm:
-        """Find out on the device whether all gradients on all ranks are finite, and their 2-norm if asked.
+        """Check on the device that all gradients are finite; compute the 2-norm if requested.
 
-        The same on every rank, in plain tensors. The host does not wait for the device.
+        The results are the same on every rank, as plain tensors. The host does not wait for the
+        device.
         """
         ...
 
     def state_dict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> dict[str, Any]:
-        """Return ``{"model": …, "optimizer": …}`` under the model's own names; sharded stays sharded."""
+        """Return ``{"model": …, "optimizer": …}``, by the model's names; shards stay sharded."""
         ...
 
     def load_state_dict(
@@ -234,8 +237,8 @@ class Strategy(Protocol):
         state: dict[str, Any],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Take back what :meth:`state_dict` gave, or a whole state of the same names.
+        """Restore what :meth:`state_dict` returned, or a full state with the same names.
 
-        A whole state may be there on every rank, or on rank 0 alone, with ``{}`` on the others.
+        A full state may be given on every rank, or on rank 0 alone, with ``{}`` on the others.
         """
         ...

@@ -1,6 +1,6 @@
-"""Parameters that are to be trained but get no gradient, on all ranks or on some.
+"""Find trained parameters that get no gradient, on all ranks or on some.
 
-The ranks of DDP would wait for them for ever; those of FSDP would add gradients of different parameters up.
+DDP ranks would wait for them forever; FSDP ranks would sum gradients of different parameters.
 """
 
 import json
@@ -21,7 +21,7 @@ _WAIT_FOR_OTHERS = timedelta(seconds=8)
 
 
 def refuse_unused_parameters(model: nn.Module, world: World) -> None:
-    """Raise with the names of parameters that have no gradient, and the ranks on which that is so."""
+    """Raise with the names of parameters that have no gradient, and the ranks without them."""
     names = [
         name for name, one in model.named_parameters() if one.requires_grad and one.grad is None
     ]
@@ -30,18 +30,18 @@ def refuse_unused_parameters(model: nn.Module, world: World) -> None:
 
 
 def _ranks_that_say_so(names: Sequence[str], world: World) -> list[int]:
-    """Tell the other ranks what is missing here, and return those that miss the same.
+    """Send the names missing here to the other ranks, and return the ranks that miss the same.
 
-    The others come here at about the same time, or never, if they wait in their backward.
+    The others call this at about the same time, or never, if they wait in their backward.
     """
     if world.world_size == 1 or is_simulated(world):
         return list(range(world.world_size))
-    # Collectives will not do: a rank that does use these parameters is still waiting for the others in its backward.
+    # No collective: a rank that uses these parameters still waits for the others in its backward.
     store = PrefixStore("torchmuster-unused-parameters", group_store())
     text = json.dumps(names)
     store.set(str(world.global_rank), text)
     keys = [str(rank) for rank in range(world.world_size)]
-    with suppress(RuntimeError):  # some never come
+    with suppress(RuntimeError):  # some ranks never call this
         store.wait(keys, _WAIT_FOR_OTHERS)
     return [
         rank
@@ -53,7 +53,7 @@ def _ranks_that_say_so(names: Sequence[str], world: World) -> list[int]:
 def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> MusterError:
     """Return the error that names the parameters with a gradient on some ranks only; all ranks call it.
 
-    Each says which trained parameters got none.
+    Each rank passes the trained parameters that got none.
     """
     ranks_without: dict[str, list[int]] = {}
     for rank, names in enumerate(all_gather_object(list(without_gradient), world)):
@@ -66,10 +66,11 @@ def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> Mu
     ]
     return MusterError(
         f"{_unused_parameters_count(differing)} got a gradient on some ranks only: {_unused_parameters_shown(differing)}",
-        why="fsdp adds up over the ranks whatever has a gradient, one after the other: it would add those of "
-        "different parameters up",
-        fix="let every rank use them in every step, if only with the weight 0; or take ddp with "
-        "find_unused_parameters=True, if there is room for a copy on each rank",
+        why="fsdp sums the existing gradients over the ranks in order, so it would sum gradients "
+        "of "
+        "different parameters",
+        fix="use them on every rank in every step, if only with the weight 0; or use ddp with "
+        "find_unused_parameters=True, if a copy fits on each rank",
     )
 
 
@@ -89,8 +90,8 @@ def _unused_parameters_ranks(ranks: Sequence[int]) -> str:
 
 def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterError:
     finding = (
-        "find_unused_parameters=True lets ddp look for them after every forward, at the cost of a "
-        "walk through the whole graph in each step"
+        "set find_unused_parameters=True: ddp then searches for them after every forward, which "
+        "traverses the whole graph in each step"
     )
     if len(ranks) == world.world_size:
         where = "" if len(ranks) == 1 else " on any rank"
@@ -100,10 +101,11 @@ def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterE
         )
     else:
         where = f" on {_unused_parameters_ranks(ranks)} only"
-        fix = f"let every rank use them in every step, if only with the weight 0; or {finding}"
+        fix = f"use them on every rank in every step, if only with the weight 0; or {finding}"
     return MusterError(
         f"{_unused_parameters_count(names)} got no gradient in the first step{where}: {_unused_parameters_shown(names)}",
-        why="ddp averages the gradient of every trained parameter, and ranks that wait for one that never "
-        "comes wait for ever",
+        why="ddp averages the gradient of every trained parameter, and ranks would wait forever "
+        "for one "
+        "that never arrives",
         fix=fix,
     )

@@ -313,7 +313,7 @@ def test_a_machine_that_is_lost_in_the_middle_does_not_end_the_survey() -> None:
     class Lost(MadeUp):
         async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
             if verb != "serve":
-                raise MachineLost("node2 cannot be examined any more")
+                raise MachineLost("node2 lost its probe program")
             return await super().ask(verb, argument, within_s=within_s)
 
     links = surveyed([MadeUp(0), Lost(1), MadeUp(2)])

@@ -26,8 +26,8 @@ def set_address(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 @pytest.mark.parametrize(
     ("files", "environment", "seen"),
     [
-        ({}, {}, "neither a container nor a virtual machine was noticed"),
-        ({"proc/1/cgroup": "0::/init.scope\n"}, {}, "neither a container nor"),
+        ({}, {}, "no container or virtual machine detected"),
+        ({"proc/1/cgroup": "0::/init.scope\n"}, {}, "no container or"),
         ({".dockerenv": ""}, {}, "in a Docker container"),
         ({".dockerenv": ""}, {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, "in a Kubernetes pod"),
         ({"run/.containerenv": ""}, {}, "in a Podman container"),

@@ -100,7 +100,7 @@ def test_an_address_that_never_answers_is_given_up_in_time(
             began_s = time.monotonic()
             with pytest.raises(MusterError) as caught:
                 asyncio.run(join(code_for(port, LOOPBACK), patience_s=0.5))
-            assert "a firewall is in between" in caught.value.why
+            assert "a firewall blocks it" in caught.value.why
             assert time.monotonic() - began_s < 3 + BUSY_S
         finally:
             for filler in fillers:
@@ -199,10 +199,10 @@ def test_something_that_does_not_speak_tls_is_named(
     ("answer", "fix"),
     [
         (
-            refused_message("used-code", "this code has been used by b (10.0.0.2) at 10:00:00"),
+            refused_message("used-code", "this code was used by b (10.0.0.2) at 10:00:00"),
             "muster host",
         ),
-        (refused_message("unknown-code", "this host has not given out such a code"), "muster host"),
+        (refused_message("unknown-code", "this host has not issued this code"), "muster host"),
         (
             Refused(reason="other-protocol", why="…", protocol=2, torchmuster="9.1\x1b"),
             "pip install torchmuster==9.1� ",
@@ -219,7 +219,7 @@ def test_each_refusal_says_what_to_do(
 
 
 def test_a_short_code_needs_the_search() -> None:
-    with pytest.raises(Impossible, match="no address of the host"):
+    with pytest.raises(Impossible, match="does not contain the host's address"):
         asyncio.run(join(code_for(0), discover=False))
 
 

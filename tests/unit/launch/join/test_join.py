@@ -93,7 +93,7 @@ def test_a_machine_lost_before_the_start_loses_its_place_and_a_new_code_is_given
             assert second_code == host.service.codes()[1]
             assert second_code.token != first_code.token
             assert re.search(r"connection broke \d+ s", host.service.waiting_for(1))
-            with pytest.raises(Impossible, match="used before"):
+            with pytest.raises(Impossible, match="already been used"):
                 await join(first_code)
             await proves_open(host)
 
@@ -187,7 +187,7 @@ def test_a_machine_that_speaks_another_protocol_is_told_so_and_keeps_its_code(
                 await join(code)
             monkeypatch.undo()
             assert "the host has torchmuster" in caught.value.what
-            assert "speaks protocol 99, the host speaks 2" in caught.value.why
+            assert "uses protocol 99, the host uses 2" in caught.value.why
             assert "pip install torchmuster==" in caught.value.fix
             assert host.service.codes()[1] == code
             await proves_open(host)
@@ -245,5 +245,5 @@ def test_loopback_is_left_out_of_codes_where_others_could_not_use_it() -> None:
 
 
 def test_more_machines_than_codes_can_name_are_refused() -> None:
-    with pytest.raises(Impossible, match="join codes have room for 65536"):
+    with pytest.raises(Impossible, match="join codes support at most 65536"):
         JoinService(count=65536, addresses=["127.0.0.1"], on_event=print, on_code=print)

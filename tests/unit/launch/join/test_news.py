@@ -19,8 +19,8 @@ def test_the_first_is_told_at_once_and_the_others_are_counted(snapshot: Snapshot
         news.note("a wrong join code", "10.0.0.9")  # within the next interval
         assert told.empty()
         assert "1 more time" in await told.get()
-        news.note("a connection that said nothing", "10.0.0.9")  # another kind waits for nobody
-        assert "said nothing" in told.get_nowait()
+        news.note("a connection that sent nothing", "10.0.0.9")  # another kind waits for nobody
+        assert "sent nothing" in told.get_nowait()
         news.close()
 
     asyncio.run(story())

@@ -343,38 +343,45 @@ def test_a_name_that_dns_does_not_allow_comes_with_one_that_it_does(
 @pytest.mark.parametrize(("kind", "longest"), [("job", 61), ("jobset", 48), ("trainjob", 48)])
 def test_the_length_of_a_name_is_that_of_the_longest_pod(kind: Kind, longest: int) -> None:
     render_manifests(SPEC, replace(REQUEST, name="n" * longest), kind)
-    with pytest.raises(Impossible, match="is too long by 1") as caught:
+    with pytest.raises(Impossible, match="exceeds the length limit by 1") as caught:
         render_manifests(SPEC, replace(REQUEST, name="n" * (longest + 1)), kind)
     assert caught.value.fix == f"--name {'n' * longest}"
-    with pytest.raises(Impossible, match="is too long by 1"):  # pod 10 has one digit more
+    with pytest.raises(
+        Impossible, match="exceeds the length limit by 1"
+    ):  # pod 10 has one digit more
         render_manifests(SPEC, replace(REQUEST, name="n" * longest, nodes=11), kind)
 
 
 REFUSALS: list[tuple[dict[str, Any], dict[str, Any], Kind, str]] = [
-    ({}, {"image": ""}, "job", "no image was given"),
-    ({}, {"image": "my image"}, "job", "'my image' is not an image"),
-    ({}, {"nodes": 0}, "job", "asked for 0 nodes"),
-    ({}, {"gpus_per_node": -1}, "job", "asked for -1 GPUs per node"),
-    ({}, {"cpu": 0}, "job", "asked for 0 CPUs"),
-    ({}, {"shm_bytes": 0}, "job", "asked for 0 bytes of shared memory"),
-    ({}, {"namespace": "My_Space"}, "job", "'My_Space' cannot be the name of a namespace"),
-    ({"ranks": 0}, {}, "job", "asked for 0 ranks per node"),
-    ({"ranks": 9}, {}, "job", "asked for 9 ranks and 8 GPUs in each pod"),
-    ({"port": 80}, {}, "job", "asked for port 80"),
-    ({"port": 29555}, {}, "trainjob", "asked for port 29555 with a trainjob"),
-    ({"max_restarts": 2}, {}, "job", "asked for 2 restarts with a job"),
-    ({"max_restarts": 2}, {}, "trainjob", "asked for 2 restarts with a trainjob"),
-    ({"device": "gpu"}, {"gpus_per_node": 0}, "job", "asked for GPUs, but for none in each pod"),
-    ({"device": "cpu"}, {}, "job", "asked for the CPU and for 8 GPUs in each pod"),
-    ({"hosts": (Host(name="a"),)}, {}, "job", "asked for certain hosts or GPUs in Kubernetes"),
+    ({}, {"image": ""}, "job", "the image is missing"),
+    ({}, {"image": "my image"}, "job", "'my image' is not a valid image"),
+    ({}, {"nodes": 0}, "job", "invalid value: 0 nodes"),
+    ({}, {"gpus_per_node": -1}, "job", "invalid value: -1 GPUs per node"),
+    ({}, {"cpu": 0}, "job", "invalid value: 0 CPUs"),
+    ({}, {"shm_bytes": 0}, "job", "invalid value: 0 bytes of shared memory"),
+    ({}, {"namespace": "My_Space"}, "job", "'My_Space' is not a valid name for a namespace"),
+    ({"ranks": 0}, {}, "job", "invalid value: 0 ranks per node"),
+    ({"ranks": 9}, {}, "job", "9 ranks per pod requested, but only 8 GPUs per pod"),
+    ({"port": 80}, {}, "job", "invalid port: 80"),
+    ({"port": 29555}, {}, "trainjob", "port 29555 requested, but a trainjob"),
+    ({"max_restarts": 2}, {}, "job", "2 restarts requested, but a job does not"),
+    ({"max_restarts": 2}, {}, "trainjob", "2 restarts requested, but a trainjob does not"),
+    ({"device": "gpu"}, {"gpus_per_node": 0}, "job", "--device gpu is set, but 0 GPUs per pod"),
+    ({"device": "cpu"}, {}, "job", "--device cpu and 8 GPUs per pod contradict"),
+    ({"hosts": (Host(name="a"),)}, {}, "job", "hosts or GPU ids cannot be set for Kubernetes"),
     ({"environment": {"PET_NNODES": "2"}}, {}, "job", "PET_NNODES cannot be set for a job"),
-    ({"environment": {"A-B": "2"}}, {}, "job", "'A-B' cannot be the name of a variable"),
-    ({"command": ("t.py", "--hub-token", "x")}, {}, "job", "a secret is among the script's arg"),
+    ({"environment": {"A-B": "2"}}, {}, "job", "'A-B' is not a valid variable name"),
+    (
+        {"command": ("t.py", "--hub-token", "x")},
+        {},
+        "job",
+        "the script's arguments contain a secret",
+    ),
     (
         {},
         {"memory_bytes": 4 * GiB, "shm_bytes": 8 * GiB},
         "job",
-        "asked for 8.0 GiB of shared memory and 4.0 GiB in all",
+        "8.0 GiB of shared memory requested, but only 4.0 GiB in total",
     ),
 ]
 

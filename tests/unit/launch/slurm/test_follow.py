@@ -56,7 +56,7 @@ def test_a_controller_that_takes_its_time_does_not_make_us_silent() -> None:
         return state("done")
 
     events = follow_job("7", rhythm=FAST, poll=poll)
-    assert next(events) == JobState(job="7", kind="unknown", words="Slurm is asked for job 7")
+    assert next(events) == JobState(job="7", kind="unknown", words="querying Slurm for job 7")
     answered.set()
     *before, last = [one.kind for one in events if isinstance(one, JobState)]
     assert last == "done"

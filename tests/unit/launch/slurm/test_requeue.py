@@ -57,7 +57,7 @@ def test_one_that_may_not_says_what_to_do(
             SlurmAnswer(code=1, out="", err="Access/permission denied for job 7"),
             "Access/permission denied for job 7",
         ),
-        (None, "scontrol is gone"),
+        (None, "scontrol is not installed on this host"),
     ],
 )
 def test_one_that_slurm_does_not_take_back_says_so(answer: SlurmAnswer | None, said: str) -> None:

@@ -43,7 +43,7 @@ def test_a_controller_that_does_not_answer_can_be_tried_again(
         submit_job("#!/bin/sh\n", run_root=tmp_path / "runs")
     assert caught.value.exit_code == ExitCode.NOT_NOW
     assert words in caught.value.why
-    with pytest.raises(NotNow, match="job 7 could not be cancelled"):
+    with pytest.raises(NotNow, match="cannot cancel job 7"):
         cancel_job("7")
 
 

@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torchmuster.labs.probes.spying import replaced, watched
 
 @contextmanager
 def _imagined_gpus(count: int, told: list[str]) -> Iterator[None]:
-    """Have torch say that there are GPUs; what is done with them is written down."""
+    """Make torch report GPUs, and record the calls that use them."""
 
     def properties(place: int) -> dict[str, Any]:
         return {"name": f"GPU {place}"}
@@ -31,7 +31,7 @@ def _imagined_gpus(count: int, told: list[str]) -> Iterator[None]:
 
 
 def get_device_info(bench: Bench) -> None:
-    """All GPUs of a machine, and none."""
+    """A machine with GPUs, and one without."""
     with _imagined_gpus(3, []):
         info = bench.code.get_device_info()
     compare(info["num_gpus"], 3, 'with 3 GPUs, "num_gpus"')
@@ -45,15 +45,15 @@ def get_device_info(bench: Bench) -> None:
     except Exception as error:
         mistake("no-gpu-crashes", f"{type(error).__name__}: {error}".partition("\n")[0])
     none = info["num_gpus"] == 0 and list(info["devices"]) == [] and not info["cuda_available"]
-    require(none, "wrong-value", f"without a GPU it gave {info}")
+    require(none, "wrong-value", f"without a GPU it returned {info}")
 
 
 def get_local_rank(bench: Bench) -> None:
     """LOCAL_RANK as a number, 0 without a launcher."""
     os.environ.update(LOCAL_RANK="3", RANK="11")
     given = bench.code.get_local_rank()
-    require(str(given) != "11", "rank-for-local-rank", "with RANK=11 LOCAL_RANK=3 it gave 11")
-    require(not isinstance(given, str), "local-rank-is-text", f"it gave {given!r}")
+    require(str(given) != "11", "rank-for-local-rank", "with RANK=11 LOCAL_RANK=3 it returned 11")
+    require(not isinstance(given, str), "local-rank-is-text", f"it returned {given!r}")
     compare(given, 3, "with LOCAL_RANK=3, get_local_rank")
     del os.environ["LOCAL_RANK"]
     try:
@@ -64,14 +64,14 @@ def get_local_rank(bench: Bench) -> None:
 
 
 def setup_distributed(bench: Bench) -> None:
-    """The device before the group, the right place in it, at the meeting place that was given."""
+    """Device before group, the right rank, and the given rendezvous address."""
     order: list[str] = []
     meeting = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
     def imagined(backend: str | None = None, **named: Any) -> None:
         order.append("init_process_group")
 
-    os.environ["LOCAL_RANK"] = "1"  # of a second machine's ranks, say
+    os.environ["LOCAL_RANK"] = "1"  # as on a second machine
     with _imagined_gpus(2, order), replaced(dist, "init_process_group", imagined):
         bench.code.setup_distributed(bench.rank + 2, 4)
     late = order[:1] != ["set_device(1)"] and "set_device(1)" in order
@@ -98,20 +98,20 @@ def setup_distributed(bench: Bench) -> None:
 
 
 def verify_gpu_communication(bench: Bench) -> None:
-    """True where the sum arrives, False where it does not."""
+    """True if the sum is correct, False otherwise."""
     with watched(dist, "all_reduce") as calls:
         works = bench.code.verify_gpu_communication(bench.rank, bench.world_size)
     require(bool(calls), "collective-on-one-rank", f"rank {bench.rank} called no all_reduce")
     dist.barrier()
-    require(isinstance(works, bool), "wrong-value", f"it gave {works!r}, not True or False")
-    require(works, "wrong-value", "it gave False, and the ranks do communicate")
+    require(isinstance(works, bool), "wrong-value", f"it returned {works!r}, not True or False")
+    require(works, "wrong-value", "it returned False, but the ranks do communicate")
     with replaced(dist, "all_reduce", lambda *_, **__: None):  # nothing arrives
         broken = bench.code.verify_gpu_communication(bench.rank, bench.world_size)
-    require(not broken, "value-not-checked", "nothing was sent, and it gave True")
+    require(not broken, "value-not-checked", "nothing was sent, but it returned True")
 
 
 def cleanup_distributed(bench: Bench) -> None:
-    """The group is gone, and a second call does nothing."""
+    """The group is destroyed, and a second call does nothing."""
     bench.code.cleanup_distributed()
     require(not dist.is_initialized(), "still-in-the-group", "dist.is_initialized() is True")
     try:

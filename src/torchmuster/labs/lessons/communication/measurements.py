@@ -1,4 +1,4 @@
-"""What the report shows: messages between the ranks of the learner's group, by size."""
+"""Measurements of the report: messages between the ranks of the learner's group, by size."""
 
 import time
 
@@ -12,7 +12,7 @@ _SIZES = tuple(4**power for power in range(1, 12))  # numbers of 4 bytes
 
 
 def measure(bench: Bench) -> list[Part]:
-    """Form the learner's group and time all-reduces in it."""
+    """Create the learner's group and time all-reduces in it."""
     bench.code.setup_distributed(bench.rank, bench.world_size, "gloo")
     works = bench.code.verify_gpu_communication(bench.rank, bench.world_size)
     seconds = {size * 4: _seconds(size) for size in _SIZES}
@@ -29,16 +29,16 @@ def measure(bench: Bench) -> list[Part]:
             series=[Series(name="", points=list(seconds.items()))],
         ),
         Curves(
-            title="its rate",
+            title="rate of an all-reduce",
             x="size",
             x_unit="B",
             x_log=True,
-            y="bytes of the message in a second",
+            y="bytes of the message per second",
             y_unit="B/s",
             series=[Series(name="", points=rates)],
         ),
         Table(
-            title="in figures",
+            title="summary",
             columns=["bytes", "microseconds", "MB/s"],
             rows=[
                 [str(size), f"{took * 1e6:.0f}", f"{size / took / 1e6:.0f}"]

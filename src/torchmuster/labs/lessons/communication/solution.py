@@ -1,4 +1,4 @@
-"""Form a group of ranks, prove that it communicates, take it down.
+"""Create a group of ranks, verify communication, and destroy it.
 
 Try it: muster run --device cpu --ranks 2 communication.py
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 def get_device_info() -> dict[str, Any]:
     """Return "num_gpus", "devices" (the properties of each one) and "cuda_available".
 
-    A machine without a GPU has 0 of them, and that is no error.
+    A machine without a GPU has 0, which is not an error.
     """
     # solution
     available = torch.cuda.is_available()
@@ -27,16 +27,16 @@ def get_device_info() -> dict[str, Any]:
 
 
 def get_local_rank() -> int:
-    """Return this process's place on its machine, which the launcher tells; 0 without a launcher."""
+    """Return this process's rank on its machine, as set by the launcher; 0 without a launcher."""
     # solution
     return int(os.environ.get("LOCAL_RANK", "0"))
     # end of solution
 
 
 def setup_distributed(rank: int, world_size: int, backend: str = "nccl") -> None:
-    """Join the group. The meeting place is in MASTER_ADDR and MASTER_PORT, which are set.
+    """Join the group. The rendezvous address is in MASTER_ADDR and MASTER_PORT, which are set.
 
-    With GPUs, first make the one of this local rank the current one. Without, fall back to gloo.
+    With GPUs, first set the current device to the local rank. Without GPUs, use gloo.
     """
     # solution
     if torch.cuda.is_available():
@@ -48,7 +48,7 @@ def setup_distributed(rank: int, world_size: int, backend: str = "nccl") -> None
 
 
 def verify_gpu_communication(rank: int, world_size: int) -> bool:
-    """Add up rank + 1 over all ranks, and say whether the sum is right. All ranks call it."""
+    """Sum rank + 1 over all ranks, and return whether the sum is correct. Call it on all ranks."""
     # solution
     device = "cuda" if torch.cuda.is_available() else "cpu"
     value = torch.tensor([rank + 1.0], device=device)
@@ -66,7 +66,7 @@ def cleanup_distributed() -> None:
 
 
 def main() -> None:
-    """What a script does with these."""
+    """Example of a script."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     setup_distributed(rank, world_size)
     try:

@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _SAMPLES, _BATCH, _EPOCHS, _RATE = 10, 2, 2, 0.1
 
 
 def dataloader(bench: Bench) -> None:
-    """Each rank gets its own part, in an order that is drawn."""
+    """Each rank gets its own part, in random order."""
     dataset = TensorDataset(torch.arange(16.0))
     try:
         loaders = [bench.code.create_distributed_dataloader(dataset, 4, rank, 2) for rank in (0, 1)]
@@ -35,18 +35,18 @@ def dataloader(bench: Bench) -> None:
 
 
 def reduce_mean(bench: Bench) -> None:
-    """The mean, on every rank, of a tensor that stays as it is."""
+    """The mean on every rank, without changing the tensor."""
     value = torch.tensor([1.0, 10.0]) * (1 + 2 * bench.rank)  # 1, 10 and 3, 30
     mean = bench.code.reduce_mean(value)
     compare_to_sum = is_close(mean, [4.0, 40.0])
-    require(not compare_to_sum, "sum-not-mean", f"of 1 and 3 came {float(mean[0]):g}")
+    require(not compare_to_sum, "sum-not-mean", f"1 and 3 gave {float(mean[0]):g}")
     compare(mean, [2.0, 20.0], "reduce_mean of [1, 10] and [3, 30]")
     unchanged = is_close(value, [1.0 + 2 * bench.rank, 10.0 + 20 * bench.rank])
     require(unchanged, "changes-its-argument", f"the caller's tensor is now {value.tolist()}")
 
 
 def sync_gradients(bench: Bench) -> None:
-    """Means of gradients, also beside a parameter that has none."""
+    """Means of gradients, also with a parameter without gradient."""
     model = nn.Linear(2, 1)
     model.register_parameter("unused", nn.Parameter(torch.ones(1)))
     model.weight.grad = torch.full((1, 2), 1.0 + 2 * bench.rank)
@@ -63,7 +63,7 @@ def sync_gradients(bench: Bench) -> None:
 
 
 def train_epoch(bench: Bench) -> None:
-    """Two epochs end at the weights, and tell the loss, of one process that saw all batches."""
+    """Two epochs give the weights and losses of one process with all batches."""
     trainer, optimizer, loader = _trainer(bench)
     with watched(DistributedSampler, "set_epoch") as told:
         losses = [
@@ -76,7 +76,7 @@ def train_epoch(bench: Bench) -> None:
     require(is_close(*weights), "not-wrapped", f"rank 0 {weights[0]}, rank 1 {weights[1]}")
     epochs = [words[1] if len(words) > 1 else named.get("epoch") for words, named in told.all]
     same_order = is_close(own, _reference(orders=(0, 0))[0])
-    require(bool(epochs) and not same_order, "no-set-epoch", f"set_epoch was told {epochs}")
+    require(bool(epochs) and not same_order, "no-set-epoch", f"set_epoch was called with {epochs}")
     piled = _reference(orders=(0, 1), zero_grad=False)[0]
     require(not is_close(own, piled), "no-zero-grad")
     expected, by_sample, by_batch = _reference(orders=(0, 1))
@@ -91,7 +91,7 @@ def train_epoch(bench: Bench) -> None:
 
 
 def save_checkpoint(bench: Bench) -> None:
-    """One file with clean names, whole when any rank goes on."""
+    """One file with clean names, complete before any rank continues."""
     trainer, optimizer, _ = _trainer(bench, momentum=0.9)
     _one_step(trainer, optimizer)
     path = bench.folder / "checkpoint.pt"
@@ -105,7 +105,7 @@ def save_checkpoint(bench: Bench) -> None:
     with watched(torch, "save", before=slowly) as saves:
         trainer.save_checkpoint(str(path), 4, optimizer)
     require(bench.rank == 0 or not saves, "every-rank-saves", "rank 1 wrote as well")
-    require(path.exists(), "no-barrier", f"rank {bench.rank} found no file when it went on")
+    require(path.exists(), "no-barrier", f"rank {bench.rank} found no file when it continued")
     state = torch.load(path, weights_only=True)
     require(isinstance(state, dict) and "model" in state, "wrong-value", f"saved: {list(state)}")
     names = list(state["model"])
@@ -143,7 +143,7 @@ def load_checkpoint(bench: Bench) -> None:
 
 
 def _trainer(bench: Bench, momentum: float = 0.0) -> tuple[Any, torch.optim.Optimizer, Any]:
-    model = nn.Linear(2, 1)  # rank 1 gets another one on purpose: DDP gives it that of rank 0
+    model = nn.Linear(2, 1)  # different on rank 1 on purpose: DDP broadcasts that of rank 0
     with torch.no_grad():
         model.weight.fill_(0.5 + bench.rank)
         model.bias.zero_()
@@ -165,7 +165,7 @@ def _dataset() -> TensorDataset:
 
 
 def _batches(order: int) -> Iterator[list[list[int]]]:
-    """Yield, step by step, what each rank's batch holds in the order of an epoch."""
+    """Yield the batches of all ranks for each step of an epoch."""
     parts = []
     for rank in (0, 1):
         sampler: DistributedSampler[Any] = DistributedSampler(_dataset(), 2, rank)
@@ -178,7 +178,7 @@ def _batches(order: int) -> Iterator[list[list[int]]]:
 def _reference(
     *, orders: tuple[int, ...], zero_grad: bool = True
 ) -> tuple[torch.Tensor, list[float], list[float]]:
-    """Train alone as two ranks do; return weights, losses by sample, losses by batch."""
+    """Train in one process like two ranks; return weights, losses by sample, losses by batch."""
     model = nn.Linear(2, 1)
     with torch.no_grad():
         model.weight.fill_(0.5)

@@ -1,4 +1,4 @@
-"""What the report shows of the learner's trainer: loss by epoch, time by part."""
+"""Measurements of the report: loss by epoch, time by part."""
 
 import time
 
@@ -41,22 +41,22 @@ def measure(bench: Bench) -> list[Part]:
             series=[Series(name="two ranks", points=list(enumerate(losses)))],
         ),
         Bars(
-            title="time of an epoch",
+            title="epoch time",
             unit="s",
             values={
                 "one process": alone,
                 "two ranks": together,
-                "of it all-reduce": sending * steps,
+                "all-reduce part": sending * steps,
             },
         ),
         Table(
-            title="in figures",
+            title="summary",
             columns=["", "one process", "two ranks"],
             rows=[
-                ["optimiser steps in an epoch", str(512 // 16), str(steps)],
-                ["samples in a step", "16", "32"],
-                ["seconds for an epoch", f"{alone:.3f}", f"{together:.3f}"],
-                ["bytes of gradients in a step", "0", str(size)],
+                ["optimizer steps per epoch", str(512 // 16), str(steps)],
+                ["samples per step", "16", "32"],
+                ["seconds per epoch", f"{alone:.3f}", f"{together:.3f}"],
+                ["bytes of gradients per step", "0", str(size)],
             ],
         ),
     ]

@@ -1,4 +1,4 @@
-"""Train one model on several ranks: the same weights everywhere, each rank its own part of the data.
+"""Train one model on several ranks: equal weights, each rank with its own part of the data.
 
 Try it: muster run --device cpu --ranks 2 ddp.py
 """
@@ -26,7 +26,7 @@ def create_distributed_dataloader(
 
 
 def reduce_mean(value: torch.Tensor) -> torch.Tensor:
-    """Return the mean of ``value`` over all ranks; the caller's tensor stays as it is."""
+    """Return the mean of ``value`` over all ranks, without changing the caller's tensor."""
     # solution
     total = value.clone()
     dist.all_reduce(total)
@@ -35,9 +35,9 @@ def reduce_mean(value: torch.Tensor) -> torch.Tensor:
 
 
 def sync_gradients(model: nn.Module) -> None:
-    """Do by hand what DDP does by itself: replace each gradient by its mean over the ranks.
+    """Do what DDP does: replace each gradient by its mean over the ranks.
 
-    A parameter that took no part in the loss has no gradient.
+    A parameter that is not used in the loss has no gradient.
     """
     # solution
     for parameter in model.parameters():
@@ -51,7 +51,7 @@ class DDPTrainer:
     """A model wrapped in DDP, its training and its checkpoints."""
 
     def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
-        """Wrap the model: ``self.model`` is what is called, and what an optimiser is made from."""
+        """Wrap the model: call ``self.model``, and create the optimizer from it."""
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0  # how many epochs have been trained
@@ -62,9 +62,9 @@ class DDPTrainer:
     def train_epoch(
         self, dataloader: DataLoader[Any], optimizer: torch.optim.Optimizer, criterion: nn.Module
     ) -> float:
-        """Train on every batch once. Tell the sampler the epoch, so that the order is a new one.
+        """Train on every batch once. Call ``set_epoch`` on the sampler for a new order.
 
-        Returns the mean loss over all samples of all ranks; the last batch may be a smaller one.
+        Returns the mean loss over all samples of all ranks; the last batch may be smaller.
         """
         # solution
         sampler = dataloader.sampler
@@ -96,7 +96,7 @@ class DDPTrainer:
         # end of solution
 
     def load_checkpoint(self, path: str, optimizer: torch.optim.Optimizer) -> int:
-        """Put a checkpoint back on every rank; return the epoch it was saved after."""
+        """Load a checkpoint on every rank; return the epoch after which it was saved."""
         # solution
         state = torch.load(path, map_location="cpu", weights_only=True)
         self.model.module.load_state_dict(state["model"])
@@ -106,7 +106,7 @@ class DDPTrainer:
 
 
 def main() -> None:
-    """Train a small model for a few epochs, as rank 0 tells."""
+    """Train a small model for a few epochs; rank 0 prints the losses."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

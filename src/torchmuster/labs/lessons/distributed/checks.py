@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchmuster.labs.probes.spying import replaced, watched
 
 
 def prepare(bench: Bench) -> None:
-    """One beginning for all, noise of each rank's own, and the same again."""
+    """Equal initial weights, different noise per rank, reproducible."""
     noises = []
     for _ in range(2):
         model = nn.Linear(3, 1)
@@ -29,11 +29,11 @@ def prepare(bench: Bench) -> None:
     noise = _of_all(noises[0])
     require(not is_close(*noise), "same-noise-everywhere", f"both ranks drew {noise[0].tolist()}")
     again = is_close(*noises)
-    require(again, "noise-not-reproducible", "the same seed gave other numbers the second time")
+    require(again, "noise-not-reproducible", "the same seed gave different numbers the second time")
 
 
 class _Guess(nn.Module):
-    """Guesses what its input says, and tells in which mode it was asked."""
+    """A model that predicts its input, and records the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ def evaluate(bench: Bench) -> None:
     require(not model.trained, "evaluated-in-training-mode", "model.training is True in forward")
     require(not model.with_gradients, "evaluation-keeps-graphs", "gradients were enabled")
     require(model.training, "left-in-eval-mode", "model.training is False afterwards")
-    padded = "of 4 right ones among 7 it counted 5 among 8"
+    padded = "with 4 of 7 correct it counted 5 of 8"
     require(not is_close(share, 5 / 8), "padded-duplicates", padded)
-    averaged = "rank 0 has 3 of 4, rank 1 has 1 of 3; it gave (3/4 + 1/3) / 2"
+    averaged = "rank 0 has 3 of 4, rank 1 has 1 of 3; it returned (3/4 + 1/3) / 2"
     require(not is_close(share, (3 / 4 + 1 / 3) / 2), "accuracy-averaged", averaged)
     compare(share, 4 / 7, "evaluate, with 4 of 7 right,")
 
@@ -115,7 +115,7 @@ def accumulate(bench: Bench) -> None:
 
 
 def checkpoint(bench: Bench) -> None:
-    """A crash leaves the old file; a resume goes on behind the saved step, or at 0."""
+    """A crash leaves the old file; a resume continues after the saved step, or at 0."""
     path = bench.folder / "checkpoint.pt"
     model = DistributedDataParallel(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -124,7 +124,7 @@ def checkpoint(bench: Bench) -> None:
     except FileNotFoundError as error:
         mistake("no-first-start", f"{type(error).__name__}: {error}".partition("\n")[0])
     compare(first, 0, "resume without a file")
-    dist.barrier()  # or the first one has saved before the other has looked
+    dist.barrier()  # otherwise one rank saves before the other has checked
     bench.code.save(str(path), model, optimizer, 7)
     kept = model.module.weight.detach().clone()
     with torch.no_grad():
@@ -142,7 +142,10 @@ def checkpoint(bench: Bench) -> None:
     try:
         torch.load(path, weights_only=True)
     except Exception:
-        mistake("not-atomic", "the disk was full at the second save, and the first is gone too")
+        mistake(
+            "not-atomic",
+            "the disk was full at the second save, and the first checkpoint is lost too",
+        )
     step = bench.code.resume(str(path), model, optimizer)
     compare(model.module.weight, kept, "the loaded weights")
     require(step != 7, "resume-repeats-step", "saved after step 7, and step 7 is next again")

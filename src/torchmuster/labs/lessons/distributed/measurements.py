@@ -1,4 +1,4 @@
-"""What the report shows: one rank and two, with and without sending in every micro-batch."""
+"""Measurements of the report: one and two ranks, with and without communication per micro-batch."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _WIDTH, _BATCH, _ROUNDS = 512, 64, 8
 
 
 def measure(bench: Bench) -> list[Part]:
-    """Time steps of the learner's accumulation, and of one rank alone."""
+    """Time steps of the learner's accumulation, and of a single rank."""
     criterion = nn.MSELoss()
     inputs, targets = torch.randn(_BATCH, _WIDTH), torch.randn(_BATCH, 1)
     model = bench.code.prepare(_model(), 0)
@@ -30,7 +30,7 @@ def measure(bench: Bench) -> list[Part]:
         with model.no_sync():
             criterion(model(halves[0][0]), halves[0][1]).backward()
 
-    # The same 64 samples: by one rank, by two with half of them each.
+    # The same 64 samples: on one rank, and on two ranks with half each.
     both = _seconds(lambda: bench.code.accumulate(model, halves[:1], criterion, optimizer))
     silent = _seconds(without_sync)
     accumulated = _seconds(lambda: bench.code.accumulate(model, quarters, criterion, optimizer))
@@ -41,9 +41,9 @@ def measure(bench: Bench) -> list[Part]:
     share = bench.code.communication_share(both, min(silent, both))
     return [
         Bars(
-            title="time for a step over 64 samples",
+            title="step time with 64 samples",
             unit="s",
-            values={"one rank": alone, "two ranks": both, "two, nothing sent": silent},
+            values={"one rank": alone, "two ranks": both, "two, no communication": silent},
         ),
         Bars(
             title="four micro-batches",

@@ -1,4 +1,4 @@
-"""A training on several ranks that means the same as on one, and how much faster it is."""
+"""A training on several ranks that is equivalent to one rank, and its speed-up."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 
 def prepare(model: nn.Module, seed: int) -> DistributedDataParallel:
-    """Wrap the model: the same weights on all ranks, and then random numbers of each rank's own.
+    """Wrap the model: equal weights on all ranks, then different random numbers per rank.
 
     The same seed gives the same numbers again.
     """
@@ -27,7 +27,7 @@ def prepare(model: nn.Module, seed: int) -> DistributedDataParallel:
 def evaluate(model: nn.Module, dataset: TensorDataset, batch_size: int) -> float:
     """Return the share of samples for which ``model(inputs).argmax(1)`` is the target.
 
-    Each sample counts once, on any number of ranks. The model is in training again afterwards.
+    Each sample counts once, on any number of ranks. The model is in training mode afterwards.
     """
     # solution
     mine = range(dist.get_rank(), len(dataset), dist.get_world_size())
@@ -44,7 +44,7 @@ def evaluate(model: nn.Module, dataset: TensorDataset, batch_size: int) -> float
 
 
 class Row(NamedTuple):
-    """How well a number of ranks does."""
+    """The scaling of one number of ranks."""
 
     ranks: int
     speedup: float
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 def scaling_table(seconds: Mapping[int, float]) -> list[Row]:
-    """Return a row for each number of ranks, from their seconds for the same work; 1 is among them.
+    """Return a row for each number of ranks, from the seconds for the same work, including 1 rank.
 
     Efficiency is the share of an ideal speed-up: 1.0 if n ranks are n times as fast.
     """
@@ -65,7 +65,7 @@ def scaling_table(seconds: Mapping[int, float]) -> list[Row]:
 
 
 def communication_share(step_s: float, step_without_sync_s: float) -> float:
-    """Return which share of a step goes to communication, given one measured under no_sync."""
+    """Return the share of communication in a step, given a step measured with no_sync."""
     # solution
     return (step_s - step_without_sync_s) / step_s
     # end of solution
@@ -77,7 +77,7 @@ def accumulate(
     criterion: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Take one step over micro-batches of equal size, as if they were one batch.
+    """Run one step over micro-batches of equal size, equivalent to one batch.
 
     Gradients are sent once, in the last micro-batch.
     """
@@ -93,7 +93,7 @@ def accumulate(
 def save(
     path: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
-    """Let rank 0 write "model", "optimizer" and "step", so that a crash leaves the old file whole."""
+    """Write "model", "optimizer" and "step" on rank 0; a crash must keep the old file."""
     # solution
     if dist.get_rank() == 0:
         state = {
@@ -108,7 +108,7 @@ def save(
 
 
 def resume(path: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> int:
-    """Go on from a file that was saved after a step; return the next step, 0 if there is no file."""
+    """Resume from a file that was saved after a step; return the next step, 0 without a file."""
     # solution
     if not Path(path).exists():
         return 0

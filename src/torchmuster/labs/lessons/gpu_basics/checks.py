@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 import time
 from typing import Any
@@ -10,11 +10,11 @@ from torchmuster.labs.probes.bench import Bench, compare, is_close, require
 from torchmuster.labs.probes.spying import Operations, SavedBytes, replaced
 
 _ITERATIONS, _SIZE = 10, 8
-_READING_S = 1e-6  # so that nobody divides by a time of nothing
+_READING_S = 1e-6  # avoids a division by zero
 
 
 class _Device:
-    """A device that works later: each product takes a second, and is done when somebody waits."""
+    """An asynchronous fake device: each product takes 1 s, and finishes on synchronisation."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -36,16 +36,16 @@ class _Device:
 
 
 def benchmark(bench: Bench) -> None:
-    """On a device that takes a second for each product, it must say: a second."""
+    """On a device that takes one second per product, the result must be one second."""
     device = _Device()
     bench.code.replace("wait_for", device.wait)
     with replaced(time, "perf_counter", device.clock), Operations(device.saw):
         result = bench.code.benchmark_matmul(torch.device("cpu"), _SIZE, _ITERATIONS)
     seconds, rate = float(result.seconds), float(result.tflops)
     require(device.looks >= 2, "wrong-clock", f"time.perf_counter was read {device.looks} times")
-    said = f"each product took 1 s; it said {seconds:.3g} s"
+    said = f"each product took 1 s; it returned {seconds:.3g} s"
     require(seconds > 0.01, "no-synchronise", said)
-    require(device.products > _ITERATIONS, "no-warm-up", f"{device.products} products in all")
+    require(device.products > _ITERATIONS, "no-warm-up", f"{device.products} products in total")
     require(not _about(seconds, _ITERATIONS), "total-not-mean", said)
     require(seconds < 1.05, "warm-up-timed", said)
     require(_about(seconds, 1.0), "wrong-value", said)
@@ -60,13 +60,13 @@ def _about(given: float, expected: float) -> bool:
 
 
 def measurements(bench: Bench) -> None:
-    """A disturbed sample does not count; a speed-up is above 1 where it is faster."""
+    """An outlier does not count; a speed-up is above 1 if it is faster."""
     usual = bench.code.typical_seconds([1.0, 1.1, 9.0, 0.9, 1.0])
-    require(not is_close(usual, 2.6), "outlier-decides", "of 1.0 1.1 9.0 0.9 1.0 it said 2.6")
+    require(not is_close(usual, 2.6), "outlier-decides", "for 1.0 1.1 9.0 0.9 1.0 it returned 2.6")
     compare(usual, 1.0, "typical_seconds of 1.0 1.1 9.0 0.9 1.0")
     given = bench.code.speedups({128: 2.0, 512: 8.0}, {128: 4.0, 512: 1.0})
     upside_down = is_close([given[128], given[512]], [2.0, 0.125])
-    require(not upside_down, "speedup-upside-down", "from 8 s to 1 s it said 0.125")
+    require(not upside_down, "speedup-upside-down", "from 8 s to 1 s it returned 0.125")
     compare([given[128], given[512]], [0.5, 8.0], "speedups from 2, 8 s to 4, 1 s")
 
 
@@ -81,11 +81,11 @@ def memory(bench: Bench) -> None:
         nn.functional.mse_loss(model(inputs), targets)
     optimizer = torch.optim.Adam(model.parameters())
     stages = bench.code.training_memory(model, inputs, targets, nn.MSELoss(), optimizer)
-    counted = f"of {weights} bytes of weights it said {stages['weights']}"
+    counted = f"for {weights} bytes of weights it returned {stages['weights']}"
     require(stages["weights"] != weights // 4, "elements-not-bytes", counted)
     compare(stages["weights"], weights, '"weights"')
     compare(stages["gradients"], weights, '"gradients"')
-    seen = f'"optimizer" is {stages["optimizer"]}; Adam keeps two numbers for each weight'
+    seen = f'"optimizer" is {stages["optimizer"]}; Adam stores two values per weight'
     require(stages["optimizer"] > 0, "state-before-step", seen)
     require(abs(stages["optimizer"] - 2 * weights) <= 64, "wrong-value", seen)
     activations = stages["activations"]
@@ -96,15 +96,15 @@ def memory(bench: Bench) -> None:
 
 
 def analysis(bench: Bench) -> None:
-    """What 16 bits save, and from which size on a device is busy."""
+    """The saving of 16 bits, and the size that saturates a device."""
     stages = {"weights": 100, "activations": 400, "gradients": 100, "optimizer": 200}
     share = bench.code.saving_in_16_bits(stages)
-    everything = "of 800 bytes, 400 of them activations, it said 50 %"
+    everything = "for 800 bytes, 400 of them activations, it returned 50 %"
     require(not is_close(share, 0.5), "everything-halves", everything)
     compare(share, 0.25, "saving_in_16_bits, with 400 of 800 bytes activations,")
     rates = {128: 1.0, 512: 6.0, 1024: 9.3, 2048: 9.9, 4096: 10.0}
     size = bench.code.sufficient_size(rates)
-    require(size != 4096, "best-not-sufficient", f"of {rates} it said 4096")
+    require(size != 4096, "best-not-sufficient", f"for {rates} it returned 4096")
     compare(size, 1024, f"sufficient_size of {rates}")
 
 

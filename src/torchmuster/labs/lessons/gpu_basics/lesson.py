@@ -1,4 +1,4 @@
-"""The lab's exercises, words and questions."""
+"""The lab's exercises, texts about mistakes, and questions."""
 
 from torchmuster.labs.lesson import Exercise, Lesson, Word
 
@@ -6,31 +6,32 @@ LESSON = Lesson(
     name="gpu-basics",
     title="GPU basics and profiling",
     exercises=(
-        Exercise(name="benchmark", title="time a product of matrices", points=5, ranks=1),
-        Exercise(name="measurements", title="figures that can be trusted", points=5, ranks=1),
-        Exercise(name="memory", title="what fills memory in a step", points=5, ranks=1),
-        Exercise(name="analysis", title="what follows from it", points=5, ranks=1),
+        Exercise(name="benchmark", title="time a matrix product", points=5, ranks=1),
+        Exercise(name="measurements", title="robust measurements", points=5, ranks=1),
+        Exercise(name="memory", title="memory of a training step", points=5, ranks=1),
+        Exercise(name="analysis", title="conclusions", points=5, ranks=1),
     ),
     words={
         "wrong-clock": Word(
-            "the time is not taken from time.perf_counter",
-            "time.time() is the wall clock: it is set and jumps, and is coarser",
+            "the time is not measured with time.perf_counter",
+            "time.time() is the wall clock: it can jump, and is coarser",
             "begin = time.perf_counter()",
         ),
         "no-synchronise": Word(
-            "the clock is read before the device is done",
-            "a GPU is only given the work: without waiting one times the giving, 1000 times too fast",
-            "wait_for(device) after the loop, before the second look at the clock",
+            "the clock is read before the device has finished",
+            "GPU calls only queue work: without waiting you measure the queueing, 1000 times too "
+            "fast",
+            "call wait_for(device) after the loop, before the clock is read again",
         ),
         "no-warm-up": Word(
             "the first product is part of the measurement",
-            "it loads libraries and chooses kernels, which takes as long as a thousand products",
-            "do a few products before the clock is first read",
+            "it loads libraries and selects kernels, which takes as long as 1000 products",
+            "run a few products before the clock is first read",
         ),
         "warm-up-timed": Word(
             "the warm-up is part of the measurement",
             "the device was still busy with it when the clock was first read",
-            "wait_for(device) after the warm-up, before the first look at the clock",
+            "call wait_for(device) after the warm-up, before the clock is first read",
         ),
         "total-not-mean": Word(
             "it is the time of all products, not of one",
@@ -44,52 +45,55 @@ LESSON = Lesson(
         ),
         "outlier-decides": Word(
             "one disturbed sample decides",
-            "a mean follows every hiccup of the machine",
+            "the mean is sensitive to outliers",
             "the median: statistics.median(samples)",
         ),
         "speedup-upside-down": Word(
-            "what is faster has a speed-up below 1",
+            "the faster case has a speed-up below 1",
             "the speed-up is the time before divided by the time after",
             "before_s[size] / after_s[size]",
         ),
         "elements-not-bytes": Word(
-            "numbers were counted, not bytes",
+            "elements were counted, not bytes",
             "a float32 takes 4 bytes, a bfloat16 2",
             "tensor.nbytes, which is numel() * element_size()",
         ),
         "state-before-step": Word(
-            "the optimiser's state was counted before there was one",
-            "Adam makes its averages at the first step: two more numbers for each weight",
+            "the optimizer state was counted before it existed",
+            "Adam creates its averages in the first step: two more values per weight",
             "optimizer.step() first, then add up optimizer.state",
         ),
         "weights-as-activations": Word(
             "weights are counted among the activations",
-            "autograd keeps them for backward too, but they are there anyway",
+            "autograd saves them for backward too, but they need no additional memory",
             "leave out storages whose data_ptr() is that of a parameter",
         ),
         "activations-twice": Word(
             "the same memory is counted more than once",
-            "two operations keep the same tensor: what ReLU gives is what the next layer takes",
+            "two operations save the same tensor: the output of ReLU is the input of the next "
+            "layer",
             "count each storage once, by untyped_storage().data_ptr()",
         ),
         "everything-halves": Word(
             "all bytes are halved",
-            "under autocast weights, gradients and the optimiser's state stay in 32 bits",
+            "under autocast weights, gradients and optimizer states stay in 32 bits",
             "only the activations: half of them, divided by the sum of all",
         ),
         "best-not-sufficient": Word(
             "it is the size with the best rate",
-            "asked is from which size on a device is busy; beyond it more size brings little",
+            "the question is which size saturates the device; larger sizes gain little",
             "the smallest size with rate >= 0.9 * best",
         ),
     },
     questions=(
-        "From which size on is this device busy? What does it do below that size?",
+        "Which size saturates this device? What limits it below that size?",
         "Which kind of bytes was the largest? How does each one change with the batch size?",
         "Compare the rate with what muster bench matmul finds. What could explain a difference?",
     ),
-    on_gpus="The report measures the GPU too if there is one. Expect a GPU to lose below sizes of a few hundred, "
-    "where giving the work takes longer than doing it, and to win by 10 to 100 times above. muster doctor says "
-    "whether driver, toolkit and torch fit together; muster profile shows where a step's time goes.",
+    on_gpus="The report measures the GPU too if there is one. Expect a GPU to be slower below "
+    "sizes of a few hundred, "
+    "where launching takes longer than computing, and 10 to 100 times faster above. muster doctor "
+    "checks whether "
+    "driver, toolkit and torch are compatible; muster profile shows the time breakdown of a step.",
     counts=True,
 )

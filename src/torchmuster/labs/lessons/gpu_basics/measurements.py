@@ -1,4 +1,4 @@
-"""What the report shows: rates by size on each device, and the bytes of a training step."""
+"""Measurements of the report: rates by size on each device, and the bytes of a training step."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ _SIZES = (128, 256, 512, 1024)
 
 
 def measure(bench: Bench) -> list[Part]:
-    """Time products on the CPU, and on a GPU where there is one; then take one training step."""
+    """Time products on the CPU, and on a GPU if there is one; then run one training step."""
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda"))
@@ -39,10 +39,10 @@ def measure(bench: Bench) -> list[Part]:
     )
     parts: list[Part] = [
         Curves(
-            title="rate of a product of two square matrices",
+            title="rate of square matrix products",
             x="size",
             x_log=True,
-            y="operations in a second",
+            y="operations per second",
             y_unit="FLOP/s",
             series=[Series(name=name, points=points) for name, points in rates.items()],
         ),
@@ -52,10 +52,10 @@ def measure(bench: Bench) -> list[Part]:
             values={name: float(size) for name, size in stages.items()},
         ),
         Table(
-            title="in figures",
+            title="summary",
             columns=["", "value"],
             rows=[
-                [f"size from which {devices[-1].type} is busy", str(enough)],
+                [f"size that saturates the {devices[-1].type}", str(enough)],
                 ["saved by 16 bits", f"{saved:.0%}"],
             ],
         ),
@@ -64,7 +64,5 @@ def measure(bench: Bench) -> list[Part]:
         gained = bench.code.speedups(seconds["cpu"], seconds["cuda"])
         points = [(float(size), float(gain)) for size, gain in gained.items()]
         series = [Series(name="", points=points)]
-        parts.append(
-            Curves(title="GPU against CPU", x="size", x_log=True, y="speed-up", series=series)
-        )
+        parts.append(Curves(title="GPU vs. CPU", x="size", x_log=True, y="speed-up", series=series))
     return parts

@@ -1,4 +1,4 @@
-"""How fast a device multiplies, how to measure it, and what fills its memory in training."""
+"""Measure matrix products on a device, and its memory in training."""
 
 import statistics
 import time
@@ -10,23 +10,24 @@ from torch import nn
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all it was given. This one is complete: call it."""
+    """Wait until a device has finished all queued work. This function is complete: call it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 class Benchmark(NamedTuple):
-    """What a product of two matrices took, and the rate in 10^12 operations a second."""
+    """The time of a matrix product, and the rate in 10^12 operations per second."""
 
     seconds: float
     tflops: float
 
 
 def benchmark_matmul(device: torch.device, size: int, iterations: int = 20) -> Benchmark:
-    """Time products of two square matrices of random numbers, by ``time.perf_counter``.
+    """Time products of two random square matrices with ``time.perf_counter``.
 
-    A device is given work and does it later, so wait for it before each look at the clock. The first
-    products load libraries: do a few before the measurement. A product of n x n takes 2 n^3 operations.
+    A device executes queued work later, so wait for it before each reading of the clock. The first
+    products load libraries: run a few before the measurement. A product of n x n takes 2 n^3
+    operations.
     """
     # solution
     left = torch.randn(size, size, device=device)
@@ -44,14 +45,14 @@ def benchmark_matmul(device: torch.device, size: int, iterations: int = 20) -> B
 
 
 def typical_seconds(samples: Sequence[float]) -> float:
-    """Return what a sample usually takes; one that something else disturbed does not count."""
+    """Return the typical time of a sample, robust against outliers."""
     # solution
     return statistics.median(samples)
     # end of solution
 
 
 def speedups(before_s: Mapping[int, float], after_s: Mapping[int, float]) -> dict[int, float]:
-    """Return by size how many times as fast ``after_s`` is as ``before_s``."""
+    """Return by size the speed-up of ``after_s`` over ``before_s``."""
     # solution
     return {size: before_s[size] / after_s[size] for size in before_s}
     # end of solution
@@ -64,10 +65,10 @@ def training_memory(
     criterion: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, int]:
-    """Take one training step, and return the bytes of "weights", "activations", "gradients" and "optimizer".
+    """Run one training step; return bytes of "weights", "activations", "gradients", "optimizer".
 
-    Activations are what autograd keeps for backward (torch.autograd.graph.saved_tensors_hooks): each
-    storage once, without those of the weights.
+    Activations are what autograd saves for backward (torch.autograd.graph.saved_tensors_hooks):
+    each storage once, without those of the weights.
     """
     # solution
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
@@ -94,7 +95,7 @@ def training_memory(
 
 
 def saving_in_16_bits(stages: Mapping[str, int]) -> float:
-    """Return which share of all bytes autocast to 16 bits saves; weights and what belongs to them stay."""
+    """Return the share of all bytes that autocast to 16 bits saves: only activations shrink."""
     # solution
     return stages["activations"] / 2 / sum(stages.values())
     # end of solution

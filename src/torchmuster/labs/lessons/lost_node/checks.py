@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 import hashlib
 import os
@@ -14,17 +14,17 @@ from torchmuster.labs.probes.bench import Bench, compare, is_close, mistake, req
 
 
 def latest_good(bench: Bench) -> None:
-    """Ten comes after nine; half a file does not count; nothing at all is None."""
+    """Step 10 is newer than step 9; partial files do not count; an empty folder gives None."""
     for number in (2, 9, 10):
         _save(bench.folder, number)
     found = bench.code.latest_good(bench.folder)
-    as_text = "of steps 2, 9 and 10 it chose step-9"
-    require(found is not None, "wrong-value", "of steps 2, 9 and 10 it chose none")
+    as_text = "from steps 2, 9 and 10 it chose step-9"
+    require(found is not None, "wrong-value", "from steps 2, 9 and 10 it chose none")
     require(found.name != "step-9.pt", "sorted-as-text", as_text)
     require(found.name == "step-10.pt", "wrong-value", f"it chose {found.name}")
     (bench.folder / "step-10.pt").write_bytes(b"half of")
     found = bench.code.latest_good(bench.folder)
-    seen = "step-10.pt is cut off, and was chosen"
+    seen = "step-10.pt is truncated, and was chosen"
     require(found is not None and found.name != "step-10.pt", "not-verified", seen)
     require(found.name == "step-9.pt", "wrong-value", f"it chose {found.name}")
     (bench.folder / "step-11.pt").write_bytes(b"still being written")
@@ -39,7 +39,7 @@ def latest_good(bench: Bench) -> None:
         found = bench.code.latest_good(empty)
     except (IndexError, ValueError) as error:
         mistake("no-checkpoint-crashes", f"{type(error).__name__}: {error}")
-    require(found is None, "wrong-value", f"of an empty folder it chose {found}")
+    require(found is None, "wrong-value", f"in an empty folder it chose {found}")
 
 
 def _save(folder: Path, number: int) -> None:
@@ -54,7 +54,7 @@ def remaining(bench: Bench) -> None:
     samples, before, after = 30, 3, 2
     first = [bench.code.remaining(samples, 1, 0, 0, rank, before) for rank in range(before)]
     require(sorted(chain(*first)) == list(range(samples)), "wrong-value", "an epoch on 3 ranks")
-    seen = {one for part in first for one in part[:4]}  # four each, then a machine is lost
+    seen = {one for part in first for one in part[:4]}  # four per rank, then a machine is lost
     later = [bench.code.remaining(samples, 1, 0, 12, rank, after) for rank in range(after)]
     rest = list(chain(*later))
     require(len(rest) < samples, "starts-again", f"after 12 of {samples}, {len(rest)} are left")
@@ -84,45 +84,43 @@ def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 
 
 def resume(bench: Bench) -> None:
-    """Six steps in one piece and in two are the same six steps."""
+    """Six steps with and without an interruption give the same result."""
     whole = _training(6)[0]
     path = bench.folder / "state.pt"
     model, optimizer = _training(3)
     bench.code.save_all(path, model, optimizer, 2)
-    torch.manual_seed(99)  # a new process draws other numbers
+    torch.manual_seed(99)  # a new process has another random state
     other = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     fresh = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     step = bench.code.restore_all(path, other, fresh)
     same = all(is_close(*pair) for pair in zip(other.parameters(), model.parameters(), strict=True))
     require(same, "wrong-value", "the weights are not those that were saved")
     compare(step, 3, "restore_all of what was saved after step 2")
-    require(bool(fresh.state), "momentum-lost", "the optimiser has no state after restore_all")
+    require(bool(fresh.state), "momentum-lost", "the optimizer has no state after restore_all")
     _go_on(other, fresh, 3)
     same = all(is_close(*pair) for pair in zip(other.parameters(), whole.parameters(), strict=True))
-    require(
-        same, "random-numbers-lost", "dropout dropped other places than without the interruption"
-    )
+    require(same, "random-numbers-lost", "dropout differs from the run without interruption")
 
 
 def stopping(bench: Bench) -> None:
-    """Rank 0 is asked during step 2; both ranks end after it."""
+    """Rank 0 gets SIGTERM during step 2; both ranks stop after it."""
     stop = bench.code.StopRequest()
     stop.install()
     handler = signal.getsignal(signal.SIGTERM)
-    require(callable(handler), "signal-not-caught", "SIGTERM still ends the process at once")
+    require(callable(handler), "signal-not-caught", "SIGTERM still kills the process immediately")
     ended_after = -1
     for step in range(5):
         if bench.rank == 0 and step == 2:
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
             except SystemExit:
-                mistake("ends-in-handler", "SystemExit came out of the middle of a step")
+                mistake("ends-in-handler", "SystemExit was raised in the middle of a step")
         if stop.agreed():
             ended_after = step
             break
     bench.tell(f"ended-{bench.rank}", str(ended_after))
     both = [int(bench.told(f"ended-{rank}")) for rank in (0, 1)]
-    seen = f"rank 0 ended after step {both[0]}, rank 1 after step {both[1]} (-1: never)"
+    seen = f"rank 0 stopped after step {both[0]}, rank 1 after step {both[1]} (-1: never)"
     require(both[0] == both[1], "stopped-alone", seen)
     require(both[0] == 2, "wrong-value", seen)
     dist.barrier()
@@ -132,9 +130,9 @@ def interval(bench: Bench) -> None:
     """Young's rule, in steps."""
     given = bench.code.steps_between_saves(0.5, 10.0, 5.0)
     # sqrt(2 x 10 s x 18000 s) = 600 s
-    in_seconds = "it gave 600, which is seconds; a step takes half of one"
+    in_seconds = "it returned 600, which is seconds; a step takes 0.5 s"
     require(given != 600, "seconds-not-steps", in_seconds)
-    hours = "it gave 20: 5 hours were taken for 5 seconds"
+    hours = "it returned 20: 5 hours were used as 5 seconds"
     require(given != 20, "hours-not-seconds", hours)
     compare(given, 1200, "steps_between_saves(0.5, 10.0, 5.0)")
     compare(bench.code.steps_between_saves(1000.0, 0.001, 1.0), 1, "with steps of 1000 s, it")

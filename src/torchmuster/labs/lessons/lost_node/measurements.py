@@ -1,4 +1,4 @@
-"""What the report shows: what a save takes by size, and what that means for how often to save."""
+"""Measurements of the report: save time by size, and the resulting save interval."""
 
 import time
 
@@ -45,7 +45,7 @@ def measure(bench: Bench) -> list[Part]:
             ],
         ),
         Curves(
-            title="time lost in a day, by saving and by one failure",
+            title="time lost per day, by saving and by one failure",
             x="steps between saves",
             x_log=True,
             y="lost",
@@ -64,6 +64,6 @@ def measure(bench: Bench) -> list[Part]:
 
 
 def _lost_s(steps: int, save_s: float) -> float:
-    """One failure in the time: all saves, and half an interval that is done again."""
+    """Return the lost time with one failure: all saves, and half an interval that is repeated."""
     between_s = steps * _STEP_S
     return _HOURS * 3600 / between_s * save_s + between_s / 2

@@ -1,4 +1,4 @@
-"""Go on after a machine is lost: from the last good checkpoint, with the right samples, on other ranks."""
+"""Resume after a lost machine: last good checkpoint, right samples, other ranks."""
 
 import hashlib
 import signal
@@ -11,9 +11,9 @@ from torch import nn
 
 
 def latest_good(folder: Path) -> Path | None:
-    """Return the newest ``step-<n>.pt`` whose SHA-256 stands in ``step-<n>.sha256``, None if there is none.
+    """Return the newest ``step-<n>.pt`` whose SHA-256 is in ``step-<n>.sha256``, or None.
 
-    A machine that is lost while it saves leaves half a file, or a file without its hash.
+    A machine that is lost during a save leaves a partial file, or a file without its hash.
     """
     # solution
     saved = sorted(folder.glob("step-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
@@ -30,10 +30,10 @@ def latest_good(folder: Path) -> Path | None:
 def remaining(
     samples: int, seed: int, epoch: int, done: int, rank: int, world_size: int
 ) -> list[int]:
-    """Return what this rank still has to see of an epoch of which all ranks together have seen ``done``.
+    """Return this rank's remaining samples of an epoch of which all ranks have processed ``done``.
 
     The order of the epoch depends on seed and epoch only (``torch.randperm``), so that it is the same on any
-    number of ranks; what is left of it is dealt out one by one.
+    number of ranks; the rest is distributed one by one.
     """
     # solution
     generator = torch.Generator().manual_seed(seed + epoch)
@@ -43,7 +43,7 @@ def remaining(
 
 
 def save_all(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write all that makes the next step what it would have been: random numbers too."""
+    """Write everything that the next step depends on, including the random state."""
     # solution
     state: dict[str, Any] = {
         "model": model.state_dict(),
@@ -56,7 +56,7 @@ def save_all(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ste
 
 
 def restore_all(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Put everything back; return the next step."""
+    """Restore everything; return the next step."""
     # solution
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
@@ -67,13 +67,13 @@ def restore_all(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 class StopRequest:
-    """SIGTERM, which a scheduler sends to some rank before it takes the machine away."""
+    """Handles SIGTERM, which a scheduler sends to a rank before it reclaims the machine."""
 
     def __init__(self) -> None:
         self.received = False
 
     def install(self) -> None:
-        """From now on, SIGTERM is only noted: a handler interrupts anything, also a save."""
+        """Install a handler that only sets a flag: it may interrupt anything, also a save."""
         # solution
         signal.signal(signal.SIGTERM, self._note)
         # end of solution
@@ -84,7 +84,7 @@ class StopRequest:
         # end of solution
 
     def agreed(self) -> bool:
-        """Say whether any rank was asked to stop. All ranks call it after each step, and get one answer."""
+        """Return whether any rank got SIGTERM, the same on all ranks, which call it after each step."""
         # solution
         flag = torch.tensor([float(self.received)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -93,7 +93,7 @@ class StopRequest:
 
 
 def steps_between_saves(step_s: float, save_s: float, hours_between_failures: float) -> int:
-    """Return after how many steps to save, so that saving and lost work together cost least.
+    """Return the number of steps between saves that minimises saving time plus lost work.
 
     Young's rule: the time between saves is sqrt(2 x save time x time between failures). At least 1.
     """

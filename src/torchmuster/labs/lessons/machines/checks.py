@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ _REACHED = "192.168.29.67"
 
 
 class _ImaginedSocket:
-    """A datagram socket of a machine that has one way to others."""
+    """A fake datagram socket of a machine with one route to others."""
 
     def __init__(self, *_: Any) -> None:
         self.peer = ""
@@ -43,22 +43,24 @@ class _ImaginedSocket:
 
 
 def own_address(bench: Bench) -> None:
-    """The address on the way to the peer, on a machine whose name says something else."""
+    """The address on the route to the peer, on a machine whose name resolves differently."""
     with (
         replaced(socket, "socket", _ImaginedSocket),
         replaced(socket, "gethostbyname", lambda _: "127.0.1.1"),
     ):
         given = bench.code.own_address("192.168.29.5")
     name = given.startswith("127.")
-    require(not name, "address-by-hostname", f"it said {given}, which no other machine reaches")
-    nowhere = f"it said {given}: connect the socket to the peer first"
+    require(
+        not name, "address-by-hostname", f"it returned {given}, which no other machine can reach"
+    )
+    nowhere = f"it returned {given}: connect the socket to the peer first"
     require(given != "0.0.0.0", "socket-not-connected", nowhere)  # noqa: S104
-    require(given == _REACHED, "wrong-value", f"the way leads over {_REACHED}; it said {given}")
+    require(given == _REACHED, "wrong-value", f"the route uses {_REACHED}; it returned {given}")
 
 
 @contextlib.contextmanager
 def _within(seconds: float, otherwise: str, seen: str) -> Iterator[None]:
-    """End what does not end, and give it its name."""
+    """Interrupt a call after a time limit with a named mistake."""
 
     def end(*_: Any) -> None:
         mistake(otherwise, seen)
@@ -73,39 +75,39 @@ def _within(seconds: float, otherwise: str, seen: str) -> Iterator[None]:
 
 
 def connect(bench: Bench) -> None:
-    """Patient with who comes late, and no longer than it was told."""
+    """Retry while the other side starts late, but only within the time limit."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
         opening = threading.Timer(0.8, reserved.listen)
         opening.start()
         try:
-            with _within(15.0, "tries-for-ever", "it still tried after 15 s"):
+            with _within(15.0, "tries-for-ever", "it was still trying after 15 s"):
                 bench.code.connect("127.0.0.1", port, 10.0).close()
         except OSError as error:
-            seen = f"{type(error).__name__}: {error}; the other side came 0.8 s later"
+            seen = f"{type(error).__name__}: {error}; the other side started 0.8 s later"
             mistake("no-second-try", seen)
         finally:
             opening.join()
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        closed.bind(("127.0.0.1", 0))  # bound, but not listening
         port = closed.getsockname()[1]
         text = ""
         with (
             watched(socket, "create_connection") as tries,
-            _within(8.0, "tries-for-ever", "told to give up after 0.5 s, it still tried after 8 s"),
+            _within(8.0, "tries-for-ever", "with a limit of 0.5 s, it was still trying after 8 s"),
         ):
             try:
                 bench.code.connect("127.0.0.1", port, 0.5)
             except OSError as error:
                 text = str(error)
-    require(len(tries) < 50, "tries-without-pause", f"{len(tries)} tries in half a second")
+    require(len(tries) < 50, "tries-without-pause", f"{len(tries)} attempts in 0.5 s")
     named = "127.0.0.1" in text and str(port) in text
     require(named, "failure-without-address", f"the error says: {text!r}")
 
 
 def diagnose(bench: Bench) -> None:
-    """Four ends, told apart."""
+    """Four distinguishable outcomes."""
     outcomes: dict[str, BaseException] = {
         "refused": ConnectionRefusedError(111, "Connection refused"),
         "silent": TimeoutError("timed out"),
@@ -121,16 +123,16 @@ def diagnose(bench: Bench) -> None:
 
         with replaced(socket, "create_connection", fail):
             given[expected] = bench.code.diagnose("a-machine", 29400)
-    told = ", ".join(f"{expected} came out as {one}" for expected, one in given.items())
+    told = ", ".join(f"{expected} was reported as {one}" for expected, one in given.items())
     require(len(set(given.values())) > 1, "all-errors-alike", told)
     require(all(name == one for name, one in given.items()), "errors-confused", told)
     with socket.create_server(("127.0.0.1", 0)) as server:
         found = bench.code.diagnose("127.0.0.1", server.getsockname()[1])
-    require(found == "open", "wrong-value", f"of a port that is open it said {found}")
+    require(found == "open", "wrong-value", f"for an open port it returned {found}")
 
 
 def gather_names(bench: Bench) -> None:
-    """All names by rank; who does not come is named."""
+    """All names by rank; missing ranks are named."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set_timeout(timedelta(seconds=20))
     names = bench.code.gather_names(
@@ -138,7 +140,7 @@ def gather_names(bench: Bench) -> None:
     )
     store.set(f"done/{bench.rank}", "")
     store.wait(["done/0", "done/1"])
-    require(not isinstance(names[0], bytes), "names-as-bytes", f"it gave {names}")
+    require(not isinstance(names[0], bytes), "names-as-bytes", f"it returned {names}")
     require(names[0] != names[1], "one-key-for-all", f"it gave {names}")
     require(names == ["machine-0", "machine-1"], "wrong-value", f"it gave {names}")
     text = ""
@@ -150,9 +152,9 @@ def gather_names(bench: Bench) -> None:
     except (TimeoutError, RuntimeError) as error:
         text = str(error).partition("\n")[0]
     else:
-        mistake("missing-not-named", "rank 2 never came, and nothing was raised")
+        mistake("missing-not-named", "rank 2 never joined, and nothing was raised")
     named = "2" in text and "machine/" not in text and "missing" in text
-    require(named, "missing-not-named", f"rank 2 never came; the error says: {text}")
+    require(named, "missing-not-named", f"rank 2 never joined; the error says: {text}")
 
 
 def gathering(bench: Bench) -> None:
@@ -163,7 +165,7 @@ def gathering(bench: Bench) -> None:
 
 
 def hello(bench: Bench) -> None:
-    """Three lines, the last one only when all have come to it."""
+    """Three lines, the last one only after all ranks have reached it."""
     printed = io.StringIO()
     if bench.rank == 1:
         time.sleep(0.3)

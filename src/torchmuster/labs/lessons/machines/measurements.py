@@ -1,4 +1,4 @@
-"""What the report shows: how fast a store answers, and what connections meet on this machine."""
+"""Measurements of the report: response time of a store, and outcomes of connections."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from torchmuster.labs.probes.bench import Bench
 
 
 def measure(bench: Bench) -> list[Part]:
-    """Call the roll many times, gather, and knock at doors."""
+    """Time many joinings and a gather, and try connections."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     calls = []
     for count in (1, 4, 16, 64):
@@ -26,28 +26,28 @@ def measure(bench: Bench) -> list[Part]:
     gathering_s = (time.perf_counter() - begin) / 50
     doors = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        doors["a port with a program"] = _knock(bench, "127.0.0.1", server.getsockname()[1])
+        doors["a listening port"] = _knock(bench, "127.0.0.1", server.getsockname()[1])
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        doors["a port without one"] = _knock(bench, "127.0.0.1", closed.getsockname()[1])
-    doors["a name that nobody has"] = _knock(bench, "no-such-machine.invalid", 29400)
+        doors["a closed port"] = _knock(bench, "127.0.0.1", closed.getsockname()[1])
+    doors["an unknown name"] = _knock(bench, "no-such-machine.invalid", 29400)
     return [
         Curves(
-            title="time to gather names through the store",
-            x="rounds",
+            title="time of joining through the store",
+            x="number of joinings",
             x_log=True,
             y="time",
             y_unit="s",
             series=[Series(name="", points=calls)],
         ),
         Bars(
-            title="one of each",
+            title="one operation each",
             unit="s",
-            values={"gather names": calls[-1][1] / 64, f"gather {gathered}": gathering_s},
+            values={"joining": calls[-1][1] / 64, f"gather {gathered}": gathering_s},
         ),
         Table(
-            title="what connections meet",
-            columns=["", "diagnose says", "ms"],
+            title="connection attempts",
+            columns=["", "diagnose", "ms"],
             rows=[[name, said, f"{took * 1e3:.1f}"] for name, (said, took) in doors.items()],
         ),
     ]

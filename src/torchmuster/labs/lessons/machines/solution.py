@@ -1,4 +1,4 @@
-"""How machines find each other: an address that others reach, a place to meet, and who is there."""
+"""How machines find each other: a reachable address, a rendezvous, and joining."""
 
 import socket
 import time
@@ -10,9 +10,10 @@ from torch.distributed.distributed_c10d import Store
 
 
 def own_address(peer: str) -> str:
-    """Return the address of this machine that leads to ``peer``: the one to tell it.
+    """Return the address of this machine that ``peer`` can reach.
 
-    A datagram socket that is connected sends nothing, and knows which interface it would use.
+    A connected datagram socket sends nothing, but has the address of the interface that it would
+    use.
     """
     # solution
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -22,9 +23,9 @@ def own_address(peer: str) -> str:
 
 
 def connect(address: str, port: int, within_s: float) -> socket.socket:
-    """Return a connection, trying every tenth of a second: the other side may start later.
+    """Return a connection, retrying every 0.1 s: the other side may start later.
 
-    Nobody there within so many seconds: a ConnectionError that names address and port.
+    After ``within_s`` seconds, raise a ConnectionError that contains address and port.
     """
     # solution
     end = time.monotonic() + within_s
@@ -33,16 +34,16 @@ def connect(address: str, port: int, within_s: float) -> socket.socket:
             return socket.create_connection((address, port), timeout=within_s)
         except OSError as error:
             if time.monotonic() > end:
-                raise ConnectionError(f"nobody answers at {address}:{port}: {error}") from error
+                raise ConnectionError(f"no answer from {address}:{port}: {error}") from error
         time.sleep(0.1)
     # end of solution
 
 
 def diagnose(address: str, port: int, within_s: float = 3.0) -> str:
-    """Say what a connection meets: "open", "refused", "silent" or "unknown-name".
+    """Return the outcome of a connection: "open", "refused", "silent" or "unknown-name".
 
-    Refused: the machine answers, but nothing listens at the port. Silent: no answer at all within the
-    time, as behind a firewall. Unknown-name: there is no such machine.
+    Refused: the machine answers, but nothing listens on the port. Silent: no answer within the time
+    limit, as behind a firewall. Unknown-name: the name does not resolve.
     """
     # solution
     try:
@@ -58,9 +59,9 @@ def diagnose(address: str, port: int, within_s: float = 3.0) -> str:
 
 
 def gather_names(store: Store, rank: int, world_size: int, name: str, within_s: float) -> list[str]:
-    """Leave this machine's name in the store, and return the names of all, by rank.
+    """Write this machine's name to the store, and return the names of all, by rank.
 
-    Whoever has not come within so many seconds is named: TimeoutError("missing: ranks 2, 5").
+    If ranks are missing after ``within_s`` seconds, raise TimeoutError("missing: ranks 2, 5").
     """
     # solution
     store.set(f"machine/{rank}", name)
@@ -84,7 +85,7 @@ def test_all_gather_basic() -> list[int]:
 
 
 def say_hello() -> None:
-    """Print what shows that a group works, a line before the gathering, one after, one at the end.
+    """Print one line before the gather, one after it, and one at the end.
 
     [rank 0] world_size=2 device=cpu hostname=a
     [rank 0] gathered=[0, 1]

@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 import warnings
 from collections.abc import Callable
@@ -22,7 +22,10 @@ def _gradients(model: nn.Module, layers: list[nn.Module]) -> torch.Tensor:
     torch.manual_seed(2)
     output = model(torch.ones(3, 4))
     if not output.requires_grad:
-        mistake("reentrant-loses-gradients", "the output needs no gradient: backward stops there")
+        mistake(
+            "reentrant-loses-gradients",
+            "the output does not require gradients: backward stops there",
+        )
     output.pow(2).sum().backward()
     given = [one.grad for layer in layers for one in layer.parameters()]
     lost = [one for one in given if one is None]
@@ -31,8 +34,8 @@ def _gradients(model: nn.Module, layers: list[nn.Module]) -> torch.Tensor:
 
 
 def checkpointing(bench: Bench) -> None:
-    """The same gradients, from layers that are computed twice."""
-    warnings.simplefilter("ignore")  # torch warns of what is recognised here
+    """Equal gradients from recomputed layers."""
+    warnings.simplefilter("ignore")  # torch warns about the mistakes recognised here
     for dropout, otherwise in ((0.0, "wrong-value"), (0.5, "dropout-differs")):
         plain = _layers(dropout)
         expected = _gradients(nn.Sequential(*plain), plain)
@@ -60,7 +63,7 @@ def _counting(calls: list[int], place: int) -> Callable[..., None]:
 
 
 def attention(bench: Bench) -> None:
-    """The outputs of the plain form, without its square."""
+    """The outputs of plain attention, without the score matrix."""
     torch.manual_seed(3)
     inputs = [torch.randn(1, 2, _LENGTH, 8) for _ in range(3)]
     queries, keys, values = inputs
@@ -78,7 +81,7 @@ def attention(bench: Bench) -> None:
         forgot = causal and is_close(given, _plain(*inputs, causal=False, scale=8**-0.5))
         require(not forgot, "not-causal", "causal=True gave what causal=False gives")
         compare(given, _plain(*inputs, causal=causal, scale=8**-0.5), "attention")
-    seen = f"{squares[0]} tensors of {_LENGTH} x {_LENGTH} were made"
+    seen = f"{squares[0]} tensors of {_LENGTH} x {_LENGTH} were created"
     require(not squares[0], "plain-attention", seen)
 
 
@@ -109,7 +112,7 @@ class _Watched(nn.Module):
 
 
 def frugality(bench: Bench) -> None:
-    """Small parts, the same step, nothing kept."""
+    """Micro-batches, the same step, no graphs kept."""
     inputs = torch.randn(2, 10, 2, generator=torch.Generator().manual_seed(4))
     batches = [(one, one.sum(1, keepdim=True)) for one in inputs]
     criterion = nn.MSELoss()
@@ -141,7 +144,7 @@ def frugality(bench: Bench) -> None:
 def _reference(
     batches: list[tuple[torch.Tensor, torch.Tensor]], *, zero_grad: bool = True, parts: int = 10
 ) -> tuple[torch.Tensor, list[float]]:
-    """Train with plain means over ``parts`` samples, weighed alike."""
+    """Train with plain means over ``parts`` samples, equally weighted."""
     model = _Watched()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -164,7 +167,7 @@ def frequency(bench: Bench) -> None:
     given = bench.code.best_frequency(costs, 800)
     require(given != 8, "over-budget", "it chose one of 1200 bytes for a budget of 800")
     require(given != 1, "least-memory-not-fastest", "it chose 1.4 s where 1.25 s fits")
-    require(given == 4, "wrong-value", f"of {costs} within 800 bytes it chose {given}")
+    require(given == 4, "wrong-value", f"from {costs} within 800 bytes it chose {given}")
     try:
         given = bench.code.best_frequency(costs, 100)
     except (ValueError, TypeError, KeyError, IndexError) as error:

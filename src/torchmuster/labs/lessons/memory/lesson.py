@@ -1,4 +1,4 @@
-"""The lab's exercises, words and questions."""
+"""The lab's exercises, texts about mistakes, and questions."""
 
 from torchmuster.labs.lesson import Exercise, Lesson, Word
 
@@ -6,25 +6,26 @@ LESSON = Lesson(
     name="memory",
     title="Memory",
     exercises=(
-        Exercise(name="checkpointing", title="compute again instead of keeping", points=5, ranks=1),
-        Exercise(name="attention", title="attention without its square", points=5, ranks=1),
+        Exercise(name="checkpointing", title="recompute instead of storing", points=5, ranks=1),
+        Exercise(name="attention", title="attention without the score matrix", points=5, ranks=1),
         Exercise(name="frugality", title="the script that runs out of memory", points=5, ranks=1),
         Exercise(name="frequency", title="the fastest that fits", points=5, ranks=1),
     ),
     words={
         "nothing-recomputed": Word(
-            "no layer is computed again in backward",
-            "then all activations are kept, and nothing is saved",
+            "no layer is recomputed in backward",
+            "all activations are stored, and no memory is saved",
             "value = checkpoint(part, value, use_reentrant=False)",
         ),
         "dropout-differs": Word(
-            "dropout draws other numbers when a layer is computed again",
+            "dropout uses different random numbers when a layer is recomputed",
             "the gradient belongs to another forward than the loss",
-            "leave preserve_rng_state as it is (True)",
+            "keep the default preserve_rng_state=True",
         ),
         "reentrant-loses-gradients": Word(
             "the layers get no gradients",
-            "the reentrant kind looks at its inputs only: inputs that need no gradient end the graph",
+            "the reentrant variant considers only its inputs: inputs without requires_grad stop "
+            "the graph",
             "checkpoint(…, use_reentrant=False)",
         ),
         "layers-left-out": Word(
@@ -34,22 +35,22 @@ LESSON = Lesson(
         ),
         "attention-not-scaled": Word(
             "the scores are not divided by sqrt(d)",
-            "softmax then takes nearly only the largest one, and gradients vanish",
-            "leave scale out; the default is 1 / sqrt(d)",
+            "softmax then selects almost only the largest one, and gradients vanish",
+            "omit scale; the default is 1 / sqrt(d)",
         ),
         "not-causal": Word(
-            "places see those after them",
-            "a language model then reads the answer: its loss is wonderful and its text useless",
+            "positions attend to later positions",
+            "a language model then sees the answer: its loss is low, but its text is useless",
             "is_causal=causal",
         ),
         "plain-attention": Word(
-            "the square of all scores is made",
-            "at 32768 places that is 2 GiB for each head, twice with softmax",
+            "the full score matrix is created",
+            "at 32768 positions that is 2 GiB per head, twice with softmax",
             "torch.nn.functional.scaled_dot_product_attention computes it in tiles",
         ),
         "losses-keep-graphs": Word(
             "the list holds tensors with their graphs",
-            "each one keeps its whole forward alive: memory grows with every batch until it ends",
+            "each one keeps its whole graph alive: memory grows with every batch until it runs out",
             "loss.item()",
         ),
         "whole-batch-at-once": Word(
@@ -58,9 +59,9 @@ LESSON = Lesson(
             "inputs.split(micro_batch), backward for each part, one step at the end",
         ),
         "gradients-pile-up": Word(
-            "gradients of earlier batches are still there",
+            "gradients of earlier batches are still in .grad",
             "backward adds to .grad",
-            "optimizer.zero_grad() at the beginning of each batch",
+            "optimizer.zero_grad() at the start of each batch",
         ),
         "parts-not-weighted": Word(
             "the smaller last part counts as much as the others",
@@ -68,33 +69,37 @@ LESSON = Lesson(
             "multiply each part's loss by len(part) / len(inputs)",
         ),
         "validation-keeps-graphs": Word(
-            "validation keeps activations for a backward that never comes",
-            "memory is highest where it could be lowest",
+            "validation stores activations for a backward that never runs",
+            "validation then needs more memory than training",
             "with torch.no_grad():",
         ),
         "over-budget": Word(
-            "what it chose does not fit",
-            "the fastest is without checkpoints, and that is what ran out of memory",
-            "keep those with peak_bytes <= budget_bytes first",
+            "the choice does not fit",
+            "the fastest is without checkpoints, which ran out of memory",
+            "first select those with peak_bytes <= budget_bytes",
         ),
         "least-memory-not-fastest": Word(
             "it chose the smallest, not the fastest that fits",
-            "memory that is free is of no use; time is",
+            "unused memory has no benefit; a faster step has",
             "min over those that fit, by seconds",
         ),
         "nothing-fits": Word(
-            "it fails where nothing fits",
-            "min() of nothing is an error, and the answer is None",
+            "it fails if nothing fits",
+            "min() of an empty sequence raises; the result must be None",
             "min(…, default=None)",
         ),
     },
     questions=(
         "Which frequency keeps the fewest bytes, and why is it neither 1 nor all layers?",
-        "How much longer does a step take with it? Compare with a third, which a second forward would be.",
-        "How do the bytes of both kinds of attention grow with the sequence? From where on would you care?",
+        "How much longer does a step take with it? Compare with a third, the cost of a second "
+        "forward.",
+        "How do the bytes of both kinds of attention grow with the sequence? From which length on "
+        "does it matter?",
     ),
-    on_gpus="scaled_dot_product_attention takes FlashAttention or cuDNN there: 2 to 4 times as fast at long "
+    on_gpus="scaled_dot_product_attention uses FlashAttention or cuDNN there: 2 to 4 times as "
+    "fast at long "
     "sequences, memory linear in the length. With a GPU, torch.cuda.max_memory_allocated() shows the peak; "
-    "muster plan says before the start whether a training fits, and muster bench memory measures which blocks to recompute.",
+    "muster plan predicts whether a training fits, and muster bench memory measures which blocks "
+    "to recompute.",
     counts=True,
 )

@@ -1,4 +1,4 @@
-"""What the report shows: bytes and time by frequency of checkpoints, and attention by length."""
+"""Measurements of the report: bytes and time by checkpoint frequency, and attention by length."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _LAYERS, _WIDTH = 16, 128
 
 
 class _Largest:
-    """The largest tensor that an operation made."""
+    """The largest tensor that an operation created."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -38,7 +38,7 @@ def measure(bench: Bench) -> list[Part]:
     largest = {name: [_largest(attend, one) for one in lengths] for name, attend in kinds.items()}
     return [
         Bars(
-            title=f"kept for backward, {_LAYERS} layers, a checkpoint every N",
+            title=f"saved for backward, {_LAYERS} layers, a checkpoint every N",
             unit="B",
             values={f"every {every}": float(cost.peak_bytes) for every, cost in costs.items()},
         ),
@@ -64,13 +64,13 @@ def measure(bench: Bench) -> list[Part]:
             ],
         ),
         Table(
-            title="in figures",
-            columns=["every", "bytes kept", "ms"],
+            title="summary",
+            columns=["every", "bytes saved", "ms"],
             rows=[
                 [str(every), str(cost.peak_bytes), f"{cost.seconds * 1e3:.2f}"]
                 for every, cost in costs.items()
             ]
-            + [["best within twice the least", str(best), ""]],
+            + [["best within twice the minimum", str(best), ""]],
         ),
     ]
 
@@ -85,7 +85,7 @@ def _cost(bench: Bench, every: int) -> Any:
         begin = time.perf_counter()
         stack(inputs).sum().backward()
         samples.append(time.perf_counter() - begin)
-    # Kept over forward, and while one part is computed again: its boundary tensors and its inside.
+    # Saved in forward, and while one part is recomputed: its boundary and inner tensors.
     with SavedBytes(stack.parameters()) as kept:
         stack(inputs)
     with SavedBytes(stack.parameters()) as inside:

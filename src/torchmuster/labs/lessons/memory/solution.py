@@ -1,4 +1,4 @@
-"""Train what does not fit: compute again instead of keeping, attend without a square, keep no graph."""
+"""Train with less memory: recompute, attention without the score matrix, no stored graphs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class CheckpointedStack(nn.Module):
-    """Layers one after the other, of which only every N-th boundary is kept for backward."""
+    """Sequential layers of which only every N-th boundary is stored for backward."""
 
     def __init__(self, layers: Sequence[nn.Module], every: int) -> None:
         super().__init__()
@@ -29,9 +29,10 @@ class CheckpointedStack(nn.Module):
 def attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool
 ) -> torch.Tensor:
-    """Return softmax(Q K^T / sqrt(d)) V without ever making the square of all scores.
+    """Return softmax(Q K^T / sqrt(d)) V without creating the full score matrix.
 
-    ``causal``: a place sees itself and those before it. Tensors are batch x heads x length x d.
+    ``causal``: a position attends to itself and earlier positions. Tensors are batch x heads x
+    length x d.
     """
     # solution
     return nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=causal)
@@ -45,9 +46,9 @@ def train_frugally(
     optimizer: torch.optim.Optimizer,
     micro_batch: int,
 ) -> list[float]:
-    """Take one step for each batch, in parts of ``micro_batch`` samples; return each batch's mean loss.
+    """Run one step per batch, in parts of ``micro_batch`` samples; return each batch's mean loss.
 
-    The last part may be smaller, and counts as much as it has samples.
+    The last part may be smaller, and is weighted by its number of samples.
     """
     # solution
     losses = []
@@ -67,7 +68,7 @@ def train_frugally(
 def validate_frugally(
     model: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], criterion: nn.Module
 ) -> float:
-    """Return the mean loss over all samples, keeping nothing for a backward that never comes."""
+    """Return the mean loss over all samples, without storing activations."""
     # solution
     total = count = 0.0
     with torch.no_grad():
@@ -79,7 +80,7 @@ def validate_frugally(
 
 
 class Cost(NamedTuple):
-    """What a step takes."""
+    """The cost of a step."""
 
     seconds: float
     peak_bytes: int

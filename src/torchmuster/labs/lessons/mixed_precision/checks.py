@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torchmuster.labs.torch_private import forward_hooks
 
 
 class _Witness(torch.autograd.Function):
-    """Passes on what it gets, and tells whether autocast was on, forwards and backwards."""
+    """An identity that records whether autocast was on in forward and backward."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, told: dict[str, bool]) -> torch.Tensor:
@@ -37,7 +37,7 @@ class _Watched(nn.Module):
 
 
 def train_step(bench: Bench) -> None:
-    """Autocast around forward only, weights in 32 bits, the loss goes down."""
+    """Autocast around forward only, weights in 32 bits, decreasing loss."""
     model = _Watched()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(16, 4)
@@ -54,7 +54,7 @@ def train_step(bench: Bench) -> None:
 
 
 class _Scaler(torch.amp.GradScaler):
-    """A scaler that writes down what is done with it."""
+    """A scaler that records its calls."""
 
     def __init__(self, calls: list[str]) -> None:
         super().__init__("cpu", init_scale=1024.0)
@@ -78,7 +78,7 @@ class _Scaler(torch.amp.GradScaler):
 
 
 def scaled_step(bench: Bench) -> None:
-    """Scale, unscale, clip, step, update, in this order; the step is that of 32 bits."""
+    """Scale, unscale, clip, step, update, in this order; the step equals that in 32 bits."""
     calls: list[str] = []
     model = nn.Linear(4, 1)
     expected = _clipped_step(model)
@@ -93,7 +93,7 @@ def scaled_step(bench: Bench) -> None:
             bench.code.scaled_step(_loss(model), model, optimizer, scaler, 0.5)
     except NotImplementedError:
         raise
-    except (AssertionError, RuntimeError) as error:  # of a scaler that is used in a wrong order
+    except (AssertionError, RuntimeError) as error:  # a scaler used in the wrong order
         trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
     order = f"called: {', '.join(calls)}" + (f"; then {trouble}" if trouble else "")
     require("scale" in calls, "loss-not-scaled", order)
@@ -130,16 +130,16 @@ class _NotANumber(nn.Module):
 
 
 def first_bad_layer(bench: Bench) -> None:
-    """The first of several, infinite ones included; nothing stays in the model."""
+    """The first of several bad layers, including inf; no hooks left in the model."""
     model = nn.Sequential(nn.Linear(2, 2), _Infinite(), nn.Identity(), _NotANumber(), nn.Identity())
     given = bench.code.first_bad_layer(model, torch.ones(1, 2))
-    require(given != "3", "only-nan", "layer 1 gives inf, layer 3 NaN; it said 3")
-    require(given != "4", "last-not-first", "layers 1 to 4 are bad; it said 4")
-    require(given == "1", "wrong-value", f"layer 1 is the first bad one; it said {given!r}")
+    require(given != "3", "only-nan", "layer 1 gives inf, layer 3 NaN; it returned 3")
+    require(given != "4", "last-not-first", "layers 1 to 4 are bad; it returned 4")
+    require(given == "1", "wrong-value", f"layer 1 is the first bad one; it returned {given!r}")
     left = forward_hooks(model)
     require(not left, "hooks-left-behind", f"{left} hooks are still in the model")
     good = bench.code.first_bad_layer(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
-    require(good is None, "wrong-value", f"of a good model it said {good!r}")
+    require(good is None, "wrong-value", f"for a good model it returned {good!r}")
 
 
 def choose_precision(bench: Bench) -> None:
@@ -154,7 +154,7 @@ def choose_precision(bench: Bench) -> None:
     given = bench.code.choose_precision(results)
     require(given != "fp8", "fastest-but-wrong", "fp8 has a loss of 0.6, fp32 0.5")
     require(given != "fp16", "nan-passes", "fp16 ended in NaN, and was chosen")
-    require(given == "bf16", "wrong-value", f"of {list(results)} it chose {given}")
+    require(given == "bf16", "wrong-value", f"from {list(results)} it chose {given}")
     small = {"fp32": result(1.0, 0.010), "bf16": result(0.5, 0.015)}
     given = bench.code.choose_precision(small)
     require(given != "bf16", "absolute-gap", "0.015 is 50 % above 0.010, and was chosen")

@@ -1,4 +1,4 @@
-"""The lab's exercises, words and questions."""
+"""The lab's exercises, texts about mistakes, and questions."""
 
 from torchmuster.labs.lesson import Exercise, Lesson, Word
 
@@ -8,8 +8,10 @@ LESSON = Lesson(
     exercises=(
         Exercise(name="train_step", title="a step under autocast", points=5, ranks=1),
         Exercise(name="scaled_step", title="scaling and clipping gradients", points=5, ranks=1),
-        Exercise(name="first_bad_layer", title="where numbers went bad", points=5, ranks=1),
-        Exercise(name="choose_precision", title="compare, and choose", points=5, ranks=1),
+        Exercise(
+            name="first_bad_layer", title="find the first non-finite layer", points=5, ranks=1
+        ),
+        Exercise(name="choose_precision", title="compare and choose", points=5, ranks=1),
     ),
     words={
         "no-autocast": Word(
@@ -19,9 +21,10 @@ LESSON = Lesson(
         ),
         "backward-in-autocast": Word(
             "backward runs under autocast",
-            "each operation's backward already has the type of its forward; autocast there is not "
-            "supported and costs accuracy",
-            "take loss.backward() out of the with block",
+            "each operation's backward already uses the dtype of its forward; autocast there is "
+            "not "
+            "supported and reduces accuracy",
+            "move loss.backward() out of the with block",
         ),
         "model-halved": Word(
             "the weights themselves are in 16 bits",
@@ -30,66 +33,70 @@ LESSON = Lesson(
         ),
         "loss-not-scaled": Word(
             "the loss is not scaled before backward",
-            "small gradients are below the smallest number of fp16, and become 0",
+            "gradients below the smallest fp16 value become 0",
             "scaler.scale(loss).backward()",
         ),
         "not-clipped": Word(
             "the gradients are not clipped",
-            "one bad batch can throw the weights far away",
+            "one bad batch can change the weights drastically",
             "nn.utils.clip_grad_norm_(model.parameters(), max_norm) after scaler.unscale_(optimizer)",
         ),
         "clip-before-unscale": Word(
             "gradients are clipped while they are still scaled",
-            "they are 1024 times too large here, so max_norm cuts nearly everything away",
+            "they are 1024 times too large here, so clipping removes almost everything",
             "scaler.unscale_(optimizer) first, then clip",
         ),
         "step-without-scaler": Word(
-            "optimizer.step() is called past the scaler",
-            "after an overflow the weights become NaN; the scaler would leave that step out",
+            "optimizer.step() is called directly, not through the scaler",
+            "after an overflow the weights become NaN; the scaler would skip that step",
             "scaler.step(optimizer)",
         ),
         "no-scaler-update": Word(
             "the scale is never adjusted",
-            "after an overflow it must be halved, or every step is left out from then on",
+            "after an overflow it must be halved, otherwise every later step is skipped",
             "scaler.update() at the end of each step",
         ),
         "only-nan": Word(
-            "infinite numbers are passed over",
-            "in fp16 it begins with inf (above 65504); NaN comes layers later, of inf - inf",
+            "infinite values are ignored",
+            "in fp16 the first problem is inf (above 65504); NaN follows layers later, from inf - "
+            "inf",
             "torch.isfinite(output).all(), which is False for both",
         ),
         "last-not-first": Word(
             "it names the last bad layer",
-            "badness spreads through all that follow; only the first one is the cause",
-            "keep the first name that was found",
+            "all following layers are affected; only the first one is the cause",
+            "return the first name found",
         ),
         "hooks-left-behind": Word(
             "hooks are left in the model",
-            "they look at every output from now on: each step is slower, and the next search sees double",
+            "they run on every output: each step is slower, and the next search runs them twice",
             "keep the handles of register_forward_hook, and remove() them in finally",
         ),
         "fastest-but-wrong": Word(
-            "the fastest one is taken whatever it learned",
-            "speed is compared among trainings that learn the same",
-            "leave out those whose loss is more than 1 % from that of fp32",
+            "the fastest one is chosen regardless of its loss",
+            "compare speed only among trainings that learn equally well",
+            "exclude those whose loss differs by more than 1 % from fp32",
         ),
         "nan-passes": Word(
-            "a training that ended in NaN is taken",
-            "every comparison with NaN is False, so `if gap > 0.01: leave it out` lets it pass",
-            "keep what is good (gap <= 0.01) instead of leaving out what is bad; or math.isfinite",
+            "a training that ended in NaN is chosen",
+            "every comparison with NaN is False, so `if gap > 0.01: leave it out` does not "
+            "exclude it",
+            "select the good ones (gap <= 0.01) instead of excluding the bad ones; or use "
+            "math.isfinite",
         ),
         "absolute-gap": Word(
-            "losses are compared by their difference",
-            "1 % of what? A difference of 0.005 is half of a loss of 0.01",
+            "losses are compared by their absolute difference",
+            "1 % is relative: a difference of 0.005 is half of a loss of 0.01",
             "abs(loss - reference) / abs(reference)",
         ),
     },
     questions=(
-        "Does the loss of bf16 follow that of fp32? Where do they part, and does it matter?",
+        "Does the loss of bf16 follow that of fp32? Where do they diverge, and does it matter?",
         "Which share of the activations' bytes was saved, and why is it not one half?",
         "Is bf16 faster on this machine? Why could it be slower on a CPU?",
     ),
-    on_gpus="Tensor cores make 16-bit products about twice as fast and more; activations take half. Expect about "
+    on_gpus="Tensor cores compute 16-bit products at least twice as fast; activations take half. "
+    "Expect about "
     "2x, about half of the activations' memory and a loss within 1 %. fp16 needs the scaler, bf16 (from Ampere on) "
     "does not. muster bench precision measures your model in all of them.",
     counts=True,

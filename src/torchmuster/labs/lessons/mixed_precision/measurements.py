@@ -1,4 +1,4 @@
-"""What the report shows: the learner's step in bf16 beside one in 32 bits."""
+"""Measurements of the report: the learner's step in bf16 and in fp32."""
 
 import time
 from collections.abc import Callable
@@ -54,18 +54,18 @@ def measure(bench: Bench) -> list[Part]:
             ],
         ),
         Bars(
-            title="time of a step",
+            title="step time",
             unit="s",
             values={name: seconds for name, (_, seconds, _) in courses.items()},
         ),
         Bars(
-            title="kept for backward",
+            title="saved for backward",
             unit="B",
             values={name: float(size) for name, (_, _, size) in courses.items()},
         ),
         Table(
             title=f"choose_precision: {chosen}",
-            columns=["", "last loss", "ms for a step", "bytes kept for backward"],
+            columns=["", "last loss", "ms per step", "bytes saved for backward"],
             rows=[
                 [name, f"{losses[-1]:.5f}", f"{seconds * 1e3:.2f}", str(size)]
                 for name, (losses, seconds, size) in courses.items()

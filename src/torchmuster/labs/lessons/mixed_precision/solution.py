@@ -1,4 +1,4 @@
-"""Train with numbers of 16 bits where that does no harm, and find out where it does."""
+"""Train in 16 bits where it is safe, and find out where it is not."""
 
 import math
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     dtype: torch.dtype = torch.bfloat16,
 ) -> float:
-    """Take one step in mixed precision and return its loss.
+    """Run one step in mixed precision and return its loss.
 
-    Forward and loss under autocast, backward outside of it; the weights stay in 32 bits.
+    Forward and loss under autocast, backward outside; the weights stay in 32 bits.
     """
     # solution
     optimizer.zero_grad()
@@ -37,7 +37,7 @@ def scaled_step(
     scaler: torch.amp.GradScaler,
     max_norm: float,
 ) -> None:
-    """Take one step with a scaled loss, as fp16 needs it, and gradients clipped to ``max_norm``."""
+    """Run one step with a scaled loss (for fp16) and gradients clipped to ``max_norm``."""
     # solution
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -50,7 +50,7 @@ def scaled_step(
 def first_bad_layer(model: nn.Module, inputs: torch.Tensor) -> str | None:
     """Return the name of the first layer whose output is not finite (NaN or infinite), or None.
 
-    Layers are the modules without children, in the order they are called. The model is left as it was.
+    Layers are the modules without children, in call order. The model stays unchanged.
     """
     # solution
     bad: list[str] = []
@@ -74,7 +74,7 @@ def first_bad_layer(model: nn.Module, inputs: torch.Tensor) -> str | None:
 
 
 class Result(NamedTuple):
-    """What a training in one precision came to."""
+    """The result of a training in one precision."""
 
     seconds: float
     loss: float

@@ -1,4 +1,4 @@
-"""What each exercise must do, and how its mistakes show."""
+"""Check each exercise and recognise its mistakes."""
 
 import json
 import time
@@ -15,12 +15,12 @@ _BATCHES, _RATE, _DECAY = 5, 0.1, 0.9
 
 
 def trainer(bench: Bench) -> None:
-    """Three steps for five batches in pairs; a schedule by step; everything back after a load."""
+    """Three steps for five batches in pairs; a schedule by step; full state after a load."""
     given = _trainer(bench)
     with watched(given.optimizer, "step") as steps:
         losses = [given.train_epoch() for _ in range(2)]
     _same_on_both(next(iter(given.model.parameters())).detach(), "copies-drift", "the weights")
-    told = f"{_BATCHES} batches in pairs gave {len(steps) // 2} optimiser steps, not 3"
+    told = f"{_BATCHES} batches in pairs gave {len(steps) // 2} optimizer steps, not 3"
     require(len(steps) != 4, "leftover-dropped", told)
     require(len(steps) == 6, "wrong-value", told)
     rate = given.optimizer.param_groups[0]["lr"]
@@ -75,7 +75,7 @@ def _same_on_both(mine: torch.Tensor, otherwise: str, what: str) -> None:
 
 
 def profiling(bench: Bench) -> None:
-    """Shares of known parts, and a trace that names them."""
+    """Shares of known parts, and a trace with their names."""
     calls = {"data": 0, "forward": 0}
 
     def data() -> None:
@@ -84,7 +84,7 @@ def profiling(bench: Bench) -> None:
 
     def forward() -> None:
         calls["forward"] += 1
-        time.sleep(1.2 if calls["forward"] == 1 else 0.01)  # the first one sets things up
+        time.sleep(1.2 if calls["forward"] == 1 else 0.01)  # the first call is slow
 
     trace = bench.folder / "trace.json"
     try:
@@ -95,14 +95,14 @@ def profiling(bench: Bench) -> None:
     names = {one.get("name") for one in json.loads(trace.read_text())["traceEvents"]}
     require({"data", "forward"} <= names, "no-markers", "the trace names neither part")
     told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    seen = f"data sleeps 120 ms, forward 10 ms and 1.2 s at its first call; it said: {told}"
+    seen = f"data sleeps 120 ms, forward 10 ms and 1.2 s in its first call; it returned: {told}"
     require(abs(sum(shares.values()) - 1) < 0.01, "shares-do-not-add-up", seen)
     require(calls["data"] > 3 and shares["forward"] < 0.6, "first-step-profiled", seen)
     require(shares["data"] > 0.6, "wrong-value", seen)
 
 
 def monitor(bench: Bench) -> None:
-    """Rows of rank 0 at their turn; what should be looked at is said."""
+    """Rows of rank 0 every N steps; alerts for problems."""
     make = bench.code.Monitor
     silent = make(1, 10)
     silent.log(0, torch.tensor(1.0), 100.0)
@@ -121,13 +121,13 @@ def monitor(bench: Bench) -> None:
     wanted = {"train_step": 20.0, "train_loss": 0.5, "train_samples_per_second": 100.0}
     read = {name: float(value) for name, value in lines.items()}
     require(read == wanted, "wrong-value", f"render gave {text!r}")
-    require(watch.alerts() == [], "false-alarm", f"of a good run it said {watch.alerts()}")
+    require(watch.alerts() == [], "false-alarm", f"for a good run it returned {watch.alerts()}")
     for bad in (float("nan"), float("inf")):
         watch.log(30, torch.tensor(bad), 100.0)
-        seen = f"the loss is {bad}, and it said {watch.alerts()}"
+        seen = f"the loss is {bad}, and it returned {watch.alerts()}"
         require("loss-not-finite" in watch.alerts(), "nan-unnoticed", seen)
     watch.log(40, torch.tensor(0.4), 30.0)
-    seen = f"from 100 to 30 samples a second, and it said {watch.alerts()}"
+    seen = f"from 100 to 30 samples/s, and it returned {watch.alerts()}"
     require(watch.alerts() == ["slow"], "slowness-unnoticed", seen)
 
 

@@ -1,4 +1,4 @@
-"""What the report shows: losses and rates of the learner's trainer, and the shares of its step."""
+"""Measurements of the report: losses and rates of the learner's trainer, and its time breakdown."""
 
 import time
 
@@ -12,7 +12,7 @@ _EPOCHS = 8
 
 
 def measure(bench: Bench) -> list[Part]:
-    """Train a few epochs, watch them, then profile a step's parts."""
+    """Train a few epochs with monitoring, then profile a step."""
     torch.manual_seed(bench.rank)
     batches = [_batch() for _ in range(6)]
     settings = bench.code.Settings(rate=0.3, decay=0.97, accumulation=2, max_norm=1.0)
@@ -56,13 +56,13 @@ def measure(bench: Bench) -> list[Part]:
             series=[Series(name="", points=rates)],
         ),
         Bars(
-            title="where the time goes",
+            title="time breakdown",
             unit="%",
             values={name: 100 * share for name, share in shares.items()},
         ),
         Table(
             title=f"the monitor's rows; alerts: {alerts or 'none'}",
-            columns=["epoch", "loss", "samples a second"],
+            columns=["epoch", "loss", "samples/s"],
             rows=rows,
         ),
     ]

@@ -1,4 +1,4 @@
-"""Everything of the labs before in one trainer, with a profile of it and a watch over it."""
+"""Everything from the earlier labs in one trainer, with profiling and monitoring."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Settings(NamedTuple):
-    """What a run is told. The rate is multiplied by ``decay`` after each optimiser step."""
+    """The settings of a run; ``decay`` multiplies the learning rate after each optimizer step."""
 
     rate: float = 0.1
     decay: float = 0.9
@@ -29,7 +29,7 @@ class ProductionTrainer:
     def __init__(
         self, model: nn.Module, train_batches: Batches, val_batches: Batches, settings: Settings
     ) -> None:
-        """Make ``model`` (DDP), ``optimizer`` (SGD) and ``scheduler`` (ExponentialLR)."""
+        """Create ``model`` (DDP), ``optimizer`` (SGD) and ``scheduler`` (ExponentialLR)."""
         self.train_batches = train_batches
         self.val_batches = val_batches
         self.settings = settings
@@ -42,7 +42,8 @@ class ProductionTrainer:
     def train_epoch(self) -> float:
         """Train on all batches; return the mean of their losses (cross entropy) over all ranks.
 
-        A step takes ``accumulation`` batches, the last one what is left. All ranks have as many batches.
+        A step uses ``accumulation`` batches, the last one the rest. All ranks have the same number
+        of batches.
         """
         # solution
         total = torch.zeros(1)
@@ -54,7 +55,7 @@ class ProductionTrainer:
         # end of solution
 
     def _step(self, group: Batches) -> float:
-        """Take one optimiser step over a few batches; return the sum of their losses."""
+        """Run one optimizer step over a few batches; return the sum of their losses."""
         # solution
         total = 0.0
         self.optimizer.zero_grad()
@@ -72,7 +73,7 @@ class ProductionTrainer:
 
     @contextmanager
     def _silence(self, wanted: bool) -> Iterator[None]:
-        """Send no gradients, if that is wanted. This one is complete."""
+        """Skip gradient communication if requested. This function is complete."""
         if wanted:
             with self.model.no_sync():
                 yield
@@ -80,7 +81,7 @@ class ProductionTrainer:
             yield
 
     def validate(self) -> float:
-        """Return the mean loss over all samples of all ranks, which may have different numbers of them."""
+        """Return the mean loss over all samples of all ranks; their numbers may differ."""
         # solution
         total = torch.zeros(2)
         self.model.eval()
@@ -94,7 +95,7 @@ class ProductionTrainer:
         # end of solution
 
     def save_checkpoint(self, path: str, epoch: int) -> None:
-        """Let rank 0 write all that a resume needs; every rank waits for it."""
+        """Write everything needed for a resume on rank 0; every rank waits for it."""
         # solution
         if dist.get_rank() == 0:
             state = {
@@ -108,7 +109,7 @@ class ProductionTrainer:
         # end of solution
 
     def load_checkpoint(self, path: str) -> int:
-        """Put everything back on this rank; return the next epoch."""
+        """Restore the state on this rank; return the next epoch."""
         # solution
         state = torch.load(path, map_location="cpu", weights_only=True)
         self.model.module.load_state_dict(state["model"])
@@ -121,10 +122,10 @@ class ProductionTrainer:
 def profile_steps(
     parts: Mapping[str, Callable[[], object]], steps: int, trace: str
 ) -> dict[str, float]:
-    """Profile steps that are made of these parts; return each part's share of their time, by name.
+    """Profile steps of these parts; return each part's share of the time, by name.
 
-    Mark each part with ``record_function(name)``, do one step before the profile begins, and export it to
-    ``trace`` (Chrome's format). The shares add up to 1.
+    Mark each part with ``record_function(name)``, run one step before the profile starts, and
+    export it to ``trace`` (Chrome's format). The shares add up to 1.
     """
     # solution
     for part in parts.values():
@@ -141,29 +142,29 @@ def profile_steps(
 
 
 class Monitor:
-    """Rank 0 keeps a row for every ``every``-th step, and says what should be looked at."""
+    """Stores a row for every ``every``-th step on rank 0, and raises alerts."""
 
     def __init__(self, rank: int, every: int) -> None:
         self.rank = rank
         self.every = every
-        self.rows: list[tuple[int, float, float]] = []  # step, loss, samples a second
+        self.rows: list[tuple[int, float, float]] = []  # step, loss, samples/s
 
     def log(self, step: int, loss: torch.Tensor, samples_per_s: float) -> None:
-        """Keep a row of plain numbers, on rank 0, if it is this step's turn (0, every, …)."""
+        """Store a row of plain numbers on rank 0 if the step is due (0, every, …)."""
         # solution
         if self.rank == 0 and step % self.every == 0:
             self.rows.append((step, loss.item(), samples_per_s))
         # end of solution
 
     def render(self) -> str:
-        """Return the last row for Prometheus: a line ``train_step 20`` and so on for each metric."""
+        """Return the last row in Prometheus format, such as ``train_step 20``, a line per metric."""
         # solution
         step, loss, rate = self.rows[-1]
         return f"train_step {step}\ntrain_loss {loss}\ntrain_samples_per_second {rate}\n"
         # end of solution
 
     def alerts(self) -> list[str]:
-        """Return "loss-not-finite" and "slow" (below half of the best rate so far), of the last row."""
+        """Return "loss-not-finite" and "slow" (below half of the best rate) for the last row."""
         # solution
         _, loss, rate = self.rows[-1]
         found = []

@@ -1,1 +1,1 @@
-"""A job as manifests for Kubernetes. See README.md in this folder."""
+"""Kubernetes manifests for a job. See README.md in this folder."""

@@ -1,8 +1,8 @@
-"""A job as Kubernetes objects: a plain Indexed Job, a JobSet, or a Kubeflow TrainJob.
+"""Render a job as Kubernetes objects: a plain Indexed Job, a JobSet, or a Kubeflow TrainJob.
 
-Pure functions from a job to dictionaries. Every pod runs torchrun with a fixed meeting place, the first
-pod's name, and its own number, which Kubernetes puts into the arguments; so there is one template,
-however many pods there are, and the image needs nothing of ours.
+Pure functions from a job to dictionaries. Every pod runs torchrun with a static rendezvous address, the
+first pod's name, and its own node rank, which Kubernetes substitutes in the arguments; so there is one
+template for any number of pods, and the image does not need torchmuster.
 """
 
 import io
@@ -27,12 +27,12 @@ from torchmuster.launch.schedulers.kubernetes.request import (
 from torchmuster.redaction import is_secret_name, redact_text
 from torchmuster.units import GiB, KiB, MiB
 
-# What Kubeflow's runtime calls the job and its container; the JobSet uses the same words.
+# Name of the job and its container in Kubeflow's runtime; the JobSet uses the same name.
 _NODE = "node"
 _SHARED_MEMORY = "shared-memory"
 _TO_END_S = 45
-# kubectl reads YAML 1.1, in which yes is a truth value and 12:30 a number of minutes: in the text
-# everything is quoted that is not plainly a word.
+# kubectl reads YAML 1.1, in which yes is a boolean and 12:30 a number: quote every string that is not
+# a plain word.
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
 _NO_TEXTS = {"yes", "no", "on", "off", "true", "false", "null"}
 
@@ -50,7 +50,7 @@ def render_manifests(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> l
 
 
 def first_address(request: KubernetesRequest, kind: Kind) -> str:
-    """Return the name under which all pods reach the first."""
+    """Return the DNS name of the first pod."""
     host = f"{request.name}-0" if kind == "job" else f"{request.name}-{_NODE}-0-0"
     return f"{host}.{request.name}"
 
@@ -58,7 +58,7 @@ def first_address(request: KubernetesRequest, kind: Kind) -> str:
 def _service(spec: JobSpec, request: KubernetesRequest) -> Document:
     """Return the headless Service that gives each pod a name.
 
-    Names are needed before a pod is ready: ready it becomes by meeting the others.
+    It publishes names before pods are ready: they become ready only after the rendezvous.
     """
     return {
         "apiVersion": "v1",
@@ -91,7 +91,7 @@ def _jobset(spec: JobSpec, request: KubernetesRequest) -> Document:
         "metadata": _metadata(request),
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            # A restart is one of all pods together, with nothing left of the earlier attempt.
+            # A restart replaces all pods together.
             "failurePolicy": _manifests_restarts(spec),
             "ttlSecondsAfterFinished": request.keep_finished_s,
             "replicatedJobs": [
@@ -106,7 +106,7 @@ def _jobset(spec: JobSpec, request: KubernetesRequest) -> Document:
 
 
 def _manifests_restarts(spec: JobSpec) -> Document:
-    """Return when all pods start again; a machine that is taken away counts as no failure."""
+    """Return the failure policy; the loss of a node does not count as a restart."""
     if not spec.max_restarts:
         return {"maxRestarts": 0}
     taken_away = {
@@ -132,14 +132,14 @@ def _job_spec(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> Document
     pod: Document = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        # Of these, torchrun gives the ranks 30 to save, and has the rest to end them.
+        # torchrun gives the ranks 30 s of these to save, and uses the rest to kill them.
         "terminationGracePeriodSeconds": _TO_END_S,
         "containers": [container],
         "volumes": _volumes(request),
     }
     if request.run_as_non_root:
         pod["securityContext"] = {"runAsNonRoot": True}
-    # Tells the JobSet that the pod did not fail by itself: it was evicted or preempted, its node drained.
+    # Reports to the JobSet that the pod was evicted or preempted, or its node drained.
     taken_away = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
     policy = {"podFailurePolicy": {"rules": [taken_away]}} if spec.max_restarts else {}
     return {
@@ -147,15 +147,15 @@ def _job_spec(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> Document
         "completionMode": "Indexed",
         "completions": request.nodes,
         "parallelism": request.nodes,
-        # The first pod that fails ends the Job and with it all others. A single pod that came back
-        # would find nobody to join: the others' group died with it.
+        # The first pod that fails stops the Job and all other pods. A single restarted pod could not
+        # rejoin, because the process group no longer exists.
         "backoffLimit": 0,
         "template": {"spec": pod},
     }
 
 
 def _trainjob(spec: JobSpec, request: KubernetesRequest) -> Document:
-    """Return a TrainJob; Kubeflow Trainer tells torchrun its place by ``PET_…`` variables."""
+    """Return a TrainJob; Kubeflow Trainer sets torchrun's node rank by ``PET_…`` variables."""
     patch: Document = {
         "containers": [
             {
@@ -197,7 +197,7 @@ def _trainjob(spec: JobSpec, request: KubernetesRequest) -> Document:
 def _torchrun_flags(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> list[str]:
     return [
         f"--nnodes={request.nodes}",
-        "--node-rank=$(JOB_COMPLETION_INDEX)",  # Kubernetes fills it in, not a shell
+        "--node-rank=$(JOB_COMPLETION_INDEX)",  # substituted by Kubernetes, not by a shell
         f"--nproc-per-node={ranks_of(spec, request)}",
         f"--master-addr={first_address(request, kind)}",
         f"--master-port={port_of(spec)}",
@@ -227,8 +227,8 @@ def _variable(name: str, value: str, request: KubernetesRequest) -> Document:
         return {"name": name, "value": _literally(value)}
     if request.secret is None:
         raise Impossible(
-            f"{name} is a secret, and a manifest would show it to everybody who may see the job",
-            why="Kubernetes keeps such values in a Secret, which the job then names",
+            f"{name} is a secret, and the manifest would expose it to everyone who can read the job",
+            why="Kubernetes stores such values in a Secret, which the job references",
             fix=f"kubectl create secret generic {request.name}-secrets --from-literal={name}=…  "
             f"# then: --secret {request.name}-secrets",
         )
@@ -239,7 +239,7 @@ def _variable(name: str, value: str, request: KubernetesRequest) -> Document:
 
 
 def _literally(text: str) -> str:
-    """Keep Kubernetes from reading $(NAME) in what a user wrote; it turns $$ back into $."""
+    """Escape $ so that Kubernetes does not expand $(NAME) in user text; it turns $$ into $."""
     return text.replace("$", "$$")
 
 
@@ -251,7 +251,7 @@ def _resources(request: KubernetesRequest) -> Document:
         amounts["memory"] = _quantity(request.memory_bytes)
     if request.gpus_per_node:
         amounts[request.gpu_resource] = str(request.gpus_per_node)
-    # The same as request and limit: a pod that gets less than it may use is killed in the middle.
+    # Request equals limit: a pod that uses more than its request may be killed while running.
     return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
 
 
@@ -272,7 +272,7 @@ def _volumes(request: KubernetesRequest) -> list[Document]:
 
 
 def _volume_mounts() -> list[Document]:
-    return [{"name": _SHARED_MEMORY, "mountPath": "/dev/shm"}]  # noqa: S108  the place itself
+    return [{"name": _SHARED_MEMORY, "mountPath": "/dev/shm"}]  # noqa: S108  the mount point itself
 
 
 def _metadata(request: KubernetesRequest) -> Document:

@@ -1,4 +1,4 @@
-"""What a job asks of a Kubernetes cluster, and what no cluster would accept."""
+"""The resources that a job requests from Kubernetes, and their validation."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torchmuster.units import GiB, format_bytes
 Kind = Literal["trainjob", "job", "jobset"]
 GpuResource = Literal["nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe"]
 
-# A Service and a TrainJob may not begin with a digit, so the stricter of the two DNS rules holds.
+# Names of a Service and a TrainJob must not begin with a digit, so the stricter DNS rule applies.
 _LABEL = re.compile(r"[a-z](?:[a-z0-9-]*[a-z0-9])?")
 _NAMESPACE = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -21,12 +21,12 @@ _LONGEST_LABEL = 63
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesRequest:
-    """The pods of a job: how many, from which image, and what each of them gets.
+    """The pods of a job: their number, image and resources.
 
-    The command, the ranks in each pod, the port, the variables and the restarts are the job's own.
-    ``cpu`` and ``memory_bytes`` are requested and are the limit too; None leaves them to the cluster.
-    Shared memory counts as memory; by default it is half of it, or 8 GiB where none is given.
-    ``secret`` names the Secret in which variables with secret names are kept.
+    Command, ranks per pod, port, variables and restarts come from the job. ``cpu`` and
+    ``memory_bytes`` are both request and limit; None uses the cluster's default. Shared memory counts
+    as memory; the default is half of it, or 8 GiB without ``memory_bytes``. ``secret`` is the name of
+    the Secret that holds secret variables.
     """
 
     name: str
@@ -37,62 +37,62 @@ class KubernetesRequest:
     cpu: int | None = None
     memory_bytes: int | None = None
     shm_bytes: int | None = None
-    namespace: str | None = None  # None: the one kubectl is set to
+    namespace: str | None = None  # None: kubectl's current namespace
     secret: str | None = None
     run_as_non_root: bool = False
-    start_timeout_s: int = 1800  # until all pods have met: they may have to wait for machines
+    start_timeout_s: int = 1800  # until the rendezvous: pods may have to wait for nodes
     keep_finished_s: int = 86400
 
 
 def ranks_of(spec: JobSpec, request: KubernetesRequest) -> int:
-    """Return how many ranks each pod runs."""
+    """Return the number of ranks per pod."""
     return spec.ranks or request.gpus_per_node or 1
 
 
 def port_of(spec: JobSpec) -> int:
-    """Return the port at which the ranks meet."""
+    """Return the rendezvous port."""
     return USUAL_PORT if spec.port is None else spec.port
 
 
 def shared_memory_bytes_of(request: KubernetesRequest) -> int:
-    """Return how much shared memory each pod gets."""
+    """Return the shared memory of each pod in bytes."""
     if request.shm_bytes is not None:
         return request.shm_bytes
     return 8 * GiB if request.memory_bytes is None else request.memory_bytes // 2
 
 
 def check_kubernetes_request(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> None:
-    """Refuse what the cluster would refuse later, or accept and never start."""
+    """Raise for requests that the cluster would reject, or accept and never start."""
     _check_names(request, kind)
     _check_amounts(spec, request)
     for name in spec.environment:
         _check_variable(name)
     if redact_command(spec.command) != list(spec.command):
         raise Impossible(
-            "a secret is among the script's arguments",
-            why="a manifest would show it to everybody who may see the job",
-            fix="give it to the script as a variable, which can be kept in a Secret",
+            "the script's arguments contain a secret",
+            why="the manifest would expose it to everyone who can read the job",
+            fix="pass it as an environment variable, which can be stored in a Secret",
         )
     if kind != "jobset" and spec.max_restarts:
         raise Impossible(
-            f"asked for {spec.max_restarts} restarts with a {kind}",
-            why="if one rank fails all must start again, and only a JobSet can be told so; a Job "
-            "starts single pods again, and a TrainJob leaves it to its runtime",
-            fix="--kind jobset, or no restarts",
+            f"{spec.max_restarts} restarts requested, but a {kind} does not support restarts",
+            why="if one rank fails, all pods must restart, and only a JobSet can do that; a Job restarts "
+            "single pods, and a TrainJob leaves restarts to its runtime",
+            fix="use --kind jobset, or no restarts",
         )
     if kind == "trainjob" and port_of(spec) != USUAL_PORT:
         raise Impossible(
-            f"asked for port {spec.port} with a trainjob",
+            f"port {spec.port} requested, but a trainjob does not support it",
             why=f"Kubeflow Trainer always uses port {USUAL_PORT}",
-            fix="leave the port out, or --kind jobset",
+            fix="remove the port, or use --kind jobset",
         )
 
 
 def _check_names(request: KubernetesRequest, kind: Kind) -> None:
     if not _LABEL.fullmatch(request.name):
         raise Impossible(
-            f"{request.name!r} cannot be the name of a job in Kubernetes",
-            why="a name has small letters, digits and dashes, begins with a letter and does not end "
+            f"{request.name!r} is not a valid name for a Kubernetes job",
+            why="a name has lowercase letters, digits and dashes, begins with a letter and does not end "
             "with a dash",
             fix=f"--name {_nearest_label(request.name)}",
         )
@@ -100,27 +100,27 @@ def _check_names(request: KubernetesRequest, kind: Kind) -> None:
     if len(longest) > _LONGEST_LABEL:
         over = len(longest) - _LONGEST_LABEL
         raise Impossible(
-            f"the name {request.name!r} is too long by {over}",
-            why=f"its pods would be called {longest}, and {_LONGEST_LABEL} characters are allowed",
+            f"the name {request.name!r} exceeds the length limit by {over}",
+            why=f"its pods would be named {longest}; the limit is {_LONGEST_LABEL} characters",
             fix=f"--name {_nearest_label(request.name[: len(request.name) - over])}",
         )
     for value, what in ((request.namespace, "namespace"), (request.secret, "Secret")):
         if value is not None and (not _NAMESPACE.fullmatch(value) or len(value) > _LONGEST_LABEL):
             raise Impossible(
-                f"{value!r} cannot be the name of a {what}",
-                why=f"a name has small letters, digits and dashes, at most {_LONGEST_LABEL}",
-                fix=f"kubectl get {what.lower()}s  # shows those there are",
+                f"{value!r} is not a valid name for a {what}",
+                why=f"a name has at most {_LONGEST_LABEL} lowercase letters, digits and dashes",
+                fix=f"kubectl get {what.lower()}s  # lists the existing ones",
             )
     if not request.image or request.image != request.image.strip() or " " in request.image:
         raise Impossible(
-            f"{request.image!r} is not an image" if request.image else "no image was given",
-            why="the pods need one with torch and the script in it",
+            f"{request.image!r} is not a valid image" if request.image else "the image is missing",
+            why="the pods need an image that contains torch and the script",
             fix="--image pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime  # or your own",
         )
 
 
 def _longest_name(request: KubernetesRequest, kind: Kind) -> str:
-    """Return the last pod's name as the cluster builds it; of a Job only the host name counts."""
+    """Return the last pod's name as the cluster builds it; for a Job, only the host name counts."""
     if kind == "job":
         return f"{request.name}-{request.nodes - 1}"
     return f"{request.name}-node-0-{request.nodes - 1}-xxxxx"
@@ -139,38 +139,38 @@ def _check_amounts(spec: JobSpec, request: KubernetesRequest) -> None:
     }
     for what, (value, least) in lowest.items():
         if value is not None and value < least:
-            raise Impossible(f"asked for {value} {what}", fix=f"at least {least}")
+            raise Impossible(f"invalid value: {value} {what}", fix=f"use at least {least}")
     if not 1024 <= port_of(spec) <= 65535:
-        raise Impossible(f"asked for port {spec.port}", fix="a port from 1024 to 65535")
+        raise Impossible(f"invalid port: {spec.port}", fix="use a port from 1024 to 65535")
     if spec.hosts or spec.gpu_ids:
         raise Impossible(
-            "asked for certain hosts or GPUs in Kubernetes",
-            why="there the cluster chooses them",
-            fix="--nodes and --gpus-per-node say how many",
+            "hosts or GPU ids cannot be set for Kubernetes",
+            why="the cluster chooses them",
+            fix="set their numbers with --nodes and --gpus-per-node",
         )
     if spec.device == "cpu" and request.gpus_per_node:
         raise Impossible(
-            f"asked for the CPU and for {request.gpus_per_node} GPUs in each pod",
-            fix="leave out --device cpu, or --gpus-per-node",
+            f"--device cpu and {request.gpus_per_node} GPUs per pod contradict each other",
+            fix="remove --device cpu or --gpus-per-node",
         )
     if spec.device == "gpu" and not request.gpus_per_node:
         raise Impossible(
-            "asked for GPUs, but for none in each pod",
-            why="a pod sees only the GPUs it asks for",
-            fix="--gpus-per-node 8  # as many as each machine has",
+            "--device gpu is set, but 0 GPUs per pod are requested",
+            why="a pod sees only the GPUs that it requests",
+            fix="--gpus-per-node 8  # the number of GPUs per node",
         )
     ranks = ranks_of(spec, request)
     if request.gpus_per_node and ranks > request.gpus_per_node:
         raise Impossible(
-            f"asked for {ranks} ranks and {request.gpus_per_node} GPUs in each pod",
-            why="each rank needs a GPU of its own",
+            f"{ranks} ranks per pod requested, but only {request.gpus_per_node} GPUs per pod",
+            why="each rank needs its own GPU",
             fix=f"--ranks {request.gpus_per_node}, or --gpus-per-node {ranks}",
         )
     memory, shared = request.memory_bytes, shared_memory_bytes_of(request)
     if memory is not None and shared > memory:
         raise Impossible(
-            f"asked for {format_bytes(shared)} of shared memory and {format_bytes(memory)} in all",
-            why="shared memory counts as the pod's memory, which would be killed before it is full",
+            f"{format_bytes(shared)} of shared memory requested, but only {format_bytes(memory)} in total",
+            why="shared memory counts as the pod's memory; the pod would be killed before it is full",
             fix=f"--memory {format_bytes(2 * shared).replace(' ', '')}, or less shared memory",
         )
 
@@ -178,13 +178,13 @@ def _check_amounts(spec: JobSpec, request: KubernetesRequest) -> None:
 def _check_variable(name: str) -> None:
     if not _VARIABLE.fullmatch(name):
         raise Impossible(
-            f"{name!r} cannot be the name of a variable",
+            f"{name!r} is not a valid variable name",
             why="a name has letters, digits and _, and does not begin with a digit",
         )
     if name.startswith("PET_") or name == "JOB_COMPLETION_INDEX":
         raise Impossible(
             f"{name} cannot be set for a job in Kubernetes",
-            why="torchrun or the cluster sets it to tell each pod its place",
+            why="torchrun or the cluster uses it to set each pod's node rank",
             fix=f"unset {name}",
         )
 

@@ -1,4 +1,4 @@
-"""Slurm: job scripts, submitting and following them, and running inside an allocation.
+"""Slurm: render, submit and follow job scripts, and run inside an allocation.
 
 See README.md in this folder.
 """

@@ -1,4 +1,4 @@
-"""The allocation that this process runs in: which nodes, how many GPUs on each, and is that enough."""
+"""The Slurm allocation of this process: its nodes, their GPUs, and whether they suffice."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,20 @@ from torchmuster.redaction import redact_command
 from torchmuster.runfolder import RunFolder, list_runs
 from torchmuster.units import format_seconds, plural
 
-# A script of the user's own that ran for so long has surely done something.
+# A user's own script that ran this long is assumed to have made progress.
 _LONG_S = 300.0
 
 
 def would_not_get_on(
     spec: JobSpec, words: str, *, is_newer: bool, warned: bool, took_s: float
 ) -> str:
-    """Say why a job that ended with 75 would go round for ever; "" if it gets on."""
+    """Return why a job that exited with 75 would be requeued forever; "" if it makes progress."""
     if spec.checkpoints is not None and words == NOTHING_NEW and not is_newer:
-        return "it saved nothing new in all of its time, and would not get on; give it more: --time"
+        return "it saved nothing new within its time limit; increase the limit with --time"
     if spec.checkpoints is None and not warned and took_s < _LONG_S:
         return (
-            f"it ended with exit code 75 by itself after {format_seconds(took_s)}, without a warning, "
-            "and might do so for ever"
+            f"it exited with code 75 after {format_seconds(took_s)} without a warning signal, "
+            "and could be requeued forever"
         )
     return ""
 
@@ -37,36 +37,34 @@ def would_not_get_on(
 def may_go_back(
     job: str, ask: jobs.Ask = jobs.run_slurm_command, *, why_not: str = ""
 ) -> Decision[bool]:
-    """Decide whether the job that this process runs in goes back into the queue.
+    """Decide whether to requeue the job that this process runs in.
 
-    ``why_not``: it is known that it should not.
+    ``why_not`` is a known reason against it.
     """
     if why_not:
-        return Decision(value=False, reason=f"job {job} stays out of the queue: {why_not}")
-    by_hand = f"put it back into the queue by hand: scontrol requeue {job}"
+        return Decision(value=False, reason=f"job {job} is not requeued: {why_not}")
+    by_hand = f"to requeue it: scontrol requeue {job}"
     answer = ask(["scontrol", "show", "job", job])
     if answer is None or answer.code != 0:
-        said = answer.err if answer is not None else "scontrol is not on this machine"
-        return Decision(value=False, reason=f"Slurm does not tell of job {job} ({said}); {by_hand}")
+        said = answer.err if answer is not None else "scontrol is not installed on this host"
+        return Decision(value=False, reason=f"cannot query job {job} ({said}); {by_hand}")
     if re.search(r"\bRequeue=0\b", answer.out):
-        reason = f"job {job} may not go back into the queue (Requeue=0); submit it again to go on"
+        reason = f"job {job} cannot be requeued (Requeue=0); submit it again to resume"
         return Decision(value=False, reason=reason)
-    return Decision(
-        value=True, reason=f"job {job} goes back into the queue, and goes on when it starts"
-    )
+    return Decision(value=True, reason=f"requeueing job {job}; it resumes when it starts again")
 
 
 def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str:
-    """Put the job that this process runs in back into the queue; return what went wrong, "" if nothing.
+    """Requeue the job that this process runs in; return the error, "" if there is none.
 
-    Slurm ends the job for it, and with it this process, perhaps before this returns: what is to be
-    said must have been said.
+    Slurm stops the job and this process, perhaps before this returns: print all messages before the
+    call.
     """
     answer = ask(["scontrol", "requeue", job])
     if answer is not None and answer.code == 0:
         return ""
-    said = answer.err if answer is not None else "scontrol is gone"
-    return f"job {job} stays out of the queue: {said}"
+    said = answer.err if answer is not None else "scontrol is not installed on this host"
+    return f"job {job} is not requeued: {said}"
 
 
 def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> RunFolder | None:
@@ -77,13 +75,13 @@ def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> Ru
     words = redact_command(spec.command)
     for run in list_runs(root):
         known = run_state.read_job(run)
-        # What a job was told of its folder stands at the end of its command.
+        # Arguments about the run folder are at the end of the command.
         if known is not None and known.slurm_job == job and known.command[: len(words)] == words:
             return run
     return None
 
 
-# More nodes than this are a slip of the hand in a node list, not a cluster.
+# A node list with more nodes than this is a typing error.
 _MOST_NODES = 100_000
 _NODE_GROUP = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
 # "     Nodes=node[1-3] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:4(IDX:0-3)"
@@ -93,18 +91,18 @@ _GPUS = re.compile(r"(?:^|,)(?:gres/|gres:)?gpu(?::[^,:()]+)??:(?P<count>\d+)(?=
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What Slurm has given to the job that this process is part of.
+    """The resources of the Slurm job that this process is part of.
 
-    ``gpus`` is for each node, in the order of ``nodes``; None where Slurm says nothing of GPUs.
+    ``gpus`` is for each node, in the order of ``nodes``; None where Slurm reports no GPUs.
     """
 
     job: str
     nodes: tuple[str, ...]
     gpus: tuple[int, ...] | None
     cores: int | None  # on the node of this process
-    tasks_per_node: int | None  # None: not asked for
+    tasks_per_node: int | None  # None: not requested
     copies: int  # of this program that srun started
-    restarts: int  # how often Slurm has put the job back into the queue
+    restarts: int  # how often Slurm has requeued the job
 
     @property
     def gpus_per_node(self) -> int | None:
@@ -133,33 +131,33 @@ def allocation_here(
 
 
 def check_counts(allocation: Allocation, spec: JobSpec) -> None:
-    """Refuse, before anything starts, what the allocation cannot give."""
+    """Raise, before anything starts, if the allocation cannot satisfy the job."""
     job = f"Slurm job {allocation.job}"
     if spec.hosts:
         raise Impossible(
             f"--hosts was given inside {job}",
-            why=f"the job's machines are those that Slurm gave to it: {_few(allocation.nodes)}",
-            fix="leave out --hosts",
+            why=f"the job runs on the nodes that Slurm allocated: {_few(allocation.nodes)}",
+            fix="remove --hosts",
         )
     if allocation.copies > 1:
         raise Impossible(
-            f"muster run was started {allocation.copies} times, by srun",
+            f"srun started muster run {allocation.copies} times",
             why="one muster run starts the ranks on all nodes of the job",
-            fix="leave out srun before muster run",
+            fix="remove srun before muster run",
         )
     _check_gpus(allocation, spec)
     ranks = _ranks_per_node(allocation, spec)
     tasks = allocation.tasks_per_node
     if tasks is not None and tasks > 1 and ranks is not None and ranks != tasks:
         raise Impossible(
-            f"{plural(ranks, 'rank')} per node would be started, but {job} has {tasks} tasks per node",
-            why="one of the two numbers is not what you mean",
+            f"{plural(ranks, 'rank')} per node requested, but {job} has {tasks} tasks per node",
+            why="the two numbers must be equal",
             fix=f"--ranks {tasks}, or submit with: sbatch --ntasks-per-node=1",
         )
 
 
 def few_cores(allocation: Allocation, spec: JobSpec) -> Finding | None:
-    """Warn of the classic slow job: several ranks on the one core that Slurm gives by default."""
+    """Return a warning if several ranks share the single core that Slurm allocates by default."""
     ranks = _ranks_per_node(allocation, spec)
     if ranks is None or allocation.cores is None or allocation.cores >= ranks:
         return None
@@ -167,14 +165,14 @@ def few_cores(allocation: Allocation, spec: JobSpec) -> Finding | None:
         name="few-cores",
         status=Status.WARNING,
         what=f"{ranks} ranks share {plural(allocation.cores, 'core')} on each node",
-        why=f"Slurm job {allocation.job} has no more; without --cpus-per-task a job may get a single"
-        " core on each node",
+        why=f"Slurm job {allocation.job} has no more cores; without --cpus-per-task a job may get a"
+        " single core per node",
         fix=f"sbatch --cpus-per-task={ranks * 4}  # for the one task of each node",
     )
 
 
 def expand_hostlist(node_list: str) -> tuple[str, ...]:
-    """Write out ``node[01-03,7],login`` as Slurm does; raises ValueError if it is not a node list."""
+    """Expand ``node[01-03,7],login`` as Slurm does; raises ValueError if it is not a node list."""
     names: list[str] = []
     place = 0
     while place < len(node_list):
@@ -205,10 +203,10 @@ def _expand_group(text: str) -> Iterator[str]:
 
 
 def gpus_by_node(job_text: str) -> dict[str, int]:
-    """Read from ``scontrol show -d job`` how many GPUs the job has on each node."""
+    """Return the job's GPUs on each node from the output of ``scontrol show -d job``."""
     found: dict[str, int] = {}
     for share in _SHARE.finditer(job_text):
-        # An index list may hold commas: gpu:a100:2(IDX:0,3)
+        # An index list may contain commas: gpu:a100:2(IDX:0,3)
         gres = re.sub(r"\([^)]*\)", "", share["gres"].strip())
         for node in expand_hostlist(share["nodes"]):
             found[node] = _count_gpus(gres)
@@ -233,11 +231,11 @@ def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
             fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(allocation.gpus)}",
         )
     has, asked = allocation.gpus_per_node, spec.ranks
-    # Where Slurm counts no GPUs, the nodes themselves are asked later.
+    # Where Slurm reports no GPUs, the nodes are queried later.
     if has and not spec.share and asked is not None and asked > has:
         raise Impossible(
-            f"{plural(asked, 'GPU')} per node asked for, but {job} has {has}",
-            why="Slurm gives a job only the GPUs that it asks for",
+            f"{plural(asked, 'GPU')} per node requested, but {job} has {has}",
+            why="Slurm allocates only the GPUs that a job requests",
             fix=f"sbatch --gpus-per-node={asked}, or --ranks {has}",
         )
 
@@ -258,14 +256,14 @@ def _node_names(node_list: str, ask: jobs.Ask) -> tuple[str, ...]:
         raise Impossible(
             f"SLURM_JOB_NODELIST is {node_list!r}, which is not a node list",
             why=str(error),
-            fix="start from a job of Slurm, or without the variable: unset SLURM_JOB_ID",
+            fix="run inside a Slurm job, or unset the variable: unset SLURM_JOB_ID",
         ) from error
 
 
 def _gpus(
     job: str, nodes: tuple[str, ...], environment: Mapping[str, str], ask: jobs.Ask
 ) -> tuple[int, ...] | None:
-    """Ask Slurm; where it does not answer, take what the job's environment says for certain."""
+    """Ask Slurm; if it does not answer, use what the job's environment states unambiguously."""
     answer = ask(["scontrol", "show", "-d", "job", job])
     if answer is not None and answer.code == 0:
         by_node = gpus_by_node(answer.out)

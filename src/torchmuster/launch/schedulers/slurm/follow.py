@@ -1,4 +1,4 @@
-"""Following a job from the queue to its end: its states in plain words, and the lines of its log."""
+"""Follow a job from the queue to its end: its states and the lines of its log."""
 
 import queue
 import threading
@@ -11,7 +11,7 @@ from pathlib import Path
 from torchmuster.launch.schedulers.slurm import jobs
 
 _READ_AT_ONCE = 2**20
-# Slurm's clients are ended with their own timeouts; a thread that waits for one is not waited for.
+# Slurm's clients have their own timeouts, so the thread is not joined for longer than this.
 _LEAVE_S = 1.0
 
 Poll = Callable[[str], jobs.JobState]
@@ -19,18 +19,18 @@ Poll = Callable[[str], jobs.JobState]
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """A line of the job's log, without its line end."""
+    """A line of the job's log, without the newline."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PollRhythm:
-    """How often to do what, in seconds."""
+    """Polling intervals in seconds."""
 
-    look_s: float = 0.25  # into the log
-    poll_s: float = 3.0  # ask Slurm's controller, which all users share
-    say_s: float = 8.0  # say why there is nothing to see
+    look_s: float = 0.25  # read the log
+    poll_s: float = 3.0  # query Slurm's controller, which all users share
+    say_s: float = 8.0  # report why there is no output
 
 
 USUAL = PollRhythm()
@@ -41,10 +41,10 @@ def follow_job(
 ) -> Iterator[jobs.JobState | LogLine]:
     """Yield each change of the job's state and each line of its log, until the job has ended.
 
-    While there is nothing to see (the job waits, or runs but has written nothing yet), the state is
-    yielded again every few seconds. Leaving early, by Ctrl-C too, does nothing to the job.
+    While there is no output (the job is pending, or has written nothing yet), the state is yielded again
+    every few seconds. Stopping early, also by Ctrl-C, does not affect the job.
     """
-    state = jobs.JobState(job=job, kind="unknown", words=f"Slurm is asked for job {job}")
+    state = jobs.JobState(job=job, kind="unknown", words=f"querying Slurm for job {job}")
     tail = _Tail()
     said = time.monotonic()
     wrote = False  # since the state last changed
@@ -57,7 +57,7 @@ def follow_job(
                 yield new
                 said, wrote = time.monotonic(), False
             state = new or state
-            # After the end, once more: a shared disk shows the last lines late.
+            # After the end, read again: on a shared disk the last lines appear late.
             for _ in range(2 if state.final else 1):
                 for text in tail.lines(state.log):
                     yield LogLine(text=text)
@@ -75,8 +75,8 @@ def follow_job(
 
 
 def left_running(job: str) -> str:
-    """Say what to know when following ends before the job does (Ctrl-C)."""
-    return f"job {job} goes on without being followed; to stop it: scancel {job}"
+    """Return the message for a user who stops following before the job ends (Ctrl-C)."""
+    return f"job {job} keeps running; to stop it: scancel {job}"
 
 
 def _differ(old: jobs.JobState, new: jobs.JobState) -> bool:
@@ -102,7 +102,7 @@ def _next(
 def _polling(
     job: str, poll: Poll, every_s: float
 ) -> Iterator["queue.SimpleQueue[jobs.JobState | BaseException]"]:
-    """Ask in a thread of its own: a busy controller takes its time, and the log goes on meanwhile."""
+    """Poll Slurm in a thread, so that a slow controller does not delay the log."""
     news: queue.SimpleQueue[jobs.JobState | BaseException] = queue.SimpleQueue()
     over = threading.Event()
 
@@ -110,7 +110,7 @@ def _polling(
         while not over.is_set():
             try:
                 news.put(poll(job))
-            except BaseException as error:  # whatever it is, it is raised where it is waited for
+            except BaseException as error:  # raised in the thread that reads the queue
                 news.put(error)
                 return
             over.wait(every_s)
@@ -125,21 +125,21 @@ def _polling(
 
 
 class _Tail:
-    """Reads what is new in a file; it is opened anew each time, as shared disks want it."""
+    """Read the new part of a file; reopen it each time, as network disks require."""
 
     def __init__(self) -> None:
         self._offset = 0
         self._rest = b""
 
     def lines(self, path: Path | None) -> Iterator[str]:
-        """Yield the whole lines that have come since."""
+        """Yield the whole lines written since the last call."""
         while data := self._new_bytes(path):
             *whole, self._rest = (self._rest + data).split(b"\n")
             for line in whole:
                 yield _follow_text(line)
 
     def unfinished(self) -> str:
-        """Return the beginning of a line that never ended."""
+        """Return the last line if it has no newline."""
         rest, self._rest = self._rest, b""
         return _follow_text(rest)
 
@@ -149,11 +149,11 @@ class _Tail:
         try:
             with path.open("rb") as stream:
                 size = stream.seek(0, 2)
-                if size < self._offset:  # it was begun again
+                if size < self._offset:  # it was truncated
                     self._offset, self._rest = 0, b""
                 stream.seek(self._offset)
                 data = stream.read(_READ_AT_ONCE)
-        except OSError:  # not there yet, or not on this machine
+        except OSError:  # does not exist yet, or is not on this host
             return b""
         self._offset += len(data)
         return data

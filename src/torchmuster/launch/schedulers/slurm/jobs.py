@@ -1,7 +1,7 @@
-"""What Slurm says of a job, in plain words.
+"""Read the state of a Slurm job and describe it in a sentence.
 
-``scontrol show job`` is asked, because it needs no accounting database. Slurm forgets a job some
-minutes after its end (MinJobAge, 300 s if the cluster does not say otherwise); it is then ``gone``.
+This uses ``scontrol show job``, which needs no accounting database. Slurm forgets a job some minutes
+after its end (MinJobAge, 300 s by default); its state is then ``gone``.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Literal
 
 from torchmuster.errors import Impossible
 
-# A busy controller answers late; one that has not answered by then will not.
+# Timeout of Slurm's clients; a busy controller answers late.
 PATIENCE_S = 30.0
 _NO_ANSWER = (
     "unable to contact slurm controller",
@@ -25,7 +25,7 @@ _NO_ANSWER = (
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmAnswer:
-    """How a client ended and what it said."""
+    """Exit code and output of a Slurm client."""
 
     code: int
     out: str
@@ -33,7 +33,7 @@ class SlurmAnswer:
 
     @property
     def unreachable(self) -> bool:
-        """Whether the controller did not answer, so that nothing is known."""
+        """Whether the controller did not answer, so that the state is unknown."""
         return any(text in self.err.lower() for text in _NO_ANSWER)
 
 
@@ -43,7 +43,7 @@ Ask = Callable[[Sequence[str]], SlurmAnswer | None]
 def run_slurm_command(
     command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str] | None = None
 ) -> SlurmAnswer | None:
-    """Run a client to its end; None if there is no such program here."""
+    """Run a Slurm client; return None if the program is not installed."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -65,14 +65,14 @@ def run_slurm_command(
 def require_slurm(
     command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str] | None = None
 ) -> SlurmAnswer:
-    """Run a client to its end; it is an error if there is no such program here."""
+    """Run a Slurm client; raise Impossible if the program is not installed."""
     answer = run_slurm_command(command, stdin=stdin, environment=environment)
     if answer is None:
         raise Impossible(
-            f"Slurm's {command[0]} is not on this machine",
-            why="no folder on PATH has it",
-            fix="run this on a login node of the cluster (there perhaps after: module load slurm)\n"
-            "machines without Slurm are named by --hosts",
+            f"Slurm's {command[0]} is not installed on this host",
+            why="it is not in any folder of PATH",
+            fix="run this on a login node of the cluster (if needed after: module load slurm)\n"
+            "for hosts without Slurm use --hosts",
         )
     return answer
 
@@ -122,19 +122,19 @@ _FINAL: frozenset[Kind] = frozenset(
     {"done", "failed", "cancelled", "timeout", "node-fail", "preempted", "gone"}
 )
 
-# Why a job waits: Slurm's word for it, and ours.
+# Why a job is pending: Slurm's reason code and our description.
 _REASONS = {
-    "None": "Slurm has not looked at it yet",
+    "None": "Slurm has not considered it yet",
     "Resources": "waiting for enough nodes, GPUs or memory to become free",
     "Priority": "waiting behind jobs of higher priority",
-    "BeginTime": "its earliest start time has not come yet (after a requeue that takes some minutes)",
+    "BeginTime": "its earliest start time is in the future (after a requeue, a few minutes)",
     "Dependency": "waiting for another job to end",
     "Licenses": "waiting for a licence to become free",
     "Reservation": "waiting for its reservation to begin",
-    "ReqNodeNotAvail": "a node that it needs is down, drained, or reserved (perhaps for maintenance)",
-    "Nodes_required_for_job_are_DOWN": "nodes that it needs are down, drained, or kept for jobs of a"
-    " higher partition",
-    "NodeDown": "a node that it needs is down",
+    "ReqNodeNotAvail": "a required node is down, drained, or reserved (perhaps for maintenance)",
+    "Nodes_required_for_job_are_DOWN": "required nodes are down, drained, or reserved for jobs in a"
+    " higher-priority partition",
+    "NodeDown": "a required node is down",
     "Prolog": "the nodes are being prepared",
     "Cleaning": "its last run is still being cleaned up",
     "InactiveLimit": "the limit for an inactive job was reached",
@@ -143,53 +143,53 @@ _REASONS = {
     "QOSMaxNodePerUserLimit": "you already use as many nodes as your QOS allows",
     "QOSMaxCpuPerUserLimit": "you already use as many cores as your QOS allows",
     "QOSMaxMemoryPerUser": "you already use as much memory as your QOS allows",
-    "AssocMaxJobsLimit": "your account already runs as many jobs as it may",
-    "AssocGrpGRES": "your account already uses as many GPUs as it may",
-    "AssocGrpNodeLimit": "your account already uses as many nodes as it may",
-    "AssocGrpCpuLimit": "your account already uses as many cores as it may",
-    "AssocGrpCPUMinutesLimit": "your account has used up its time",
+    "AssocMaxJobsLimit": "your account already runs as many jobs as its limit allows",
+    "AssocGrpGRES": "your account already uses as many GPUs as its limit allows",
+    "AssocGrpNodeLimit": "your account already uses as many nodes as its limit allows",
+    "AssocGrpCpuLimit": "your account already uses as many cores as its limit allows",
+    "AssocGrpCPUMinutesLimit": "your account has used up its CPU time",
 }
-# Reasons that do not pass by themselves.
+# Reasons that need a user or an administrator.
 _HOPELESS = {
-    "PartitionNodeLimit": "it asks for more nodes than the partition has or allows",
-    "PartitionTimeLimit": "it asks for more time than the partition allows",
-    "PartitionConfig": "it asks for more than the partition allows (time, nodes or cores)",
+    "PartitionNodeLimit": "it requests more nodes than the partition has or allows",
+    "PartitionTimeLimit": "it requests more time than the partition allows",
+    "PartitionConfig": "it requests more than the partition allows (time, nodes or cores)",
     "PartitionDown": "the partition is down",
     "PartitionInactive": "the partition is inactive",
-    "BadConstraints": "no node can ever meet what it asks for",
-    "InvalidAccount": "the account does not exist, or you may not use it",
-    "InvalidQOS": "the QOS does not exist, or you may not use it",
-    "DependencyNeverSatisfied": "the job that it depends on did not end as needed",
-    "JobHeldUser": "it is held by its owner; scontrol release lets it go",
+    "BadConstraints": "no node can satisfy the request",
+    "InvalidAccount": "the account does not exist, or you are not allowed to use it",
+    "InvalidQOS": "the QOS does not exist, or you are not allowed to use it",
+    "DependencyNeverSatisfied": "the job that it depends on did not end as required",
+    "JobHeldUser": "it is held by its owner; scontrol release releases it",
     "JobHeldAdmin": "it is held by an administrator",
-    "QOSMaxWallDurationPerJobLimit": "it asks for more time than your QOS allows",
-    "QOSMaxGRESPerJob": "it asks for more GPUs than your QOS allows for one job",
-    "QOSMaxGRESPerNode": "it asks for more GPUs on a node than your QOS allows",
-    "QOSMaxNodePerJobLimit": "it asks for more nodes than your QOS allows for one job",
-    "AssocMaxWallDurationPerJobLimit": "it asks for more time than your account allows",
+    "QOSMaxWallDurationPerJobLimit": "it requests more time than your QOS allows",
+    "QOSMaxGRESPerJob": "it requests more GPUs than your QOS allows for one job",
+    "QOSMaxGRESPerNode": "it requests more GPUs per node than your QOS allows",
+    "QOSMaxNodePerJobLimit": "it requests more nodes than your QOS allows for one job",
+    "AssocMaxWallDurationPerJobLimit": "it requests more time than your account allows",
 }
 _FAILURES = {
-    "OUT_OF_MEMORY": "a node ran out of the memory that the job may use",
+    "OUT_OF_MEMORY": "it used more memory on a node than the job is allowed",
     "BOOT_FAIL": "a node did not boot",
     "DEADLINE": "its deadline passed",
     "TIMEOUT": "its time limit was reached",
     "NODE_FAIL": "a node failed",
-    "PREEMPTED": "a job of more weight took its nodes",
+    "PREEMPTED": "a job of higher priority preempted it",
 }
-# The step daemon ends with this "signal" where it cannot open the job's log (its folder is missing).
+# The step daemon exits with this "signal" if it cannot open the job's log (its folder is missing).
 _NO_LOG = 53
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """How a job is doing. ``words`` is a sentence; ``slurm`` and ``reason`` are Slurm's own words."""
+    """The state of a job. ``words`` is a sentence; ``slurm`` and ``reason`` are Slurm's codes."""
 
     job: str
     kind: Kind
     words: str
     slurm: str = ""
     reason: str = ""
-    hopeless: bool = False  # waiting for something that does not come by itself
+    hopeless: bool = False  # pending for a reason that needs a user or an administrator
     nodes: str = ""
     restarts: int = 0
     exit_code: int | None = None
@@ -198,27 +198,27 @@ class JobState:
 
     @property
     def final(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether the state will not change any more."""
         return self.kind in _FINAL
 
 
 def poll_job(job: str, ask: Ask = require_slurm) -> JobState:
-    """Ask Slurm how a job is doing. If Slurm does not answer, the state is ``unknown``."""
+    """Return the state of a job. If Slurm does not answer, the state is ``unknown``."""
     answer = ask(["scontrol", "show", "job", job])
     if answer is not None and answer.code == 0 and "JobState=" in answer.out:
         return read_job_states(job, answer.out)
-    said = answer.err if answer is not None else "scontrol is not on this machine"
+    said = answer.err if answer is not None else "scontrol is not installed on this host"
     if "Invalid job id" in said:
-        words = f"Slurm does not know job {job}, or no longer; it forgets jobs some minutes after their end"
+        words = f"Slurm does not know job {job}; it forgets jobs a few minutes after their end"
         return JobState(job=job, kind="gone", words=words)
-    return JobState(job=job, kind="unknown", words=f"Slurm does not answer: {said or 'no words'}")
+    return JobState(job=job, kind="unknown", words=f"Slurm does not answer: {said or 'no output'}")
 
 
 def read_job_states(job: str, text: str) -> JobState:
-    """Read what ``scontrol show job`` says.
+    """Parse the output of ``scontrol show job``.
 
-    A job's name, folder and comment may hold anything, so a value is only looked for in the line that
-    Slurm begins with a name of its own.
+    A job's name, folder and comment may contain any text, so a value is only read from a line that
+    begins with one of Slurm's own keys.
     """
     slurm = _value(text, "JobState", "JobState") or "UNKNOWN"
     reason = _value(text, "JobState", "Reason") or ""
@@ -251,51 +251,51 @@ def _sentence(state: JobState, start: str | None) -> str:
     match state.kind:
         case "pending" | "requeued":
             again = _again(state.restarts) if state.kind == "requeued" else ""
-            never = "will not start by itself" if state.hopeless else "waits"
-            expected = f"; Slurm expects {start}" if start and start[:1].isdigit() else ""
+            never = "will not start by itself" if state.hopeless else "is pending"
+            expected = f"; expected start: {start}" if start and start[:1].isdigit() else ""
             return f"{again}{never}: {why_it_waits(state.reason, state.slurm)}{expected}"
         case "running":
-            return f"runs{on}" + (f" (start {state.restarts + 1})" if state.restarts else "")
+            return f"is running{on}" + (f" (start {state.restarts + 1})" if state.restarts else "")
         case "completing":
-            return f"is ending{on}"
+            return f"is completing{on}"
         case "done":
-            return f"ended well{on}"
+            return f"finished{on}"
         case "failed":
             return f"failed{on}: {_why_it_failed(state)}"
         case "cancelled":
             return f"was cancelled{on}"
         case "timeout" | "node-fail" | "preempted":
-            return f"was ended{on}: {_FAILURES[state.slurm]}"
+            return f"was stopped{on}: {_FAILURES[state.slurm]}"
         case _:
             return f"is {state.slurm.lower()}{on}"
 
 
 def _again(restarts: int) -> str:
     times = "once" if restarts == 1 else f"{restarts} times"
-    return f"was put back into the queue ({times} so far) and "
+    return f"was requeued ({times} so far) and "
 
 
 def _why_it_failed(state: JobState) -> str:
     if state.slurm in _FAILURES:
         return _FAILURES[state.slurm]
     if state.signal == _NO_LOG:
-        return f"Slurm could not open its log {state.log} on the node; is the folder there?"
+        return f"Slurm could not open its log {state.log} on the node; does its folder exist?"
     if state.signal:
-        return f"signal {state.signal} ended it"
+        return f"killed by signal {state.signal}"
     return f"exit code {state.exit_code}"
 
 
 def why_it_waits(reason: str, slurm: str = "PENDING") -> str:
-    """Say in plain words why a job waits; Slurm's own word stands behind, for looking it up."""
+    """Describe why a job is pending, followed by Slurm's reason code."""
     if slurm == "CONFIGURING":
-        return "its nodes are being started"
+        return "its nodes are booting"
     word = _reason_word(reason)
     plain = _HOPELESS.get(word) or _REASONS.get(word)
     return f"{plain} ({word})" if plain else f"Slurm gives the reason {reason or 'None'}"
 
 
 def _reason_word(reason: str) -> str:
-    """Take the first word: ``ReqNodeNotAvail,_UnavailableNodes:n[1-2]``."""
+    """Return the reason code before the comma: ``ReqNodeNotAvail,_UnavailableNodes:n[1-2]``."""
     return reason.partition(",")[0] or "None"
 
 

@@ -1,4 +1,4 @@
-"""Submitting a job script, and stopping the job."""
+"""Render and submit a Slurm job script, and cancel jobs."""
 
 import os
 import re
@@ -11,17 +11,17 @@ from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers.slurm import jobs
 
-# Characters that sbatch takes as they are, without quotes.
+# Characters that need no quotes in sbatch options.
 _PLAIN = re.compile(r"[\w%+,./:=@-]+")
 _LONGEST_WARNING_S = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmRequest:
-    """What to ask of Slurm; what is None is left to the cluster's defaults.
+    """The resources to request from Slurm; None uses the cluster's default.
 
-    ``time`` and ``mem`` are as Slurm writes them (``2-12:00:00``, ``64G``). With ``warn_s`` the ranks
-    get SIGUSR1 so long before the time is up; with ``no_kill`` the job outlives the loss of a node.
+    ``time`` and ``mem`` use Slurm's format (``2-12:00:00``, ``64G``). The ranks get SIGUSR1 ``warn_s``
+    seconds before the time limit; with ``no_kill`` the job survives the loss of a node.
     """
 
     nodes: int = 1
@@ -39,7 +39,7 @@ class SlurmRequest:
 def render_script(
     spec: JobSpec, request: SlurmRequest, muster_command: Sequence[str], run_root: Path
 ) -> str:
-    """Return the script; ``muster_command`` is the ``muster run …`` to become inside the job."""
+    """Return the job script; ``muster_command`` is the ``muster run …`` to run inside the job."""
     gpus = _gpus_per_node(spec, request)
     cpus = _cpus_per_node(spec, request)
     lines = [
@@ -52,23 +52,23 @@ def render_script(
         _directive("nodes", request.nodes),
         _directive("ntasks-per-node", 1),
         *(
-            ["# A node that fails is left out; the others go on.", "#SBATCH --no-kill"]
+            ["# If a node fails, the job continues on the others.", "#SBATCH --no-kill"]
             * request.no_kill
         ),
         *_submit_devices(gpus, cpus),
         *_limits(request),
-        "# What muster run says (%j is the job's number). The folder has to be there before the job",
-        "# starts. A job that is started again goes on in the same file.",
+        "# Output of muster run (%j is the job ID). The folder must exist before the job starts. A job",
+        "# that is restarted appends to the same file.",
         _directive("output", _log_pattern(spec, run_root)),
         _directive("open-mode", "append"),
-        "# When a node fails, or a job of more weight takes the nodes, back into the queue.",
+        "# Requeue the job if a node fails or a job of higher priority preempts it.",
         "#SBATCH --requeue",
         *_warning(request.warn_s),
-        "# The job gets the environment of the shell that submits it: the virtual environment, loaded",
-        "# modules and tokens of the ranks. Slurm keeps a copy of it for as long as it knows the job.",
+        "# The job gets the environment of the submitting shell: virtual environment, loaded modules and",
+        "# tokens. Slurm keeps a copy of it while it knows the job.",
         _directive("export", "ALL"),
         "",
-        "# exec: muster takes the place of this shell, so that Slurm's signals reach it.",
+        "# exec: muster replaces this shell, so that it gets Slurm's signals.",
         *_become(muster_command),
     ]
     return "\n".join(lines) + "\n"
@@ -76,39 +76,39 @@ def render_script(
 
 def _become(muster_command: Sequence[str]) -> Iterator[str]:
     if any(char in word for word in muster_command for char in "$`"):
-        yield "# shellcheck disable=SC2016 # the words are meant as they stand"
+        yield "# shellcheck disable=SC2016 # no expansion intended"
     yield f"exec {shlex.join(muster_command)}"
 
 
 def _gpus_per_node(spec: JobSpec, request: SlurmRequest) -> int | None:
-    """Return how many GPUs to ask for; refuse what cannot be meant."""
+    """Return the number of GPUs to request; raise for contradictory requests."""
     asked = request.gpus_per_node
     if spec.hosts:
         raise Impossible(
-            "--hosts and --slurm exclude each other",
-            why="Slurm chooses the machines",
-            fix="leave out --hosts, and say how many with --nodes",
+            "--hosts and --slurm cannot be combined",
+            why="Slurm chooses the hosts",
+            fix="remove --hosts, and set the number of nodes with --nodes",
         )
     if spec.device == "cpu":
         if asked:
             raise Impossible(
-                f"--device cpu was asked for together with --gpus-per-node {asked}",
+                f"--device cpu and --gpus-per-node {asked} contradict each other",
                 why="GPUs would be reserved and not used",
-                fix="leave out one of them",
+                fix="remove one of them",
             )
         return None
     if asked is None and spec.device == "gpu":
         asked = spec.ranks
         if asked is None:
             raise Impossible(
-                "how many GPUs each node should have was not said",
-                why="Slurm gives a job only the GPUs that it asks for",
+                "the number of GPUs per node is missing",
+                why="Slurm allocates only the GPUs that a job requests",
                 fix="--gpus-per-node 8",
             )
     if asked and spec.ranks is not None and spec.ranks > asked and not spec.share:
         raise Impossible(
-            f"{spec.ranks} ranks per node were asked for, but only {asked} GPUs per node",
-            why="each rank has a GPU of its own",
+            f"{spec.ranks} ranks per node requested, but only {asked} GPUs per node",
+            why="each rank needs its own GPU",
             fix=f"--gpus-per-node {spec.ranks}",
         )
     return asked
@@ -124,11 +124,11 @@ def _submit_devices(gpus: int | None, cpus: int | None) -> Iterator[str]:
     if gpus:
         yield _directive("gpus-per-node", gpus)
     if cpus is not None:
-        yield "# The cores of the one task are those of the node's ranks together."
+        yield "# All ranks of a node share the cores of its one task."
         yield _directive("cpus-per-task", cpus)
     else:
-        yield "# Cores are not asked for, so the partition's default holds, which may be a single core"
-        yield "# on each node: --cpus-per-task=N asks for more."
+        yield "# No cores requested: the partition's default applies, which may be a single core per node."
+        yield "# --cpus-per-task=N requests more."
 
 
 def _limits(request: SlurmRequest) -> Iterator[str]:
@@ -143,37 +143,37 @@ def _warning(warn_s: int | None) -> Iterator[str]:
         return
     if not 1 <= warn_s <= _LONGEST_WARNING_S:
         raise Impossible(
-            f"a warning {warn_s} s before the end was asked for",
-            why=f"Slurm can warn 1 to {_LONGEST_WARNING_S} s before the end",
+            f"invalid warning time: {warn_s} s before the time limit",
+            why=f"Slurm can warn 1 to {_LONGEST_WARNING_S} s before the time limit",
             fix="--warn 120s",
         )
-    yield "# SIGUSR1 so many seconds before the time is up. B: it goes to this script alone, that is to"
-    yield "# muster, which passes it on to the ranks."
+    yield "# Send SIGUSR1 this many seconds before the time limit. B: only to this script, that is to"
+    yield "# muster, which forwards it to the ranks."
     yield _directive("signal", f"B:USR1@{warn_s}")
 
 
 def _log_pattern(spec: JobSpec, run_root: Path) -> str:
-    """Return the log's path for sbatch: relative to the job's folder where possible."""
+    """Return the log path for sbatch, relative to the job's folder where possible."""
     folder = Path(spec.folder)
     absolute = run_root if run_root.is_absolute() else folder / run_root
     shown = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
     if any(char in str(absolute) for char in "%\\"):
         raise Impossible(
-            f"the folder for runs is {str(absolute)!r}",
-            why="in the path of a job's log, Slurm gives % and \\ a meaning of their own",
-            fix="use a folder for runs without these in its path",
+            f"the run root {str(absolute)!r} contains % or \\",
+            why="in the path of a job's log, % and \\ have a special meaning for Slurm",
+            fix="use a run root without these characters in its path",
         )
     return f"{shown}/slurm-%j.log"
 
 
 def _directive(option: str, value: object) -> str:
-    """Return an option line. sbatch has its own quoting: a backslash counts inside quotes."""
+    """Return an option line. In sbatch's quoting, a backslash is special inside quotes."""
     text = str(value)
     if not text.isprintable():
         raise Impossible(
             f"--{option} cannot be {text!r}",
-            why="a job script has one option on each line",
-            fix="use a text without line breaks and control characters",
+            why="a job script has one option per line",
+            fix="use a value without line breaks and control characters",
         )
     if not _PLAIN.fullmatch(text):
         escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -181,22 +181,22 @@ def _directive(option: str, value: object) -> str:
     return f"#SBATCH --{option}={text}"
 
 
-# Variables of an allocation that a new job must not inherit; these are not of an allocation.
+# A new job must not inherit an allocation's SLURM_ variables; these are not from an allocation.
 _NOT_OF_A_JOB = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"}
 
 
 def submit_job(script: str, *, run_root: Path, environment: Mapping[str, str] | None = None) -> str:
-    """Hand a script to Slurm and return the job's number.
+    """Submit a script to Slurm and return the job ID.
 
-    The folder of its log is made first: without it Slurm would start the job and end it at once.
+    This creates the folder of the log first: without it, Slurm starts the job and kills it at once.
     """
     try:
         run_root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Impossible(
-            f"cannot make the folder {run_root} for the job's log",
+            f"cannot create the folder {run_root} for the job's log",
             why=error.strerror or str(error),
-            fix="use a folder that exists, that you may write to, on a disk that the nodes share",
+            fix="use a writable folder on a disk that the nodes share",
         ) from error
     environment = os.environ if environment is None else environment
     kept = {
@@ -207,9 +207,9 @@ def submit_job(script: str, *, run_root: Path, environment: Mapping[str, str] | 
     answer = jobs.require_slurm(["sbatch", "--parsable"], stdin=script, environment=kept)
     if answer.unreachable:
         raise NotNow(
-            "Slurm's controller did not answer, so it is not certain whether it took the job",
+            "Slurm's controller did not answer; the job may or may not have been submitted",
             why=answer.err,
-            fix="look with: squeue --me, and try again later",
+            fix="check with: squeue --me; if it is not listed, submit again later",
         )
     number = answer.out.strip().partition(";")[0]
     if answer.code != 0 or not number.isdecimal():
@@ -218,10 +218,10 @@ def submit_job(script: str, *, run_root: Path, environment: Mapping[str, str] | 
 
 
 def _refused(said: str) -> Impossible:
-    """Return the error for what sbatch said, with what the cluster has as the way out."""
+    """Return the error for sbatch's output, with the cluster's valid values as the fix."""
     last = said.splitlines()[-1] if said else "sbatch gave no reason"
     short = re.sub(r"^sbatch: (?:error|fatal): (?:Batch job submission failed: )?", "", last)
-    return Impossible(f"Slurm did not take the job: {short}", why=said, fix=_way_out(said.lower()))
+    return Impossible(f"Slurm rejected the job: {short}", why=said, fix=_way_out(said.lower()))
 
 
 def _way_out(said: str) -> str:
@@ -236,7 +236,7 @@ def _way_out(said: str) -> str:
     if "node" in said or "memory" in said or "cpu" in said:
         shape = "%P %D nodes with %c cores, %m MB, GPUs: %G"
         return f"partitions here: {_partitions(shape)}"
-    return "sbatch's own words are above"
+    return "see the output of sbatch above"
 
 
 def _partitions(shape: str) -> str:
@@ -246,14 +246,14 @@ def _partitions(shape: str) -> str:
 
 
 def cancel_job(job: str) -> None:
-    """Stop a job. One that has already ended is left in peace."""
-    # Without --verbose scancel says nothing of a job that does not exist, and ends well.
+    """Cancel a job; do nothing if it has already ended."""
+    # Without --verbose, scancel prints nothing for an unknown job and exits with code 0.
     answer = jobs.require_slurm(["scancel", "--verbose", job])
     if "error:" not in answer.err or "already completing or completed" in answer.err:
         return
     kind = NotNow if answer.unreachable else MusterError
     raise kind(
-        f"job {job} could not be cancelled",
+        f"cannot cancel job {job}",
         why=answer.err,
-        fix="your jobs are shown by: squeue --me",
+        fix="list your jobs with: squeue --me",
     )

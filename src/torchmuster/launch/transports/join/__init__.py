@@ -1,4 +1,4 @@
-"""Machines that join a run by themselves, over TLS, without ssh.
+"""Machines that join a run over TLS, without ssh.
 
 See README.md in this folder.
 """

@@ -1,7 +1,7 @@
-"""The host's certificate: made for one run, known by its fingerprint, never kept.
+"""The host's certificate: made for one run, identified by its fingerprint, never stored.
 
-Nobody signs it, and nobody needs to: the join code carries its fingerprint, so a joining machine
-knows the host by that and by nothing else, whatever the clocks and names of the machines say.
+It is self-signed. The join code contains its fingerprint, and a joining machine identifies the host by
+that alone, independent of clocks and host names.
 """
 
 import datetime
@@ -17,13 +17,13 @@ from pathlib import Path
 from torchmuster.errors import Impossible
 from torchmuster.launch.transports.join.code import FINGERPRINT_BYTES
 
-# Dates are not what this certificate is trusted for, but some libraries want to see some.
+# Clients do not check the dates, but some libraries require them.
 _LIFETIME = datetime.timedelta(days=3650)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """A server's TLS context, and the fingerprint by which clients know it."""
+    """A server's TLS context and the fingerprint of its certificate."""
 
     context: ssl.SSLContext = field(repr=False)
     fingerprint: bytes
@@ -37,8 +37,8 @@ def make_certificate() -> Certificate:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
         raise Impossible(
-            "machines cannot join: the package cryptography is not installed here",
-            why="the host makes a certificate, by which the others know it",
+            "machines cannot join: the package cryptography is not installed on this host",
+            why="the host needs it to create its TLS certificate",
             fix="pip install 'torchmuster[join]'",
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
@@ -67,19 +67,19 @@ def make_certificate() -> Certificate:
 
 
 def fingerprint_of(certificate_der: bytes) -> bytes:
-    """Return the part of the SHA-256 that join codes carry."""
+    """Return the part of the SHA-256 that join codes contain."""
     return hashlib.sha256(certificate_der).digest()[:FINGERPRINT_BYTES]
 
 
 def is_known(certificate_der: bytes | None, fingerprint: bytes) -> bool:
-    """Say whether this is the certificate with that fingerprint."""
+    """Return whether this is the certificate with that fingerprint."""
     return certificate_der is not None and hmac.compare_digest(
         fingerprint_of(certificate_der), fingerprint
     )
 
 
 def client_context() -> ssl.SSLContext:
-    """Return a context that takes any certificate: the caller must ask ``is_known`` before it speaks."""
+    """Return a context that accepts any certificate: the caller must check ``is_known`` before sending."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -90,10 +90,10 @@ def client_context() -> ssl.SSLContext:
 def _server_context(pem: bytes, password: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Every machine connects once, so nobody has use for a ticket to come back with.
+    # Every machine connects once, so session tickets are not needed.
     context.num_tickets = 0
-    # The ssl module reads keys from files only. The file is for its owner alone (mode 0600), it is
-    # gone at once, and the key in it is encrypted with a password that was never written down.
+    # The ssl module reads keys from files only. The file is readable by its owner only
+    # (mode 0600), is deleted at once, and its key is encrypted with a password that is never stored.
     descriptor, path = tempfile.mkstemp(prefix="torchmuster-", suffix=".pem")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,8 +1,8 @@
-"""The joining machine's side: find the host, make sure that it is the host, and be let in.
+"""The joining machine's side: find the host, verify its certificate, and join.
 
-All addresses are tried at once. Whoever answers must show the certificate whose fingerprint the code
-has; before that nothing is sent. What can pass by itself (nobody there yet, a crowded door) is tried
-again until the patience is over, and said in plain words meanwhile; what cannot is an error at once.
+All addresses are tried concurrently. The server must present the certificate whose fingerprint is in the
+code; nothing is sent before that. Temporary failures (host not started yet, too many connections) are
+retried until the timeout, with progress messages; other failures raise an error immediately.
 """
 
 import asyncio
@@ -27,28 +27,28 @@ from torchmuster.launch.transports.join.token_registry import Join, Refused
 from torchmuster.redaction import printable
 
 CONNECT_S = 3.0
-# Whoever is connected is there, and may have many to attend to.
+# A host that accepted the connection is up, but may be busy.
 HANDSHAKE_S = 20.0
 
-# timeout: no answer at all; refused: the machine is there, the port is closed; unreachable: the
-# network says there is no way; stranger: another certificate; not-tls: something else listens there;
-# silent: takes the connection and says nothing; turned-away: closed without an answer.
+# timeout: no answer at all; refused: the machine is up, the port is closed; unreachable: no route;
+# stranger: another certificate; not-tls: another program listens there; silent: accepts the connection
+# and sends nothing; turned-away: closed without an answer.
 Kind = Literal["timeout", "refused", "unreachable", "stranger", "not-tls", "silent", "turned-away"]
 
 _IN_WORDS: dict[Kind, str] = {
     "timeout": f"no answer within {CONNECT_S:g} s",
     "refused": "connection refused",
-    "unreachable": "no way there",
+    "unreachable": "no route",
     "stranger": "another certificate",
-    "not-tls": "something there that does not speak TLS",
-    "silent": "takes the connection, but does not answer",
+    "not-tls": "the program there does not use TLS",
+    "silent": "accepts the connection, but does not answer",
     "turned-away": "closed by the other side",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinTarget:
-    """Where the host may be."""
+    """An address and port at which the host may be."""
 
     address: str
     port: int
@@ -72,7 +72,7 @@ class JoinProblem:
 async def first_to_answer(
     targets: Sequence[JoinTarget], fingerprint: bytes, *, patience_s: float
 ) -> tuple[Stream, JoinTarget] | list[JoinProblem]:
-    """Return the first connection to the host with this certificate, or what went wrong everywhere."""
+    """Return the first connection to the host with this certificate, or the problems of all addresses."""
     tries = {asyncio.create_task(_try(target, fingerprint, patience_s)) for target in targets}
     problems: list[JoinProblem] = []
     try:
@@ -118,7 +118,7 @@ async def _connected(target: JoinTarget) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(
         target.address, target.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )[0]
-    # asyncio sends small messages at once (TCP_NODELAY) only if it is told that this is TCP.
+    # asyncio sets TCP_NODELAY only if the socket's protocol is given as TCP.
     made = socket.socket(family, kind, protocol)
     try:
         made.setblocking(False)
@@ -136,9 +136,7 @@ def _client_kind(error: OSError) -> Kind:
         return "timeout"
     if isinstance(error, ConnectionRefusedError):
         return "refused"
-    if isinstance(
-        error, ConnectionAbortedError
-    ):  # what asyncio calls a handshake that takes too long
+    if isinstance(error, ConnectionAbortedError):  # asyncio's error for a handshake timeout
         return "silent"
     if isinstance(error, ConnectionError):
         return "turned-away"
@@ -152,7 +150,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
 
 
 class HostChannel:
-    """The node agent's end of the connection to the launcher; ``host`` is where that was reached."""
+    """The node agent's end of the connection to the launcher; ``host`` is the launcher's address."""
 
     def __init__(self, stream: Stream, host: JoinTarget) -> None:
         self._stream = stream
@@ -163,15 +161,15 @@ class HostChannel:
         await self._stream.send(protocol.encode(message))
 
     async def receive(self) -> protocol.ToAgent | None:
-        """Return the next message, or None when the host has gone. Raises ``wire.Garbled``."""
+        """Return the next message, or None when the host is gone. Raises ``UnreadableMessage``."""
         return await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_to_agent)
 
     def why_closed(self) -> str:
-        """Say, after ``receive`` gave None, what is known of the cause."""
+        """Return the known cause after ``receive`` returned None."""
         return self._stream.why_closed
 
     async def close(self) -> None:
-        """Let go; the host takes this machine for gone."""
+        """Close the connection; the host declares this machine lost."""
         await self._stream.close()
 
 
@@ -183,20 +181,20 @@ async def connect_to_host(
     discover: bool = True,
     patience_s: float = 120.0,
 ) -> HostChannel:
-    """Join with this code; returns once the host has said welcome.
+    """Join with this code; return once the host has accepted.
 
-    ``on_event`` is told in plain words why it takes time; ``open_firewall`` gives the command that
-    lets a port through the host's firewall.
+    ``on_event`` gets progress messages; ``open_firewall`` returns the command that opens a port in the
+    host's firewall.
     """
     if not code.addresses and not discover:
         raise Impossible(
-            "this code has no address of the host",
-            why="with a short code the host is looked for on the local network, which was turned off",
+            "this join code does not contain the host's address",
+            why="a short code needs discovery on the local network, which is disabled",
             fix="use the long code that muster host printed",
         )
     targets = [JoinTarget(address=address, port=code.port) for address in code.addresses]
     pause_s = _SHORTEST_PAUSE_S
-    # Others on the network are bothered only if the addresses in the code were of no use.
+    # Multicast discovery starts only if the addresses in the code failed.
     look = not targets
     with _Progress(on_event, patience_s) as progress:
         while True:
@@ -214,13 +212,13 @@ async def connect_to_host(
                 raise _unreachable(outcome, patience_s, open_firewall)
             progress.sets_back(_not_yet(outcome))
             look = discover
-            # Many machines that were turned away together should not come back together.
+            # Random pause: machines that were rejected together should not retry together.
             await asyncio.sleep(min(progress.left_s, random.uniform(pause_s / 2, pause_s)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 class _Progress:
-    """Tells how things stand: at the first setback, and then every few seconds whatever happens."""
+    """Print progress: at the first failure, and then every few seconds."""
 
     def __init__(self, tell: Callable[[str], None], patience_s: float) -> None:
         self._tell = tell
@@ -264,7 +262,7 @@ class _Progress:
 async def _round(
     code: JoinCode, targets: Sequence[JoinTarget], *, look: bool, progress: _Progress
 ) -> tuple[HostChannel | list[JoinProblem], list[JoinTarget]]:
-    """Try every address once, and meanwhile look for more of them."""
+    """Try every address once, and discover more of them meanwhile."""
     looking = asyncio.create_task(_look_for(code)) if look else None
     try:
         answered: tuple[Stream, JoinTarget] | list[JoinProblem] = []
@@ -272,7 +270,7 @@ async def _round(
             answered = await first_to_answer(targets, code.fingerprint, patience_s=progress.left_s)
         if isinstance(answered, list):
             return answered, await looking if looking else []
-        progress.goes_on(f"the host answers at {answered[1]}, waiting to be let in")
+        progress.goes_on(f"connected to the host at {answered[1]}, waiting to be accepted")
         outcome = await _ask(*answered, code)
         return outcome if isinstance(outcome, HostChannel) else [outcome], []
     finally:
@@ -296,7 +294,7 @@ async def _look_for(code: JoinCode) -> list[JoinTarget]:
 
 
 async def _ask(stream: Stream, target: JoinTarget, code: JoinCode) -> HostChannel | JoinProblem:
-    """Ask the host, which is known by now, to be let in."""
+    """Send the join request to the host, whose certificate has been verified."""
     join = Join(
         protocol=protocol.PROTOCOL,
         place=code.place,
@@ -332,31 +330,31 @@ def _not_let_in(sorry: Refused) -> Impossible:
         )
     if sorry.reason == "used-code":
         return Impossible(
-            "this join code was used before",
-            why=f"{why}; a code lets one machine in, once",
-            fix="use a code that muster host shows as still waiting",
+            "this join code has already been used",
+            why=f"{why}; a code works once, for one machine",
+            fix="use a code that muster host lists as unused",
         )
     return Impossible(
         "the host does not know this join code",
-        why=f"{why}; a code is worth nothing once its place has been given a new one",
-        fix="use a code that muster host shows as still waiting",
+        why=f"{why}; a code expires when muster host prints a new one for its place",
+        fix="use a code that muster host lists as unused",
     )
 
 
 def _stranger(problems: Iterable[JoinProblem]) -> MusterError:
     where = ", ".join(str(problem.target) for problem in problems)
     return MusterError(
-        f"someone else than the host answers at {where}",
-        why="the certificate is not the one that the code names: either the host was started anew "
-        "since the code was printed, or somebody is in between; nothing was sent",
-        fix="use a code that muster host shows now; if this stays, do not trust this network",
+        f"the server at {where} is not the host of this join code",
+        why="its certificate does not match the code: muster host was restarted after it printed the "
+        "code, or the connection is intercepted; nothing was sent",
+        fix="use a code that muster host prints now; if the error persists, do not trust this network",
     )
 
 
 def _not_yet(problems: Iterable[JoinProblem]) -> str:
     tried = "; ".join(str(problem) for problem in problems)
     if not tried:
-        return "the host is not found on the local network yet"
+        return "the host was not found on the local network yet"
     return f"the host is not reachable yet ({tried})"
 
 
@@ -365,28 +363,28 @@ def _unreachable(
 ) -> MusterError:
     if not problems:
         return MusterError(
-            f"no host with this code was found on the local network in {patience_s:g} s",
-            why="the host has ended, or is on another network, or multicast is blocked (UDP 5353)",
-            fix="use the long code that muster host printed: it has the host's addresses",
+            f"no host with this code found on the local network within {patience_s:g} s",
+            why="muster host has exited, is on another network, or multicast is blocked (UDP 5353)",
+            fix="use the long code that muster host printed: it contains the host's addresses",
         )
     kinds = {problem.kind for problem in problems}
     if kinds & {"silent", "turned-away"}:
-        meaning = "the host is there but has too many to attend to, or something stands in between"
-        fix = "use the same code again; if it stays so, look at what muster host says"
+        meaning = "the host is up but overloaded, or a proxy or firewall intercepts the connection"
+        fix = "use the same code again; if the error persists, check the output of muster host"
     elif kinds <= {"refused"}:
         meaning = (
-            "the machine is there but nobody listens: has the host ended, or its port changed?"
+            "the machine is up but the port is closed: muster host has exited or its port changed"
         )
         fix = "start muster host again and use the new code"
     elif kinds & {"timeout", "unreachable", "refused"}:
-        meaning = "a firewall is in between, or the networks are not connected, or the host is off"
+        meaning = "a firewall blocks it, the networks are not connected, or the host is off"
         commands = {open_firewall(problem.target.port): None for problem in problems}
         fix = "\n".join(["on the host:", *commands])
     else:
-        meaning = "something is there, but not the host that printed this code"
-        fix = "use a code that muster host shows now"
+        meaning = "another program answers, not the host that printed this code"
+        fix = "use a code that muster host prints now"
     return MusterError(
-        f"the host was not reached in {patience_s:g} s",
+        f"cannot reach the host within {patience_s:g} s",
         why="\n".join([*(str(problem) for problem in problems), meaning]),
         fix=fix,
     )

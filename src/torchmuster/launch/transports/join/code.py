@@ -1,14 +1,13 @@
-"""The join code: all that a machine needs in order to find the host, to know it, and to be let in.
+"""The join code: everything that a machine needs to find the host, verify it, and join.
 
-A code is read from one screen and pasted, or typed, on another machine. It has the host's addresses
-and port, the place in the order of ranks, a token that lets one machine in once, and the fingerprint
-of the host's certificate. It is written with the 32 digits and letters that cannot be mistaken for
-each other, in groups; capitals, blanks and dashes do not matter, and a check at the end finds typing
-mistakes before anything is sent anywhere.
+Users paste or type a code on another machine. It contains the host's addresses and port, the place in
+rank order, a token that is valid once for one machine, and the fingerprint of the host's certificate. It
+is written in groups of Crockford base-32 characters; case, blanks and dashes do not matter, and a
+checksum detects typing errors before anything is sent.
 
-The bytes: 1 of version, number and kinds of the addresses; 2 of place; 2 of port and 4 or 16 for each
-address (none of these in the short form); 16 of token; 16 of fingerprint; 2 of CRC-16, which finds
-every wrong letter and every two that changed places.
+The bytes: 1 for version, number and kinds of the addresses; 2 for the place; 2 for the port and 4 or 16
+for each address (omitted in the short form); 16 for the token; 16 for the fingerprint; 2 for a CRC-16,
+which detects every wrong letter and every transposition of two letters.
 """
 
 import binascii
@@ -23,7 +22,7 @@ MOST_PLACES = 2**16
 TOKEN_BYTES = 16
 FINGERPRINT_BYTES = 16
 
-# Crockford's: no I, L, O and U. Those who type I, L or O mean 1, 1 and 0.
+# Crockford's base 32: no I, L, O and U. Typed I, L and O are read as 1, 1 and 0.
 _LETTERS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _VALUES = {letter: value for value, letter in enumerate(_LETTERS)}
 _READ_AS = str.maketrans({"I": "1", "L": "1", "O": "0", "-": "", "–": "", "—": "", "‑": ""})
@@ -33,7 +32,7 @@ _CHECK_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class JoinCode:
-    """What a join code says. Without addresses and port the host is looked for on the local network."""
+    """The content of a join code. Without addresses and port, the host is discovered on the local network."""
 
     place: int
     token: bytes = field(repr=False)
@@ -50,7 +49,7 @@ def encode_code(code: JoinCode) -> str:
     """Write a code as text, in groups: ``04002E-…``."""
     packed = [ipaddress.ip_address(address).packed for address in code.addresses]
     if len(packed) > MOST_ADDRESSES:
-        raise ValueError(f"a code has room for {MOST_ADDRESSES} addresses, not {len(packed)}")
+        raise ValueError(f"a code holds at most {MOST_ADDRESSES} addresses, not {len(packed)}")
     kinds = sum((len(address) == 16) << number for number, address in enumerate(packed))
     data = bytes([VERSION << 5 | len(packed) << 3 | kinds]) + code.place.to_bytes(2, "big")
     if packed:
@@ -61,11 +60,11 @@ def encode_code(code: JoinCode) -> str:
 
 
 def decode_code(text: str) -> JoinCode:
-    """Read a code as people type or paste it; raises Impossible that says what is wrong with it."""
+    """Decode a typed or pasted code; raises Impossible if it is not valid."""
     letters = "".join(text.split()).upper().translate(_READ_AS)
     if not letters:
         raise Impossible(
-            "there is no join code", fix="paste the whole line that muster host printed"
+            "the join code is empty", fix="paste the whole line that muster host printed"
         )
     strange = sorted(set(letters) - _VALUES.keys())
     if strange:
@@ -75,24 +74,24 @@ def decode_code(text: str) -> JoinCode:
     first = _VALUES[letters[0]] << 3 | _VALUES[letters[1]] >> 2
     expected = _length(first)
     version = first >> 5
-    # The check comes first: a mistake in the first letters would look like another version.
+    # Verify the checksum first: an error in the first letters would look like another version.
     if len(letters) == expected and version == VERSION:
         data = _from_letters(letters)
         if data is not None and _check_code(data[:-_CHECK_BYTES]) == data[-_CHECK_BYTES:]:
             return _from_bytes(data)
     elif version != VERSION and _is_whole(letters):
         raise Impossible(
-            f"this join code is of version {version}, and this torchmuster knows version {VERSION}",
-            why="the host has another torchmuster than this machine",
+            f"this join code has version {version}, but this torchmuster supports version {VERSION}",
+            why="the host has another version of torchmuster than this machine",
             fix="install the same torchmuster on both machines: muster --version",
         )
     elif len(letters) < expected:
         raise _cut_off(len(letters), expected)
-    raise _mistyped("its check does not fit")
+    raise _mistyped("its checksum does not match")
 
 
 def _length(first: int) -> int:
-    """How many letters a code has that begins with this byte."""
+    """Return the number of letters of a code that begins with this byte."""
     number, kinds = first >> 3 & 0b11, first & 0b111
     size = 3 + TOKEN_BYTES + FINGERPRINT_BYTES + _CHECK_BYTES
     if number:
@@ -117,7 +116,7 @@ def _to_letters(data: bytes) -> str:
 
 
 def _from_letters(letters: str) -> bytes | None:
-    """Return the bytes, or None if the bits that fill up the last letter are not zero."""
+    """Return the bytes, or None if the padding bits of the last letter are not zero."""
     number = 0
     for letter in letters:
         number = number << 5 | _VALUES[letter]
@@ -148,16 +147,16 @@ def _from_bytes(data: bytes) -> JoinCode:
 
 def _mistyped(why: str) -> Impossible:
     return Impossible(
-        "this join code has a typing mistake",
+        "this join code has a typing error",
         why=f"{why}; nothing was sent",
-        fix="copy the whole code that muster host printed, and paste it",
+        fix="copy and paste the whole code that muster host printed",
     )
 
 
 def _cut_off(have: int, expected: int | None) -> Impossible:
     of = "" if expected is None else f" of {expected}"
     return Impossible(
-        "this join code was cut off",
+        "this join code is incomplete",
         why=f"it has {have}{of} letters; nothing was sent",
-        fix="copy the whole code that muster host printed, and paste it",
+        fix="copy and paste the whole code that muster host printed",
     )

@@ -1,7 +1,7 @@
-"""The door: takes connections, and lets through those who show a token in time.
+"""Accept connections, and admit those that present a valid token in time.
 
-Nothing that comes in here is trusted. Before its token has been seen a connection may cost a few
-seconds, one message of a kilobyte, and a place in a bounded line (admission.py).
+No input is trusted here. Before its token has been checked, a connection may use a few seconds, one
+message of a kilobyte and an entry in a bounded queue.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from torchmuster.launch.transports.join.token_registry import JOIN_LIMIT, Join, 
 
 LISTENED_TO = 256
 IN_LINE = 1024
-# How long somebody is listened to while others wait. To speak takes milliseconds.
+# How long a connection is served while others wait. A join request takes milliseconds.
 CHANCE_S = 2.0
 
 Who = TypeVar("Who", bound=Hashable)
 
 
 def source_of(address: str) -> str:
-    """Return what counts as one source: an IPv4 address, or the /64 network of an IPv6 one."""
+    """Return the source of a connection: an IPv4 address, or the /64 network of an IPv6 address."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         if parsed.ipv4_mapped is None:
@@ -40,7 +40,7 @@ def source_of(address: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionTurn(Generic[Who]):
-    """Whom to listen to from now on, and whom to cut off for that."""
+    """The connections to serve from now on, and those to close for them."""
 
     begin: tuple[Who, ...]
     cut_off: tuple[Who, ...]
@@ -48,22 +48,22 @@ class ConnectionTurn(Generic[Who]):
 
 @dataclass(kw_only=True)
 class ConnectionLimiter(Generic[Who]):
-    """Those who are listened to, oldest first, and those in line. Times are of one steady clock."""
+    """The connections being served, oldest first, and those in the queue. Times are monotonic."""
 
     listened_to: int = LISTENED_TO
     in_line: int = IN_LINE
     chance_s: float = CHANCE_S
     _since_s: dict[Who, float] = field(default_factory=dict)
-    _line: dict[str, deque[Who]] = field(default_factory=dict)  # the source whose turn it is first
+    _line: dict[str, deque[Who]] = field(default_factory=dict)  # by source, the next one first
     _length: int = 0
 
     @property
     def waiting(self) -> int:
-        """How many stand in line."""
+        """The number of connections in the queue."""
         return self._length
 
     def arrive(self, who: Who, source: str) -> Who | None:
-        """Stand a newcomer in line; return who is turned away for that, if the line is too long."""
+        """Queue a new connection; return the one to reject if the queue is full."""
         self._line.setdefault(source, deque()).append(who)
         self._length += 1
         if self._length <= self.in_line:
@@ -72,7 +72,7 @@ class ConnectionLimiter(Generic[Who]):
         return self._pop(longest, last=True)
 
     def turn(self, now_s: float) -> ConnectionTurn[Who]:
-        """Let in as many as there is room for; call this after every change, and now and then."""
+        """Serve as many as the limit allows; call this after every change, and periodically."""
         begin, cut_off = [], []
         while self._line:
             if len(self._since_s) >= self.listened_to:
@@ -87,7 +87,7 @@ class ConnectionLimiter(Generic[Who]):
         return ConnectionTurn(begin=tuple(begin), cut_off=tuple(cut_off))
 
     def leave(self, who: Who) -> None:
-        """Forget one who was listened to; nothing happens if that is done already."""
+        """Remove a served connection; do nothing if it was already removed."""
         self._since_s.pop(who, None)
 
     def _next_in_line(self) -> Who:
@@ -107,7 +107,7 @@ class ConnectionLimiter(Generic[Who]):
 
 
 class JoinNews:
-    """Passes the first of a kind on at once, and counts what follows until the interval is over."""
+    """Report the first event of a kind at once, and count the following ones for an interval."""
 
     def __init__(self, tell: Callable[[str], None], every_s: float) -> None:
         self._tell = tell
@@ -116,7 +116,7 @@ class JoinNews:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def note(self, kind: str, source: str) -> None:
-        """Note that something happened: ``a wrong join code``, from whom."""
+        """Record a rejected connection: the kind, ``a wrong join code``, and its source."""
         if kind in self._timers:
             self._held[kind] = self._held.get(kind, (0, ""))[0] + 1, source
         else:
@@ -138,7 +138,7 @@ class JoinNews:
             self._wait(kind)
 
     def close(self) -> None:
-        """Say no more."""
+        """Stop reporting."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -146,18 +146,18 @@ class JoinNews:
 
 HANDSHAKE_S = 5
 JOIN_S = 5.0
-# After the system could not give us a connection: out of files, out of memory.
+# After accept failed: out of files or out of memory.
 _PAUSE_S = 0.1
 
-# How often those in line are seen to if nothing else happens.
+# How often the queue is checked if nothing else happens.
 _TICK_S = 0.25
 
-# Decides, at once and for good, about a machine that asks to be let in, and its address.
+# Decides about a join request, given the client's address and its stream.
 Decide = Callable[[Join, str, Stream], Welcome | Refused]
 
 
 class ConnectionHandler:
-    """Greets everybody who connects. ``decide`` gives places away; what it welcomes is told so."""
+    """Handle new connections. ``decide`` assigns places; its answer is sent to the client."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class ConnectionHandler:
         self._accepting = [asyncio.create_task(self._accept(one)) for one in listeners]
 
     async def close(self) -> None:
-        """Stop listening, and let go of those at the door; those who were let through stay."""
+        """Stop listening and close pending connections; admitted ones stay open."""
         self._closed = True
         if self._tick is not None:
             self._tick.cancel()
@@ -198,18 +198,20 @@ class ConnectionHandler:
         while True:
             try:
                 newcomer, (address, *_) = await loop.sock_accept(listener)
-            except ConnectionError:  # gone before it was taken
+            except ConnectionError:  # closed before it was accepted
                 continue
             except OSError as error:
-                self._news.note("a connection that could not be taken", f"the network ({error})")
+                self._news.note("a connection that could not be accepted", f"the network ({error})")
                 await asyncio.sleep(_PAUSE_S)
                 continue
             self._addresses[newcomer] = address
             if too_many := self._door.arrive(newcomer, source_of(address)):
-                self._news.note("a connection at a crowded door", self._addresses[too_many])
+                self._news.note(
+                    "a connection above the connection limit", self._addresses[too_many]
+                )
                 self._turn_away(too_many)
             self._serve_the_line()
-            # While others queue, sock_accept does not yield; those who are in get their turn here.
+            # While connections are pending, sock_accept does not yield; other tasks run here.
             await asyncio.sleep(0)
 
     def _serve_the_line(self) -> None:
@@ -217,12 +219,12 @@ class ConnectionHandler:
             return
         turn = self._door.turn(time.monotonic())
         for silent in turn.cut_off:
-            self._news.note("to wait for a silent connection", self._addresses[silent])
+            self._news.note("to keep a silent connection open", self._addresses[silent])
             self._greeting[silent].cancel()
         for newcomer in turn.begin:
             task = asyncio.create_task(self._greet(newcomer, self._addresses[newcomer]))
             self._greeting[newcomer] = task
-            # Not in the task itself: one that is cancelled at once never begins.
+            # Not in the task itself: a task that is cancelled at once never starts.
             task.add_done_callback(functools.partial(self._greeted, newcomer))
         if self._door.waiting and self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(_TICK_S, self._on_tick)
@@ -252,26 +254,26 @@ class ConnectionHandler:
                 newcomer, self._context, server_side=True, handshake_s=HANDSHAKE_S
             )
         except ssl.SSLError:
-            self._news.note("a connection that does not speak TLS 1.3", address)
+            self._news.note("a connection without TLS 1.3", address)
             return
-        except ConnectionAbortedError:  # what asyncio calls a handshake that takes too long
-            self._news.note("a connection that said nothing in time", address)
+        except ConnectionAbortedError:  # asyncio's error for a handshake timeout
+            self._news.note("a connection that sent nothing in time", address)
             return
-        except OSError:  # gone: it tries several addresses, or only looked who is there
+        except OSError:  # closed: the client tries several addresses, or only scanned the port
             return
         try:
             join = await self._listen(stream, address)
             if join is not None:
                 answer = self._decide(join, address, stream)
                 if isinstance(answer, Welcome):
-                    # From here on it need not make way for those who wait.
+                    # An admitted connection no longer counts against the limit.
                     self._door.leave(newcomer)
                 await stream.send(token_registry.encode_join_message(answer))
                 if isinstance(answer, Welcome):
                     return
             await stream.close()
-        except BaseException:  # whatever a stranger's bytes cause, its connection ends with it
-            stream.abort("the door was closed, or crowded, or an error came up")
+        except BaseException:  # any error closes the connection that caused it
+            stream.abort("closed, over the connection limit, or failed with an error")
             raise
 
     async def _listen(self, stream: Stream, address: str) -> Join | None:
@@ -279,7 +281,7 @@ class ConnectionHandler:
             async with asyncio.timeout(JOIN_S):
                 return await stream.receive(JOIN_LIMIT, token_registry.decode_join)
         except TimeoutError:
-            self._news.note("a connection that said nothing in time", address)
+            self._news.note("a connection that sent nothing in time", address)
         except protocol.UnreadableMessage:
-            self._news.note("a connection that did not ask to join", address)
+            self._news.note("a connection without a join request", address)
         return None

@@ -1,4 +1,4 @@
-"""The host's listening sockets: on the addresses that were given and no others, all with one port."""
+"""The host's listening sockets: only on the given addresses, all with the same port."""
 
 import asyncio
 import errno
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from zeroconf.asyncio import AsyncZeroconf
 
 _BACKLOG = 4096
-# A client of TLS speaks first. Until it does, or so long, Linux keeps it to itself.
+# A TLS client sends first. Linux holds the connection back until it does, or for this long.
 _SILENCE_S = 5
-# With any port: how often to begin anew if another address has the port in use.
+# Without a fixed port: how often to retry if the port is in use on another address.
 _TRIES = 20
 
 
 def open_listeners(addresses: Sequence[str], port: int | None) -> list[socket.socket]:
-    """Return a socket for each address. None as the port means any that is free on all of them."""
+    """Return a socket for each address. With port None, use any port that is free on all of them."""
     for _ in range(_TRIES):
         sockets: list[socket.socket] = []
         try:
@@ -45,10 +45,10 @@ def _bound(address: str, port: int) -> socket.socket:
     family, kind, protocol, _, target = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )[0]
-    # asyncio sends small messages at once (TCP_NODELAY) only if it is told that this is TCP.
+    # asyncio sets TCP_NODELAY only if the socket's protocol is given as TCP.
     made = socket.socket(family, kind, protocol)
     try:
-        if sys.platform != "win32":  # where it would let others take the port
+        if sys.platform != "win32":  # where this option would let other programs take the port
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -65,22 +65,24 @@ def _bound(address: str, port: int) -> socket.socket:
 
 def _explained(error: OSError, address: str, port: int | None) -> Exception:
     if isinstance(error, socket.gaierror):
-        return Impossible(f"{address!r} is not an address", why="machines join at an IP address")
+        return Impossible(
+            f"{address!r} is not an IP address", why="muster host listens on IP addresses"
+        )
     if error.errno == errno.EADDRINUSE:
         return NotNow(
             f"port {port} is in use on {address}",
             why="another program listens there",
-            fix=f"ss -ltnp 'sport = :{port}'  # shows which; or leave out the port to have any",
+            fix=f"ss -ltnp 'sport = :{port}'  # shows which; or omit the port to use any free one",
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return Impossible(
-            f"{address} is not an address of this machine",
-            why="the host listens only on addresses of its own",
-            fix="ip -brief address  # shows them",
+            f"{address} is not an address of this host",
+            why="muster host can only listen on this host's own addresses",
+            fix="ip -brief address  # lists them",
         )
     if error.errno in (errno.EACCES, errno.EPERM):
         return Impossible(
-            f"port {port} may not be used by this user",
+            f"this user is not allowed to use port {port}",
             why=str(error.strerror),
             fix="choose a port above 1023",
         )
@@ -88,16 +90,16 @@ def _explained(error: OSError, address: str, port: int | None) -> Exception:
 
 
 def in_codes(addresses: Sequence[str], most: int) -> tuple[str, ...]:
-    """Return the addresses that are worth writing into a code, best first.
+    """Return the addresses to put into a code, best first.
 
-    A link-local address means nothing without the other machine's own interface.
+    A link-local address is useless without the other machine's own interface.
     """
     useful = [one for one in reachable(addresses) if not ipaddress.ip_address(one).is_link_local]
     return tuple(useful[:most])
 
 
 def reachable(addresses: Sequence[str]) -> list[str]:
-    """Leave out loopback, which leads others to themselves, unless there is nothing else."""
+    """Return the addresses without loopback, unless there is no other."""
     outside = [one for one in addresses if not ipaddress.ip_address(one).is_loopback]
     return outside or list(addresses)
 
@@ -107,7 +109,7 @@ SERVICE_TYPE = "_torchmuster._tcp.local."
 
 @dataclass(frozen=True, kw_only=True)
 class HostFound:
-    """Where the host says it is."""
+    """The addresses and port that the host announced."""
 
     addresses: tuple[str, ...]
     port: int
@@ -119,7 +121,7 @@ def announced_id(fingerprint: bytes) -> str:
 
 
 async def announce(fingerprint: bytes, *, port: int, addresses: Sequence[str]) -> None:
-    """Announce the host at these addresses until cancelled; it is taken back then."""
+    """Announce the host at these addresses until cancelled, then withdraw the announcement."""
     outside = reachable(addresses)
     multicast = _multicast(outside)
     from zeroconf import ServiceInfo
@@ -133,7 +135,7 @@ async def announce(fingerprint: bytes, *, port: int, addresses: Sequence[str]) -
         server=f"{name}.local.",
     )
     try:
-        # The name is ours alone, so there is no need to ask first whether somebody has it.
+        # The name is unique, so a conflict check is not needed.
         await multicast.async_register_service(service, cooperating_responders=True)
         await asyncio.get_running_loop().create_future()  # until cancelled
     finally:
@@ -163,13 +165,13 @@ def _multicast(addresses: Sequence[str] | None) -> "AsyncZeroconf":
         from zeroconf.asyncio import AsyncZeroconf
     except ImportError as error:
         raise Impossible(
-            "the host cannot be looked for: the package zeroconf is not installed here",
-            why="this is how machines on one local network find each other without addresses",
+            "cannot discover the host: the package zeroconf is not installed",
+            why="it is needed to find the host on the local network without an address",
             fix="pip install 'torchmuster[join]'",
         ) from error
     if addresses is not None:
         return AsyncZeroconf(interfaces=list(addresses))
     try:
         return AsyncZeroconf(interfaces=InterfaceChoice.All, ip_version=IPVersion.All)
-    except OSError:  # no IPv6 on this machine
+    except OSError:  # no IPv6 on this host
         return AsyncZeroconf(interfaces=InterfaceChoice.All, ip_version=IPVersion.V4Only)

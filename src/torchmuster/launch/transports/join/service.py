@@ -1,8 +1,8 @@
-"""The host's side of joining: a transport whose machines come by themselves.
+"""The host's side of joining: a transport to which machines connect by themselves.
 
-It listens on the given addresses, speaks TLS with a certificate made for this run, and gives each
-place to the machine that brings its token. A machine that is lost before its ranks were started loses
-its place, which gets a new code.
+It listens on the given addresses, uses TLS with a certificate made for this run, and assigns each place
+to the machine that presents its token. A machine that is lost before its ranks were started loses its
+place, which gets a new code.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from torchmuster.redaction import printable
 class JoinedChannel:
     """A channel (channel.py) over TLS.
 
-    ``on_lost`` is called when the connection has ended; it is told whether the machine's ranks had
+    ``on_lost`` is called when the connection has ended; its argument is whether the machine's ranks had
     been started by then, or the run was over.
     """
 
@@ -50,15 +50,15 @@ class JoinedChannel:
         await self._stream.send(protocol.encode(message))
 
     async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the machine has gone. Raises ``wire.Garbled``."""
+        """Return the next message, or None when the machine is gone. Raises ``UnreadableMessage``."""
         return await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_from_agent)
 
     def why_closed(self) -> str:
-        """Say what is known of the cause."""
+        """Return the known cause of the end."""
         return f"{self._name}: {self._stream.why_closed}" if self._stream.why_closed else ""
 
     async def close(self) -> None:
-        """Let go of the machine."""
+        """Close the connection to the machine."""
         await self._stream.close()
 
 
@@ -68,9 +68,9 @@ NEWS_EVERY_S = 10.0
 class JoinService:
     """A transport (channel.py) for ``count`` places from ``first_place`` on.
 
-    Places are numbered as in the whole run, here and in codes; ``places`` has the names of this
-    service's own, in their order. ``on_event`` is told in plain words, and at a bounded rate, what
-    happens at the door; ``on_code`` that a place became free again, and its new code.
+    Places are numbered as in the whole run, here and in codes; ``places`` has the names of this service's
+    places only. ``on_event`` gets rate-limited messages about connections; ``on_code`` is called with the
+    new code when a place becomes free again.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class JoinService:
         if first_place + count > code.MOST_PLACES:
             raise Impossible(
                 f"{first_place + count} machines cannot join one run",
-                why=f"join codes have room for {code.MOST_PLACES}",
+                why=f"join codes support at most {code.MOST_PLACES}",
             )
         self._count = count
         self._addresses = tuple(addresses)
@@ -106,12 +106,12 @@ class JoinService:
 
     @property
     def places(self) -> Sequence[str]:
-        """The names of the machines: ``machine 2`` until it has joined, its own name then."""
+        """The names of the machines: ``machine 2`` until it has joined, then its host name."""
         return self._token_registry.names()
 
     async def open(self, arrive: Arrive) -> None:
-        """Listen, and begin to let machines in. ``codes`` can be asked for after this."""
-        # All machines of a large run may come at once; they should wait rather than be turned away.
+        """Start listening and accepting machines. ``codes`` can be called after this."""
+        # All machines of a large run may connect at once; they should wait rather than be rejected.
         in_line = make_room_for(self._count + LISTENED_TO, wanted=self._count + IN_LINE)
         self._arrive = arrive
         self._certificate = certificate.make_certificate()
@@ -133,37 +133,37 @@ class JoinService:
             await listener.announce(
                 self._certificate.fingerprint, port=port, addresses=self._addresses
             )
-        except Exception as error:  # whatever it is: machines can join without this
+        except Exception as error:  # machines can join without the announcement
             self._on_event(
-                f"this host cannot be found on the local network by itself ({error}); "
-                "the codes have its addresses"
+                f"this host cannot announce itself on the local network ({error}); "
+                "the long codes contain its addresses"
             )
 
     async def reopen(self, place: int) -> None:
-        """Free the place of a machine that was lost, and give out a new code for it."""
+        """Free the place of a lost machine, and report a new code for it."""
         channel = self._channels.pop(place, None)
         if channel is not None:
             self._vacate(place)
             await channel.close()
 
     def waiting_for(self, place: int) -> str:
-        """Say why a machine is not here yet."""
+        """Return why a machine has not joined yet."""
         now_s = time.monotonic()
         if place in self._lost_at_s:
             lost_s = now_s - self._lost_at_s[place]
-            return f"the connection broke {lost_s:.0f} s ago; its new code is not used yet"
+            return f"its connection was lost {lost_s:.0f} s ago; its new code is not used yet"
         return f"its code is not used yet, {now_s - self._opened_at_s:.0f} s"
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return None: a machine can join for as long as it is waited for."""
+        """Return None: a machine can join as long as the launcher waits."""
         return None
 
     def rejoins(self, place: int) -> bool:
-        """Return True: a place that was given up is free for whoever has its new code."""
+        """Return True: a machine can rejoin with the new code of its place."""
         return True
 
     async def close(self) -> None:
-        """Stop listening, let go of everybody; the codes are worth nothing from here on."""
+        """Stop listening and close all connections; the codes are invalid after this."""
         self._closed = True
         self._news.close()
         if self._announcing is not None:
@@ -197,19 +197,19 @@ class JoinService:
         if refusal is not None and refusal.by is None:
             self._news.note("a wrong join code", address)
             return token_registry.refused_message(
-                "unknown-code", "this host has not given out such a code"
+                "unknown-code", "this host has not issued this code"
             )
         if refusal is not None:
             self._news.note("a join code that was used before", address)
             return token_registry.refused_message(
-                "used-code", f"this code has been used by {refusal.by}"
+                "used-code", f"this code was used by {refusal.by}"
             )
         host = printable([join.host])
         if join.protocol != protocol.PROTOCOL:
             self._news.note(f"a machine with torchmuster {join.torchmuster!r}", address)
             return token_registry.refused_message(
                 "other-protocol",
-                f"{host} speaks protocol {join.protocol}, the host speaks {protocol.PROTOCOL}",
+                f"{host} uses protocol {join.protocol}, the host uses {protocol.PROTOCOL}",
             )
         self._token_registry.seat(join.place, host=host, address=address)
         self._seat(join.place, host, stream)
@@ -217,7 +217,7 @@ class JoinService:
 
     def _seat(self, place: int, host: str, stream: Stream) -> None:
         def lost(started: bool) -> None:
-            # A place that was given to another machine in the meantime is not ours to free.
+            # Do not free a place that another machine has taken in the meantime.
             if self._channels.get(place) is channel and not started and not self._closed:
                 del self._channels[place]
                 self._vacate(place)
@@ -225,10 +225,10 @@ class JoinService:
         channel = JoinedChannel(stream, host, lost)
         self._channels[place] = channel
         self._lost_at_s.pop(place, None)
-        # Not from within the handshake: the first message must not overtake the welcome.
+        # Not within the handshake: the first message must not be sent before the welcome.
         loop = asyncio.get_running_loop()
         loop.call_soon(self._arrive, place, channel)
-        if stream.lost:  # it said join and went away
+        if stream.lost:  # it sent the join request and disconnected
             loop.call_soon(lost, False)
 
     def _vacate(self, place: int) -> None:

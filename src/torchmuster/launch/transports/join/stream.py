@@ -1,7 +1,7 @@
 """A TLS connection that carries messages.
 
-A message is four bytes of length, the most significant first, and that many bytes of JSON. The length
-comes first so that what is too long is refused before it is read.
+A message is a four-byte big-endian length and that many bytes of JSON. The length comes first so that
+a message that is too long is refused before it is read.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from collections.abc import Callable
 from torchmuster.launch import protocol
 
 HEADER_BYTES = 4
-# What is taken in before anybody has asked for it.
+# Bytes that are read ahead.
 _READ_AHEAD_BYTES = 16 * 1024
 _SHUTDOWN_S = 2
-# Whoever takes nothing for so long is taken for lost.
+# A peer that accepts nothing for this long is declared lost.
 SEND_S = 10.0
 
 
 class Stream:
-    """One connection. ``on_lost`` is called, once, when it has ended for whatever reason."""
+    """One connection. ``on_lost`` is called once, when it has ended for any reason."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self.on_lost: Callable[[], None] | None = None
@@ -41,14 +41,14 @@ class Stream:
         return self._writer
 
     def opened(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take note that the handshake is done."""
+        """Record that the handshake is done."""
         self._writer = writer
 
     def ended(self, error: BaseException | None) -> None:
-        """Take note that the connection has ended."""
+        """Record that the connection has ended."""
         self.lost = True
         if error is not None:
-            self._because(f"the connection broke: {error}")
+            self._because(f"connection lost: {error}")
         if self.on_lost is not None:
             self.on_lost()
 
@@ -62,13 +62,13 @@ class Stream:
     ) -> protocol.Read | None:
         """Return the next message, or None at the end.
 
-        One that is too long, or that ``decode`` does not understand, closes the connection and raises
-        ``wire.Garbled``.
+        A message that is too long, or that ``decode`` rejects, closes the connection and raises
+        ``UnreadableMessage``.
         """
-        if self._aborted:  # what is still in the buffer is not to be trusted
+        if self._aborted:  # the rest of the buffer is not trusted
             return None
         try:
-            # Whoever is cancelled between the two reads can go on where this was left.
+            # A call after a cancellation between the two reads continues here.
             if self._next_size is None:
                 self._next_size = int.from_bytes(
                     await self._reader.readexactly(HEADER_BYTES), "big"
@@ -76,7 +76,7 @@ class Stream:
             size = self._next_size
             if not 0 < size <= limit_bytes:
                 raise protocol.UnreadableMessage(
-                    f"a message of {size} bytes; at most {limit_bytes} are taken"
+                    f"a message of {size} bytes; the limit is {limit_bytes}"
                 )
             data = await self._reader.readexactly(size)
             self._next_size = None
@@ -85,22 +85,20 @@ class Stream:
             self._because("the other side closed the connection")
             return None
         except OSError as error:
-            self._because(f"the connection broke: {error}")
+            self._because(f"connection lost: {error}")
             return None
         except protocol.UnreadableMessage:
-            self.abort("what came was not a message")
+            self.abort("received an invalid message")
             raise
 
     async def send(self, data: bytes) -> None:
         """Send a message; nothing happens if the connection has ended.
 
-        Returns when the other side has taken most of what was sent before. If it takes nothing for
-        too long, the connection is ended, so that whoever sends to many is not held up by one.
+        Returns when the peer has accepted most of the earlier data. If it accepts nothing for too long,
+        the connection is closed, so that one peer does not block a caller that sends to many.
         """
         if len(data) > protocol.MESSAGE_LIMIT:
-            raise protocol.UnreadableMessage(
-                f"a message of {len(data)} bytes is too long to be sent"
-            )
+            raise protocol.UnreadableMessage(f"a message of {len(data)} bytes is too long to send")
         if self.lost or self.writer.is_closing():
             return
         self.writer.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
@@ -108,20 +106,20 @@ class Stream:
             async with asyncio.timeout(SEND_S):
                 await self.writer.drain()
         except TimeoutError:
-            self.abort(f"the other side took nothing of what was sent for {SEND_S:g} s")
+            self.abort(f"the other side accepted no data for {SEND_S:g} s")
         except OSError as error:
-            self._because(f"the connection broke: {error}")
+            self._because(f"connection lost: {error}")
 
     def abort(self, why: str) -> None:
-        """End the connection at once, whether or not the other side listens."""
+        """Close the connection at once, without waiting for the peer."""
         self._because(why)
         self._aborted = True
         if self._writer is not None:
             self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Deliver what was sent and end the connection; takes a moment at most."""
-        self._because("it was closed here")
+        """Send pending data and close the connection, within a short timeout."""
+        self._because("closed on this side")
         # A TimeoutError is an OSError.
         with contextlib.suppress(OSError):
             async with asyncio.timeout(_SHUTDOWN_S):
@@ -130,14 +128,14 @@ class Stream:
         self.abort("")
 
     def _because(self, why: str) -> None:
-        # The first cause is the one that counts.
+        # Keep the first cause.
         self.why_closed = self.why_closed or why
 
 
 class _Tls(sslproto.SSLProtocol):
     """asyncio's TLS with a buffer that fits small messages.
 
-    asyncio gives each connection 256 KiB and fills them with zeros: 2.5 GiB for 10,000 machines.
+    asyncio allocates 256 KiB for each connection: 2.5 GiB for 10,000 machines.
     """
 
     max_size = 16 * 1024
@@ -151,9 +149,9 @@ class _Tls(sslproto.SSLProtocol):
 async def open_stream(
     connected: socket.socket, context: ssl.SSLContext, *, server_side: bool, handshake_s: int
 ) -> Stream:
-    """Do the TLS handshake on a connected socket, which then belongs to the stream.
+    """Do the TLS handshake on a connected socket, which the stream then owns.
 
-    An OSError says that it failed; the socket is closed then.
+    Raises OSError and closes the socket if the handshake fails.
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=_READ_AHEAD_BYTES, loop=loop)

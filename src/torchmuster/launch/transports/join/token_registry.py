@@ -1,7 +1,7 @@
-"""Who has which place, and the token that opens each place that is still free.
+"""Which machine has which place, and the token of each free place.
 
-A token opens its place once. It is kept after that, to say to whoever comes with it again who used
-it. A place that becomes free gets a new one.
+A token is valid once. Used tokens are kept, so that the error for a later attempt can name the machine
+that used it. A place that becomes free gets a new token.
 """
 
 import hmac
@@ -26,7 +26,7 @@ Reason = Literal["unknown-code", "used-code", "other-protocol"]
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="join"):
-    """What a machine says to be let in. These fields are the same in every version."""
+    """A machine's join request. These fields are the same in every version."""
 
     protocol: Number
     place: Number
@@ -39,14 +39,14 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="joi
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="welcome"):
-    """The machine has its place; from here on the messages of wire.py are spoken."""
+    """The machine has its place; from here on the messages of protocol.py are used."""
 
     protocol: Number
     place: Number
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sorry"):
-    """The machine is not let in, and why. The connection is closed after this."""
+    """The machine is rejected, and why. The connection is closed after this."""
 
     reason: Reason
     why: str
@@ -65,26 +65,26 @@ def encode_join_message(message: Join | Welcome | Refused) -> bytes:
 
 
 def decode_join(data: bytes) -> Join:
-    """Read what a machine says to be let in; raises ``wire.Garbled``."""
+    """Decode a join request; raises ``UnreadableMessage``."""
     return protocol.read_with(_joins.decode, data)
 
 
 def decode_answer(data: bytes) -> Welcome | Refused:
-    """Read the host's answer; raises ``wire.Garbled``."""
+    """Decode the host's answer; raises ``UnreadableMessage``."""
     return protocol.read_with(_answers.decode, data)
 
 
 def refused_message(reason: Reason, why: str) -> Refused:
-    """Return a refusal in the name of this torchmuster."""
+    """Return a refusal with this torchmuster's version."""
     return Refused(reason=reason, why=why, protocol=protocol.PROTOCOL, torchmuster=__version__)
 
 
-# More used tokens than this are not remembered for a place; they are then as unknown as any other.
+# Used tokens remembered for each place; older ones count as unknown.
 _REMEMBERED = 8
 
 
 def new_token() -> bytes:
-    """Return a token that nobody can guess."""
+    """Return a random token that cannot be guessed."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -111,7 +111,7 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why a token does not open a place; ``by`` is who used it before."""
+    """Why a token is not valid for a place; ``by`` is the machine that used it before."""
 
     by: JoinedHost | None
 
@@ -128,15 +128,15 @@ class TokenRegistry:
         }
 
     def missing(self) -> tuple[int, ...]:
-        """Return the places that nobody has yet."""
+        """Return the free places."""
         return tuple(number for number, place in self._places.items() if place.guest is None)
 
     def token(self, number: int) -> bytes:
-        """Return the token that opens a place."""
+        """Return the token of a place."""
         return self._places[number].token
 
     def names(self) -> tuple[str, ...]:
-        """Return the names people know the machines by; two of one name are told apart by address."""
+        """Return the display names of the machines; equal names get their address added."""
         hosts = Counter(place.guest.host for place in self._places.values() if place.guest)
         return tuple(self._name(number, hosts) for number in self._places)
 
@@ -147,7 +147,7 @@ class TokenRegistry:
         return guest.host if hosts[guest.host] == 1 else f"{guest.host} ({guest.address})"
 
     def examine(self, number: int, token: bytes) -> Refusal | None:
-        """Return why this token does not open this place now, or None if it does."""
+        """Return why this token is not valid for this place now, or None if it is."""
         place = self._places.get(number)
         # A wrong number takes as long as a wrong token.
         right = hmac.compare_digest(place.token if place else bytes(TOKEN_BYTES), token)
@@ -159,7 +159,7 @@ class TokenRegistry:
         return Refusal(by=before[0] if before else None)
 
     def seat(self, number: int, *, host: str, address: str) -> JoinedHost:
-        """Give a place to a machine whose token was examined, and spend the token."""
+        """Assign a place to a machine whose token was examined; the token becomes invalid."""
         place = self._places[number]
         guest = JoinedHost(host=host, address=address, since=time.strftime("%H:%M:%S"))
         place.used.append((place.token, guest))
@@ -167,7 +167,7 @@ class TokenRegistry:
         return guest
 
     def vacate(self, number: int) -> None:
-        """Free a place and give it a new token; the old one stays spent."""
+        """Free a place and give it a new token; the old one stays invalid."""
         place = self._places[number]
         place.guest = None
         place.token = self._make_token()

@@ -1,1 +1,1 @@
-"""Data whose samples have no number to ask for: files, object storage, iterables; read in lanes."""
+"""Sources of samples without an index: files, object storage, iterables; read in lanes."""

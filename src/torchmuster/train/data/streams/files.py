@@ -1,8 +1,8 @@
 """Files of lines as a source: text, or a JSON object on each line; also compressed, also remote.
 
-The files of an epoch, in its order, are thought of as one long row of bytes, and each lane is an equal
-part of it. A sample belongs to the lane in which its line begins. A compressed file cannot be entered
-in its middle: all its samples belong to the lane in which the file begins.
+The files of an epoch, in its order, form one sequence of bytes, and each lane is an equal
+part of it. A sample belongs to the lane in which its line begins. A compressed file cannot be read
+from the middle: all its samples belong to the lane in which the file begins.
 """
 
 import contextlib
@@ -32,24 +32,24 @@ RECORDS = (".txt", ".jsonl", ".ndjson", ".json")
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A file that was found."""
+    """A data file."""
 
-    place: str  # with its protocol, as it can be opened
+    place: str  # with its protocol, ready to open
     size_bytes: int
 
     @property
     def shown(self) -> str:
-        """The place as it may be shown: an address can hold a password."""
+        """The address for display: without a password."""
         return redact_text(self.place.removeprefix("file://"))
 
     @property
     def compression(self) -> str | None:
-        """How it is compressed, by its name; None where it is not."""
+        """The compression, by the file name; None if uncompressed."""
         return infer_compression(self.place)  # type: ignore[no-any-return]
 
     @property
     def is_text(self) -> bool:
-        """Whether each line is a sample as it stands, and not JSON."""
+        """Whether each line is plain text, not JSON."""
         return _suffix(self.place) == ".txt"
 
 
@@ -61,7 +61,7 @@ def _suffix(place: str) -> str:
 
 
 def find_files(places: str | Sequence[str], options: Mapping[str, Any]) -> list[File]:
-    """Return the files at these paths, patterns, folders or addresses, sorted, each one once."""
+    """Return the files at these paths, patterns, folders or addresses, sorted and unique."""
     wanted = [places] if isinstance(places, str) else list(places)
     found: dict[str, File] = {}
     for place in wanted:
@@ -73,14 +73,14 @@ def find_files(places: str | Sequence[str], options: Mapping[str, Any]) -> list[
     strange = [one.shown for one in files if _suffix(one.place) not in RECORDS]
     if strange:
         raise Impossible(
-            f"{strange[0]}: this kind of file cannot be read as samples",
+            f"{strange[0]}: unsupported file type",
             why=f"samples are lines of {', '.join(RECORDS)}, also compressed (.gz, .bz2, .xz, .zst)",
-            fix="name the files more closely, such as data/*.jsonl; or write a dataset of your own",
+            fix="use a narrower pattern, such as data/*.jsonl; or write your own dataset",
         )
     for one in files:
         if one.compression == "zstd" and not _can_read_zstd():
             raise Impossible(
-                f"{one.shown}: a file compressed with zstd cannot be read here",
+                f"{one.shown}: cannot read a file compressed with zstd",
                 why="the package zstandard is not installed",
                 fix="pip install zstandard",
             )
@@ -110,9 +110,9 @@ def _found_at(place: str, options: Mapping[str, Any]) -> list[File]:
         return []
     except OSError as error:
         raise Impossible(
-            f"{redact_text(place)} cannot be listed",
+            f"cannot list {redact_text(place)}",
             why=redact_text(f"{type(error).__name__}: {error}"),
-            fix="check the address, and that this machine may read it",
+            fix="check the address, and that this host may read it",
         ) from None
     return [
         File(place=storage.unstrip_protocol(one["name"]), size_bytes=int(one["size"] or 0))
@@ -125,7 +125,7 @@ def _unknown_storage(place: str, error: Exception) -> Impossible:
     protocol = place.split("://", 1)[0]
     fix = "pip install 'torchmuster[s3]'" if protocol in ("s3", "s3a") else ""
     return Impossible(
-        f"files at {protocol}:// cannot be read here",
+        f"cannot read files at {protocol}://",
         why=redact_text(str(error)),
         fix=fix or "install the package that fsspec names for it",
     )
@@ -133,22 +133,22 @@ def _unknown_storage(place: str, error: Exception) -> Impossible:
 
 def _nothing_at(place: str) -> Impossible:
     return Impossible(
-        f"there are no files at {redact_text(place)}",
-        why=f"looked for samples as lines of {', '.join(RECORDS)}, also compressed",
-        fix="check the path; a pattern such as data/*.jsonl is written in quotes",
+        f"no files at {redact_text(place)}",
+        why=f"searched for files of lines: {', '.join(RECORDS)}, also compressed",
+        fix="check the path; quote a pattern such as data/*.jsonl",
     )
 
 
 def file_digest(files: Sequence[File]) -> str:
-    """Return a few letters that are others if a file is added, removed or of another size."""
+    """Return a short digest that changes if a file is added, removed or of another size."""
     names = "\n".join(f"{one.size_bytes} {one.place}" for one in files)
     return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
 
 _CHUNK_BYTES = 1 << 20  # read at once from object storage, for each lane
 _TRIES = 5
-_FIRST_PAUSE_S = 0.5  # twice as long after each failure
-# What is wrong with the file or the rights, and stays wrong however often it is tried.
+_FIRST_PAUSE_S = 0.5  # doubled after each failure
+# Errors of the file or its permissions, for which a retry does not help.
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError)
 _BROKEN_ARCHIVE = (EOFError, zlib.error, lzma.LZMAError)
 
@@ -163,11 +163,11 @@ class Part:
 
 
 def parts_of_shard(files: Sequence[File], lane: int, lanes: int) -> list[Part]:
-    """Return the parts of files that make up a lane."""
+    """Return the parts of files that form a lane."""
     total = sum(file.size_bytes for file in files)
     begin, end = total * lane // lanes, total * (lane + 1) // lanes
     parts = []
-    start = 0  # of the file, in the row of all
+    start = 0  # of the file, in the sequence of all files
     for file in files:
         if file.compression is not None:
             if begin <= start < end:
@@ -185,7 +185,7 @@ def parts_of_shard(files: Sequence[File], lane: int, lanes: int) -> list[Part]:
 
 
 class Files:
-    """Lines of files: ``.txt`` gives their text, ``.jsonl`` what the JSON says. Empty lines are left out.
+    """Lines of files: text for ``.txt``, JSON values for ``.jsonl``. Empty lines are skipped.
 
     ``places`` are paths, patterns, folders, or addresses such as ``s3://bucket/part-*.jsonl.gz``, with
     ``storage_options`` for fsspec. ``shuffle`` gives the files another order in each epoch.
@@ -211,14 +211,14 @@ class Files:
         return self._lanes
 
     def identity(self) -> str:
-        """Return how many files there are and a digest of their names and sizes."""
+        """Return the number of files and a digest of their names and sizes."""
         order = f"shuffled by {self._seed}" if self._shuffle else "sorted"
         return f"{len(self._files)} files, {order}, digest {file_digest(self._files)}"
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
     ) -> dict[int, "_FileShardReader"]:
-        """Begin to read lanes; a file is opened when its turn comes."""
+        """Open lanes; each file is opened when it is needed."""
         files = list(self._files)
         if self._shuffle:
             random.Random(derive_seed(self._seed, "files", epoch)).shuffle(files)
@@ -265,10 +265,10 @@ class _FileShardReader:
 
 
 class _Lines:
-    """The lines of a part, with retries where the file is remote.
+    """The lines of a part, with retries for remote files.
 
-    ``at`` is the byte at which the next line begins, of the text as it is read: in a compressed file,
-    of what it holds.
+    ``at`` is the byte at which the next line begins; in a compressed file, a byte of the
+    decompressed content.
     """
 
     def __init__(self, part: Part, options: Mapping[str, Any], at: int | None) -> None:
@@ -278,7 +278,7 @@ class _Lines:
         self._stack = contextlib.ExitStack()
         self.at = part.begin if at is None else at
         if at is None and part.begin > 0:
-            self.at -= 1  # the line that begins before this part, unless one ends right here
+            self.at -= 1  # skip the line that begins before this part, unless one ends right here
             self.read(beyond=True)
 
     def read(self, *, beyond: bool = False) -> bytes | None:
@@ -301,7 +301,7 @@ class _Lines:
         for tried in range(1, _TRIES + 1):
             try:
                 return act()
-            except Exception as error:  # each kind of storage has errors of its own
+            except Exception as error:  # each kind of storage has its own errors
                 self.close()
                 if _is_of_archive(error):
                     raise self._broken(error) from None
@@ -312,24 +312,26 @@ class _Lines:
         raise AssertionError("unreachable")
 
     def sample(self, line: bytes) -> Any:
-        """Return what a line that was just read says."""
+        """Return the value of a line that was just read."""
         try:
             text = line.decode()
             return text.rstrip("\r\n") if self._part.file.is_text else json.loads(text)
         except ValueError as error:
             kind = "text in UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
             number = self._line_number(self.at - len(line))
-            cut = ", and it is the last line: the file may be cut off" if line[-1:] != b"\n" else ""
+            cut = (
+                ", and it is the last line: the file may be truncated" if line[-1:] != b"\n" else ""
+            )
             raise MusterError(
                 f"{self._part.file.shown}: line {number} is not {kind}",
                 why=f"{error}{cut}",
-                fix="mend or remove that line; each line holds one whole JSON value"
+                fix="fix or remove that line; each line holds one complete JSON value"
                 if kind == "JSON"
-                else "mend or remove that line, or write the file anew as UTF-8",
+                else "fix or remove that line, or rewrite the file as UTF-8",
             ) from None
 
     def _line_number(self, at: int) -> int:
-        """Count lines from the beginning of the file: only done when there is something to tell."""
+        """Count lines from the beginning of the file, only for an error message."""
         number, left = 1, at
         with _opened(self._part.file, self._options) as file:
             while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
@@ -339,17 +341,17 @@ class _Lines:
 
     def _broken(self, error: Exception) -> MusterError:
         return MusterError(
-            f"{self._part.file.shown}: the compressed file is damaged after its byte {self.at}",
+            f"{self._part.file.shown}: the compressed file is damaged after byte {self.at}",
             why=f"{type(error).__name__}: {error}",
-            fix="copy or download the file again; it is probably cut off",
+            fix="copy or download the file again; it is probably truncated",
         )
 
     def _unreadable(self, error: Exception, tried: int) -> MusterError:
         times = "" if tried == 1 else f" (tried {tried} times)"
         return MusterError(
-            f"{self._part.file.shown} cannot be read{times}",
+            f"cannot read {self._part.file.shown}{times}",
             why=redact_text(f"{type(error).__name__}: {error}"),
-            fix="check that the file is still there and that this machine may read it",
+            fix="check that the file still exists and that this host may read it",
         )
 
     def close(self) -> None:
@@ -358,7 +360,7 @@ class _Lines:
 
 
 def _is_of_archive(error: Exception) -> bool:
-    """Damaged gzip and bzip2 files are also told by OSErrors that have no number."""
+    """Return whether an error means damage: gzip and bzip2 raise OSErrors without an errno."""
     if isinstance(error, OSError):
         return error.errno is None and type(error) in (OSError, gzip.BadGzipFile)
     return isinstance(error, _BROKEN_ARCHIVE)
@@ -366,7 +368,7 @@ def _is_of_archive(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _opened(file: File, options: Mapping[str, Any]) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, decompressed by its name."""
+    """Open a file to read bytes, decompressed according to its name."""
     with contextlib.ExitStack() as stack:
         storage, path = fsspec.core.url_to_fs(file.place, **options)
         local = "file" in storage.protocol
@@ -375,5 +377,5 @@ def _opened(file: File, options: Mapping[str, Any]) -> Iterator[BinaryIO]:
             from fsspec.compression import compr
 
             raw = stack.enter_context(compr[file.compression](raw, mode="rb"))
-        # readline() of a remote file is written in Python; a buffer has a quick one.
+        # readline() of a remote file is slow Python code; a buffer has a fast one.
         yield raw if local and file.compression is None else io.BufferedReader(raw)

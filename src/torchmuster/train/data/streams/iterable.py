@@ -1,8 +1,8 @@
-"""Iterable datasets as a source: samples that can only be had one after the other.
+"""Iterable datasets as a source: samples that can only be read in sequence.
 
 An iterable has one *shard*, or several that can be read independently. Each shard is dealt out to the
-same number of lanes, sample by sample. A rank reads the shards of its lanes, each one once, and keeps
-what is its own: with more ranks than shards several ranks read the same shard.
+same number of lanes, sample by sample. A rank reads each shard of its lanes once, and keeps
+its own samples: with more ranks than shards several ranks read the same shard.
 """
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ LANES = 48  # divided evenly by 2, 3, 4, 6, 8, 12, 16, 24 and 48 ranks
 
 
 class Shard:
-    """One shard being read for some of its lanes; a state, where it has one, saves skipping."""
+    """Reads one shard for some of its lanes; a saved state, if any, avoids skipping."""
 
     def __init__(self, samples: Iterable[Any], *, ways: int, begin: int) -> None:
         self._iterator = iter(samples)
@@ -29,19 +29,19 @@ class Shard:
         if hasattr(samples, "load_state_dict"):
             self._state = samples.state_dict  # type: ignore[attr-defined]
         self._ways = ways
-        self._head = begin  # number within the shard of the sample that is read next
+        self._head = begin  # index within the shard of the next sample
         self._waiting: dict[int, deque[Any]] = {}
         self._taken: dict[int, int] = {}
-        # Where reading could begin again: (number within the shard, state), in rising order.
+        # Restart points: (index within the shard, state), in ascending order.
         self._marks: list[tuple[int, Any]] = []
 
     def add_lane(self, way: int, taken: int) -> None:
-        """Keep the samples of one more lane, from its sample number ``taken`` on."""
+        """Also keep the samples of another lane, from its sample number ``taken`` on."""
         self._waiting[way] = deque()
         self._taken[way] = taken
 
     def read(self, way: int, count: int) -> list[Any]:
-        """Return the next samples of a lane; those of others that come by are kept for them."""
+        """Return the next samples of a lane; samples of other lanes are buffered."""
         self._mark()
         waiting = self._waiting[way]
         while len(waiting) < count:
@@ -57,7 +57,7 @@ class Shard:
         return samples
 
     def _mark(self) -> None:
-        """Note a place to begin again from, and forget those that no lane needs any more."""
+        """Add a restart point, and drop those that no lane needs any more."""
         if self._state is None or (self._marks and self._marks[-1][0] == self._head):
             return
         self._marks.append((self._head, self._state()))
@@ -68,7 +68,7 @@ class Shard:
         return bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1
 
     def cursor(self, way: int) -> Cursor:
-        """Return how far a lane is, and the last place before it from which to read again."""
+        """Return the position of a lane, and the last restart point before it."""
         self._mark()
         taken = self._taken[way]
         place = self._before(taken * self._ways + way)
@@ -76,7 +76,7 @@ class Shard:
         return {"taken": taken, "shard": [head, state]}
 
     def close(self) -> None:
-        """End the reading."""
+        """Stop reading."""
         close = getattr(self._iterator, "close", None)
         if close is not None:
             close()
@@ -100,12 +100,12 @@ class _IterableShardReader:
 class Iterables:
     """A ``torch.utils.data.IterableDataset``, any other iterable, or a function of the epoch giving one.
 
-    It must give the same samples in the same order each time for the same epoch (``set_epoch`` is called
-    where it exists). Every rank reads the whole and keeps its own. A position is found again by
-    ``load_state_dict`` where the iterable has it, else by skipping.
+    It must yield the same samples in the same order each time for the same epoch (``set_epoch`` is
+    called if it exists). Every rank reads everything and keeps its own samples. A position is
+    restored by ``load_state_dict`` if the iterable has it, else by skipping.
 
-    An iterable that divides itself among the ranks already is given with ``divided_among=world``: each
-    rank then uses all that it gets, and a position holds for this number of ranks only.
+    For an iterable that already splits itself among the ranks, give ``divided_among=world``: each
+    rank then uses all its samples, and a position is valid for this number of ranks only.
     """
 
     def __init__(
@@ -118,8 +118,9 @@ class Iterables:
         if isinstance(samples, Iterator):
             raise Impossible(
                 f"the data is {type(samples).__name__}, which can be read only once",
-                why="each epoch, and each return to a saved position, reads from the beginning",
-                fix="give what makes it: a dataset with __iter__, or a function of the epoch",
+                why="each epoch and each resume reads from the beginning",
+                fix="return a dataset with __iter__, or a function of the epoch that creates the "
+                "iterator",
             )
         self._samples = samples
         self._shards = divided_among.world_size if divided_among else 1
@@ -130,13 +131,13 @@ class Iterables:
         return self._shards * self._ways
 
     def identity(self) -> str:
-        """Return what kind of iterable it is: more is not known of it."""
+        """Return the type of the iterable; nothing else is known about it."""
         return f"{type(self._samples).__name__} in {self.lanes()} lanes"
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
     ) -> dict[int, _IterableShardReader]:
-        """Begin to read lanes; those of one shard read it together."""
+        """Open lanes; those of one shard share its reader."""
         shards: dict[int, list[int]] = {}
         for lane in lanes:
             shards.setdefault(lane % self._shards, []).append(lane)
@@ -162,7 +163,7 @@ class Iterables:
 
 
 class Indexed:
-    """A dataset with numbered samples as a source, for what needs a stream (packing)."""
+    """A map-style dataset as a source, for users of streams (packing)."""
 
     def __init__(
         self, dataset: Any, *, lanes: int = LANES, seed: int = 0, shuffle: bool = True
@@ -177,13 +178,13 @@ class Indexed:
         return self._lanes
 
     def identity(self) -> str:
-        """Return how many samples there are, and their order."""
+        """Return the number of samples, and their order."""
         return f"{len(self._dataset)} samples of {type(self._dataset).__name__}, seed {self._seed}"
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
     ) -> dict[int, "_IndexedShardReader"]:
-        """Begin to read lanes."""
+        """Open lanes."""
         order = Order(size=len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         return {
             lane: _IndexedShardReader(
@@ -217,10 +218,10 @@ class _IndexedShardReader:
 
 
 class HuggingFaceStream(Iterables):
-    """A ``datasets.IterableDataset``; a map-style ``datasets.Dataset`` belongs into ``BatchLoader``.
+    """A ``datasets.IterableDataset``; use ``BatchLoader`` for a map-style ``datasets.Dataset``.
 
-    The dataset's own shards are what ranks divide; where they are fewer than ``lanes``, each shard is
-    dealt out sample by sample. Datasets that were shuffled with a buffer are brought back to a position by
+    Ranks divide the dataset's own shards; if there are fewer than ``lanes``, each shard is
+    dealt out sample by sample. Datasets shuffled with a buffer are restored to a position by
     reading from the beginning, all others by their own state.
     """
 
@@ -231,7 +232,7 @@ class HuggingFaceStream(Iterables):
         self._ways = -(-lanes // self._shards)
 
     def identity(self) -> str:
-        """Return what the dataset calls itself."""
+        """Return the dataset's own description."""
         name = self._dataset.info.dataset_name or "dataset"
         return f"{name} {self._dataset.split}: {self._shards} shards in {self.lanes()} lanes"
 
@@ -246,11 +247,11 @@ class HuggingFaceStream(Iterables):
 
 
 def _state_is_exact(dataset: Any) -> bool:
-    """Say whether the dataset's own state brings it back to a position.
+    """Return whether the dataset's own state restores a position exactly.
 
-    By its documentation it does not where there is a shuffle buffer, whose content is lost, and where
-    tables are mapped in batches. Neither shows in the state or anywhere public, so the steps that the
-    dataset is made of are looked at; without those, it is read from the beginning.
+    According to its documentation it does not with a shuffle buffer, whose content is lost, or with
+    tables mapped in batches. Neither is visible in the state or any public attribute, so this
+    inspects the dataset's internal steps; without those, the dataset is read from the beginning.
     """
     steps = getattr(dataset, "_ex_iterable", None)
     layout = getattr(dataset, "_formatting", None)
@@ -267,7 +268,7 @@ def _state_is_exact(dataset: Any) -> bool:
 
 
 class _FromTheBeginning:
-    """An iterable without a state of its own."""
+    """An iterable without its own state."""
 
     def __init__(self, samples: Iterable[Any]) -> None:
         self._samples = samples

@@ -1,7 +1,7 @@
-"""Documents of any length as rows of one length, for language models. No token is lost or repeated.
+"""Pack documents of any length into rows of one length, for language models.
 
-:mod:`torchmuster.train.data.streams.packing` describes a row. A document that does not fit continues in the next row.
-A document is a list of ids, to which the end token is added, or :class:`Tokens`, which are used as they are.
+No token is lost or repeated. A document that does not fit continues in the next row. A document is
+a list of ids, to which the end token is added, or :class:`Tokens`, which are used unchanged.
 """
 
 from array import array
@@ -25,14 +25,14 @@ def row_of(
     masked: bool,
     labels: Mapping[int, Sequence[int]] | None = None,
 ) -> Row:
-    """Make a row of ``length`` from tokens; documents begin in it at the places ``begins``.
+    """Return a row of ``length`` from tokens; documents begin at the positions ``begins``.
 
-    ``labels`` replace the tokens as what is learnt, from each place of theirs on.
+    ``labels`` replace the tokens as targets, from each of their positions on.
     """
     filled = len(tokens)
     input_ids = tokens
     if filled < length:
-        # Padding is a document of its own that nobody learns; which token it repeats makes no difference.
+        # Padding is a separate document whose labels are ignored; its token does not matter.
         input_ids = torch.cat([tokens, tokens[-1].expand(length - filled)])
         begins = [*begins, filled]
     learnt = input_ids.clone()
@@ -59,7 +59,7 @@ _DOCUMENTS_AT_ONCE = 16
 
 
 class PackedRows:
-    """Documents one after another; a row holds parts of several. Only a lane's last row has padding."""
+    """Packs consecutive documents into rows. Only a lane's last row has padding."""
 
     packed = True
 
@@ -73,14 +73,14 @@ class PackedRows:
         return self._documents.lanes()
 
     def identity(self) -> str:
-        """Return what is read, and how it is laid out."""
+        """Return the identity of the source, and the layout."""
         how = "packed" if self.packed else "padded"
         return f"{self._documents.identity()}, {how} to {self._length}"
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
     ) -> dict[int, "_RowShardReader"]:
-        """Begin to read lanes."""
+        """Open lanes."""
         at = {lane: cursor["at"] if (cursor := cursors.get(lane)) else None for lane in lanes}
         opened = self._documents.open(lanes, epoch=epoch, cursors=at)
         return {
@@ -92,7 +92,7 @@ class PackedRows:
 
 
 class PaddedRows(PackedRows):
-    """One document to a row, or part of one; the rest of the row is padding."""
+    """Puts one document, or a part of one, in each row; the rest of the row is padding."""
 
     packed = False
 
@@ -110,11 +110,9 @@ class _RowShardReader:
         return rows
 
     def _row(self) -> Row | None:
-        tokens = array(
-            "q"
-        )  # torch takes its memory as it is; a list it would read number by number
+        tokens = array("q")  # torch uses its memory directly; it would read a list item by item
         begins = []
-        labels: dict[int, Sequence[int]] = {}  # by the place where they begin
+        labels: dict[int, Sequence[int]] = {}  # by the position where they begin
         while len(tokens) < self._length and (
             piece := self._documents.take(self._length - len(tokens))
         ):
@@ -139,14 +137,15 @@ class _RowShardReader:
 
 
 class _Documents:
-    """Tokens of document after document, each with its end; knows the place of the next token."""
+    """Tokens of consecutive documents, each with its end token; tracks the next position."""
 
     def __init__(self, lane: ShardReader, end: int, cursor: Cursor | None) -> None:
         self._lane = lane
         self._end = end
         self._used = 0  # tokens of the first waiting document
         self._waiting: deque[Tokens] = deque()
-        # The last documents were read together: where that began, and how many of them are used up.
+        # The last documents were read together: the cursor before them, and how many of them are
+        # used up.
         self._at: Cursor = None
         self._gone = 0
         if cursor:

@@ -1,4 +1,4 @@
-"""Reading a rank's lanes lap by lap, in this process or ahead of it in others."""
+"""Read a rank's lanes lap by lap, in this process or prefetched by worker processes."""
 
 import io
 import pickle
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def shard_owners(lanes: int, weights: Sequence[int]) -> list[int]:
-    """Return the rank that owns each lane: in turn, and more often the higher a rank's weight is."""
+    """Return the rank that owns each lane: round-robin, in proportion to the ranks' weights."""
     total = sum(weights)
     owned = [0] * len(weights)
     result = []
@@ -41,7 +41,7 @@ def shard_owners(lanes: int, weights: Sequence[int]) -> list[int]:
 
 
 def round_order(counts: Sequence[int]) -> list[int]:
-    """Return the lane of each place of a lap, given how many samples each lane has in it."""
+    """Return the lane of each position of a lap, given how many samples each lane has in it."""
     return [
         lane
         for turn in range(max(counts, default=0))
@@ -58,13 +58,13 @@ def shuffled(block: list[T], seed: int, epoch: int, lane: int, lap: int) -> list
 
 
 def rounds(own_samples: Sequence[int], micro_batch_sizes: Sequence[int]) -> int:
-    """Return how many micro-batches each rank computes for a step: as many as the fullest one needs."""
+    """Return the number of micro-batches of each rank for a step: the maximum over the ranks."""
     return max(-(-own // size) for own, size in zip(own_samples, micro_batch_sizes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """Anything, with its tensors taken out. Only ever sent between processes of one rank."""
+    """An object with its tensors separated. Only sent between processes of one rank."""
 
     words: bytes
     shapes: list[tuple[torch.dtype, torch.Size]]
@@ -72,7 +72,7 @@ class PackedBatch:
 
     @property
     def size_bytes(self) -> int:
-        """What its tensors take of shared memory."""
+        """The shared memory that its tensors take."""
         return sum(tensor.nbytes for tensor in self.flat.values())
 
 
@@ -98,7 +98,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack_batch(thing: Any) -> PackedBatch:
-    """Make a parcel."""
+    """Pack an object."""
     words = io.BytesIO()
     packer = _Packer(words)
     packer.dump(thing)
@@ -113,7 +113,7 @@ def pack_batch(thing: Any) -> PackedBatch:
 
 
 def unpack_batch(parcel: PackedBatch) -> Any:
-    """Open a parcel."""
+    """Unpack an object."""
     begins = dict.fromkeys(parcel.flat, 0)
     tensors = []
     for dtype, shape in parcel.shapes:
@@ -123,22 +123,22 @@ def unpack_batch(parcel: PackedBatch) -> Any:
     return _Unpacker(io.BytesIO(parcel.words), tensors).load()
 
 
-Cursor = Any  # plain JSON types; what they mean is the source's own business
+Cursor = Any  # plain JSON types; their meaning is up to the source
 
 
 class ShardReader(Protocol):
-    """One lane being read."""
+    """An open lane."""
 
     def read(self, count: int) -> list[Any]:
-        """Return the next samples: ``count`` of them, fewer only where the lane ends."""
+        """Return the next ``count`` samples, fewer only at the end of the lane."""
         ...
 
     def cursor(self) -> Cursor:
-        """Return the place of the next sample, from which the lane can be opened again."""
+        """Return the position of the next sample, from which the lane can be reopened."""
         ...
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
         ...
 
 
@@ -146,26 +146,26 @@ class Source(Protocol):
     """Samples in lanes, the same ones in the same order for the same seed and epoch."""
 
     def lanes(self) -> int:
-        """Return how many lanes there are, whatever the number of ranks."""
+        """Return the number of lanes, which does not depend on the number of ranks."""
         ...
 
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
     ) -> Mapping[int, ShardReader]:
-        """Begin to read these lanes: from their beginning, or where a cursor points."""
+        """Open these lanes: from their beginning, or at a cursor."""
         ...
 
     def identity(self) -> str:
-        """Return a few words that are others for other data, so that a position cannot be mixed up."""
+        """Return a short text that differs for other data, so that positions are not mixed up."""
         ...
 
 
-PREFETCH = 2  # laps that each process has ready
+PREFETCH = 2  # laps that each process prefetches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What a lane gives in a lap, and where it was when the lap began."""
+    """The samples of a lane in a lap, and its cursor when the lap began."""
 
     samples: list[Any]
     cursor: Cursor
@@ -176,7 +176,7 @@ Blocks = dict[int, Block]  # by lane
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """Where and how to begin reading."""
+    """Where to start reading, and how."""
 
     lanes: Sequence[int]
     epoch: int
@@ -188,10 +188,10 @@ class Begin:
 
 
 def read_rounds(source: Source, begin: Begin) -> Iterator[Blocks]:
-    """Yield the blocks of lap after lap; after the last ones, empty blocks for ever.
+    """Yield the blocks of each lap; after the last ones, empty blocks forever.
 
-    What a source draws at random depends on the seed, the epoch, the lane and the lap, and leaves the training's
-    own numbers alone: a run that goes on in the middle of a lap reads that lap again.
+    A source's random numbers depend on the seed, the epoch, the lane and the lap, and do not change
+    the training's random state: a run that resumes in the middle of a lap reads that lap again.
     """
     with random_numbers_kept():
         opened = source.open(begin.lanes, epoch=begin.epoch, cursors=begin.cursors)
@@ -215,7 +215,7 @@ def read_rounds(source: Source, begin: Begin) -> Iterator[Blocks]:
 
 
 class _Reading(IterableDataset[PackedBatch]):
-    """What a reading process does: its share of the lanes, one parcel a lap."""
+    """The work of a reading process: its share of the lanes, one packed batch per lap."""
 
     def __init__(self, source: Source, begin: Begin, room: SharedMemory) -> None:
         self._source = source
@@ -225,8 +225,8 @@ class _Reading(IterableDataset[PackedBatch]):
     def __iter__(self) -> Iterator[PackedBatch]:
         worker = get_worker_info()
         assert worker is not None
-        # A dataset that divides itself among loader workers would lose samples: here each process has
-        # its lanes already.
+        # A dataset that splits itself among loader workers would lose samples: each process already
+        # has its own lanes.
         forget_worker_info()
         mine = self._begin.lanes[worker.id :: worker.num_workers]
         try:
@@ -235,14 +235,14 @@ class _Reading(IterableDataset[PackedBatch]):
                 if refusal := self._room.refusal(parcel.size_bytes):
                     raise refusal
                 yield parcel
-        except MusterError as error:  # torch would make one long text of it
+        except MusterError as error:  # torch would flatten it into one long text
             yield pack_batch(error)
 
 
 def read_rounds_ahead(
     source: Source, begin: Begin, *, workers: int, world: World, prefetch: int = PREFETCH
 ) -> Iterator[Blocks]:
-    """Yield the same as :func:`read_laps`, read by other processes up to ``prefetch`` laps ahead."""
+    """Yield the same as :func:`read_laps`; other processes prefetch up to ``prefetch`` laps."""
     workers = min(workers, len(begin.lanes))
     if not workers:
         yield from read_rounds(source, begin)
@@ -258,12 +258,12 @@ def read_rounds_ahead(
         num_workers=workers,
         prefetch_factor=prefetch,
         worker_init_fn=IgnoreSignalsInWorkers(),
-        # Without one it would take a number from the process's own, as often as an epoch begins.
+        # Without a generator, DataLoader draws from the process's random state at every epoch.
         generator=torch.Generator().manual_seed(
             derive_seed(begin.seed, "loader", world.global_rank)
         ),
     )
-    parcels = iter(loader)  # in turn from each process, whichever is faster
+    parcels = iter(loader)  # round-robin over the processes, regardless of speed
     try:
         while True:
             blocks: Blocks = {}
@@ -274,4 +274,4 @@ def read_rounds_ahead(
                 blocks.update(part)
             yield blocks
     finally:
-        del parcels  # which ends the processes, also while an error still holds this frame
+        del parcels  # stops the processes, even while an error still holds this frame

@@ -1,4 +1,4 @@
-"""Text to tokens, in the process that reads it; records that hold token ids already are used as they are."""
+"""Tokenize text in the process that reads it; records with token ids are used unchanged."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ from torchmuster.train.models.hugging_face import load_tokenizer, save_tokenizer
 
 
 class Tokens(NamedTuple):
-    """A document that came as token ids; no end token is added to it."""
+    """A document given as token ids; no end token is added to it."""
 
     ids: Sequence[int]
-    labels: Sequence[int] | None = None  # None: every token is learnt
+    labels: Sequence[int] | None = None  # None: every token is a target
 
 
-Document = list[int] | Tokens  # a list is of a text, and still needs its end token
+Document = list[int] | Tokens  # a list comes from a text, and still needs its end token
 
 
 class Tokenizer(Protocol):
@@ -28,21 +28,21 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int:
-        """The id that closes a document."""
+        """The id of the end token."""
         ...
 
     @property
     def vocabulary(self) -> int:
-        """How many ids there are."""
+        """The size of the vocabulary."""
         ...
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, without an end."""
+        """Return the ids of each text, without an end token."""
         ...
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 as ids, and one more for the end: needs nothing, and reads every language."""
+    """UTF-8 bytes as ids, plus an end token: needs no files, and reads every language."""
 
     end = 256
     vocabulary = 257
@@ -52,19 +52,19 @@ class ByteTokenizer:
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; ends are left out."""
+        """Return the text of ids, without end tokens."""
         return bytes(one for one in ids if one < 256).decode(errors="replace")
 
 
 class TransformersTokenizer:
-    """A tokenizer of ``transformers``, from a folder or by its name; without the ids it would put around."""
+    """A ``transformers`` tokenizer, from a folder or by name; without its special tokens."""
 
     def __init__(self, name_or_path: str) -> None:
         self._tokenizer = load_tokenizer(name_or_path)
         if self._tokenizer.eos_token_id is None:
             raise Impossible(
                 f"the tokenizer {name_or_path} has no end token",
-                why="documents are closed with it, so that the model learns where they end",
+                why="each document ends with it, so that the model learns where documents end",
                 fix="set eos_token in the folder's tokenizer_config.json",
             )
         self.end: int = self._tokenizer.eos_token_id
@@ -80,18 +80,18 @@ class TransformersTokenizer:
             texts,
             add_special_tokens=False,
             return_attention_mask=False,
-            # Texts longer than the model's context are packed into several rows: no warning is due.
+            # Texts longer than the model's context are packed into several rows: no warning needed.
             verbose=False,
         )
         return encoded["input_ids"]  # type: ignore[no-any-return]
 
 
 class Tokenized:
-    """A source of documents, from one of texts, of records with a text in them, or of token ids.
+    """A source of documents, from a source of texts, of records with a text field, or of token ids.
 
-    A record with ``input_ids`` gives :class:`Tokens`: its ``labels`` are kept, and tokens whose ``attention_mask`` is 0
-    are left out. Such a record needs no text, and one that it has is not read. A sample that is a list of ids
-    gives :class:`Tokens` too.
+    A record with ``input_ids`` gives :class:`Tokens`: its ``labels`` are kept, and tokens whose
+    ``attention_mask`` is 0 are dropped. Such a record needs no text, and its text is not read. A
+    sample that is a list of ids also gives :class:`Tokens`.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer, *, field: str = "text") -> None:
@@ -104,11 +104,11 @@ class Tokenized:
         return self._source.lanes()
 
     def identity(self) -> str:
-        """Return what is read, and by which tokenizer."""
+        """Return the identity of the source, and the tokenizer's vocabulary size."""
         return f"{self._source.identity()}, {self._tokenizer.vocabulary} ids"
 
     def check_first(self) -> None:
-        """Read the first record and raise what is wrong with it, before anything expensive is built."""
+        """Read the first record and raise its error, before anything expensive is built."""
         with random_numbers_kept():
             for lane in range(self.lanes()):
                 opened = self._source.open([lane], epoch=0, cursors={})[lane]
@@ -122,7 +122,7 @@ class Tokenized:
     def open(
         self, lanes: Sequence[int], *, epoch: int, cursors: Mapping[int, Cursor | None]
     ) -> dict[int, "_TokenizedShardReader"]:
-        """Begin to read lanes."""
+        """Open lanes."""
         opened = self._source.open(lanes, epoch=epoch, cursors=cursors)
         return {lane: _TokenizedShardReader(one, self._documents) for lane, one in opened.items()}
 
@@ -173,7 +173,7 @@ def _tokens(record: Mapping[Any, Any], field: str) -> Tokens:
 
 
 def _integers(record: Mapping[Any, Any], field: str) -> "array[int]":
-    """Return a field's list of integers; arrays and tensors will do."""
+    """Return a field's list of integers; arrays and tensors are accepted."""
     value = record[field]
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -190,13 +190,13 @@ def _integers(record: Mapping[Any, Any], field: str) -> "array[int]":
 
 def _unusable(field: str, why: str) -> MusterError:
     kinds = {
-        "labels": f"one integer for each token: its id, or {IGNORED} for a token that is not learnt",
+        "labels": f"one integer for each token: its id, or {IGNORED} for a token to ignore",
         "attention_mask": "one integer for each token: 1, or 0 for padding",
     }
     return MusterError(
         f"a record's field {field} cannot be used",
         why=why,
-        fix=f"store {kinds.get(field, 'a list of token ids, which are integers from 0 on')}",
+        fix=f"store {kinds.get(field, 'a list of token ids, which are integers from 0')}",
     )
 
 
@@ -205,7 +205,7 @@ def _refuse_chat(record: Mapping[Any, Any]) -> None:
         first = value[0] if isinstance(value, list | tuple) and value else None
         if isinstance(first, Mapping) and ("role" in first or "from" in first):
             raise MusterError(
-                f"a record's field {field} is a list of chat messages, which cannot be trained on yet",
+                f"a record's field {field} is a list of chat messages, which is not supported yet",
                 why="training needs text or token ids",
                 fix="store the text of each conversation, and name its field in data.text_field: "
                 "tokenizer.apply_chat_template(messages, tokenize=False)",
