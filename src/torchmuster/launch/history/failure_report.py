@@ -162,7 +162,8 @@ def _event_words(event: run_state.RunEvent) -> str:
             again = f" (attempt {attempt + 1})" if isinstance(attempt, int) and attempt else ""
             return f"{count} rank{'' if count == 1 else 's'} started{where}{again}"
         case "finished" | "failed" | "stopped" | "saved":
-            return f"{event.name}: {_failure_report_line(str(facts.get('headline', '')))}"
+            headline = _failure_report_line(str(facts.get("headline", "")))
+            return headline if headline.startswith(event.name) else f"{event.name}: {headline}"
     return _failure_report_line(str(facts.get("what", "")))
 
 
