@@ -29,11 +29,17 @@ class KeyFigure:
     line: str
 
 
-def key_figures(values: Mapping[Metric, float]) -> Iterator[KeyFigure]:
-    """Yield the key figures that the run has."""
+def key_figures(values: Mapping[Metric, float], *, ended: bool = False) -> Iterator[KeyFigure]:
+    """Yield the key figures that the run has; those of an ended run have no ages."""
     for kind in _KINDS:
         value = values.get(kind.metric)
         text = kind.text(value) if value is not None else ""
+        if kind.metric is catalogue.CHECKPOINT_AGE and text:
+            step = values.get(catalogue.CHECKPOINT_STEP)  # none yet: the age is the run's
+            last = "" if step is None else f"step {step:,.0f}"
+            text = last if ended and last else f"{last}, {text}" if last else "not yet"
+        elif kind.metric is catalogue.STEP_AGE and ended:
+            continue
         if text:
             yield KeyFigure(
                 title=kind.title, text=text, line=kind.line.format(title=kind.title, text=text)

@@ -58,7 +58,7 @@ def head_part(picture: RunPicture) -> str:
 
 def tiles_part(picture: RunPicture) -> str:
     """Return the key figures of the run and the results of the last evaluation."""
-    told = [(one.title, one.text) for one in key_figures(picture.values)]
+    told = [(one.title, one.text) for one in key_figures(picture.values, ended=picture.is_over)]
     told += [(f"evaluation: {name}", f"{value:.4g}") for name, value in picture.evaluation.items()]
     if not told:
         return '<p class="quiet">no step yet</p>' if not picture.is_over else ""

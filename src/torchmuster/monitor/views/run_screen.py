@@ -47,7 +47,7 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
     yield title
     if picture.headline:
         yield Text(harmless(picture.headline.partition("\n")[0]))
-    told = [figure.line for figure in key_figures(picture.values)]
+    told = [figure.line for figure in key_figures(picture.values, ended=picture.is_over)]
     line = ""
     for one in told:
         if line and len(line) + 2 + len(one) > width:
