@@ -119,7 +119,7 @@ def draw() -> str:
         for gpu, (user, command, since) in CLAIMED.items()
     }
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(Text("$ muster gpus", style="bold"))
+    console.print(Text("$ muster gpus", style="bold").append("   (synthetic data)", style="dim"))
     shown = visible(node.accelerators, {})
     console.print(gpus_table.screen(node, shown, claims, links=False, uuids=False, width=WIDTH))
     return console.export_svg(title="", theme=THEME, code_format=FRAME, unique_id="gpus")

@@ -63,7 +63,7 @@ def picture(ranks: int) -> TopPicture:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         node = _node(folder, machine(ranks))
-        run = create_run_folder(folder / "runs", "pretrain")
+        run = create_run_folder(folder / "runs", "synthetic-data")
         state = {"phase": "running", "since_unix_s": NOW - 5000, "started_unix_s": NOW - 5400}
         write_atomically(run.state, json.dumps(state))
         steps = run.metrics / "steps.jsonl"

@@ -41,7 +41,7 @@ LASTED_S = 5200.0
 def made_up(folder: Path, ranks: int, phase: str, *, bad: bool = False) -> RunFolder:
     """Make the folder of a training of some length that was started again once."""
     now = time.time()
-    run = a_run(folder, "llama 8b on our texts", phase)
+    run = a_run(folder, "synthetic data", phase)
     words = ("train", "--config", "llama.yaml")
     run_state.write_job(
         run, JobSpec(name=run.id, command=("torchmuster.worker",), typed=words, folder="/")

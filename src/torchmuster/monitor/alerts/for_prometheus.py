@@ -43,6 +43,7 @@ def _rule(alert: Alert) -> dict[str, object]:
 def _template(text: str) -> str:
     """Return the text with names in braces replaced by Prometheus template variables."""
     text = text.replace("{value}", "{{ $value | humanize }}")
+    text = text.replace("{percent}", "{{ $value | humanizePercentage }}")
     return re.sub(r"(?<!\{)\{([a-z_]+)\}(?!\})", r"{{ $labels.\1 }}", text)
 
 

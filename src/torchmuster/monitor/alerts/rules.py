@@ -13,7 +13,7 @@ _MINUTE_S, _HOUR_S = 60.0, 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """One alert. ``summary`` may contain labels such as ``{run}``, and the measured ``{value}``."""
+    """One alert. ``summary`` may contain labels such as ``{run}``, and the measured ``{value}`` or ``{percent}``."""
 
     name: str
     severity: Severity
@@ -94,7 +94,7 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         condition=While(Compared(Now(catalogue.TIME_SHARE, {"part": "data"}), ">", 0.3), _RUNNING),
         for_s=5 * _MINUTE_S,
-        summary="{job}: data loading takes a fraction of {value} of the time (run {run})",
+        summary="{job}: data loading takes {percent} of the time (run {run})",
         why="the data loader is slower than the training step",
         fix="muster bench data finds the best number of loader workers; use faster storage, or "
         "preprocess the data",
@@ -104,9 +104,8 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         condition=While(Compared(Spread(catalogue.RANK_WAITING, Scope.RUN), ">", 0.2), _RUNNING),
         for_s=5 * _MINUTE_S,
-        summary="{job}: straggler: ranks wait for the slowest rank, up to a fraction of {value} "
-        "of the "
-        "time (run {run})",
+        summary="{job}: straggler: ranks wait up to {percent} of the time for the slowest rank "
+        "(run {run})",
         why="one rank is slower than the others: the one with the lowest "
         "muster_rank_communication_ratio",
         fix="muster watch {run} shows the rank; check its host and GPU",
@@ -125,8 +124,7 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         condition=While(Compared(Now(catalogue.GOODPUT), "<", 0.5), _RUNNING),
         for_s=30 * _MINUTE_S,
-        summary="{job}: low goodput: a fraction of {value} of the time went into useful steps "
-        "(run {run})",
+        summary="{job}: low goodput: {percent} of the time went into useful steps (run {run})",
         why="restarts, saving, evaluation or waiting take the rest",
         fix=_EXPLAIN,
     ),

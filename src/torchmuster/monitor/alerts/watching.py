@@ -38,7 +38,8 @@ class AlertNews:
         return self._filled(self.alert.fix)
 
     def _filled(self, text: str) -> str:
-        known = {**dict(self.labels), "value": f"{self.value:.4g}"}
+        value = {"value": f"{self.value:.4g}", "percent": f"{100 * self.value:.0f} %"}
+        known = {**dict(self.labels), **value}
         return re.sub(r"\{([a-z_]+)\}", lambda found: known.get(found[1], found[0]), text)
 
 

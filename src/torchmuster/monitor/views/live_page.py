@@ -18,7 +18,7 @@ from torchmuster.redaction import harmless
 _SECTIONS = {
     "alerts": "alerts",
     "curves": "metrics by step",
-    "times": "time breakdown",
+    "times": "time breakdown, last steps",
     "ranks": "ranks",
     "happened": "events",
 }

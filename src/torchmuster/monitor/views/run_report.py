@@ -89,7 +89,7 @@ def _page(told: _Told) -> Iterator[str]:
     yield _section("metrics by step", page_parts.curves_part(picture))
     if not told.is_whole:
         yield f"<p>The curves end at step {_steps(picture)}: reading the rest takes too long.</p>"
-    yield _section("time breakdown", _run_report_times(picture))
+    yield _section("time breakdown, whole run", _run_report_times(picture))
     yield _section("alerts during the run", _alerts(told.past))
     yield _section("events", page_parts.events_part(picture))
     yield _section("evaluation", _evaluation(picture))
