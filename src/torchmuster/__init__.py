@@ -1,4 +1,4 @@
-"""torchmuster: from "I have some GPUs" to a distributed PyTorch run that is proven to work.
+"""torchmuster: launch, check, plan and watch distributed PyTorch training.
 
 Importing the package does nothing: a public name is imported when it is first used, so the names that need torch
 cost nothing before. Start with the command ``muster --help``, from Python with ``from torchmuster import Trainer``

@@ -114,7 +114,7 @@ def root_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Build the parser; with ``only``, import only that subcommand's module."""
     parser = argparse.ArgumentParser(
         prog="muster",
-        description="From some GPUs to a distributed PyTorch run that is proven to work.",
+        description="Launch, check, plan and watch distributed PyTorch training.",
         formatter_class=parsers.HelpFormat,
         allow_abbrev=False,
     )

@@ -128,7 +128,7 @@ def _submit_devices(gpus: int | None, cpus: int | None) -> Iterator[str]:
         yield _directive("cpus-per-task", cpus)
     else:
         yield "# No cores requested: the partition's default applies, which may be a single core per node."
-        yield "# --cpus-per-task=N requests more."
+        yield "# muster run --cpus-per-node N requests more."
 
 
 def _limits(request: SlurmRequest) -> Iterator[str]:
