@@ -40,11 +40,15 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
 
 
 def _commands_page() -> str:
+    before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"  # as wide everywhere
     helps = [
         f"## {parser.prog}\n\n```text\n{parser.format_help().rstrip()}\n```\n"
         for parser in _commands(root_parser())
     ]
+    del os.environ["COLUMNS"]
+    if before is not None:
+        os.environ["COLUMNS"] = before
     return "# Commands\n\n" + "\n".join(helps)
 
 

@@ -113,7 +113,9 @@ def test_an_error_while_ending_does_not_hide_the_first(
     with monkeypatch.context() as patch:
         patch.setattr(dist, "destroy_process_group", broken)
         distributed.cleanup_distributed()
-    expected = "the process group did not end cleanly: RuntimeError: connection closed by peer"
+    expected = (
+        "the process group did not shut down cleanly: RuntimeError: connection closed by peer"
+    )
     assert expected in caplog.messages
     distributed.cleanup_distributed()
     assert not dist.is_initialized()

@@ -169,7 +169,7 @@ def test_a_cable_that_is_out(make_lab: MakeLab) -> None:
         assert found.name == "link-down"
         assert machines(found) == ["node2"]
         assert "eth0 (10.77.0.12/24)" in found.what
-        assert "cable" in found.what
+        assert "no carrier" in found.what
     assert bad(found_in(lab)) == []
 
 

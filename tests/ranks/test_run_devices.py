@@ -85,7 +85,7 @@ def test_more_ranks_than_gpus_is_one_sentence_and_no_process(
         result = muster("run", *words, "waiting.py")
         assert (result.code, result.out) == (2, "")
         (told,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
-        assert "9 GPUs: 8 " in told
+        assert "9 GPUs requested, 8 available" in told
         assert told == snapshot(name="told")
         assert "started" not in result.err
     for run in list_runs(server / "runs"):

@@ -103,7 +103,6 @@ def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
     )
     assert died == f"rank 1 on {HOST} failed: killed (SIGKILL)"
     assert int(step) >= 4
-    assert "to save and exit" in resumed.err
     (went_on,) = set(re.findall(r"resuming from step (\d+)", resumed.out + resumed.err))
     assert int(went_on) > saved
     assert steps_of(run) == list(range(1, STEPS + 1))

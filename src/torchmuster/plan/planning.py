@@ -145,8 +145,8 @@ def _of_portions(best: Forecast, asked: PlanRequest) -> Iterator[Finding]:
         yield Finding(
             name="batch-left-open",
             status=Status.NOTE,
-            what=f"a step has {given:,} samples, because no global batch size was given"
-            + (f"; the default is at most {USUAL_MICRO_BATCH_SIZE} per rank" if is_open else ""),
+            what=f"a step has {given:,} samples, as no global batch size was given"
+            + (f"; at most {USUAL_MICRO_BATCH_SIZE} per rank" if is_open else ""),
             fix="--set train.global_batch_size=N: samples per step affect convergence",
         )
     elif wanted != given:

@@ -132,7 +132,7 @@ def test_a_model_that_overflows_in_fp16_is_named_with_its_layer(
     found = precision.measure_precisions(request(work_of(tmp_path, "overflows")), made_up_world())
     ways = {one.precision: one for one in found.ways}
     assert ways["fp16"].skipped == 4
-    assert "layer grow gave Inf" in ways["fp16"].trouble
+    assert "layer grow returned Inf" in ways["fp16"].trouble
     assert ways["fp16"].trouble == snapshot
     assert ways["bf16"].skipped == 0
     assert not ways["bf16"].trouble

@@ -90,7 +90,7 @@ def test_the_rate_is_said_where_it_was_counted_and_never_believed_beyond_the_hig
             0.0,
             "waits for communication 38 % of the time: larger micro-batches or more accumulation",
         ),
-        ([0.0, 0.0], None, 0.15, "saves 15 % of the time: save less often"),
+        ([0.0, 0.0], None, 0.15, "saves checkpoints 15 % of the time: save less often"),
         ([0.0, 0.0], None, 0.0, ""),
     ],
 )

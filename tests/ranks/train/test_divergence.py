@@ -26,7 +26,7 @@ def test_the_first_tensor_that_differs_is_named(
     for fact in ("step 4", "layers.0.weight", "1 more"):
         assert fact in after["what"]
     assert after["why"].startswith(apart)
-    assert "step 2 " in after["why"]
+    assert "step 2" in after["why"]
     assert [after["what"], after["why"]] == snapshot
 
 

@@ -47,7 +47,7 @@ def test_saves_that_fail_or_are_slow_leave_the_training_going(
     assert found["nothing yet"] is None
     first, second, third = found["problems"]
     where = f"{tmp_path}/shared/step-"
-    assert first.startswith("rank 1: rank-00001.safetensors ")
+    assert first.startswith("rank 1: cannot write rank-00001.safetensors ")
     assert second.startswith("rank 0: manifest.json ")
     for one in (first, second):
         assert where in one

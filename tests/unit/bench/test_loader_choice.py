@@ -59,7 +59,7 @@ def test_workers_that_are_slower_than_none_are_not_taken() -> None:
 def test_the_fewest_that_feed_what_is_needed_are_enough() -> None:
     reads = [read(0, 50), read(2, 98), read(4, 196)]
     decided = loader.best_reading(reads, needed_samples_s=80)
-    assert (decided.value.reading.workers, decided.reason) == (2, "98 samples/s, and 80 are needed")
+    assert (decided.value.reading.workers, decided.reason) == (2, "98 samples/s; 80 are needed")
     # With less than a tenth to spare a bad moment would be waited for.
     assert loader.best_reading(reads, needed_samples_s=95).value.reading.workers == 4
 
@@ -112,7 +112,7 @@ def test_more_workers_are_proposed_only_where_the_last_ones_still_gave_much() ->
 @pytest.mark.parametrize(
     ("reads", "status", "words"),
     [
-        ([read(0, 1), read(2, 1)], Status.OK, "bit by bit"),
+        ([read(0, 1), read(2, 1)], Status.OK, "bit for bit"),
         (
             [read(0, 1, values=("a",)), read(1, 1, values=("b",)), read(2, 1, values=("b",))],
             Status.NOTE,

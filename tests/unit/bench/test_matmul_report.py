@@ -65,7 +65,7 @@ def finding(found: Report, name: str) -> Finding:
 def test_the_share_of_a_sourced_peak_is_told_with_its_source(snapshot: SnapshotAssertion) -> None:
     found = reported(answer([product(4096, "bfloat16", 700 * TERA)]))
     share = finding(found, "matmul-share-of-peak")
-    assert share.what == "of the peak: bfloat16 71% at 4096"  # of 989.4 TFLOP/s
+    assert share.what == "share of the peak: bfloat16 71% at 4096"  # of 989.4 TFLOP/s
     assert "torchtitan" in share.evidence
     assert share == snapshot
     assert exit_code(found.findings) == 0

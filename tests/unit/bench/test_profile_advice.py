@@ -110,7 +110,7 @@ def test_a_rank_that_others_wait_for_is_named_with_what_it_does_longer(
     assert advice.cause == f"straggler-{phase}"
     assert advice.gain == pytest.approx(0.097 / 0.067)
     assert advice.change is None
-    assert "rank 1 " in advice.finding.what
+    assert "rank 1" in advice.finding.what
     assert "on vm" in advice.finding.fix
     assert advice.finding == snapshot
 

@@ -90,5 +90,5 @@ def test_on_the_processor_the_ranks_are_those_of_the_plan(follow: Follow) -> Non
 
 
 def test_what_is_not_there_is_told_before_a_trace(follow: Follow) -> None:
-    with pytest.raises(ConfigError, match="there is no module 'nowhere'"):
+    with pytest.raises(ConfigError, match="module 'nowhere' is neither"):
         follow("--set", "model.build=nowhere:model")

@@ -140,7 +140,7 @@ def test_without_textual_it_says_what_to_install(own_machine: Path) -> None:
     (hidden / "textual" / "__init__.py").write_text("raise ImportError('not installed')\n")
     path = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
     terminal = Terminal(own_machine, PYTHONPATH=path)
-    terminal.read_until(b"the package textual is not installed here", b"torchmuster[watch]")
+    terminal.read_until(b"the package textual is not installed", b"torchmuster[watch]")
     assert terminal.end() != 0
 
 

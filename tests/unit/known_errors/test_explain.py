@@ -246,14 +246,14 @@ def test_what_is_not_known_is_not_explained(text: str) -> None:
     [
         ("OSError: [Errno 98] Address already in use\nport: 29511,", ["'sport = :29511'"]),
         (NO_STORE.format("10.9.8.7", 29511), ["nc -vz 10.9.8.7 29511", "ufw allow 29511/tcp"]),
-        ("Unable to find address for: ens5", ["is ens5 there?"]),
+        ("Unable to find address for: ens5", ["is ens5 listed?"]),
         (
             "ModuleNotFoundError: No module named 'einops'",
             ["pip install einops  # on "],
         ),
         (
             "ModuleNotFoundError: No module named 'torch._six'",
-            ["no part _six", "pip install --upgrade torch"],
+            ["no submodule _six", "pip install --upgrade torch"],
         ),
         (
             "FileNotFoundError: [Errno 2] No such file or directory: '/data/x.pt'",

@@ -123,7 +123,7 @@ def test_a_flood_is_cut_and_counted_every_second(snapshot: SnapshotAssertion) ->
     assert folder.next_due_s(10.5) == pytest.approx(0.5)
     assert folder.due(10.9) == []
     (left_out,) = folder.due(11.0)
-    assert "12,345 lines" in left_out
+    assert "12,345 more lines" in left_out
     assert left_out.endswith(" runs/x/logs/rank-3.log")
     assert left_out == snapshot
     assert folder.next_due_s(11.0) is None
@@ -139,7 +139,7 @@ def test_a_flood_of_several_ranks_is_told_once(snapshot: SnapshotAssertion) -> N
     *_, shown, left_out = folder.flush()
     assert shown == "[rank 1] 1: 49"
     assert left_out == snapshot
-    assert "1,850 lines" in left_out
+    assert "1,850 more lines" in left_out
 
 
 def test_one_rank_s_flood_does_not_hide_another_s_error() -> None:
@@ -156,7 +156,7 @@ def test_a_line_before_and_after_what_was_left_out_is_no_repeat(
     folder.add(0, "".join(f"{n}\n" for n in range(59)) + "last\nmore\nlast\n", 10.0)
     *_, last, left_out = folder.flush()
     assert last == "[rank 0] last"
-    assert "2 lines" in left_out
+    assert "2 more lines" in left_out
     assert left_out.endswith(" runs/x/logs/rank-0.log")
     assert left_out == snapshot
 
@@ -181,7 +181,7 @@ def test_a_very_long_line_is_cut_and_says_so(snapshot: SnapshotAssertion) -> Non
     (line,) = shown(2, (1, "x" * 50_000 + "\n"))
     assert line.startswith("[rank 1] xxx")
     told = line.removeprefix("[rank 1] ").lstrip("x")
-    assert "40,000 characters" in told
+    assert "40,000 more characters" in told
     assert told.endswith(" runs/x/logs/rank-1.log")
     assert told == snapshot
 

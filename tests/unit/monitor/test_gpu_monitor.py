@@ -128,7 +128,7 @@ def test_a_loss_that_is_no_number_is_told_once(
         heard.clear()
         monitor.log_metrics(2, {"loss": 1.0})
         assert heard.wait(GIVE_UP_S)
-    assert [one.partition(":")[0] for one in told] == ["critical", "over"]
+    assert [one.partition(":")[0] for one in told] == ["critical", "resolved"]
     assert told[0].replace(monitor._labels[1], "RUN") == snapshot
 
 

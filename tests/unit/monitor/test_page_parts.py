@@ -133,7 +133,7 @@ def test_losses_that_are_no_numbers_leave_a_gap_and_a_mark(run: RunFolder) -> No
     loss = parts["curves"].partition("learning rate")[0]
     assert "nan" not in loss
     assert loss.count("NaN at") == 11
-    assert "not a number" in parts["alerts"]
+    assert "the loss is NaN" in parts["alerts"]
     write_lines(run, [LINE | {"loss": None}])
     assert 'aria-label="loss"' not in _shown(run)["curves"], "there is nothing to draw"
 

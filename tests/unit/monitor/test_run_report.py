@@ -53,7 +53,7 @@ def _page(run: RunFolder) -> str:
 
 
 def _answer(page: str) -> dict[str, str]:
-    found = re.findall(r"<dt>(asked|true|to do)</dt><dd>(.*?)</dd>", page, re.DOTALL)
+    found = re.findall(r"<dt>(command|result|to do)</dt><dd>(.*?)</dd>", page, re.DOTALL)
     return {name: unescape(words) for name, words in found}
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_failed(run: RunFolder, snapshot: SnapshotAssertion) -> None:
     assert told["result"] == snapshot
     assert told["to do"].startswith("leave it out\n")
     assert "a batch is empty" in page
-    assert "from step 2,500 until the end" in page
+    assert "from step 2,500 to the end" in page
 
 
 @pytest.mark.parametrize("phase", ["stopped", "saved", "running"])

@@ -92,7 +92,7 @@ def test_a_machine_lost_before_the_start_loses_its_place_and_a_new_code_is_given
             assert place == 1
             assert second_code == host.service.codes()[1]
             assert second_code.token != first_code.token
-            assert re.search(r"connection broke \d+ s", host.service.waiting_for(1))
+            assert re.search(r"connection was lost \d+ s", host.service.waiting_for(1))
             with pytest.raises(Impossible, match="already been used"):
                 await join(first_code)
             await proves_open(host)

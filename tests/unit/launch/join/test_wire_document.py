@@ -39,6 +39,6 @@ def test_the_numbers_in_the_page_are_those_of_the_code() -> None:
         f"{code.FINGERPRINT_BYTES} bytes of its SHA-256",
         f"for {stream.SEND_S:g} s",
         f"at most every {service.NEWS_EVERY_S:g} s",
-        f"at most {connection_handler.IN_LINE} and one for each machine",
+        f"at most {connection_handler.IN_LINE} plus one for each expected machine",
     ):
         assert sentence in page, sentence

@@ -226,7 +226,7 @@ def test_the_kept_socket_still_listens_and_the_others_do_not() -> None:
 def test_keeping_an_address_that_was_not_opened_is_a_mistake_and_closes_nothing() -> None:
     async def run() -> None:
         port = await opened()
-        with pytest.raises(ValueError, match=r"10\.0\.0\.9 is not among the addresses"):
+        with pytest.raises(ValueError, match=r"10\.0\.0\.9 is not one of the opened addresses"):
             await port.keep("10.0.0.9")
         assert len(port.addresses) == 3
         await port.close()
