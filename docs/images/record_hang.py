@@ -9,6 +9,7 @@ Paths of this machine are shortened; nothing else is changed.
 import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,9 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from draw import FRAME, THEME  # noqa: E402
+LOOK = runpy.run_path(str(HERE / "draw.py"))
 
 WIDTH = 120
 SCRIPT = """\
@@ -73,7 +72,9 @@ def draw(lines: list[tuple[float, str]]) -> str:
         )
         text.append(re.sub(r"\s+$", "", line), style=style)
         console.print(text)
-    return console.export_svg(title="", theme=THEME, code_format=FRAME, unique_id="hang")
+    return console.export_svg(
+        title="", theme=LOOK["THEME"], code_format=LOOK["FRAME"], unique_id="hang"
+    )
 
 
 if __name__ == "__main__":
