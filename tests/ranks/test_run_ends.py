@@ -64,7 +64,7 @@ def folder(own_machine: Path) -> Path:
     [
         (signal.SIGINT, "Ctrl-C"),
         (signal.SIGTERM, "(SIGTERM)"),
-        (signal.SIGHUP, "terminal closed"),
+        (signal.SIGHUP, "(SIGHUP)"),
     ],
     ids=["interrupt", "terminate", "hangup"],
 )
