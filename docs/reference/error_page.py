@@ -1,4 +1,4 @@
-"""The page of error texts, written from the rules that explain them and from the texts they were tried on."""
+"""The page of error texts, generated from the rules that explain them and the texts they are tested on."""
 
 import importlib
 import itertools
@@ -11,24 +11,23 @@ from ruamel.yaml import YAML
 from torchmuster.known_errors.explain import SUBJECTS, clean_text, explain_text
 from torchmuster.known_errors.rule import Rule, expression, in_small_letters
 
-# Only the texts that rules may be written from: the others are there to be counted, not to be looked at.
+# Only the texts that rules may be written from; the others are for counting.
 TEXTS = Path(__file__).resolve().parents[2] / "tests/unit/known_errors/corpus/open.yaml"
 SHOWN, LONGEST = 3, 160  # texts for each cause, and characters of one
 
 HEAD = """\
-# Error texts, and what mends them
+# Error texts and their fixes
 
-Search this page (Ctrl-F) for a few words of what was printed. Numbers, addresses and versions in it do not matter. Or let it
-be searched for: `muster doctor --explain - < error.log` reads a whole log, tells the cause from what only follows from it,
-and puts your addresses and ports into the commands ([Explain](../explain.md)).
+Search this page (Ctrl-F) for part of the message; numbers, addresses and versions do not matter. Or let muster search:
+`muster doctor --explain - < error.log` reads a whole log, separates the root cause from errors that follow from it, and fills your
+addresses and ports into the commands ([Explain](../explain.md)).
 
-Words in capitals, such as `PORT`, are for you to fill in. The texts are quoted from public threads, which are named beside
-them.
+Replace names in capitals, such as `PORT`. The messages are quoted from the public threads that are linked below them.
 """
 
 
 def page() -> str:
-    """Return the page: a section for each subject, in it each cause with texts, how to make sure, what mends it."""
+    """Return the page: a section for each subject, in it each cause with texts, how to confirm it, how to fix it."""
     seen = _texts_by_rule()
     parts = [HEAD]
     for subject in SUBJECTS:
@@ -82,8 +81,8 @@ def _section(rule: Rule, texts: list[tuple[str, str]]) -> str:
         lines += ["```text\n" + "\n".join(words) + "\n```\n"]
     if rule.why:
         lines.append(f"Why: {_plain(rule.why)}.\n")
-    lines.append(f"To make sure:\n\n```text\n{_filled(rule.confirm)}\n```\n")
-    lines.append(f"To mend it:\n\n```text\n{_filled(rule.fix)}\n```\n")
+    lines.append(f"Confirm:\n\n```text\n{_filled(rule.confirm)}\n```\n")
+    lines.append(f"Fix:\n\n```text\n{_filled(rule.fix)}\n```\n")
     return "\n".join(lines)
 
 
@@ -97,7 +96,7 @@ def _different(texts: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _words(rule: Rule) -> Iterator[str]:
-    """Return those patterns of a rule that a reader would recognise: they are words, and nothing else."""
+    """Return the patterns of a rule that are plain text."""
     for pattern in rule.patterns:
         if not re.search(r"[\[\](){}|?*+^$\\]", re.sub(r"\\[^\w\s]", "", pattern)):
             yield re.sub(r"\\([^\w\s])", r"\1", pattern)
@@ -109,7 +108,7 @@ def _link(source: str) -> str:
 
 
 def _filled(text: str) -> str:
-    """Put words in capitals where an error's own details would stand."""
+    """Replace the details of an error by their names in capitals."""
     words = re.sub(r"\{([a-z]+)\}", lambda one: one[1].upper(), text.replace("{host}", "HOST"))
     return words.strip()
 

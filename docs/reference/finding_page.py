@@ -1,4 +1,4 @@
-"""The page of findings, read from the places in the code that make them."""
+"""The page of findings, generated from the code that creates them."""
 
 import ast
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/torchmuster"
-# Who says it, and the folders or files in which it is made; the first that fits counts.
+# The command, and the folders or files that create its findings; the first match counts.
 WHO = {
-    "`muster doctor`, and `muster check` of each machine": ("diagnose/machine",),
+    "`muster doctor`, and `muster check` on each host": ("diagnose/machine",),
     "`muster check`": ("diagnose", "launch/launcher/compare_nodes.py", "launch/network"),
     "`muster gpus`": ("devices", "cli/gpus.py"),
     "`muster run` and `muster explain`": ("launch",),
@@ -18,13 +18,13 @@ WHO = {
 }
 
 HEAD = """\
-# Findings, and their fixes
+# Findings and their fixes
 
-Everything that `muster` looks at ends in findings: a name, how bad it is, what is true, why, and what to do. Names are stable;
-`--json` has them. Only a failure makes a command fail ([exit codes](../exit-codes.md)). In this table `…` stands for what
-is only known when it is found: a machine, a number, a path; where the fix depends on more, it is told with the finding.
+Every check reports findings: a name, a status, what is true, why, and how to fix it. Names are stable; `--json` prints them. Only a
+finding with status failure makes a command fail ([exit codes](../exit-codes.md)). In this table, `…` stands for a host, a number or a
+path that is known only at run time.
 
-What error texts of torch, NCCL, ssh and others mean is on [a page of its own](errors.md).
+For error texts of torch, NCCL, ssh and others, see [Error texts](errors.md).
 """
 
 
@@ -130,7 +130,7 @@ def _text(node: ast.expr | None, constants: dict[str, ast.expr]) -> str:
 def _row(found: Found) -> str:
     what, fix = found.what.strip(), found.fix.strip()
     shown = "<br>".join(_code(line) for line in fix.splitlines() if line.strip(" …"))
-    return f"| `{found.name}` | {found.status} | {_prose(what)} | {shown or 'told with it'} |"
+    return f"| `{found.name}` | {found.status} | {_prose(what)} | {shown or 'printed with the finding'} |"
 
 
 def _code(line: str) -> str:
@@ -140,7 +140,7 @@ def _code(line: str) -> str:
 
 def _prose(text: str) -> str:
     if not text.strip("… "):
-        return "told with it"
+        return "printed with the finding"
     for sign in "\\`*_<>[]|$":
         text = text.replace(sign, "\\" + sign)
-    return " ".join(text.split()).replace("……", "…") or "told with it"
+    return " ".join(text.split()).replace("……", "…") or "printed with the finding"

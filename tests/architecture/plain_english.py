@@ -7,8 +7,8 @@ from pathlib import Path
 
 # Phrase (a regular expression) -> what to write.
 BANNED = {
-    r"\b(?:is|are|was|were|be) told\b": "is reported, printed, logged",
-    r"\bwhat mends (?:it|them)\b|\bmends? (?:it|this|that|them)\b": "how to fix it",
+    r"\b(?:is|are|was|were|be) told\b|\btold with\b": "is reported, printed, logged",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\b(?:goes|go|going|went) on from\b": "resumes from, continues from",
     r"\bfinished well\b|\bended well\b": "finished",
     r"\bas asked\b": "name the option: device: cpu",

@@ -93,7 +93,7 @@ def nothing_to_fix(analysis: Analysis, trials: Sequence[ChangeTrial] = ()) -> Fi
     limiting = advice_limit(analysis)
     tried = "".join(f"\ntried: {one.change}: {one.gain:.2f}x" for one in trials)
     return Finding(
-        name="nothing-to-mend",
+        name="nothing-to-fix",
         status=Status.OK,
         what=f"nothing to fix: {limiting}",
         why="no part of the step is both large and avoidable",
