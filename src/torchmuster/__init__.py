@@ -28,6 +28,9 @@ _MODULES = {
     "StopRequest": "torchmuster.train.stop_request",
     "StoppedAtRequest": "torchmuster.train.stop_request",
     "Reports": "torchmuster.train.metrics.reports",
+    # any script under muster run
+    "log": "torchmuster.integrations.recorder",
+    "log_evaluation": "torchmuster.integrations.recorder",
     # strategies and precision
     "ModelSizes": "torchmuster.train.strategies.choose",
     "choose_strategy": "torchmuster.train.strategies.choose",

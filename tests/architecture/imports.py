@@ -22,6 +22,7 @@ LEVELS = {
     "checkpoints": 1,
     "known_errors": 1,
     "pages": 1,
+    "integrations": 1,
     "launch": 2,
     "monitor": 3,
     "diagnose": 3,

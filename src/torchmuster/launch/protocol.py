@@ -289,6 +289,13 @@ class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
     kept: bool = False  # the host has already written them to the run folder
 
 
+class TrainingMetrics(Message, frozen=True, kw_only=True, tag="training-metrics"):
+    """What rank 0 recorded of a script: step lines, evaluations and saves, each with the ``file`` it belongs to."""
+
+    attempt: Integer
+    lines: tuple[dict[str, float | Integer | str | bool | None], ...]
+
+
 class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
     """A file that shows what a rank is doing."""
 
@@ -355,6 +362,7 @@ FromAgent = Annotated[
     | Started
     | Output
     | Heartbeats
+    | TrainingMetrics
     | Evidence
     | StackDump
     | Ended

@@ -41,6 +41,7 @@ class NodeHandle:
         self._on_change: Callable[[], None] = lambda: None
         self._on_word: Callable[[Word], None] = lambda _: None
         self._on_sign: Callable[[Sign], None] = lambda _: None
+        self._on_metrics: Callable[[protocol.TrainingMetrics], None] = lambda _: None
         self._tasks: list[asyncio.Task[None]] = []
         self._sign: asyncio.Task[None] | None = None
 
@@ -132,6 +133,10 @@ class NodeHandle:
         """Set the callback for heartbeats and stack dumps of the ranks."""
         self._on_sign = on_sign
 
+    def follow_metrics(self, on_metrics: Callable[[protocol.TrainingMetrics], None]) -> None:
+        """Set the callback for what rank 0 records of its script."""
+        self._on_metrics = on_metrics
+
     async def engage(
         self, program: str, on_word: Callable[[Word], None], *, within_s: float
     ) -> None:
@@ -196,6 +201,8 @@ class NodeHandle:
                     on_output(message.rank, message.text)
                 case protocol.Relay() | protocol.SidecarEnded():
                     self._on_word(message)
+                case protocol.TrainingMetrics():
+                    self._on_metrics(message)
                 case protocol.Heartbeats() if message.attempt != self._attempt:
                     pass  # from the previous attempt
                 case protocol.Heartbeats() | protocol.Evidence() | protocol.StackDump():

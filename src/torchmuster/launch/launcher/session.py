@@ -19,6 +19,7 @@ from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import HangMonitor
 from torchmuster.launch.history import evidence, root_cause, run_state
+from torchmuster.launch.history.script_metrics import ScriptMetrics
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import compare_nodes, node_handle
 from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
@@ -123,6 +124,7 @@ class Session:
         self._run_id = run_id
         self._logs = logs
         self._run = RunFolder(Path(logs).parent)
+        self._metrics = ScriptMetrics(self._run)
         self._rank_logs = RankLogs(Path(logs), console.say)
         self.token = os.urandom(16).hex()
         self._on_phase = on_phase
@@ -254,6 +256,7 @@ class Session:
         self._attempt = attempt
         for node in nodes:
             node.expect(attempt)
+            node.follow_metrics(lambda told: self._metrics.add(told.attempt, told.lines))
         try:
             async with self.waiting.telling(lambda: "checking that the hosts reach each other"):
                 meeting = await self.waiting.unless_stopped(

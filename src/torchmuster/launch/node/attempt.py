@@ -17,7 +17,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.history import node_records
 from torchmuster.launch.node import engines, heartbeats, process_cleanup
 from torchmuster.launch.node.engines import Engine, ExitsOfRanks, NodeShare
-from torchmuster.launch.node.heartbeats import HeartbeatReader
+from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
 from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL
 from torchmuster.units import format_bytes
@@ -231,6 +231,7 @@ class RunningAttempt:
         self._memory = MemoryWatch.begin()
         self._peaks = MemoryPeaks()
         self._heartbeats = HeartbeatReader(share.records, self._ranks)
+        self._metrics = MetricsReader(share.records, 0) if 0 in self._ranks else None
         self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._stopping = asyncio.Event()
         self._deadline_s = 0.0
@@ -303,6 +304,8 @@ class RunningAttempt:
             if now - told_s > _HEARTBEATS_EVERY_S:
                 told_s = now
                 await self._tell_heartbeats()
+                await self._tell_metrics()
+        await self._tell_metrics()
         await self._forward_the_rest()
 
     async def _tell_heartbeats(self) -> None:
@@ -322,6 +325,14 @@ class RunningAttempt:
                     attempt=attempt,
                     heartbeats=heartbeats,
                 )
+
+    async def _tell_metrics(self) -> None:
+        """Send what rank 0 recorded, if it runs here."""
+        if self._metrics is None:
+            return
+        while lines := self._metrics.new_lines():
+            attempt = self._share.start.attempt
+            await self._send(protocol.TrainingMetrics(attempt=attempt, lines=lines))
 
     async def _kill_when_time_is_up(self) -> None:
         await self._stopping.wait()

@@ -1,5 +1,6 @@
 """The heartbeats of a host's ranks: each rank's own record, and process information from the system."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -162,3 +163,32 @@ def _read_heartbeats(path: Path) -> Heartbeat | None:
         return _decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):  # none yet, or its disk is full
         return None
+
+
+_LINES_AT_A_TIME = 500
+_BYTES_AT_A_TIME = 256 * 1024
+_decode_line = msgspec.json.Decoder(dict[str, float | int | str | bool | None]).decode
+
+
+class MetricsReader:
+    """Reads what a rank records of its script (``integrations/recorder.py``)."""
+
+    def __init__(self, records: Path, rank: int) -> None:
+        self._path = records / f"rank-{rank}.metrics.jsonl"
+        self._offset = 0
+
+    def new_lines(self) -> tuple[dict[str, float | int | str | bool | None], ...]:
+        """Return some complete new lines; () if there are none."""
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read(_BYTES_AT_A_TIME)
+        except OSError:
+            return ()
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)[:_LINES_AT_A_TIME]
+        self._offset += sum(map(len, lines))
+        found = []
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                found.append(_decode_line(line))
+        return tuple(found)

@@ -31,6 +31,8 @@ _STOP_WITHIN_S = 1.0
 STACKS_SIGNAL = signal.SIGRTMAX - 2 if sys.platform == "linux" else None
 # The module in which the trainer reports its progress, if loaded (train/progress.py).
 _PROGRESS = "torchmuster.train.progress"
+# The module that records other scripts.
+_RECORDER = "torchmuster.integrations.recorder"
 
 
 def start_heartbeat(rank: int, records: Path) -> None:
@@ -182,7 +184,13 @@ def all_stacks(rank: int) -> str:
 
 def _told_by_trainer() -> dict[str, Any]:
     told = getattr(sys.modules.get(_PROGRESS), "progress", None)
-    return {name: getattr(told, name) for name in told.__slots__} if told is not None else {}
+    if told is not None and told.step is not None:
+        return {name: getattr(told, name) for name in told.__slots__}
+    recorder = getattr(sys.modules.get(_RECORDER), "recorder", None)
+    if recorder is None:
+        return {}
+    recorder.beat()
+    return {"step": recorder.step, "data_share": recorder.data_share}
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ failures are reported whatever is installed on the host. It
 - writes everything the script prints to the rank's own log,
 - writes a record of its process, and of an uncaught exception, for the node agent,
 - sends the node agent a heartbeat every second,
+- records the steps, losses and checkpoints of a script that is not torchmuster's own,
 - refuses to run in a group with another world size than the launcher's.
 """
 
@@ -59,6 +60,8 @@ def main() -> None:
         )
     atexit.register(_leave_group)
     _begin_heartbeat(rank, records)
+    if not (settings["module"] and command[0].startswith("torchmuster.")):
+        _begin_recording(rank, records, settings["world_size"])
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(settings["attempt"])
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(settings["max_restarts"])
     try:
@@ -108,6 +111,16 @@ def _begin_heartbeat(rank: int, records: Path) -> None:
     except ImportError:  # this Python has only the script's packages: no heartbeat
         return
     heartbeat.start_heartbeat(rank, records)
+
+
+def _begin_recording(rank: int, records: Path, world_size: int) -> None:
+    if os.environ.get("TORCHMUSTER_RECORD") == "0":
+        return
+    with contextlib.suppress(Exception):  # a script runs without its curves rather than not at all
+        from torchmuster.integrations.libraries import record_script
+
+        recorder = record_script(rank, records, world_size)
+        atexit.register(recorder.end)
 
 
 def _run_start(command: list[str], *, module: bool) -> None:

@@ -278,10 +278,12 @@ class RunMetrics:
 def _run_metrics_loss(line: dict[str, Any]) -> float | None:
     """Return the loss of a step line: NaN if it was written as null; None if unknown.
 
-    fp16 skips steps while it searches for its loss scale. If all steps of a line were skipped, the
+    A script that logs no loss has lines without one. fp16 skips steps while it searches for its loss scale. If all steps of a line were skipped, the
     loss is unknown.
     """
-    if _is_number(loss := line.get("loss")):
+    if "loss" not in line:
+        return None
+    if _is_number(loss := line["loss"]):
         return loss
     scale = line.get("loss_scale")
     return None if _is_number(scale) and scale >= 1 else math.nan

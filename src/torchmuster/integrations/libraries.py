@@ -1,0 +1,29 @@
+"""Switch on the recording of a rank's script, with whatever libraries it imports."""
+
+from pathlib import Path
+from types import ModuleType
+
+from torchmuster.integrations.import_hooks import when_imported
+from torchmuster.integrations.recorder import Recorder, begin_recording
+from torchmuster.integrations.torch_hooks import watch_torch
+
+
+def record_script(rank: int, records: Path, world_size: int) -> Recorder:
+    """Record steps, losses and checkpoints from now on; Lightning finds its callback by an entry point."""
+    recorder = begin_recording(rank, records, world_size)
+    watch_torch(recorder)
+    when_imported("transformers.trainer", _watch_transformers)
+    when_imported("accelerate.accelerator", _watch_accelerate)
+    return recorder
+
+
+def _watch_transformers(module: ModuleType) -> None:
+    from torchmuster.integrations.transformers import add_to_every_trainer
+
+    add_to_every_trainer(module)
+
+
+def _watch_accelerate(module: ModuleType) -> None:
+    from torchmuster.integrations.accelerate import watch_accelerator
+
+    watch_accelerator(module)

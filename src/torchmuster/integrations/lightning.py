@@ -1,0 +1,70 @@
+"""Record the losses, evaluations and checkpoints of Lightning's Trainer.
+
+Lightning finds the callback by its entry point (``lightning.pytorch.callbacks_factory``), so a script needs no change.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+from torchmuster.integrations import recorder as recording
+
+
+# How names of an evaluation begin, by convention.
+_EVALUATED = ("val", "test", "eval")
+
+
+def callbacks() -> list[Any]:
+    """Return the callback for ``lightning``; none outside of ``muster run``."""
+    return _callbacks("lightning.pytorch")
+
+
+def old_callbacks() -> list[Any]:
+    """Return the callback for the package ``pytorch_lightning``; none outside of ``muster run``."""
+    return _callbacks("pytorch_lightning")
+
+
+def _callbacks(package: str) -> list[Any]:
+    if recording.recorder is None or package not in sys.modules:
+        return []
+    recorder = recording.recorder
+    base = importlib.import_module(f"{package}.callbacks").Callback
+
+    def numbers_of(metrics: Any, *, evaluated: bool) -> dict[str, Any]:
+        names = {str(name): value for name, value in metrics.items()}
+        return {k: v for k, v in names.items() if k.startswith(_EVALUATED) == evaluated}
+
+    class MusterCallback(base):  # type: ignore[misc, valid-type]
+        """Forwards what the module logs to ``muster run``."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            recorder.begin_at(int(trainer.global_step))
+            save = trainer.save_checkpoint
+
+            def recorded(filepath: Any, *arguments: Any, **keywords: Any) -> None:
+                save(filepath, *arguments, **keywords)
+                recorder.saved(str(filepath), library="lightning", step=int(trainer.global_step))
+
+            trainer.save_checkpoint = recorded
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            step = int(trainer.global_step)
+            if step and step % trainer.log_every_n_steps == 0 and step != self._logged:
+                self._logged = step
+                numbers = numbers_of(trainer.logged_metrics, evaluated=False)
+                loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+                if loss is not None and not any("loss" in name for name in numbers):
+                    numbers["loss"] = loss
+                names = {name.removesuffix("_step"): value for name, value in numbers.items()}
+                recorder.log({**names, "epoch": trainer.current_epoch}, step)
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                numbers = numbers_of(trainer.callback_metrics, evaluated=True)
+                recorder.evaluated(numbers, int(trainer.global_step))
+
+        _logged = -1
+
+    return [MusterCallback()]

@@ -1,0 +1,52 @@
+"""Record the losses, evaluations and checkpoints of Hugging Face's Trainer, and of TRL's trainers.
+
+``muster run`` adds the callback by itself. Where it does not (another launcher), pass it:
+``Trainer(..., callbacks=[MusterCallback()])``.
+"""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from transformers import TrainerCallback
+
+from torchmuster.integrations import recorder as recording
+
+_SUMMARY = "train_"  # figures of the whole run, at its end
+
+
+class MusterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not installed where types are checked
+    """Forwards what the Trainer logs to ``muster run``; does nothing under other launchers."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take over the step of a resumed training."""
+        if recording.recorder is not None:
+            recording.recorder.begin_at(int(state.global_step))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Record a line of the log."""
+        numbers = dict(logs or {})
+        if recording.recorder is None or "loss" not in numbers:
+            return
+        kept = {k: v for k, v in numbers.items() if not k.startswith(_SUMMARY)}
+        recording.recorder.log(kept, int(state.global_step))
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
+    ) -> None:
+        """Record an evaluation."""
+        if recording.recorder is not None and metrics:
+            numbers = {k.removeprefix("eval_"): v for k, v in metrics.items() if k != "epoch"}
+            recording.recorder.evaluated(numbers, int(state.global_step))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record a checkpoint."""
+        if recording.recorder is not None:
+            step = int(state.global_step)
+            path = str(Path(args.output_dir) / f"checkpoint-{step}")
+            recording.recorder.saved(path, library="transformers", step=step)
+
+
+def add_to_every_trainer(trainer_module: ModuleType) -> None:
+    """Add the callback to every ``Trainer`` that is made from now on."""
+    trainer_module.DEFAULT_CALLBACKS.append(MusterCallback)

@@ -1,0 +1,57 @@
+"""Write what rank 0 recorded of a script to the run folder, in the files that ``muster train`` writes itself."""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchmuster.runfolder import RunFolder, write_atomically
+
+_FILES = ("steps", "evaluations", "saves")
+_LONGEST_NAME = 200
+Line = Mapping[str, float | int | str | bool | None]
+
+
+class ScriptMetrics:
+    """The metrics files of one run of a script."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._folder = run.metrics
+        self._attempt = 0
+
+    def add(self, attempt: int, lines: Sequence[Line]) -> None:
+        """Append lines; those of steps that a restarted script repeats replace the old ones.
+
+        A full disk must not stop the run, so such lines are lost.
+        """
+        texts: dict[str, list[str]] = {}
+        for line in lines:
+            file, step = line.get("file"), line.get("step")
+            if file not in _FILES or not isinstance(step, int):
+                continue
+            if attempt > self._attempt and file == "steps":
+                self._attempt = attempt
+                self._cut_off_from(step)
+            kept = {k: v for k, v in line.items() if k != "file" and len(k) <= _LONGEST_NAME}
+            texts.setdefault(file, []).append(json.dumps(kept) + "\n")
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(exist_ok=True)
+            for file, parts in texts.items():
+                with (self._folder / f"{file}.jsonl").open("a", encoding="utf-8") as stream:
+                    stream.write("".join(parts))
+
+    def _cut_off_from(self, step: int) -> None:
+        for file in ("steps", "evaluations"):
+            path = self._folder / f"{file}.jsonl"
+            with contextlib.suppress(OSError):
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept = [line for line in lines if _step_in(line) < step]
+                if len(kept) < len(lines):
+                    write_atomically(path, "".join(kept))
+
+
+def _step_in(line: str) -> int:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        content: dict[str, Any] = json.loads(line)
+        return int(content["step"])
+    return -1
