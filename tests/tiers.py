@@ -117,6 +117,12 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/ranks/test_heartbeat.py": ["test_what_ranks_do_is_known_and_kept"],
     "tests/ranks/test_quiet_output.py": ["test_every_line_is_ours[train-ddp]"],
+    "tests/ranks/test_recorded_scripts.py": [
+        "test_a_plain_script",
+        "test_transformers",
+        "test_lightning",
+        "test_accelerate",
+    ],
     "tests/ranks/test_run_devices.py": [
         "test_gpus_are_the_run_s_alone_until_it_ends[2]",
         "test_more_ranks_than_gpus_is_one_sentence_and_no_process",

@@ -57,6 +57,7 @@ LOADED_BY_NAME = {
     "monitor/sinks": "monitor/sinks/sink.py",
     "bench/probes": "cli/benches/memory.py",
     "train/strategies": "train/strategies/choose.py",
+    "integrations": "../../pyproject.toml",  # entry points
     "train": "__init__.py",  # the public names
     ".": "__init__.py",
 }

@@ -9,7 +9,6 @@ from typing import Any
 
 from torchmuster.integrations import recorder as recording
 
-
 # How names of an evaluation begin, by convention.
 _EVALUATED = ("val", "test", "eval")
 

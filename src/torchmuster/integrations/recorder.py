@@ -8,7 +8,6 @@ Standard library only.
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import threading
@@ -63,8 +62,13 @@ class Recorder:
         self._stepped_s: float | None = None
         self._loader: int | None = None
         self._samples: dict[int, int] = {}  # of each loader, since the last step
-        self._begin_line()
         self.data_share: float | None = None
+        self._data_s = 0.0
+        self._shared = (
+            self._clock(),
+            0.0,
+        )  # when the last share was made, and the waiting time until then
+        self._begin_line()
         self._library_saves = False  # it reports its checkpoints itself, not file by file
         self._last_saved: tuple[str, int] | None = None
 
@@ -72,7 +76,7 @@ class Recorder:
         self._line_s = self._clock()
         self._line_steps = 0
         self._line_samples = 0
-        self._line_data_s = 0.0
+        self._line_data_s = self._data_s
         self._times: deque[float] = deque(maxlen=_MOST_STEPS)
 
     @property
@@ -104,7 +108,7 @@ class Recorder:
         """Add the time that the script waited for a batch."""
         self._loader = loader
         self._samples[loader] = self._samples.get(loader, 0) + samples
-        self._line_data_s += seconds
+        self._data_s += seconds
 
     def begin_at(self, step: int) -> None:
         """Take over the step of a resumed training from the library that runs it, and reports its checkpoints."""
@@ -201,7 +205,7 @@ class Recorder:
             if self._line_steps and self._times and wall_s > 0:
                 # Not the mean: an evaluation or a save between two steps is not part of a step.
                 line["step_s"] = step_s = statistics.median(self._times)
-                line["data_share"] = self.data_share = min(1.0, self._line_data_s / wall_s)
+                line["data_share"] = min(1.0, (self._data_s - self._line_data_s) / wall_s)
                 if self._line_samples and step_s:
                     # Each rank reads its own samples.
                     line["samples"] = self._line_samples * self._world_size
@@ -216,9 +220,14 @@ class Recorder:
 
     def beat(self) -> None:
         """Make a line if the script logged none for a while, and write what is new."""
+        now, data_s = self._clock(), self._data_s
+        then, before_s = self._shared
+        if self._counts and now - then >= _LINE_EVERY_S:
+            self.data_share = min(1.0, (data_s - before_s) / (now - then))
+            self._shared = now, data_s
         if self._path is None:
             return
-        if self._line_steps and self._clock() - self._line_s >= _LINE_EVERY_S:
+        if self._line_steps and now - self._line_s >= _LINE_EVERY_S:
             self._push(self._line())
         self.flush()
 
