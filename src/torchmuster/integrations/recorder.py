@@ -206,6 +206,7 @@ class Recorder:
                 # Not the mean: an evaluation or a save between two steps is not part of a step.
                 line["step_s"] = step_s = statistics.median(self._times)
                 line["data_share"] = min(1.0, (self._data_s - self._line_data_s) / wall_s)
+                line["compute_share"] = 1.0 - line["data_share"]  # with communication
                 if self._line_samples and step_s:
                     # Each rank reads its own samples.
                     line["samples"] = self._line_samples * self._world_size

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from torchmuster.integrations import recorder as recording
 
+_NOT_RESULTS = ("_runtime", "_per_second", "_preparation_time")
 _SUMMARY = "train_"  # figures of the whole run, at its end
 
 
@@ -36,7 +37,11 @@ class MusterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     ) -> None:
         """Record an evaluation."""
         if recording.recorder is not None and metrics:
-            numbers = {k.removeprefix("eval_"): v for k, v in metrics.items() if k != "epoch"}
+            numbers = {
+                name.removeprefix("eval_"): value
+                for name, value in metrics.items()
+                if name != "epoch" and not name.endswith(_NOT_RESULTS)
+            }
             recording.recorder.evaluated(numbers, int(state.global_step))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.rules import Alert
 from torchmuster.monitor.alerts.watching import AlertWatch
+from torchmuster.monitor.collecting.run_metrics import loss_of_line
 from torchmuster.monitor.metric import Sample
 
 # Conditions cover minutes: evaluating a long run at intervals is enough and bounds the cost.
@@ -45,15 +46,14 @@ class Replay:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Process a step line."""
-        step, step_s, loss = line.get("step"), line.get("step_s"), line.get("loss")
+        step, step_s, loss = line.get("step"), line.get("step_s"), loss_of_line(line)
         if not isinstance(step, int) or not isinstance(step_s, int | float):
             return
         took_s = max(0, step - self._step) * float(step_s)
         self._now_s += took_s
         self._step = step
         self._skipped += int(line.get("skipped_steps") or 0)
-        value = float(loss) if isinstance(loss, int | float) else math.nan
-        bad = math.isnan(value)
+        bad = loss is not None and math.isnan(loss)
         # A NaN may last for one line only and must not be missed between two evaluations.
         if self._now_s < self._next_s and bad == self._bad and took_s < _LONGEST_S:
             return
@@ -61,15 +61,16 @@ class Replay:
         self._next_s = self._now_s + min(
             _LONGEST_S, max(_SHORTEST_S, self._now_s / _LOOKS_BEFORE_LESS_OFTEN)
         )
-        self._look(line, took_s, value)
+        self._look(line, took_s, loss)
 
-    def _look(self, line: Mapping[str, Any], took_s: float, loss: float) -> None:
+    def _look(self, line: Mapping[str, Any], took_s: float, loss: float | None) -> None:
         samples = [
             Sample(catalogue.RUN_PHASE, (*self._labels, "running"), 1.0),
             Sample(catalogue.STEP_AGE, self._labels, took_s),
-            Sample(catalogue.LOSS, self._labels, loss),
             Sample(catalogue.SKIPPED_STEPS, self._labels, float(self._skipped)),
         ]
+        if loss is not None:
+            samples.append(Sample(catalogue.LOSS, self._labels, loss))
         data = line.get("data_share")
         if isinstance(data, int | float):
             samples.append(Sample(catalogue.TIME_SHARE, (*self._labels, "data"), float(data)))

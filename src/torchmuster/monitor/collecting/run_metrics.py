@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -166,6 +166,8 @@ _OF_THE_LAST_LINE = {
     "mfu": catalogue.MFU,
     "memory_peak_bytes": catalogue.MEMORY_PEAK,
 }
+# What a script logs less often than lines are made.
+_LOGGED = ("loss", "gradient_norm", "epoch")
 PARTS = ("data", "compute", "communication", "checkpoint", "evaluation")
 # Called with the new step lines, and whether earlier lines became invalid.
 StepLines = Callable[[bool, Sequence[dict[str, Any]]], None]
@@ -251,12 +253,13 @@ class RunMetrics:
             float(line.get(f"{part}_share") or 0.0) for part in ("checkpoint", "evaluation")
         )
         self._useful_s += steps * float(step_s) * max(0.0, 1.0 - aside)
-        self._last = line
+        logged = {name: self._last[name] for name in _LOGGED if name in self._last}
+        self._last = logged | line
 
     def _of_steps(self, until_unix_s: float, *, lasts_s: float) -> Iterator[Sample]:
         last = self._last
         yield self._sample(catalogue.STEPS, last["step"])
-        if (loss := _run_metrics_loss(last)) is not None:
+        if (loss := loss_of_line(last)) is not None:
             yield self._sample(catalogue.LOSS, loss)
         yield self._sample(catalogue.SKIPPED_STEPS, self._skipped)
         for field, metric in _OF_THE_LAST_LINE.items():
@@ -275,11 +278,11 @@ class RunMetrics:
         return Sample(metric, (*self._labels, *labels), float(value))
 
 
-def _run_metrics_loss(line: dict[str, Any]) -> float | None:
+def loss_of_line(line: Mapping[str, Any]) -> float | None:
     """Return the loss of a step line: NaN if it was written as null; None if unknown.
 
-    A script that logs no loss has lines without one. fp16 skips steps while it searches for its loss scale. If all steps of a line were skipped, the
-    loss is unknown.
+    A script that logs no loss has lines without one. fp16 skips steps while it searches for its loss
+    scale. If all steps of a line were skipped, the loss is unknown.
     """
     if "loss" not in line:
         return None

@@ -220,7 +220,8 @@ class RunWatch:
             if not isinstance(step, int):
                 continue
             for name, curve in self._curves.items():
-                curve.add(step, line.get(name))
+                if name in line:
+                    curve.add(step, line[name])
             self._count_time(line, step)
             self._remark = str(line.get("verdict") or "")
             self._on_line(line)

@@ -129,8 +129,8 @@ def _true(told: _Told) -> str:
     parts = [f"duration {format_seconds(picture.lasts_s)}"]
     if catalogue.STEPS in values:
         parts.append(f"{_steps(picture)} steps")
-        loss = values.get(catalogue.LOSS, math.nan)
-        parts.append("loss NaN" if math.isnan(loss) else f"loss {loss:.4g}")
+        if (loss := values.get(catalogue.LOSS)) is not None:
+            parts.append("loss NaN" if math.isnan(loss) else f"loss {loss:.4g}")
         if (rate := values.get(catalogue.SAMPLES_RATE)) is not None:
             parts.append(f"{rate:,.1f} samples/s at the end")
         if picture.lasts_s > 0:
