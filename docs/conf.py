@@ -21,7 +21,6 @@ html_static_path: list[str] = []
 # A shell script that a command prints is full of quotes and # signs.
 suppress_warnings = ["misc.highlighting_failure"]
 exclude_patterns = [
-    "measured",
     "images",
     "reference",
 ]
