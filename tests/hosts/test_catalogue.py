@@ -15,7 +15,7 @@ from hosts.faults import injected
 from hosts.lab import Lab
 from patience import BUSY_S
 
-PROMISED_S = 30.0  # as the table in docs/faults.md has it
+PROMISED_S = 30.0  # as the table in docs/measured/faults.md has it
 
 
 @pytest.mark.parametrize("fault", ALL, ids=[one.name for one in ALL])
