@@ -13,7 +13,7 @@ DEFAULT: dict[str, list[str]] = {
     "tests/hosts/test_away.py": ["test_several_that_are_away_are_told_apart_at_once"],
     "tests/hosts/test_bench_collectives.py": [],
     "tests/hosts/test_catalogue.py": [
-        "test_named_and_mended[the ports of ranks are dropped at the second machine]",
+        "test_named_and_mended[the second host's firewall drops the ports of ranks]",
         "test_named_and_mended[a clock that is a minute behind]",
         "test_named_and_mended[a GPU has fallen off the bus]",
         "test_the_table_has_every_fault",
