@@ -100,6 +100,7 @@ def test_the_plans_that_are_quoted_are_those_that_are_made() -> None:
         line
         for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL)
         for line in block.splitlines()
+        if "per GPU" in line
     ]
     assert len(quoted) == 3
     assert set(quoted) <= answers
