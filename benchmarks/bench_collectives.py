@@ -1,12 +1,12 @@
-"""Bus bandwidths of ``muster bench collectives`` beside a measurement written by hand, on the same ranks, in turns.
+"""Compare bus bandwidths of ``muster bench collectives`` with a hand-written loop, on the same ranks, interleaved.
 
     python benchmarks/bench_collectives.py --ranks 2 4 --out docs/measured/bench-collectives.md
 
-Message by message, the product's probe takes one sample and then a plain loop does (or the other way round), as often as repeats are
-asked for: a barrier, so many calls, the time over their number, the largest over the ranks. The loop shares no code with the probe: it has
-tensors, calls and factors of its own. The machine's speed changes all the time, so each sample is held against its neighbour: the
-difference is the median over all repeats. The loop takes a second sample each time: how far it is from itself is what can be asked for at
-most. Nothing else may run beside it.
+For each message, the probe of the bench takes one sample and then a plain loop does (or in the opposite order), ``--repeats`` times: a
+barrier, N calls, the time divided by N, the maximum over the ranks. The loop shares no code with the probe: it has its own tensors, calls
+and factors. The speed of the machine changes all the time, so each sample is compared with its neighbour: the difference is the median
+over all repeats. The loop takes a second sample each time: its difference from itself is the best accuracy that can be expected. Run
+nothing else at the same time.
 """
 
 import argparse
@@ -167,18 +167,18 @@ def page(rows: dict[int, list[Row]], repeats: int, words: str) -> str:
     errors = [abs(one.apart) for many in rows.values() for one in many]
     own = [abs(one.from_itself) for many in rows.values() for one in many]
     lines = [
-        "## Measured: the product and a loop written by hand",
+        "# `muster bench collectives` compared with a hand-written loop",
         "",
-        "This part is written by",
+        "Written by",
         "",
         f"    {words}",
         "",
-        f"{date.today()}: {platform.machine()}, {os.cpu_count()} cores, gloo; medians of {repeats} samples, in "
-        "which both took turns on the same ranks; the difference is the median over pairs of samples.",
+        f"{date.today()}: {platform.machine()}, {os.cpu_count()} cores, gloo; medians of {repeats} samples, "
+        "interleaved on the same ranks; the difference is the median over pairs of samples.",
         "",
-        f"Within {BAR:.0%} of each other: {_summary(errors)}. The loop by hand and its own second sample: {_summary(own)}.",
+        f"Within {BAR:.0%} of each other: {_summary(errors)}. The loop compared with its own second sample: {_summary(own)}.",
         "",
-        "| ranks | message | size | bus bandwidth, product | by hand | difference | by hand, from itself |",
+        "| ranks | message | size | bus bandwidth, bench | loop | difference | loop, from its second sample |",
         "|---|---|---|---|---|---|---|",
     ]
     for ranks, many in rows.items():

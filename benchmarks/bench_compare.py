@@ -1,11 +1,11 @@
-r"""Whether ``muster bench turns`` finds a true slow-down of 3 %, and keeps quiet where nothing changed.
+r"""Test whether ``muster bench turns`` detects 3 % more work, and reports nothing where nothing changed.
 
     python benchmarks/bench_compare.py --equal 20 --slowed 5 --pairs 16 --folder /tmp/pairs \
         --out docs/measured/bench-compare.md
 
-Each comparison is so many pairs of fresh processes, each of which times four things in turns with the other, as ``muster bench
-turns`` has them do it. On the slowed side one of the four does 3 % more work: its matrices have 3 % more rows. The verdicts
-are those of the command itself, with all four compared at once. Pairs that are in the folder are not measured again.
+Each comparison has N pairs of fresh processes. The two processes of a pair time four operations, interleaved, as in ``muster bench
+turns``. On the slowed side one of the four does 3 % more work: its matrices have 3 % more rows. The results are those of the command
+itself, with all four compared at once. Pairs that are already in the folder are not measured again.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def compared(folder: Path, *, slowed: bool, pairs: int) -> Comparison:
 
 
 def said(found: Comparison) -> str:
-    """Return what was told of a pair, in a few words."""
+    """Return the reported changes of a comparison in one line."""
     told = [one for one in found.changes if one.verdict in ("better", "worse")]
     words = (f"{one.series.name} {one.verdict} by {one.change:+.1%}" for one in told)
     return ", ".join(words) or "nothing"
@@ -135,28 +135,28 @@ def _lines(
         if [x.series.name for x in one.changes if x.verdict == "worse"] == [SLOWED]
         and not any(x.verdict == "better" for x in one.changes)
     ]
-    yield "## Measured"
+    yield "# `muster bench turns`: detected changes and false alarms"
     yield ""
     yield (
         f"`benchmarks/bench_compare.py`, {first.date[:10]}, on {where.cpu} with {where.cores} cores, torch {where.torch}: each comparison "
-        f"has {pairs} pairs of fresh processes in turns; each times four things on one thread, {ROUNDS} samples of each."
+        f"has {pairs} pairs of fresh processes, interleaved; each times four operations on one thread, {ROUNDS} samples of each."
     )
     yield ""
-    yield "| comparisons | told right | what was told |"
+    yield "| comparisons | correct | reported |"
     yield "|---|---|---|"
     yield f"| {len(equal)} with nothing changed | {quiet} | {_words(equal)} |"
     yield f"| {len(slowed)} with 3 % more work in one of the four | {len(right)} | {_words(slowed)} |"
     yield ""
     seen = sorted(one.would_be_seen(x) for one in equal for x in one.changes)
     yield (
-        f"Where nothing was changed, a change of {statistics.median(seen):.1%} would have been seen in half of the series, and one of "
+        f"Where nothing was changed, a change of {statistics.median(seen):.1%} would have been detected in half of the series, and one of "
         f"{seen[-1]:.1%} in the noisiest."
     )
     yield ""
     beyond = sum(one > FLOOR for one in apart)
     yield (
-        f"Why processes one after the other are not enough: of {len(apart)} times two equal processes, each held against the one of the "
-        f"next pair, half were {statistics.median(apart):.1%} apart, one in twenty more than {apart[int(len(apart) * 0.95)]:.1%}, and the worst {apart[-1]:.1%}; "
+        f"Consecutive processes are not enough: of {len(apart)} comparisons of two equal processes from neighbouring pairs, "
+        f"half were {statistics.median(apart):.1%} apart, one in twenty more than {apart[int(len(apart) * 0.95)]:.1%}, and the worst {apart[-1]:.1%}; "
         f"{beyond} were more than {FLOOR:.0%} apart."
     )
 

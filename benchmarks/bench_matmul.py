@@ -1,6 +1,6 @@
-"""The clock of ``muster bench matmul`` beside torch.utils.benchmark, on the same products in the same process.
+"""Compare the clock of ``muster bench matmul`` with torch.utils.benchmark, on the same products in the same process.
 
-Both take turns, round by round, so that what else the machine does strikes both alike. Writes a page for the docs.
+Both are interleaved, round by round, so that load on the machine affects both equally. Writes a page for the docs.
 """
 
 import argparse
@@ -73,14 +73,18 @@ def main() -> None:
             rows.append(f"| {shape.name} | {number_type} | {middle:.3f} | {best:.3f} |")
             print(rows[-1], flush=True)
     where = platform.processor() if device.type == "cpu" else device_name(device)
-    load = f"{os.getloadavg()[0]:.0f} processes at work on {os.cpu_count()} cores"
+    load = f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
     page = [
+        "# `muster bench matmul` compared with torch.utils.benchmark",
+        "",
+        "Written by `benchmarks/bench_matmul.py`. Ratios of times: `muster bench` over `torch.utils.benchmark`.",
+        "",
         f"{datetime.date.today()}, torch {torch.__version__}, {where or device.type}, "
         f"{options.threads} {'thread' if options.threads == 1 else 'threads'}, "
         f"{options.rounds * _SAMPLES} samples of each; {load}. Within 5 %: {_within(medians)} by medians, "
         f"{_within(bests)} by the best sample of each.",
         "",
-        "| product | number type | our median over theirs | our best over theirs |",
+        "| product | dtype | ratio of medians | ratio of best samples |",
         "|---|---|---|---|",
         *rows,
     ]

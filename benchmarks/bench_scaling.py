@@ -1,9 +1,9 @@
-"""Speed on 4 ranks, forecast from 1 and 2 ranks and then measured, for trainings of several kinds.
+"""Forecast the speed on 4 ranks from 1 and 2 ranks, and measure it, for several trainings.
 
     python benchmarks/bench_scaling.py --out docs/measured/bench-scaling.md
 
-What is forecast is what ``muster bench scaling`` forecasts: the probe, the rules and the figures are the product's. Each setting is
-measured in passes over 1, 2 and 4 ranks. Nothing else may run beside it; with 2 cores, 4 ranks take turns.
+The forecast is that of ``muster bench scaling``, with its own probe and rules. Each setting is measured in passes over 1, 2 and 4
+ranks. Run nothing else at the same time; with 2 cores, 4 ranks share them.
 """
 
 import argparse
@@ -100,16 +100,16 @@ def main() -> None:
             print(f"  {forecasts[-1]}", flush=True)
     within = sum(one <= BAR for one in errors)
     lines = [
-        "## Measured: forecasts and speeds",
+        "# `muster bench scaling`: forecast and measured speed",
         "",
-        "This part is written by",
+        "Written by",
         "",
         f"    python {' '.join(sys.argv)}",
         "",
         f"{date.today()}: {platform.machine()}, {usable_cores().value} cores, gloo; each rank has 1 thread, so 2 ranks "
-        f"have a core each and 4 take turns. Medians of {options.passes} x {options.rounds} rounds.",
+        f"have a core each and 4 share them. Medians of {options.passes} x {options.rounds} rounds.",
         "",
-        "### 4 ranks, forecast from 1 and 2",
+        "## 4 ranks, forecast from 1 and 2",
         "",
         f"Within {BAR:.0%}: **{within} of {len(errors)}**; mean error {statistics.fmean(errors):.1%}, "
         f"largest {max(errors):.1%}.",
@@ -118,7 +118,7 @@ def main() -> None:
         "|---|---|---|---|---|",
         *forecasts,
         "",
-        "### Speed, and where a step's time goes",
+        "## Speed, and where the time of a step goes",
         "",
         "| training | mode | ranks | samples/s | speed-up | efficiency | ideal | smaller portions | "
         "contention between ranks | data | imbalance | exposed communication |",

@@ -263,9 +263,11 @@ def start_ranks(ranks: int, words: list[str]) -> dict[str, Any]:
 def page(measured: dict[int, dict[str, Any]], words: str) -> str:
     """Return what was measured, as Markdown."""
     lines = [
+        "# Cost of metrics in the training thread",
+        "",
         f"{date.today()}, {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__}, gloo:",
         "",
-        "| step | ranks | a line every | without metrics | in their calls | wanted | difference (middle half) |",
+        "| step | ranks | a line every | without metrics | in metrics calls | target | difference (interquartile range) |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in (one for content in measured.values() for one in content["results"]):
@@ -277,15 +279,15 @@ def page(measured: dict[int, dict[str, Any]], words: str) -> str:
     lines.append("")
     for ranks, content in measured.items():
         lines.append(
-            f"- A look of the thread that tells once a second what a rank is doing, {ranks} ranks: {content['heartbeat_us']:.0f} µs."
+            f"- One heartbeat of the thread in each rank (once a second), {ranks} ranks: {content['heartbeat_us']:.0f} µs."
         )
     for one in (one for content in measured.values() for one in content["results"]):
         if one["sinks_core_share"] is not None:
             lines.append(
-                f"- The process that sends to TensorBoard's files, step {one['step']}, {one['ranks']} ranks, a line every "
+                f"- The sidecar process that writes TensorBoard files, step {one['step']}, {one['ranks']} ranks, a line every "
                 f"{one['log_every']} steps: {one['sinks_core_share']:.1%} of a core."
             )
-    return "\n".join([*lines, "", f"Made by `{words}`.", ""])
+    return "\n".join([*lines, "", f"Written by `{words}`.", ""])
 
 
 def main() -> None:

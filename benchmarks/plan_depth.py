@@ -75,7 +75,7 @@ class Case:
     def words(self) -> str:
         """Return it in a few words."""
         layout = "" if self.strategy == "single" else f" {self.copies}x{self.shards}"
-        whole = "" if self.reshard else ", kept whole"
+        whole = "" if self.reshard else ", no reshard"
         return (
             f"{self.strategy}{layout}{whole}, {self.precision}, recompute {self.recompute}, "
             f"{self.micro_batch_size} x {self.accumulation} x {self.sequence}"
@@ -208,13 +208,13 @@ def _whole(work: Work, case: Case, folder: Path) -> TraceRecord:
 
 _HEAD = """# Deep models from shallow traces
 
-`muster plan` traces 3 and 4 blocks of a model with two micro-batch sizes, and 8 and 64 shards where there are more, and
-computes all other depths, sizes and shards (fewer than 64 that are no power of two are traced themselves). Here each shape
-was traced whole as well (torch 2.13, kernels of CUDA, no device). Written by `benchmarks/plan_depth.py`.
+`muster plan` traces 3 and 4 blocks of a model with two micro-batch sizes, and with 8 and 64 shards if there are more. It
+computes all other depths, sizes and shards (it traces numbers of shards below 64 that are not a power of two). Here each
+shape was also traced whole (torch 2.13, CUDA kernels, no device). Written by `benchmarks/plan_depth.py`.
 
-"tensors" is the peak of tensor bytes in the whole trace, "reserved" what PyTorch's allocator (expandable segments, simulated)
-keeps for the whole trace's log. Beside each: by how much what was computed from shallow traces differs. In a
-training the last figures are micro-batch x accumulation x tokens.
+*Tensors* is the peak of tensor bytes in the whole trace, *reserved* the memory that PyTorch's allocator (expandable segments,
+simulated) reserves for the whole trace's log. The column after each shows the difference of the value computed from shallow
+traces. The last numbers of a training are micro-batch x accumulation x tokens.
 
 | model | training | tensors, GiB | computed | reserved, GiB | computed |
 |---|---|---|---|---|---|

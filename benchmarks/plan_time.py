@@ -1,14 +1,14 @@
-"""How long a step takes: what ``muster plan`` says against real gloo runs on this machine.
+"""Compare step times that ``muster plan`` predicts with real gloo runs on this machine.
 
     python benchmarks/plan_time.py --kept /tmp/plan-time --out docs/measured/plan-time.md
     python benchmarks/plan_time.py --quick
 
-The machine is measured once, and one constant each is fitted to three real runs (the best of two turns) of ONE model of middle size (one process, DDP and
-FSDP2 on 2 ranks), which are not judged, as ``muster plan --calibrate`` does it. Then every setting is trained with one process, DDP and FSDP2 on 2 ranks, every second one on 4 ranks
-too. A step's time is that of the slowest rank, and the best of all steps of all rounds; the ways take turns, and those
-whose two best rounds differ by more than 10 % are run a third time. What was
-measured and traced is kept in a folder, so that a run that was broken off goes on; with more --rounds it adds to what
-is there. Nothing else may run beside it; a round takes twenty minutes on two cores.
+The machine is measured once, and one constant each is fitted to three real runs (the best of two rounds) of one medium-size model (one
+process, DDP and FSDP2 on 2 ranks), which are not evaluated, as in ``muster plan --calibrate``. Then every setting is trained with one
+process, DDP and FSDP2 on 2 ranks, and every second one also on 4 ranks. A step's time is that of the slowest rank, and the best of all
+steps of all rounds; the configurations are interleaved, and those whose two best rounds differ by more than 10 % are run a third time.
+Measurements and traces are stored in a folder, so that an interrupted run can be resumed; more --rounds add to them. Run nothing else at
+the same time; a round takes twenty minutes on two cores.
 """
 
 import argparse
@@ -245,7 +245,7 @@ def measure_all(bench: Bench, chosen: Sequence[Case], rounds: int, steps: int) -
 
 
 def ranking(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return how many pairs of ways of one setting differ by more than a tenth, and are foretold rightly."""
+    """Return how many pairs of configurations of a setting are ranked correctly, and how many differ by more than 10 %."""
     right = pairs = 0
     for _, group in itertools.groupby(rows, key=lambda row: row.case.setting):
         for one, two in itertools.combinations(list(group), 2):
@@ -271,9 +271,9 @@ def page(rows: Sequence[Row], measured: Calibration, options: argparse.Namespace
     errors = [abs(row.error) for row in rows]
     right, pairs = ranking(rows)
     lines = [
-        "# How long a step takes: predicted and measured",
+        "# Step time: predicted and measured",
         "",
-        "The page is written by",
+        "Written by",
         "",
         "    python benchmarks/plan_time.py --kept /tmp/plan-time --out docs/measured/plan-time.md",
         "",
@@ -282,19 +282,19 @@ def page(rows: Sequence[Row], measured: Calibration, options: argparse.Namespace
         f"{options.rounds} x {options.steps} steps, or of {_MOST_ROUNDS} x {options.steps} where rounds differed by more than 10 %. "
         f"Rates: {measured.source}.",
         "",
-        "Shares of the measured rates that were fitted: "
+        "Fitted shares of the measured rates: "
         + "; ".join(
-            f"{number} {'rank' if number == 1 else 'ranks'}: {one.memory:.2f} of the memory's bandwidth, "
-            f"{one.compute:.2f} of products, {one.sharded_communication:.2f} of fsdp's collectives"
+            f"{number} {'rank' if number == 1 else 'ranks'}: {one.memory:.2f} of the memory bandwidth, "
+            f"{one.compute:.2f} of matrix products, {one.sharded_communication:.2f} of fsdp collectives"
             for number, one in measured.by_ranks.items()
         )
         + ".",
         "",
         f"Mean error **{statistics.mean(errors):.1%}**, median {statistics.median(errors):.1%}, worst "
-        f"**{max(errors):.1%}**. Of {pairs} pairs of ways that differ by more than 10 %, {right} are ranked "
-        f"rightly ({right / max(pairs, 1):.1%}).",
+        f"**{max(errors):.1%}**. Of {pairs} pairs of configurations that differ by more than 10 %, {right} are ranked "
+        f"correctly ({right / max(pairs, 1):.1%}).",
         "",
-        "| setting | way | measured | predicted | error |",
+        "| setting | configuration | measured | predicted | error |",
         "|---|---|---|---|---|",
         *(
             f"| {row.case.setting.words} | {row.case.way} | {row.measured_s * 1e3:.0f} ms "

@@ -1,12 +1,11 @@
-"""Whether ``muster profile`` finds why a training is slow, and how well it knows what mending would give.
+"""Test whether ``muster profile`` finds why a training is slow, and how well it predicts the gain of the fix.
 
     python benchmarks/profile_causes.py --out docs/measured/profile-causes.md
 
 Each script of ``tests/slow_scripts`` is slow for one reason. It is profiled as it is: the first advice must be the reason, with
-the gain that is expected. Then the script as it is and the script without the reason (``--mended``) run in turns, by themselves,
-and their own clocks say what mending has really given. Of trainings that are healthy nothing may be said.
-Takes some twenty minutes, on two ranks of the processor; the machine should have nothing else to do. What is done is kept in
-``--kept``, and a second call goes on with the rest.
+the expected gain. Then the slow and the fixed script (``--mended``) run interleaved, without the profiler, and their own clocks
+measure the gain. Healthy trainings must get no advice. Takes about twenty minutes on two CPU ranks; run nothing else at the same
+time. Results are stored in ``--kept``, and a second call continues with the rest.
 """
 
 import argparse
@@ -116,17 +115,17 @@ def _table(rows: list[Row], healthy: dict[str, list[str]]) -> str:
     near = sum(one.off is not None and abs(one.off) <= _WITHIN for one in rows)
     quiet = sum(not said for said in healthy.values())
     lines = [
-        "# Causes of slow trainings, named and mended",
+        "# `muster profile`: causes of slow trainings and gains of their fixes",
         "",
-        "Each script of `tests/slow_scripts` is slow for one reason. `muster profile` was asked about it, and then the script as it",
-        "is and the script without the reason ran in turns, by their own clocks. Two ranks on a processor with two cores.",
+        "Each script of `tests/slow_scripts` is slow for one reason. `muster profile` diagnosed it; then the slow and the fixed",
+        "script ran interleaved, timed by their own clocks. Two ranks on a CPU with two cores.",
         "Written by `benchmarks/profile_causes.py`.",
         "",
-        f"The reason was named first in {named} of {len(rows)}; the gain that was expected is within "
+        f"The first advice names the reason in {named} of {len(rows)} scripts; the expected gain is within "
         f"{_WITHIN * 100:.0f} % of the measured one in {near} of {len(rows)};",
-        f"of {len(healthy)} healthy trainings, {quiet} had nothing said of them.",
+        f"{quiet} of {len(healthy)} healthy trainings got no advice.",
         "",
-        "| script | named first | expected gain | known by | measured gain (each turn) | off by |",
+        "| script | first advice | expected gain | source | measured gain (each round) | error |",
         "|---|---|---|---|---|---|",
     ]
     for one in rows:

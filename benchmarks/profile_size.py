@@ -1,10 +1,10 @@
-"""How long the analysis of large traces takes, and how much memory.
+"""Measure time and memory of the analysis of large traces.
 
     muster profile --ranks 2 tests/slow_scripts/healthy.py     # leaves profile/<date>-<time>
     python benchmarks/profile_size.py profile/<date>-<time> --out docs/measured/profile-size.md
 
-The events of a recorded trace are repeated, with their times moved on, until one trace of 2 GB and 64 ranks' traces of 32 MB
-are there; each folder is analysed in a process of its own, whose peak of resident memory is read at its end.
+The events of a recorded trace are repeated, with shifted times, to make one trace of 2 GB and traces of 32 MB for 64 ranks. A separate
+process analyzes each folder; its peak resident memory is read at its end.
 """
 
 import argparse
@@ -156,9 +156,9 @@ def main() -> None:
     source = header, Repeated(events)
     rows = []
     for title, ranks, size, packed in (
-        ("one rank, plain", 1, options.one_bytes, False),
-        ("one rank, packed", 1, options.one_bytes, True),
-        ("64 ranks, packed", 64, options.rank_bytes, True),
+        ("one rank, uncompressed", 1, options.one_bytes, False),
+        ("one rank, compressed", 1, options.one_bytes, True),
+        ("64 ranks, compressed", 64, options.rank_bytes, True),
     ):
         with tempfile.TemporaryDirectory(prefix="profile-size-") as place:
             folder = Path(place)
@@ -187,18 +187,18 @@ def main() -> None:
 
 
 _HEAD = """
-# Large traces
+# `muster profile`: analysis of large traces
 
-How long `muster profile` takes to analyse traces, with the screen and the page, in one process; "memory" is its peak of resident
-memory, "of the processor" its own computing. The events are those of a real run, repeated with their times moved on. Written by
+Time and memory that `muster profile` needs to analyze large traces, including the output and the page, in one process. *Memory* is the peak of
+resident memory, *CPU time* that of the process. The events are those of a real run, repeated with shifted times. Written by
 `benchmarks/profile_size.py`.
 
-| traces | size | on the disk | events | steps looked at | time | of the processor | memory | page |
+| traces | size | on disk | events | steps analyzed | time | CPU time | memory | page |
 |---|---|---|---|---|---|---|---|---|
 """
 _TAIL = """
-A trace is read in pieces of 4 MiB. What is held of it are begins and ends, at most three million of them; when there are more, the last
-steps are let go (of a single step its second half), and the report says so.
+The reader reads a trace in pieces of 4 MiB and keeps begin and end of at most three million events. If there are more, it drops the last
+steps (of a single step the second half), and the report says so.
 """
 
 

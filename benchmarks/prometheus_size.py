@@ -1,10 +1,10 @@
-"""What a Prometheus takes for 10,000 machines: computed from one, and held against a real one that asks 200 simulated ones.
+"""Resources of a Prometheus for 10,000 hosts: computed from one host, and measured with 200 simulated ones.
 
     python benchmarks/prometheus_size.py --out docs/measured/prometheus-size.md          about 12 minutes
     python benchmarks/prometheus_size.py --nodes 10 --seconds 40 --hours 0.1            a try
 
-Machines have 8 GPUs and 8 ranks of one run; the exporter's own code serves them (``simulated_nodes.py``). How many bytes a sample takes
-on the disk is measured on a block of two hours, as Prometheus keeps them: ``promtool`` makes it from as many answers.
+Each host has 8 GPUs and 8 ranks of one run; the exporter's own code serves them (``simulated_nodes.py``). The bytes of a sample on disk are
+measured on a block of two hours, which ``promtool`` makes from as many scrapes.
 """
 
 import argparse
@@ -36,7 +36,7 @@ FLEET = 10_000
 # What Prometheus adds for each target: up, scrape_duration_seconds and three more.
 _OWN_SERIES = 5
 _DAY_S = 86_400
-_WHOSE = {"host": "the machine", "device": "its GPUs", "rank": "its ranks"}
+_WHOSE = {"host": "the host", "device": "its GPUs", "rank": "its ranks"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,34 +272,36 @@ def page(counted: Counted, block: Block, seen: Live, options: argparse.Namespace
     fleet = predicted_series(counted, FLEET)
     each = ", ".join(f"{number} of {_WHOSE[name]}" for name, number in counted.by_scope.items())
     rows = [
-        f"| every {each_s} s | {fleet / each_s:,.0f} | {fleet / each_s * _DAY_S * block.bytes_per_sample / 1e9:,.0f} GB |"
+        f"| {each_s} s | {fleet / each_s:,.0f} | {fleet / each_s * _DAY_S * block.bytes_per_sample / 1e9:,.0f} GB |"
         for each_s in (10, 15, 30, 60)
     ]
     per_series = seen.resident_bytes / seen.series
     return f"""\
-A machine with {PER_NODE} GPUs and {PER_NODE} ranks has **{counted.machine} series** ({each}), in an answer of {counted.answer_bytes / 1000:.0f} kB. Prometheus adds {_OWN_SERIES} of its own
-for each machine that it asks, and a run has {counted.run}, which one or two machines tell. With {FLEET:,} machines in one run that is **{fleet:,} series**:
+# Prometheus for {FLEET:,} hosts: computed and measured
 
-| asked | samples a second | on the disk, a day |
+A host with {PER_NODE} GPUs and {PER_NODE} ranks has **{counted.machine} series** ({each}), in a scrape of {counted.answer_bytes / 1000:.0f} kB. Prometheus adds {_OWN_SERIES} of its own
+for each host, and a run has {counted.run}, which one or two hosts export. With {FLEET:,} hosts in one run that is **{fleet:,} series**:
+
+| scrape interval | samples per second | disk space per day |
 |---|---|---|
 {chr(10).join(rows)}
 
-A sample takes {block.bytes_per_sample:.2f} bytes on the disk, index included: measured on a block of {options.hours:g} h with {block.samples:,} samples, in which every value that can change changes
-from one answer to the next.
+A sample takes {block.bytes_per_sample:.2f} bytes on disk, index included: measured on a block of {options.hours:g} h with {block.samples:,} samples, in which every value that can change changes
+from one scrape to the next.
 
-Held against a real Prometheus that asked {nodes} simulated machines every {every_s:g} s for {options.seconds:.0f} s, all on {os.cpu_count()} cores:
+Compared with a real Prometheus that scraped {nodes} simulated hosts every {every_s:g} s for {options.seconds:.0f} s, all on {os.cpu_count()} cores:
 
 | | computed | measured |
 |---|---|---|
 | series | {series:,} | {seen.series:,} ({_apart(seen.series, series)}) |
-| samples a second | {rate:,.0f} | {seen.samples_per_s:,.0f} ({_apart(seen.samples_per_s, rate)}) |
-| bytes of a sample | {block.bytes_per_sample:.2f} (block of {options.hours:g} h) | {seen.snapshot.bytes_per_sample:.2f} (block of {options.seconds / 60:.0f} min, whose index weighs more) |
-| time of a question | | {1000 * seen.scrape_s:.0f} ms (median), {1000 * seen.slowest_s:.0f} ms (longest of the last round) |
-| memory of Prometheus | | {seen.resident_bytes / 2**20:,.0f} MiB resident, {seen.heap_bytes / 2**20:,.0f} MiB heap: {per_series / 1000:.1f} kB a series |
-| processors that it kept busy | | {seen.processor:.2f} |
-| machines that did not answer | | {seen.failed} |
+| samples per second | {rate:,.0f} | {seen.samples_per_s:,.0f} ({_apart(seen.samples_per_s, rate)}) |
+| bytes per sample | {block.bytes_per_sample:.2f} (block of {options.hours:g} h) | {seen.snapshot.bytes_per_sample:.2f} (block of {options.seconds / 60:.0f} min, whose index weighs more) |
+| duration of a scrape | | {1000 * seen.scrape_s:.0f} ms (median), {1000 * seen.slowest_s:.0f} ms (longest of the last round) |
+| memory of Prometheus | | {seen.resident_bytes / 2**20:,.0f} MiB resident, {seen.heap_bytes / 2**20:,.0f} MiB heap: {per_series / 1000:.1f} kB per series |
+| CPU cores used | | {seen.processor:.2f} |
+| failed targets | | {seen.failed} |
 
-Made by `python benchmarks/prometheus_size.py`, Prometheus {_version()}.
+Written by `python benchmarks/prometheus_size.py`, Prometheus {_version()}.
 """
 
 

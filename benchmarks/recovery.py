@@ -1,11 +1,11 @@
-"""How long a training stands still after kill -9 of a rank: ``muster train`` against bare torchrun.
+"""Measure the downtime of a training after kill -9 of a rank: ``muster train`` and plain torchrun.
 
     python benchmarks/recovery.py [--rounds 3] [--out docs/measured/recovery.md]
 
-Both train the same model on two ranks and keep their state every few steps: ``muster train`` as its settings say,
-torchrun's script with torch.save by rank 0, as people write it, and ``--max-restarts``. Rank 1 is killed several times in
-each run. The time is that from the kill to the end of the first optimiser step of all new ranks; a run in which none
-comes within a minute is ended. They take turns.
+Both train the same model on two ranks and save their state every few steps: ``muster train`` as its settings say,
+torchrun's script with torch.save by rank 0 and ``--max-restarts``. Rank 1 is killed several times in each run. The time is
+from the kill to the end of the first optimizer step of all new ranks; a run without such a step within a minute is stopped.
+The runs are interleaved.
 """
 
 import argparse
@@ -234,9 +234,13 @@ def _await_next_step(
 def render(found: Mapping[str, Sequence[float | None]]) -> str:
     """Return the medians and ranges as a Markdown table, and how often no step came any more."""
     lines = [
+        "# Recovery time after kill -9 of a rank",
+        "",
+        "Written by `benchmarks/recovery.py`: time from the kill to the end of the first optimizer step of all new ranks.",
+        "",
         f"Two ranks, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.0f}.",
         "",
-        "| | kills | no step any more | median | range |",
+        "| | kills | never recovered | median | range |",
         "|---|---|---|---|---|",
     ]
     for name, times in found.items():

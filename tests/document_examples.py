@@ -6,8 +6,8 @@ runs: ``<!-- machine: eight_a100_idle -->``; ``<!-- output: varies -->`` compare
 side, and machines differ) and for parts of a line. What a terminal would show is compared: both streams as they come. In the documents every machine is
 called gpu-server, every run was started at noon of 31 January 2026, and every one takes 5 s.
 
-Blocks are independent of each other, but for those of README and tutorial: they are typed into one terminal, one after the other, by
-``ranks/test_new_user.py``.
+Blocks are independent of each other, except those of README and those of the tutorial: ``ranks/test_new_user.py`` types each of
+these two documents into one terminal.
 """
 
 import os

@@ -13,7 +13,7 @@ DEFAULT: dict[str, list[str]] = {
     "tests/hosts/test_away.py": ["test_several_that_are_away_are_told_apart_at_once"],
     "tests/hosts/test_bench_collectives.py": [],
     "tests/hosts/test_catalogue.py": [
-        "test_named_and_mended[the ports of ranks are dropped at the second machine]",
+        "test_named_and_mended[the second host's firewall drops the ports of ranks]",
         "test_named_and_mended[a clock that is a minute behind]",
         "test_named_and_mended[a GPU has fallen off the bus]",
         "test_the_table_has_every_fault",
@@ -192,7 +192,7 @@ FULL: dict[str, list[str]] = {
         "test_the_loss_falls_and_is_the_same_for_ddp_and_fsdp",
         "test_how_a_step_is_cut_changes_nothing",
     ],
-    "tests/ranks/test_new_user.py": ["test_from_an_empty_folder_to_a_run_that_was_killed_and_went_on"],
+    "tests/ranks/test_new_user.py": ["test_every_command_of_a_document_works_from_an_empty_folder"],
     "tests/ranks/test_notebook_example.py": ["test_all_gather_by_a_store_and_by_ranks"],
     "tests/ranks/test_trained_models.py": [
         "test_the_command_checks_what_it_exports_and_merges",

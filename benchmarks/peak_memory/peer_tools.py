@@ -168,7 +168,7 @@ def answers(case: Case, folder: Path) -> dict[str, float | None]:
     shape = shape_of(case, model)
     plain = msgspec.to_builtins(case)
     tools: dict[str, Callable[[], float | None]] = {
-        "torch MemTracker, in our imagined world": lambda: mem_tracker(case, folder),
+        "torch MemTracker, in our fake process group": lambda: mem_tracker(case, folder),
         "llm-analysis (16 bits only)": lambda: llm_analysis(case, shape),
         "Megatron-LM's formula": lambda: shape and formulas.megatron(plain, shape),
         "EleutherAI's calc_transformer_mem": lambda: shape and formulas.eleuther(plain, shape),

@@ -1,4 +1,4 @@
-"""What came of the cases, as tables in Markdown: the distribution of errors, by strategy, each miss, and the peers."""
+"""Write the results as Markdown tables: the distribution of errors, by strategy, each miss, and other tools."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -12,9 +12,17 @@ Line = dict[str, Any]
 def as_table(lines: Sequence[Line], peers: Sequence[Line]) -> str:
     """Return all tables."""
     good = [line for line in lines if "measured_bytes" in line and "planned_bytes" in line]
-    parts = [_summary(lines, good), _by_strategy(good), _misses(lines, good)]
+    parts = [
+        "# Predicted and measured peak memory of tensors",
+        "Written by `benchmarks/plan_memory.py`. Method: [Validation of plans](../validation-plan.md#predicted-and-measured-memory).",
+        _summary(lines, good),
+        "## By strategy, dtype and model family",
+        _by_strategy(good),
+        "## Cases with an error above 0.1 %",
+        _misses(lines, good),
+    ]
     if peers:
-        parts.append(_of_peers(good, peers))
+        parts += ["## Other tools", _of_peers(good, peers)]
     return "\n\n".join(parts)
 
 
@@ -36,7 +44,7 @@ def _row(name: str, errors: Sequence[float], failed: int) -> str:
 
 
 _HEAD = (
-    "| prediction | cases | no answer | exact (0.01 %) | within 1 % | mean error | 95 % of cases | worst | too low |\n"
+    "| prediction | cases | no result | exact (0.01 %) | within 1 % | mean error | 95 % of cases | worst | too low |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -46,7 +54,7 @@ def _summary(lines: Sequence[Line], good: Sequence[Line]) -> str:
     by_draw = [line for line in good if line["seed"] is not None]
     rows = [
         _row(
-            "planned, as `muster plan` answers",
+            "planned, as by `muster plan`",
             [_error(one, "planned_bytes") for one in good],
             failed,
         ),
@@ -58,8 +66,8 @@ def _summary(lines: Sequence[Line], good: Sequence[Line]) -> str:
     measured = ""
     if sizes:
         measured = (
-            f"Measured peaks: {min(sizes):.0f} to {max(sizes):.0f} MiB; in {varied} cases they were not the "
-            "same in all steady steps, and the least counts."
+            f"Measured peaks: {min(sizes):.0f} to {max(sizes):.0f} MiB. Cases whose steady steps had different "
+            f"peaks, of which the lowest counts: {varied}."
         )
     return "\n".join([measured, "", _HEAD, *rows])
 
@@ -67,7 +75,7 @@ def _summary(lines: Sequence[Line], good: Sequence[Line]) -> str:
 def _by_strategy(good: Sequence[Line]) -> str:
     names: list[tuple[str, Callable[[Line], str]]] = [
         ("strategy", lambda line: _strategy(line["case"])),
-        ("number type", lambda line: line["case"]["number_type"]),
+        ("dtype", lambda line: line["case"]["number_type"]),
         ("family", lambda line: line["case"]["family"]),
     ]
     rows = []

@@ -1,4 +1,4 @@
-"""Compares forecasts with published trainings, and writes docs/measured/plan-published.md.
+"""Compare forecasts with published trainings, and write docs/measured/plan-published.md.
 
 Rows that the product itself could train are traced as ``muster plan`` traces them; those with tensor, pipeline or context
 parallelism, and speeds in float8, come from the formulas of ``benchmarks/published/models/decoder_memory.py``. Traces take about half a minute for a
@@ -92,7 +92,7 @@ def page(published: Published, found: Sequence[Result], constants: Iterable[str]
     causes = tomllib.loads((HERE / "causes.toml").read_text(encoding="utf-8"))
     parts = [
         causes["page"]["before"].strip(),
-        "## What was wanted, and what came out",
+        "## Targets and results",
         "\n".join(_summary(found)),
         causes["page"]["split"].strip(),
         "\n".join(f"- {line}" for line in constants),
@@ -112,7 +112,7 @@ def page(published: Published, found: Sequence[Result], constants: Iterable[str]
 def _summary(found: Sequence[Result]) -> Iterator[str]:
     reserved = [one for one in found if one.what == "reserved"]
     speed = [one for one in found if one.what == "speed" and one.is_judged]
-    yield "| wanted | rows | within | mean off | worst |"
+    yield "| target | rows | within | mean error | worst |"
     yield "|---|---:|---:|---:|---|"
     groups: list[tuple[str, list[Result], float]] = [
         ("reserved, eager FSDP: within 10 %", [o for o in reserved if o.row.is_eager_fsdp], 0.1),
@@ -121,12 +121,16 @@ def _summary(found: Sequence[Result]) -> Iterator[str]:
             [one for one in reserved if not one.row.is_eager_fsdp],
             0.2,
         ),
-        ("speed after one constant for each stack: 80 % within 20 %", speed, 0.2),
+        ("speed with one constant per stack: 80 % of them within 20 %", speed, 0.2),
     ]
     groups += [
         ("… of these, traced", [one for one in speed if one.how == "traced"], 0.2),
         ("… of these, by formula", [one for one in speed if one.how == "formula"], 0.2),
-        ("tensors at most (no bar: within 10 %)", [o for o in found if o.what == "allocated"], 0.1),
+        (
+            "peak of tensors (no target: within 10 %)",
+            [o for o in found if o.what == "allocated"],
+            0.1,
+        ),
     ]
     for words, those, bar in groups:
         if those:
@@ -144,7 +148,7 @@ def _counted(words: str, those: Sequence[Result], bar: float) -> str:
 
 
 def _table(found: Iterable[Result], causes: dict[str, str], unit: str, digits: int) -> str:
-    lines = [f"| row | stack | figure | published {unit} | forecast | off | how | note |"]
+    lines = [f"| row | stack | figure | published {unit} | forecast | error | method | note |"]
     lines.append("|---|---|---|---:|---:|---:|---|---|")
     for one in found:
         row = one.row

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/growing.md from ``docs/images/check_rounds.jsonl``.
+"""Write the tables of docs/measured/check-scale.md from ``docs/images/check_rounds.jsonl``.
 
-Run it when those were made anew: ``python docs/images/check_rounds_tables.py``.
+Run it after that file has changed: ``python docs/images/check_rounds_tables.py``.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE / "check_rounds.jsonl"
-PAGE = HERE.parent / "growing.md"
+PAGE = HERE.parent / "measured" / "check-scale.md"
 AS_ASSUMED = "as assumed"
 MOST_BAD, USUAL_SIZE = 20, 10_000
 
@@ -19,7 +19,8 @@ Line = dict[str, Any]
 
 
 def lines() -> list[Line]:
-    return [json.loads(line) for line in FIGURES.read_text(encoding="utf-8").splitlines()]
+    found = [json.loads(line) for line in FIGURES.read_text(encoding="utf-8").splitlines()]
+    return [{**line, "kind": line["kind"].replace("machines", "hosts")} for line in found]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -28,7 +29,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def by_size(found: Sequence[Line]) -> str:
-    """What a search with the most bad ones takes, by the number of machines."""
+    """Return the cost of a search with the most faults, by the number of hosts."""
     mine = [one for one in found if one["world"] == AS_ASSUMED and one["bad"] == MOST_BAD]
     sizes = sorted({one["count"] for one in mine})
     rows = []
@@ -41,12 +42,12 @@ def by_size(found: Sequence[Line]) -> str:
         figures = [cells.get(size, "not run") for size in sizes]
         rows.append([kind, fault, *figures, f"{slope:.1f}"])
     return table(
-        ["bad", "fault", *(f"{size:,}" for size in sizes), "more rounds for each doubling"], rows
+        ["where", "fault", *(f"{size:,}" for size in sizes), "rounds added per doubling"], rows
     )
 
 
 def by_number(found: Sequence[Line]) -> str:
-    """Rounds in a group of the usual size, by the number of bad ones."""
+    """Return the rounds in a group of the usual size, by the number of faults."""
     mine = [one for one in found if one["world"] == AS_ASSUMED and one["count"] == USUAL_SIZE]
     numbers = sorted({one["bad"] for one in mine})
     rows = []
@@ -57,21 +58,21 @@ def by_number(found: Sequence[Line]) -> str:
             if (one["kind"], one["fault"]) == (kind, fault)
         }
         rows.append([kind, fault, *(cells.get(number, "not run") for number in numbers)])
-    return table(["bad", "fault", *(f"{number} bad" for number in numbers)], rows)
+    return table(["where", "fault", *(f"{number} faulty" for number in numbers)], rows)
 
 
 def right_and_wrong(found: Sequence[Line]) -> str:
-    """How often searches found exactly what was bad, by the number of machines."""
+    """Return how often searches found exactly the faults, by the number of hosts."""
     mine = [one for one in found if one["world"] == AS_ASSUMED]
     rows = [
         [f"{size:,}", *_counts([one for one in mine if one["count"] == size])]
         for size in sorted({one["count"] for one in mine})
     ]
-    return table(["machines", *_COUNTED], rows)
+    return table(["hosts", *_COUNTED], rows)
 
 
 def elsewhere(found: Sequence[Line]) -> str:
-    """The same in groups that are not as the search assumes."""
+    """Return the same for groups that violate the assumptions of the search."""
     mine = [one for one in found if one["world"] != AS_ASSUMED]
     rows = [
         [
@@ -88,10 +89,10 @@ def elsewhere(found: Sequence[Line]) -> str:
         ]
         for world, kind, fault, number in _distinct(mine, "world", "kind", "fault", "bad")
     ]
-    return table(["group", "looked for", *_COUNTED], rows)
+    return table(["group", "searched for", *_COUNTED], rows)
 
 
-_COUNTED = ("searches", "exactly right", "bad ones", "missed", "good ones accused")
+_COUNTED = ("searches", "exactly right", "faults", "missed", "false accusations")
 
 
 def _counts(mine: Sequence[Line]) -> list[str]:
@@ -128,7 +129,7 @@ TABLES = {
 
 
 def written(page: str) -> str:
-    """Return the page with the tables between their marks made anew."""
+    """Return the page with new tables between their marks."""
     found = lines()
     for name, make in TABLES.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

@@ -1,4 +1,4 @@
-"""Draws check_rounds.svg: how many rounds a search takes, by the number of machines.
+"""Draws check_rounds.svg: how many rounds a search takes, by the number of hosts.
 
 The figures are those of ``docs/images/check_rounds.jsonl``, which ``tests/stress/check_scale.py`` makes.
 
@@ -15,9 +15,9 @@ FIGURES = HERE / "check_rounds.jsonl"
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 380, 60, 50, 20, 250
 SIZES = (100, 1_000, 10_000, 100_000)
 CURVES = {
-    "machines": ("bad machines", "#2e7d32"),
-    "any dead link": ("dead machines and links", "#6a1b9a"),
-    "links of collectives": ("bad machines, links of collectives", "#1565c0"),
+    "machines": ("bad hosts", "#2e7d32"),
+    "any dead link": ("dead hosts and links", "#6a1b9a"),
+    "links of collectives": ("bad hosts, links of collectives", "#1565c0"),
     "any link": ("… and every other link", "#c62828"),
 }
 
@@ -78,7 +78,7 @@ def draw() -> str:
         )
     middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
     parts.append(
-        f'<text x="{middle:.0f}" y="{HEIGHT - 10}" text-anchor="middle">machines</text>'
+        f'<text x="{middle:.0f}" y="{HEIGHT - 10}" text-anchor="middle">hosts</text>'
         f'<text x="16" y="{HEIGHT / 2:.0f}" transform="rotate(-90 16 {HEIGHT / 2:.0f})" '
         'text-anchor="middle">rounds</text></svg>'
     )

@@ -1,7 +1,7 @@
-"""Draws plan-limits-*.svg: where DDP, FSDP and hybrid sharding stop paying, from 8 to 131,072 cards.
+"""Draw plan-limits-*.svg: where DDP, FSDP and hybrid sharding stop paying, from 8 to 131,072 GPUs.
 
 All figures are computed by ``benchmarks/published/models/decoder_memory.py``; nothing was measured. It also prints the tables of
-docs/plan-limits.md.
+docs/validation-plan.md.
 
     python docs/images/draw_plan_limits.py
 """
@@ -26,7 +26,7 @@ from decoder_time import Shares, step_time  # noqa: E402
 SEQUENCE = 8192
 BATCH = 2048  # sequences of a step: 16.8 million tokens, what Llama 3 405B ended with
 SIZES = tuple(8 * 2**power for power in range(15))
-# What Meta's own training of 405B reached with 8,192 cards (docs/measured/plan-published.md).
+# What Meta's own training of 405B reached with 8,192 GPUs (docs/measured/plan-published.md).
 SHARE = 0.51
 RESERVED = 1.2  # what the allocator holds for each byte of tensors
 USABLE = 0.95

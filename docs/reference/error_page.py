@@ -20,7 +20,7 @@ HEAD = """\
 
 Search this page (Ctrl-F) for part of the message; numbers, addresses and versions do not matter. Or let muster search:
 `muster doctor --explain - < error.log` reads a whole log, separates the root cause from errors that follow from it, and fills your
-addresses and ports into the commands ([Explain](../explain.md)).
+addresses and ports into the commands ([Explain](../troubleshooting.md#explain-a-failed-run-or-an-error)).
 
 Replace names in capitals, such as `PORT`. The messages are quoted from the public threads that are linked below them.
 """

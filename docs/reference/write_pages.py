@@ -1,4 +1,4 @@
-"""Write the reference pages from the code: commands, settings, exit codes, findings, known error texts.
+"""Write the reference pages from the code: commands, Python API, settings, exit codes, findings, known error texts.
 
     python docs/reference/write_pages.py
 
@@ -24,6 +24,7 @@ def pages() -> dict[Path, str]:
     """Return each page that is written from the code, whole."""
     return {
         DOCS / "generated" / "commands.md": _commands_page(),
+        DOCS / "generated" / "api.md": _page_of("api_page"),
         DOCS / "generated" / "errors.md": _page_of("error_page"),
         DOCS / "generated" / "findings.md": _page_of("finding_page"),
         DOCS / "settings.md": _with_table("settings.md", _settings()),

@@ -18,7 +18,7 @@ from text_snapshots import TextFile
 from torchmuster import distributed
 
 STUB = Path(torchmuster.__file__).with_suffix(".pyi")
-PAGE = Path(torchmuster.__file__).parents[2] / "docs" / "python.md"
+PAGE = Path(torchmuster.__file__).parents[2] / "docs" / "generated" / "api.md"
 
 
 def test_names_and_signatures_are_frozen(snapshot: SnapshotAssertion) -> None:

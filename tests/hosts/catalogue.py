@@ -1,4 +1,4 @@
-"""The catalogue of faults: what is wrong, how it is made, and what ``muster check`` must say of it.
+"""The catalogue of faults: what is wrong, how it is injected, and what ``muster check`` must report.
 
 Each entry is data. A fault is applied to a lab, ``muster check`` runs on its first host, and the finding
 of this name must be there, with these words. Where the fix is a command, it is run as it stands, and the
@@ -93,7 +93,7 @@ def _cuda_torch(version: str = "2.13.0+cu130", cuda: str = "13.0") -> dict[str, 
 
 NETWORK = [
     Catalogued(
-        name="the meeting port is dropped at the first machine",
+        name="the first host's firewall drops the rendezvous port",
         faults=[ClosedPorts(host="node1", ports=(29400,))],
         finding="meeting-port-blocked",
         says=["node2", "node1", "29400", "dropped"],
@@ -102,7 +102,7 @@ NETWORK = [
         today="The client socket has timed out after 60000ms (66 s)",
     ),
     Catalogued(
-        name="the meeting port is refused by a firewall",
+        name="a firewall rejects the rendezvous port",
         faults=[ClosedPorts(host="node1", ports=(29400,), verdict="refuse")],
         finding="meeting-port-blocked",
         says=["node2", "node1", "29400", "refused"],
@@ -111,7 +111,7 @@ NETWORK = [
         today="the same after silent retries (83-135 s)",
     ),
     Catalogued(
-        name="the meeting port is prohibited by a firewall",
+        name="a firewall prohibits the rendezvous port",
         faults=[ClosedPorts(host="node1", ports=(29400,), verdict="prohibit")],
         finding="meeting-port-blocked",
         says=["node2", "node1", "29400", "prohibited"],
@@ -119,7 +119,7 @@ NETWORK = [
         mended_by=Command(host="node1", line="iptables"),
     ),
     Catalogued(
-        name="only ssh and the meeting port are open at the first machine",
+        name="only ssh and the rendezvous port are open on the first host",
         faults=[OnlyOpenPorts(host="node1", ports=(2222, 29400))],
         finding="data-ports-blocked",
         says=["node2", "node1", "29400", "dropped"],
@@ -128,7 +128,7 @@ NETWORK = [
         today="DistStoreError: wait timeout after 60000ms",
     ),
     Catalogued(
-        name="the ports of ranks are dropped at the second machine",
+        name="the second host's firewall drops the ports of ranks",
         faults=[OnlyOpenPorts(host="node2", ports=(2222,))],
         finding="blocked-dropped",
         says=["node1", "node2", "dropped"],
@@ -137,7 +137,7 @@ NETWORK = [
         today="Gloo connectFullMesh failed … timed out connecting (149-550 s)",
     ),
     Catalogued(
-        name="the ports of ranks are refused at the second machine",
+        name="the second host's firewall rejects the ports of ranks",
         faults=[OnlyOpenPorts(host="node2", ports=(2222,), verdict="refuse")],
         finding="blocked-rejected",
         says=["node1", "node2", "refused"],
@@ -146,7 +146,7 @@ NETWORK = [
         today="Gloo connectFullMesh failed … Connection refused",
     ),
     Catalogued(
-        name="the ports of ranks are prohibited at the third machine",
+        name="the third host's firewall prohibits the ports of ranks",
         faults=[OnlyOpenPorts(host="node3", ports=(2222,), verdict="prohibit")],
         hosts=3,
         finding="blocked-prohibited",
@@ -155,7 +155,7 @@ NETWORK = [
         mended_by=Command(host="node3", line="iptables"),
     ),
     Catalogued(
-        name="one machine has no route to another",
+        name="one host has no route to another",
         faults=[NoRoute(host="node2", target="node3")],
         hosts=3,
         finding="no-route",
@@ -164,7 +164,7 @@ NETWORK = [
         mended_by=Command(host="node2", line="ip route replace"),
     ),
     Catalogued(
-        name="large packets vanish on the way",
+        name="large packets are lost on the path",
         faults=[Mtu(host="node2"), Mtu(host="node3")],
         hosts=3,
         finding="mtu-black-hole",
@@ -174,21 +174,21 @@ NETWORK = [
         today="Timed out waiting 40000ms for recv operation",
     ),
     Catalogued(
-        name="a cable that carries 20 Mbit/s",
+        name="a link of 20 Mbit/s",
         faults=[SlowLink(host="node2", mbits=20)],
         finding="slow-link",
         says=["node2"],
         fix="ethtool",
-        today="nothing: it is only slow",
+        today="no error, only slow",
     ),
     Catalogued(
-        name="one machine of four on a slow cable",
+        name="one host of four on a slow link",
         faults=[SlowLink(host="node3", mbits=50)],
         hosts=4,
         finding="slow-link",
         says=["node3"],
         fix="ethtool",
-        today="nothing: it is only slow",
+        today="no error, only slow",
     ),
     Catalogued(
         name="5 % of the packets are lost",
@@ -196,15 +196,15 @@ NETWORK = [
         finding="lossy-link",
         says=["node2"],
         fix="ethtool",
-        today="nothing: it is only slow",
+        today="no error, only slow",
     ),
     Catalogued(
-        name="100 ms to one machine and back",
+        name="100 ms round trip to one host",
         faults=[Delay(host="node2")],
         finding="high-latency",
         says=["node2"],
         fix="",
-        today="nothing: it is only slow",
+        today="no error, only slow",
     ),
     Catalogued(
         name="GLOO_SOCKET_IFNAME names no interface",
@@ -223,7 +223,7 @@ NETWORK = [
         today="Connection refused, remote=[127.0.0.1]",
     ),
     Catalogued(
-        name="GLOO_SOCKET_IFNAME is docker0, which all machines have",
+        name="GLOO_SOCKET_IFNAME is docker0, which all hosts have",
         faults=[
             DockerBridge(),
             Variables(host="node2", values={"GLOO_SOCKET_IFNAME": "docker0"}),
@@ -248,7 +248,7 @@ NETWORK = [
         today="NCCL WARN Bootstrap : no socket interface found",
     ),
     Catalogued(
-        name="the range of ports has room for few connections",
+        name="few ephemeral ports",
         faults=[Sysctl(host="node2", name="net.ipv4.ip_local_port_range", value="50000 50020")],
         finding="ports-few",
         says=["node2", "50000", "50020"],
@@ -283,7 +283,7 @@ MACHINES_AWAY = [
         today="Connection refused",
     ),
     Catalogued(
-        name="the cable of a machine is out",
+        name="a host's cable is disconnected",
         faults=[LinkCut(host="node2")],
         finding="host-absent",
         says=["node2", "10.77.0.12", "network adapter"],
@@ -291,7 +291,7 @@ MACHINES_AWAY = [
         today="Connection timed out",
     ),
     Catalogued(
-        name="a machine has no power",
+        name="a host is switched off",
         faults=[HostKilled(host="node3")],
         hosts=3,
         finding="host-absent",
@@ -300,7 +300,7 @@ MACHINES_AWAY = [
         today="No route to host",
     ),
     Catalogued(
-        name="the cable of this machine itself is out",
+        name="this host's own cable is disconnected",
         faults=[LinkCut(host="node1")],
         finding="own-cable-out",
         says=["eth0 of this host", "it has no carrier"],
@@ -308,7 +308,7 @@ MACHINES_AWAY = [
         today="No route to host",
     ),
     Catalogued(
-        name="the port of ssh is dropped by a firewall",
+        name="a firewall drops the ssh port",
         faults=[ClosedPorts(host="node2", ports=(2222,))],
         finding="ssh-port-dropped",
         says=["node2 is up", "2222", "drops"],
@@ -317,7 +317,7 @@ MACHINES_AWAY = [
         today="Connection timed out",
     ),
     Catalogued(
-        name="the port of ssh is prohibited by a firewall",
+        name="a firewall prohibits the ssh port",
         faults=[ClosedPorts(host="node2", ports=(2222,), verdict="prohibit")],
         finding="ssh-port-prohibited",
         says=["node2 is up", "2222", "prohibited"],
@@ -326,7 +326,7 @@ MACHINES_AWAY = [
         today="No route to host",
     ),
     Catalogued(
-        name="the port of ssh is refused by a firewall",
+        name="a firewall rejects the ssh port",
         faults=[ClosedPorts(host="node2", ports=(2222,), verdict="refuse")],
         finding="ssh-not-served",
         says=["node2", "2222", "a firewall rejects"],
@@ -335,7 +335,7 @@ MACHINES_AWAY = [
         today="Connection refused",
     ),
     Catalogued(
-        name="large packets vanish between both machines, and ssh hangs",
+        name="large packets are lost between both hosts, and ssh hangs",
         faults=[Mtu()],
         finding="mtu-black-hole",
         says=["node2", "eth0", "ssh hangs"],
@@ -344,7 +344,7 @@ MACHINES_AWAY = [
         today="Connection timed out",
     ),
     Catalogued(
-        name="a name that leads to this machine itself",
+        name="a host name that resolves to this host itself",
         faults=[NameLeadsTo(host="node1", name="ghost", address="127.0.1.1")],
         host_words="node1,ghost",
         finding="name-leads-here",
@@ -353,7 +353,7 @@ MACHINES_AWAY = [
         today="Host key verification failed.",
     ),
     Catalogued(
-        name="a machine whose name nobody knows",
+        name="a host name that cannot be resolved",
         faults=[],
         host_words="node1,node9",
         finding="host-name-unknown",
@@ -365,7 +365,7 @@ MACHINES_AWAY = [
 
 NAMES_AND_CLOCKS = [
     Catalogued(
-        name="the machine's own name is 127.0.1.1",
+        name="the hostname resolves to 127.0.1.1",
         faults=[own_name_is_loopback("node2")],
         finding="name-is-loopback",
         says=["node2", "127.0.1.1"],
@@ -373,7 +373,7 @@ NAMES_AND_CLOCKS = [
         today="connectFullMesh … Connection refused, remote=[127.0.1.1]",
     ),
     Catalogued(
-        name="the machine does not know its own name",
+        name="the hostname cannot be resolved",
         faults=[own_name_is_unknown("node2")],
         finding="name-unresolvable",
         says=["node2"],
@@ -382,14 +382,14 @@ NAMES_AND_CLOCKS = [
         today="socket.gaierror: [Errno -3] Temporary failure in name resolution",
     ),
     Catalogued(
-        name="the machine's own name leads to another",
+        name="the hostname resolves to another host",
         faults=[NameLeadsTo(host="node2", address="10.77.0.99")],
         finding="name-leads-elsewhere",
         says=["node2", "10.77.0.99"],
         fix="/etc/hosts",
     ),
     Catalogued(
-        name="localhost is not this machine",
+        name="localhost resolves to another address",
         faults=[NameLeadsTo(host="node2", name="localhost", address="10.77.0.99")],
         finding="localhost-wrong",
         says=["node2", "10.77.0.99"],
@@ -402,7 +402,7 @@ NAMES_AND_CLOCKS = [
         finding="reverse-lookup-slow",
         says=["node2"],
         fix="/etc/hosts",
-        today="10 s for each rank that connects, without a word",
+        today="10 s for each rank that connects, without a message",
     ),
     Catalogued(
         name="a clock that is a minute behind",
@@ -410,7 +410,7 @@ NAMES_AND_CLOCKS = [
         finding="clocks",
         says=["node2", "behind"],
         fix="timedatectl",
-        today="the first machine trains alone and ends well; the other hangs",
+        today="the first host trains alone and finishes; the other hangs",
     ),
     Catalogued(
         name="a clock that is a minute ahead",
@@ -428,7 +428,7 @@ NAMES_AND_CLOCKS = [
         fix="timedatectl",
     ),
     Catalogued(
-        name="the time is read from a slow source",
+        name="a slow clock source",
         faults=[
             FileReads(
                 host="node2",
@@ -447,15 +447,15 @@ NAMES_AND_CLOCKS = [
         mended_by=Command(host="node2", line="clocksource"),
     ),
     Catalogued(
-        name="the usual meeting port is held by another program",
+        name="another program uses the default rendezvous port",
         faults=[PortTaken(host="node1", port=29400)],
         finding="port-taken",
         says=["node1", "29400"],
         fix="",
-        today="silent on both machines, > 900 s",
+        today="silent on both hosts, > 900 s",
     ),
     Catalogued(
-        name="MASTER_PORT names a port that is taken",
+        name="MASTER_PORT is a port in use",
         faults=[
             PortTaken(host="node2", port=29511),
             Variables(host="node2", values={"MASTER_PORT": "29511"}),
@@ -463,13 +463,13 @@ NAMES_AND_CLOCKS = [
         finding="master-port-taken",
         says=["node2", "29511"],
         fix="",
-        today="EADDRINUSE; the other machine hangs",
+        today="EADDRINUSE; the other host hangs",
     ),
 ]
 
 WITHIN = [
     Catalogued(
-        name="/dev/shm of a container's default size",
+        name="/dev/shm with a container's default size",
         faults=[SmallFileSystem(host="node2", path="/dev/shm", size_bytes=64 * MIB)],
         finding="shared-memory-small",
         says=["node2", "64.0 MiB"],
@@ -490,7 +490,7 @@ WITHIN = [
         today="Bus error in a DataLoader worker",
     ),
     Catalogued(
-        name="few files may be open",
+        name="a low limit of open files",
         faults=[Limit(host="node2", name="RLIMIT_NOFILE", most=256)],
         finding="open-files-low",
         says=["node2", "256"],
@@ -498,7 +498,7 @@ WITHIN = [
         today="Too many open files",
     ),
     Catalogued(
-        name="only small files may be written",
+        name="a low limit of file sizes",
         faults=[Limit(host="node2", name="RLIMIT_FSIZE", most=100 * MIB)],
         finding="file-size-limited",
         says=["node2", "100 MiB"],
@@ -506,7 +506,7 @@ WITHIN = [
         today="File size limit exceeded",
     ),
     Catalogued(
-        name="a control group with little memory",
+        name="a cgroup with little memory",
         faults=[
             ControlGroup(
                 host="node2",
@@ -517,10 +517,10 @@ WITHIN = [
         finding="memory-limit",
         says=["node2", "700 MiB"],
         fix="--mem",
-        today="a rank ends with -9",
+        today="a rank exits with -9",
     ),
     Catalogued(
-        name="a control group with few processes",
+        name="a cgroup with few processes",
         faults=[ControlGroup(host="node2", controller="pids", settings={"pids.max": "70"})],
         finding="pids-few",
         says=["node2", "70"],
@@ -535,7 +535,7 @@ WITHIN = [
         finding="cpu-quota",
         says=["node2", "0.5"],
         fix="--cpus",
-        today="nothing: it is only slow",
+        today="no error, only slow",
     ),
     Catalogued(
         name="one core of several",
@@ -543,7 +543,7 @@ WITHIN = [
         finding="cpu-affinity",
         says=["node2", "one core"],
         fix="",
-        today="nothing: it is only slow",
+        today="no error, only slow",
     ),
     Catalogued(
         name="the disk for runs is full",
@@ -554,7 +554,7 @@ WITHIN = [
         today="No space left on device",
     ),
     Catalogued(
-        name="the disk for runs may not be written",
+        name="the disk for runs is read-only",
         faults=[SmallFileSystem(host="node2", path="work", size_bytes=64 * MIB, read_only=True)],
         finding="run-folder-read-only",
         says=["node2", "cannot write to"],
@@ -562,7 +562,7 @@ WITHIN = [
         today="Read-only file system",
     ),
     Catalogued(
-        name="a temporary folder from which nothing may be run",
+        name="a temporary folder that cannot be written",
         faults=[Variables(host="node2", values={"TMPDIR": "/proc"})],
         finding="temporary-folder-not-writable",
         says=["node2", "/proc"],
@@ -583,7 +583,7 @@ WITHIN = [
         fix="unset",
     ),
     Catalogued(
-        name="WSL 2 behind the address of Windows",
+        name="WSL 2 with NAT networking",
         faults=[
             FileReads(
                 host="node2",
@@ -618,7 +618,7 @@ INSTALLATION = [
         finding="torch-version",
         says=["node2", "2.12.0"],
         fix="pip install",
-        today="nothing, or a silent hang",
+        today="no error, or a silent hang",
     ),
     Catalogued(
         name="torch that cannot be imported",
@@ -628,7 +628,7 @@ INSTALLATION = [
         fix="pip install",
     ),
     Catalogued(
-        name="a torch.py of one's own hides torch",
+        name="a torch.py of the user shadows torch",
         faults=[Packages(host="node2", files={"torch.py": "print('hello')\n"})],
         finding="module-shadowed",
         says=["node2", "torch.py"],
@@ -637,7 +637,7 @@ INSTALLATION = [
         today="partially initialized module 'torch' has no attribute …",
     ),
     Catalogued(
-        name="NumPy 2 beside a torch that was built for NumPy 1",
+        name="NumPy 2 with a torch that was built for NumPy 1",
         faults=[
             Packages(
                 host="node2",
@@ -679,7 +679,7 @@ INSTALLATION = [
         today="operator torchvision::nms does not exist",
     ),
     Catalogued(
-        name="another script on one machine",
+        name="another script on one host",
         faults=[],
         files={"node1": {"train.py": "print(1)\n"}, "node2": {"train.py": "print(2)\n"}},
         flags=["train.py"],
@@ -689,7 +689,7 @@ INSTALLATION = [
         mended_by=Command(host="node1", line="rsync"),
     ),
     Catalogued(
-        name="the script is missing on one machine",
+        name="the script is missing on one host",
         faults=[],
         files={"node1": {"train.py": "print(1)\n"}, "node2": {}},
         flags=["train.py"],
@@ -699,7 +699,7 @@ INSTALLATION = [
         mended_by=Command(host="node1", line="rsync"),
     ),
     Catalogued(
-        name="other code beside the script on one machine",
+        name="other code next to the script on one host",
         faults=[],
         files={
             "node1": {"train.py": "import model\n", "model.py": "x = 1\n"},
@@ -776,7 +776,7 @@ GPUS = [
         fix="nvidia-smi nvlink",
     ),
     Catalogued(
-        name="the driver and its library are of different versions",
+        name="the driver and its library have different versions",
         faults=[Gpus(host="node2", scenario=scenarios.driver_mismatch())],
         finding="driver-library-mismatch",
         says=["node2", "driver"],
@@ -814,7 +814,7 @@ GPUS = [
         today="Torch not compiled with CUDA enabled",
     ),
     Catalogued(
-        name="CUDA_VISIBLE_DEVICES names a GPU that is not there",
+        name="CUDA_VISIBLE_DEVICES names a GPU that does not exist",
         faults=[
             Gpus(
                 host="node2",
@@ -828,7 +828,7 @@ GPUS = [
         today="invalid device ordinal, or fewer GPUs than ranks",
     ),
     Catalogued(
-        name="a GPU that lets no program compute",
+        name="a GPU in compute mode prohibited",
         faults=[
             Gpus(host="node2", scenario=_gpu(lambda s: s["devices"][5].update(compute_mode=2)))
         ],
@@ -838,7 +838,7 @@ GPUS = [
         today="all CUDA-capable devices are busy or unavailable",
     ),
     Catalogued(
-        name="GPU memory that waits for its repair",
+        name="GPU memory with a pending repair",
         faults=[
             Gpus(
                 host="node2",
@@ -868,40 +868,40 @@ def _faulty_rank(fault: str) -> Variables:
 
 RANKS = [
     Catalogued(
-        name="one value in a million of what a machine contributes is wrong",
+        name="one value in a million that a host sends is wrong",
         faults=[_faulty_rank("corrupt-sum")],
         ranks=True,
         finding="wrong-values",
         says=["node2"],
         fix="",
-        today="nothing: training goes wrong",
+        today="no error, wrong results",
     ),
     Catalogued(
-        name="one value in a million that a machine receives is wrong",
+        name="one value in a million that a host receives is wrong",
         faults=[_faulty_rank("corrupt-result")],
         ranks=True,
         finding="wrong-values",
         says=["node2"],
         fix="",
-        today="nothing: training goes wrong",
+        today="no error, wrong results",
     ),
     Catalogued(
-        name="a machine receives zeros from its peer",
+        name="a host receives zeros from its peer",
         faults=[_faulty_rank("p2p-zeros")],
         ranks=True,
         finding="p2p-wrong",
         says=["node2"],
         fix="NCCL_P2P_DISABLE=1",
-        today="nothing, or a hang",
+        today="no error, or a hang",
     ),
     Catalogued(
-        name="a device multiplies wrongly",
+        name="a device computes wrong products",
         faults=[_faulty_rank("wrong-matmul")],
         ranks=True,
         finding="wrong-device",
         says=["node2"],
         fix="",
-        today="nothing: training goes wrong",
+        today="no error, wrong results",
     ),
     Catalogued(
         name="a device is five times slower than the others",
@@ -910,10 +910,10 @@ RANKS = [
         finding="slow-host",
         says=["node2"],
         fix="",
-        today="nothing: it is only slow",
+        today="no error, only slow",
     ),
     Catalogued(
-        name="a rank never comes to the first all-reduce",
+        name="a rank never reaches the first all-reduce",
         faults=[_faulty_rank("hang")],
         ranks=True,
         finding="collective-hangs",
@@ -924,12 +924,12 @@ RANKS = [
 ]
 
 GROUPS = {
-    "The network": NETWORK,
-    "Machines that do not come": MACHINES_AWAY,
+    "Network": NETWORK,
+    "Unreachable hosts": MACHINES_AWAY,
     "Names, clocks and ports": NAMES_AND_CLOCKS,
-    "Within a machine": WITHIN,
-    "What is installed": INSTALLATION,
+    "One host": WITHIN,
+    "Installed software": INSTALLATION,
     "GPUs": GPUS,
-    "Ranks at work": RANKS,
+    "Running ranks": RANKS,
 }
 ALL = [one for group in GROUPS.values() for one in group]

@@ -1,6 +1,6 @@
-"""The table of faults in the documentation, made of what the tests of the catalogue wrote down.
+"""Write the table of faults in the documentation from the records of the catalogue's tests.
 
-To write docs/measured/faults.md anew::
+To renew docs/measured/faults.md::
 
     CATALOGUE_RECORDS=build/catalogue scripts/check tests -n 0 tests/hosts/test_catalogue.py
     PYTHONPATH=tests python tests/hosts/catalogue_table.py build/catalogue
@@ -13,32 +13,40 @@ from pathlib import Path
 from hosts.catalogue import GROUPS, Catalogued
 
 TABLE = Path(__file__).parents[2] / "docs" / "measured" / "faults.md"
+HEAD = """# Fault catalogue of `muster check`
+
+Each fault was injected on two to four hosts (network namespaces), and `muster check` ran on the first one, on two cores. *Applied* means that the
+test ran the command of the fix, and the next check no longer found the fault. The second column is what torch 2.13 prints for the same
+fault without muster; … means that it was not observed. Method and faults that could not be injected:
+[Fault catalogue](../validation.md#fault-catalogue). Written by `tests/hosts/catalogue_table.py`.
+
+"""
 
 
 def record_of(fault: Catalogued, folder: Path) -> Path:
-    """Return where a test writes down how it went with a fault."""
+    """Return the path of a fault's record."""
     return folder / f"{fault.name.replace('/', '-').replace(' ', '-')}.json"
 
 
 def table(records: Path) -> str:
-    """Return the whole table; every fault must have been tested."""
+    """Return the page; every fault must have been tested."""
     parts = []
     for title, faults in GROUPS.items():
         rows = [_row(fault, records) for fault in faults]
-        parts.append(f"## {title}\n\n| the fault | a bare torchrun | `muster check` says | s |")
+        parts.append(f"## {title}\n\n| fault | plain torchrun | `muster check` | seconds |")
         parts.append("|---|---|---|---|")
         parts += [*rows, ""]
-    return "\n".join(parts)
+    return HEAD + "\n".join(parts)
 
 
 def _row(fault: Catalogued, records: Path) -> str:
-    told = json.loads(record_of(fault, records).read_text())
-    lines = [line.strip() for line in told["fix"].splitlines() if line.strip()]
+    record = json.loads(record_of(fault, records).read_text())
+    lines = [line.strip() for line in record["fix"].splitlines() if line.strip()]
     ran = fault.mended_by.line if fault.mended_by else ""
     fix = next((line for line in lines if not line.endswith(":") and ran in line), "")
-    mended = "; ran it, and the next check was clean" if ran else ""
-    said = f"`{told['finding']}`: {_cell(told['what'])}. Fix: `{_cell(fix)}`{mended}"
-    return f"| {_cell(fault.name)} | {_cell(fault.today) or '…'} | {said} | {told['seconds']} |"
+    applied = "; applied, and the next check was clean" if ran else ""
+    found = f"`{record['finding']}`: {_cell(record['what'])}. Fix: `{_cell(fix)}`{applied}"
+    return f"| {_cell(fault.name)} | {_cell(fault.today) or '…'} | {found} | {record['seconds']} |"
 
 
 def _cell(text: str) -> str:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.ranks
 
 HOST = os.uname().nodename
 NAMED_WITHIN_S = 30.0 + BUSY_S
-# docs/hangs.md says how to run twenty.
+# HEALTHY_RUNS=20 runs the slow but healthy scripts twenty times.
 HEALTHY_RUNS = int(os.environ.get("HEALTHY_RUNS", "1"))
 SCRIPT = Path(__file__).with_name("kinds_of_hang.py")
 

@@ -87,7 +87,7 @@ def test_the_tables_count_kills_and_runs(snapshot: SnapshotAssertion) -> None:
     plan = Plan(number=1, layout=layout, kills=kills, seed="1")
     good, bad = Result(plan=plan, problem=""), Result(plan=plan, problem="it ended")
     text = render([good, good], seed=1, took_s=120)
-    assert text.startswith("6 kills in 2 runs (seed 1, 2 minutes ")
+    assert "\n6 kills in 2 runs (seed 1, 2 minutes " in text
     assert re.sub(r"on \d+ cores", "on N cores", text) == snapshot
     assert "| rank 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 2 |\n" in text
     assert "| ddp on 2 ranks | 2 | 6 | 2 |\n" in text

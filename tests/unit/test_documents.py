@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from plan_situations import ANSWERS
+from plan_situations import ANSWERS, FOLDER, SITUATIONS, recorded
 from torchmuster.cli.main import root_parser
 from torchmuster.known_errors.explain import all_rules, explain_text
+from torchmuster.plan.planning import make_plan
+from torchmuster.plan.report.terminal import plan_text
+from torchmuster.plan.timing.rates import usual_rates
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = ROOT / "docs" / "reference"
+PLAN_PAGE = ROOT / "docs" / "plan.md"
+FLAGS = re.MULTILINE | re.DOTALL
 _LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]+`")
@@ -100,9 +105,24 @@ def test_the_plans_that_are_quoted_are_those_that_are_made() -> None:
         line
         for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL)
         for line in block.splitlines()
+        if "per GPU" in line
     ]
     assert len(quoted) == 3
     assert set(quoted) <= answers
+
+
+def test_the_plan_that_is_shown_first_is_the_one_that_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The page of plans shows an output; here it is made again, from recorded traces."""
+    monkeypatch.chdir(FOLDER)
+    (situation,) = (one for one in SITUATIONS if one.name == "llama-8b 8192 on 8xH100")
+    request = situation.asked()
+    rates = usual_rates(request.hardware.card.kind)
+    made = plan_text(make_plan(request, recorded, rates=rates, simulate=False), line="")
+    shown = re.search(r"```text\n(llama-8b.*?)^train with", PLAN_PAGE.read_text("utf-8"), FLAGS)
+    assert shown is not None
+    assert [line for line in shown[1].splitlines() if line not in (*made.splitlines(), "…")] == []
 
 
 def commands_shown(document: Path) -> Iterator[list[str]]:

@@ -85,12 +85,16 @@ class Trainer:
         seed: int = 0,
         peak_flop_s: float | None = None,
     ) -> None:
-        """Put the parts together.
+        """Build the model and the optimizer; nothing is trained yet.
 
         A function as ``model`` is called with torch's generator seeded by ``seed``; for fsdp, only
-        rank 0's model has memory for its parameters before it is sharded. ``optimizer`` is called
-        with the trained parameters. ``peak_flop_s`` is the peak rate of this rank's device in the
-        precision; with it, step lines report the utilization.
+        rank 0's model has memory for its parameters before it is sharded. ``loss`` is called with the
+        model and a batch; it returns the mean over the samples, or a sum and the number of items.
+        ``optimizer`` is called with the trained parameters. ``clip_norm`` is the max gradient norm.
+        ``schedule`` is called with the optimizer. ``saving`` saves the state during training.
+        ``on_bad_numbers`` skips a step whose gradients are not finite, or stops the run.
+        ``reports`` prints step lines and writes metrics files. ``peak_flop_s`` is the peak rate of
+        this rank's device in the precision; with it, step lines report the utilization.
         """
         if evaluation is not None and evaluation.loader is loader:
             raise Impossible(

@@ -23,14 +23,14 @@ from torchmuster.launch.probes.process_group import group_store
 class World:
     """One rank's global, local and node rank, and its device."""
 
-    global_rank: int
-    local_rank: int
-    node_rank: int
-    world_size: int
-    local_world_size: int
+    global_rank: int  # counted from 0 over all hosts
+    local_rank: int  # on this host
+    node_rank: int  # of this host
+    world_size: int  # ranks on all hosts
+    local_world_size: int  # ranks on this host
     device: torch.device
-    backend: str
-    reasons: tuple[str, ...] = ()
+    backend: str  # nccl or gloo
+    reasons: tuple[str, ...] = ()  # for the choice of device and backend
 
     @property
     def is_first(self) -> bool:
@@ -45,7 +45,8 @@ def join_world(
     """Initialize the process group, or use an existing one; destroy it at exit if created here.
 
     Ranks are read from the environment that torchrun and ``muster run`` set. One process without a
-    launcher is a group of one.
+    launcher is a group of one. ``device`` "auto" takes this rank's GPU, or the CPU without one.
+    ``timeout_s`` limits the creation of the group and each later wait for other ranks.
     """
     rank = number_from("RANK", os.environ) or 0
     size = number_from("WORLD_SIZE", os.environ, lowest=1) or 1

@@ -1,8 +1,8 @@
-"""Kill a training in every way at every moment, and see that it always ends with the same weights.
+"""Kill every process of a training at every moment, and test that it always finishes with the same weights.
 
     PYTHONPATH=tests python -m stress.kill_matrix --events 200 --seed 1 --out docs/measured/kill-matrix.md
 
-A run that fails is named with its kills; ``--only 7`` with the same seed and number of events repeats run 7.
+A run that fails is printed with its kills; ``--only 7`` with the same seed and number of events repeats run 7.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--of-a-run", type=int, default=EVENTS_OF_A_RUN, help="events of one run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="+", metavar="RUN", help="these runs alone")
-    parser.add_argument("--out", type=Path, help="write the tables there")
+    parser.add_argument("--out", type=Path, help="write the page there")
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kill-matrix-"))
     judge = Judge(
@@ -42,7 +42,7 @@ def main() -> int:
         asked.out.write_text(tables)
     failed = [result for result in results if result.problem]
     if failed:
-        print(f"what they left is in {folder}")
+        print(f"their files are in {folder}")
     return 1 if failed else 0
 
 

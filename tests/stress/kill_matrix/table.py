@@ -1,4 +1,4 @@
-"""What a matrix of kills came to, as the tables of docs/measured/kill-matrix.md."""
+"""Write the results of a kill matrix as docs/measured/kill-matrix.md."""
 
 import os
 from collections import Counter
@@ -10,22 +10,26 @@ from stress.kill_matrix.events import LAYOUTS, MOMENTS, VICTIMS, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One struck run: "" if it was equal to the undisturbed one, else what was wrong."""
+    """One killed run: ``problem`` is "" if it was equal to the undisturbed run, else what was wrong."""
 
     plan: Plan
     problem: str
 
 
 def render(results: Sequence[Result], *, seed: int, took_s: float) -> str:
-    """Return the tables as Markdown."""
+    """Return the page as Markdown."""
     kills = [(result, kill) for result in results for kill in result.plan.kills]
     failed = sum(bool(result.problem) for result in results)
     verdict = (
-        "all ended by themselves, equal to the undisturbed run to the last bit"
+        "all runs finished by themselves, bit-identical to the undisturbed run"
         if not failed
-        else f"{failed} of them not as they must"
+        else f"{failed} of the runs failed"
     )
     lines = [
+        "# Kill matrix: SIGKILL of every process at every moment",
+        "",
+        "Written by `python -m stress.kill_matrix`. The moments and the method: [Kill matrix](../validation.md#kill-matrix).",
+        "",
         f"{len(kills)} kills in {len(results)} runs (seed {seed}, {took_s / 60:.0f} minutes on "
         f"{os.cpu_count()} cores): {verdict}.",
         "",
@@ -43,7 +47,7 @@ def render(results: Sequence[Result], *, seed: int, took_s: float) -> str:
             ),
         ),
         "",
-        *_table(("trained with", "runs", "kills", "equal runs"), _by_layout(results)),
+        *_table(("trained with", "runs", "kills", "bit-identical runs"), _by_layout(results)),
     ]
     return "\n".join(lines) + "\n"
 

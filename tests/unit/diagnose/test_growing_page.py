@@ -1,4 +1,4 @@
-"""The page about large groups says what was simulated: its tables and picture are made from the figures."""
+"""The page about checks at scale shows what was simulated: its tables and picture come from the figures."""
 
 import re
 import runpy
@@ -8,10 +8,11 @@ import pytest
 
 DOCS = Path(__file__).parents[3] / "docs"
 IMAGES = DOCS / "images"
+PAGE = DOCS / "measured" / "check-scale.md"
 
 
 def test_the_tables_are_those_of_the_figures() -> None:
-    page = (DOCS / "growing.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     made = runpy.run_path(str(IMAGES / "check_rounds_tables.py"))
     for name in made["TABLES"]:
         assert page.count(f"<!-- {name} -->\n") == page.count(f"<!-- end of {name} -->") == 1, name
@@ -32,7 +33,7 @@ def test_a_line_is_fitted() -> None:
 def test_the_page_names_the_clock_that_was_simulated() -> None:
     from simulated_group import Clock
 
-    clock, page = Clock(), (DOCS / "growing.md").read_text(encoding="utf-8")
+    clock, page = Clock(), PAGE.read_text(encoding="utf-8")
     (words,) = [part for part in page.split("\n\n") if "check_clock.py" in part]
     assert re.findall(r"([\d.]+ m?s) (?:to|for) ", words) == [
         f"{clock.telling_s * 1e3:g} ms",

@@ -3,7 +3,7 @@
 The host chooses what runs, so a node that does not trust it (``muster join`` without ``--trust-host``) checks
 each message before it acts: ``allowed`` returns what to do, or raises ``NotTrusted``. It starts only scripts
 and modules of the folder it was started in and a few programs of torchmuster, accepts only variables that can
-neither load code nor name a file, and keeps its own folder and log path. SECURITY.md lists what this does not
+neither load code nor name a file, and keeps its own folder and log path. docs/security.md lists what this does not
 protect against. Connections by ssh, srun and pipes are not checked: their users already have the account.
 """
 

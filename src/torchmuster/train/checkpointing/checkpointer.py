@@ -277,7 +277,7 @@ class Checkpointer:
         by default all tensors that the optimiser does not train, including frozen weights.
 
         ``on_saved`` is called for every save, committed or failed, in the training thread, on the
-        next call of one of these methods. Ranks call it at different steps, so it must not
+        next call of one of these methods; ranks call it at different steps, so it must not
         communicate.
         """
         if not dist.is_initialized():

@@ -142,9 +142,14 @@ class BatchLoader:
     number of ranks, workers or micro-batches. The rest at the end of an epoch is a smaller step
     (``drop_tail`` skips it); a rank that gets none of it computes a sample with weight 0.
 
-    ``workers`` are processes that read ahead, each up to ``prefetch`` micro-batches; they get random numbers of their own for each micro-batch, by
-    the seed, the epoch and its first sample. With ``random_per_sample``, what the dataset draws from Python, torch and numpy depends on the
-    seed, the epoch and the sample alone. With 0 workers it otherwise draws from this process's numbers.
+    ``global_batch_size`` is the number of samples of a step over all ranks. ``micro_batch_size`` is what a rank
+    computes at once. ``micro_batch_sizes`` gives each rank its own. ``accumulation`` is the number of micro-batches
+    per rank and step. ``collate`` makes a batch of a list of samples; by default torch's.
+
+    ``workers`` are processes that read ahead; they get random numbers of their own for each micro-batch, by the
+    seed, the epoch and its first sample. ``prefetch`` is the number of micro-batches that each of them reads ahead.
+    With ``random_per_sample``, what the dataset draws from Python, torch and numpy depends on the seed, the epoch
+    and the sample alone; otherwise, with 0 workers, it draws from this process's numbers.
     """
 
     def __init__(

@@ -58,8 +58,9 @@ class StreamLoader:
     lanes are exhausted compute a sample with weight 0 until all lanes are.
 
     ``block`` samples of each lane are read at a time, which is also the shuffle buffer: a rank
-    holds ``block`` samples for each of its lanes. With ``workers``, other processes prefetch up to
-    ``prefetch`` laps each. The ranks exchange once per lap how many samples their lanes have.
+    holds ``block`` samples for each of its lanes. ``workers`` are processes that read ahead.
+    ``prefetch`` is the number of rounds that each of them reads ahead. The ranks exchange once per
+    round how many samples their lanes have.
     """
 
     def __init__(
