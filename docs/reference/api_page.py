@@ -13,6 +13,7 @@ TOPICS = {
         StoppedAtRequest""",
     "Data": """BatchLoader StreamLoader DataLoaderAdapter TokenRows write_tokens
         ignore_signals_in_workers""",
+    "Any script": "log log_evaluation",
     "Train": """Trainer Evaluation Reports TrainStep evaluate cross_entropy language_model schedule
         choose_precision precision_support BadNumbers Divergence""",
     "Checkpoints": """CheckpointSettings Checkpointer open_store newest_good save_weights

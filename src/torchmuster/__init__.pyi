@@ -27,6 +27,8 @@ from torchmuster.distributed import sync_gradients as sync_gradients
 from torchmuster.distributed import verify_gpu_communication as verify_gpu_communication
 from torchmuster.errors import MusterError as MusterError
 from torchmuster.finding import Finding as Finding
+from torchmuster.integrations.recorder import log as log
+from torchmuster.integrations.recorder import log_evaluation as log_evaluation
 from torchmuster.known_errors.explain import explain_text as explain_text
 from torchmuster.train.bad_numbers import BadNumbers as BadNumbers
 from torchmuster.train.checkpointing.checkpointer import Checkpointer as Checkpointer

@@ -213,7 +213,6 @@ class Recorder:
                     line["samples_per_s"] = line["samples"] / self._line_steps / step_s
             if (rate := _learning_rate(self._optimizer)) is not None:
                 line["learning_rate"] = rate
-            line["memory_peak_bytes"] = _memory_peak()
             self._begin_line()
         return line
 
@@ -237,6 +236,8 @@ class Recorder:
         with self._turn:
             waiting, self._waiting = self._waiting, []
         if waiting and self._path is not None:
+            memory = {"memory_peak_bytes": _memory_peak()}
+            waiting = [memory | line if line["file"] == "steps" else line for line in waiting]
             text = "".join(json.dumps(line, default=str) + "\n" for line in waiting)
             with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as stream:
                 stream.write(text)
@@ -311,7 +312,7 @@ def _learning_rate(optimizer: Any) -> float | None:
 def _memory_peak() -> int:
     torch = sys.modules.get("torch")
     with contextlib.suppress(Exception):
-        if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch is not None and torch.cuda.is_initialized():
             return int(torch.cuda.max_memory_allocated())
     try:
         import resource
