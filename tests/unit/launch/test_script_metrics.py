@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from torchmuster.launch.history.script_metrics import ScriptMetrics
+from torchmuster.launch.history.script_metrics import Line, ScriptMetrics
 from torchmuster.launch.node.heartbeats import MetricsReader
 from torchmuster.runfolder import RunFolder
 
@@ -15,7 +15,7 @@ def steps_of(run: RunFolder) -> list[int]:
 
 def test_lines_go_to_their_files(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    lines = [
+    lines: list[Line] = [
         {"file": "steps", "step": 1, "loss": 2.0},
         {"file": "saves", "step": 1, "path": "/a"},
         {"file": "../steps", "step": 1},
