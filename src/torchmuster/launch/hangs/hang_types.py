@@ -29,6 +29,10 @@ class HangKind(enum.Enum):
     AT_WORK = "at work"
     UNEQUAL = "unequal"  # all wait, but not in the same collective
     TOGETHER = "together"  # all wait in the same one
+    UNSEEN = "unseen"  # all that were looked at wait; the others are on other hosts
+
+
+ALL_WAIT = frozenset({HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER, HangKind.UNSEEN})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,7 @@ class Hang:
     waiting: tuple[ObservedRank, ...]
     waited_s: float
     now_s: float
+    unseen: tuple[int, ...] = ()  # ranks of the job that were not looked at
 
     @property
     def key(self) -> tuple[HangKind, tuple[int, ...]]:

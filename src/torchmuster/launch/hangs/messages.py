@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
-from torchmuster.launch.hangs.hang_types import Hang, HangKind, ObservedRank
+from torchmuster.launch.hangs.hang_types import ALL_WAIT, Hang, HangKind, ObservedRank
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.units import format_seconds
 
@@ -23,7 +23,7 @@ KEEPS_WAITING = {
 }
 NAMES = frozenset(
     {"rank-stopped", "collectives-differ", "collective-shapes-differ", "collectives-out-of-step"}
-    | {"collective-does-not-end", *KEEPS_WAITING.values()}
+    | {"collective-does-not-end", "ranks-not-seen", *KEEPS_WAITING.values()}
 )
 
 _WHY = {
@@ -50,6 +50,8 @@ def hang_finding(hang: Hang, devices: Mapping[int, str]) -> Finding:
     kind = hang.kind
     if kind is HangKind.DIFFERENT:
         return _of_different(hang, devices)
+    if kind is HangKind.UNSEEN:
+        return _of_unseen(hang, devices)
     if kind in (HangKind.UNEQUAL, HangKind.TOGETHER):
         return _of_all_waiting(hang, devices)
     first = hang.culprits[0]
@@ -77,7 +79,7 @@ def hang_over_finding(hang: Hang, now_s: float, *, ended: Collection[int] = ()) 
     """Return the finding that reports the end of a hang; ``ended`` are ranks that have exited."""
     took = format_seconds(hang.waited_s + max(0.0, now_s - hang.now_s))
     who = rank_text(one.rank for one in hang.culprits)
-    if hang.kind in (HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER):
+    if hang.kind in ALL_WAIT:
         who = "the ranks"
     elif any(one.rank in ended for one in hang.culprits):
         left = [one.rank for one in hang.waiting if one.rank not in ended]
@@ -161,13 +163,18 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
         f"{rank_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {way}"
         for way, ranks in list(ways.items())[:_CULPRITS_SHOWN]
     ]
-    calls = [one.heartbeat.waits[0] for one in hang.culprits]
-    same_op = len({call.operation for call in calls}) == 1
+    same_op = len({_what(one) for one in hang.culprits}) == 1
+    calls = [call for one in hang.culprits for call in one.heartbeat.waits[:1]]
+    numbered = (
+        f"all of these are collective number {calls[0].number} of their group, and "
+        if calls
+        else ""
+    )
     return Finding(
         name="collective-shapes-differ" if same_op else "collectives-differ",
         status=Status.WARNING,
         what=f"the ranks called different collectives and wait for each other forever: {'; '.join(told)}",
-        why=f"all of these are collective number {calls[0].number} of their group, and "
+        why=numbered
         + (
             "tensors of different shapes or dtypes cannot be combined"
             if same_op
@@ -175,6 +182,18 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
             "others did not, or ran more or fewer steps"
         ),
         fix=FIX_SHAPES if same_op else FIX_ORDER,
+        evidence=_messages_evidence(hang, devices),
+    )
+
+
+def _of_unseen(hang: Hang, devices: Mapping[int, str]) -> Finding:
+    return Finding(
+        name="ranks-not-seen",
+        status=Status.WARNING,
+        what=f"{_waiting_words(hang.waiting)} for {format_seconds(hang.waited_s)}{_at(hang.culprits[0])}; they wait "
+        f"for one or more of {rank_text(hang.unseen)}, which {'is' if len(hang.unseen) == 1 else 'are'} on other hosts",
+        why="all ranks on these hosts have called it",
+        fix="muster hang --hosts …   # all hosts of the job",
         evidence=_messages_evidence(hang, devices),
     )
 
