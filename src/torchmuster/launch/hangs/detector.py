@@ -206,6 +206,7 @@ class HangWatch:
             waiting=tuple(dataclasses.replace(one) for one in waiting),
             waited_s=waited_s,
             now_s=now,
+            at_least=self._stacks_of is not None,
             unseen=tuple(rank for rank in range(self._stacks_of or 0) if rank not in self._ranks),
         )
 

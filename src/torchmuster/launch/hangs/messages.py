@@ -95,15 +95,15 @@ def _doing(one: ObservedRank, hang: Hang, devices: Mapping[int, str]) -> str:
     match hang.kind:
         case HangKind.STOPPED:
             where = _at(one)
-            return f"{who} has been stopped for {format_seconds(hang.waited_s)}" + (
+            return f"{who} has been stopped for {hang.duration(hang.waited_s)}" + (
                 f", last seen{where}" if where else ""
             )
         case HangKind.ENDED:
             return f"{who} has exited, and keeps the others waiting"
     doing = one.heartbeat.doing or "its own code"
-    stood = format_seconds(max(0.0, hang.now_s - one.still_s))
+    stood = hang.duration(hang.now_s - one.still_s)
     if hang.kind is HangKind.AT_WORK:
-        stood = format_seconds(hang.waited_s)
+        stood = hang.duration(hang.waited_s)
     # Its last report, shortly before Python could no longer run in it.
     seen = ", last seen" if hang.kind is HangKind.NATIVE and _at(one) else ""
     return f"{who} keeps the others waiting: in {doing} for {stood}{seen}{_at(one)}"
@@ -190,7 +190,7 @@ def _of_unseen(hang: Hang, devices: Mapping[int, str]) -> Finding:
     return Finding(
         name="ranks-not-seen",
         status=Status.WARNING,
-        what=f"{_waiting_words(hang.waiting)} for {format_seconds(hang.waited_s)}{_at(hang.culprits[0])}; they wait "
+        what=f"{_waiting_words(hang.waiting)} for {hang.duration(hang.waited_s)}{_at(hang.culprits[0])}; they wait "
         f"for one or more of {rank_text(hang.unseen)}, which {'is' if len(hang.unseen) == 1 else 'are'} on other hosts",
         why="all ranks on these hosts have called it",
         fix="muster hang --hosts …   # all hosts of the job",
@@ -199,7 +199,7 @@ def _of_unseen(hang: Hang, devices: Mapping[int, str]) -> Finding:
 
 
 def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
-    waited = format_seconds(hang.waited_s)
+    waited = hang.duration(hang.waited_s)
     if hang.kind is HangKind.UNEQUAL:
         return Finding(
             name="collectives-out-of-step",
@@ -242,7 +242,7 @@ def _messages_evidence(hang: Hang, devices: Mapping[int, str]) -> str:
     everybody = {one.rank: one for one in (*hang.culprits, *hang.waiting)}
     lines = [
         f"{_who(one, devices)}: {one.heartbeat.doing or 'its own code'}"
-        f" for {format_seconds(max(0.0, hang.now_s - one.still_s))}{_at(one)}"
+        f" for {hang.duration(hang.now_s - one.still_s)}{_at(one)}"
         for one in list(everybody.values())[:_RANKS_SHOWN]
     ]
     if len(everybody) > _RANKS_SHOWN:
