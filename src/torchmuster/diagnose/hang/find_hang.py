@@ -13,7 +13,7 @@ from torchmuster.diagnose.hang import report
 from torchmuster.diagnose.hang.host_connection import HostConnection, connected
 from torchmuster.diagnose.hang.job_watch import JobWatch, SeenRank
 from torchmuster.diagnose.hang.rank_processes import RanksHere
-from torchmuster.diagnose.hang.rank_stacks import RankLook
+from torchmuster.diagnose.hang.rank_stacks import RankLook, refuse_untraceable
 from torchmuster.diagnose.unreachable_hosts import why_unreachable
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding
@@ -143,6 +143,8 @@ def _choose(
             )
         }
         if not named:
+            if word.isdecimal():
+                refuse_untraceable(int(word))  # its environment cannot be read either
             raise report.no_such_job(word, jobs)
         wanted &= named
     if not wanted:

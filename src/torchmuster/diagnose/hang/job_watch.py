@@ -16,7 +16,8 @@ from torchmuster.launch.node.heartbeats import GONE
 
 # The job has been running for a while: the patience for its first collectives does not apply.
 _MOVES_BEFORE = 1000
-_LEAST_LOOKS = 3
+# A single move may be the last one before the hang.
+_LEAST_MOVES = 2
 # What a look says about the stack; kept while the rank is idle in the same call.
 _READ = ("place", "doing", "phase", "waiting", "source", "workers")
 
@@ -29,8 +30,10 @@ class SeenRank:
     process: RankProcess
     look: RankLook | None = None
     moves: int = _MOVES_BEFORE
-    moved: bool = False  # it was seen in another call, or woke up in a collective
-    woke: bool = False  # it ran, but may only look again and again for the same thing
+    moved: int = (
+        0  # in how many looks it was in another call than before, or woke up in a collective
+    )
+    woke: int = 0  # in how many it ran; it may only look again and again for the same thing
     native: bool = False  # its native frames were read in this call
 
     @property
@@ -61,8 +64,8 @@ class SeenRank:
         if look.waiting and woke:
             self.moves += 1
         if before is not None and (not same or (look.waiting and woke)):
-            self.moved = True
-        self.woke = self.woke or woke
+            self.moved += 1
+        self.woke += woke
         self.native = keeps or (not self.native and (idle or self.process.uses_gpu))
         self.look = look
 
@@ -95,8 +98,12 @@ class JobWatch:
 
     @property
     def still(self) -> list[int]:
-        """The ranks that have neither moved nor run so far."""
-        return [one.rank for one in self.ranks if not (one.moved or one.computes or one.woke)]
+        """The ranks that have neither moved nor run, or only once."""
+        return [
+            one.rank
+            for one in self.ranks
+            if not one.computes and max(one.moved, one.woke) < _LEAST_MOVES
+        ]
 
     @property
     def exited(self) -> bool:
@@ -106,8 +113,9 @@ class JobWatch:
     @property
     def moving(self) -> bool:
         """Whether no rank stands still."""
-        at_work = [one.moved or one.computes for one in self.ranks]
-        return self._looks >= _LEAST_LOOKS and any(at_work) and not self.still
+        return not self.still and any(
+            one.moved >= _LEAST_MOVES or one.computes for one in self.ranks
+        )
 
     def request_for(self, host: str, *, nonblocking: bool) -> LookRequest:
         """Return what to ask a host: native frames only if they are not known yet."""

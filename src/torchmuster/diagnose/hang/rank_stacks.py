@@ -31,6 +31,7 @@ from torchmuster.redaction import redact_text
 _PROC = Path("/proc")
 _DUMP_WITHIN_S = 20.0
 _SETTLE_S = 0.05  # until a thread that was stopped waits again
+_CLOCKS_DIFFER_S = 2.0  # the start of a process is known to a second
 _FRAMES_KEPT = 40
 _WORKERS_READ = 16
 _CALL = re.compile(r"([A-Za-z_][\w.]*)\s*\(")
@@ -171,7 +172,7 @@ def find_py_spy() -> str:
 
 
 def refuse_untraceable(pid: int) -> None:
-    """Raise an error if the system does not allow to read this process, with the command that changes it."""
+    """Raise an error if the system does not allow reading this process, with the command that changes it."""
     try:
         # The kernel checks here what it checks for ptrace; opening does not stop the process.
         (_PROC / str(pid) / "mem").open("rb").close()
@@ -182,7 +183,7 @@ def refuse_untraceable(pid: int) -> None:
 
 
 def _untraceable(pid: int) -> Impossible:
-    what = f"the system does not allow to read the stack of process {pid}"
+    what = f"the system does not allow reading the stack of process {pid}"
     sudo = 'sudo "$(command -v muster)" hang'
     try:
         owner = psutil.Process(pid).username()
@@ -367,7 +368,7 @@ def _source(pid: int, frame: StackFrame) -> str:
     inside = Path(f"/proc/{pid}/cwd") / frame.file
     path = Path(f"/proc/{pid}/root{frame.file}") if frame.file.startswith("/") else inside
     with contextlib.suppress(OSError, psutil.Error, ValueError):
-        if path.stat().st_mtime > psutil.Process(pid).create_time():
+        if path.stat().st_mtime > psutil.Process(pid).create_time() + _CLOCKS_DIFFER_S:
             return ""
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):

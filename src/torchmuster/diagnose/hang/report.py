@@ -132,7 +132,7 @@ def rank_json(one: SeenRank) -> dict[str, Any]:
         "pid": one.process.pid,
         "state": look.state,
         "busy_cpus": look.busy,
-        "moved": one.moved,
+        "moved": one.moved > 0,
         "waits_for_ranks": look.waiting,
         "doing": look.doing,
         "place": look.place,
@@ -239,7 +239,7 @@ def no_job(hosts: Sequence[str], unreadable: int, unreachable: Sequence[Finding]
     why = "no process has RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in its environment"
     fix = "muster hang --hosts …   # if the ranks are on other hosts"
     if unreadable:
-        why += f"; {plural(unreadable, 'process')} of other users could not be read"
+        why += f"; {plural(unreadable, 'process')} could not be read"
         fix = f'sudo "$(command -v muster)" hang   # reads processes of all users\n{fix}'
     return Impossible(
         f"there are no ranks of a distributed job on {', '.join(hosts)}", why=why, fix=fix
