@@ -15,8 +15,9 @@ from torchmuster.diagnose.hang.rank_processes import RanksHere
 from torchmuster.diagnose.hang.rank_stacks import WorkerLook
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs.hang_types import BUSY_PROCESSORS
+from torchmuster.launch.hangs.hang_types import ALL_WAIT, BUSY_PROCESSORS
 from torchmuster.launch.launcher.console import rank_text
+from torchmuster.launch.rank.stack import WAITS_FOR_OTHERS
 from torchmuster.units import format_seconds, plural
 
 _GROUPS_SHOWN = 8
@@ -34,7 +35,13 @@ def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> list[Fi
             f"{hang.what}; its loader worker is in {_worker_text(worker)}" if worker else hang.what
         )
         return [
-            dataclasses.replace(hang, status=Status.FAILURE, what=what, evidence=_evidence(watch))
+            dataclasses.replace(
+                hang,
+                status=Status.FAILURE,
+                what=what,
+                why=_not_called(watch) + hang.why,
+                evidence=_evidence(watch),
+            )
         ]
     if watch.exited:
         return [
@@ -160,6 +167,15 @@ def _evidence(watch: JobWatch) -> str:
         if len(stack) > _FRAMES_SHOWN:
             lines.append(f"  … {len(stack) - _FRAMES_SHOWN} more (--json)")
     return "\n".join(lines)
+
+
+def _not_called(watch: JobWatch) -> str:
+    """Return what the rank that keeps the others waiting has not called, as the start of a sentence."""
+    hang = watch.hang
+    if hang is None or hang.kind in ALL_WAIT:
+        return ""
+    called = {one.heartbeat.doing for one in hang.waiting} & WAITS_FOR_OTHERS
+    return f"it has not called {' or '.join(sorted(called))}: " if called else ""
 
 
 def _culprits(watch: JobWatch) -> list[int]:
