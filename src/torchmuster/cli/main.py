@@ -41,6 +41,9 @@ COMMANDS = {
     "explain": Command(
         "torchmuster.cli.explain", "report what happened to a run, why, and how to fix it"
     ),
+    "hang": Command(
+        "torchmuster.cli.hang", "name the rank that keeps a hanging torchrun job waiting"
+    ),
     "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export checkpoints"),
     "watch": Command("torchmuster.cli.watch", "monitor a run live, with alerts"),
     "top": Command("torchmuster.cli.top", "show all GPUs and ranks, live"),

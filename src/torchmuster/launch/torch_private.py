@@ -1,7 +1,7 @@
 """The private names of torch that launch/ uses inside the ranks. Torch is never imported here."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchmuster.torch_internals import PrivateName
 
@@ -52,6 +52,11 @@ NAMES = (
         without="same as for gloo; builds without NCCL do not have it",
     ),
     PrivateName(
+        "torch.utils.data._utils.worker._worker_loop",
+        "recognise a data loader worker that waits for its next batch",
+        without="muster hang also shows the stacks of idle workers",
+    ),
+    PrivateName(
         "torch.distributed.distributed_c10d._world",
         "list the process groups of a rank, also those without a collective yet",
         without="groups are known from their first collective on",
@@ -61,8 +66,30 @@ NAMES = (
 # Functions and folders of torch in the stack of a rank.
 BACKWARD, CALL_MODULE = "_engine_run_backward", "_call_impl"
 COMPILERS = ("_dynamo", "_inductor")
+WORKER_LOOP = "_worker_loop"
+# Native functions in which a thread waits for other ranks, and what it waits in; the first match counts.
+_NATIVE_WAITS = {
+    "c10d::Reducer::": "all_reduce",  # of DDP's gradients
+    "c10d::broadcast_coalesced": "broadcast",  # of DDP's buffers
+    "c10d::TCPStore::": "store.wait",
+    "c10d::": "wait",
+    "gloo::": "wait",
+    "cudaStreamSynchronize": "cuda.synchronize",
+    "cudaEventSynchronize": "cuda.synchronize",
+    "cudaDeviceSynchronize": "cuda.synchronize",
+    "cuStreamSynchronize": "cuda.synchronize",
+    "cuCtxSynchronize": "cuda.synchronize",
+}
 # Collectives, by their name in a flight recorder, that need the same shapes on all ranks.
 SAME_SHAPES = ("_broadcast_oop", "_all_gather_base", "_reduce_scatter_base")
+
+
+def native_wait(functions: Sequence[str]) -> str:
+    """Return what a thread with these native functions waits in: an operation, "wait" if unknown, "" if in none."""
+    for start, operation in _NATIVE_WAITS.items():
+        if any(function.startswith(start) for function in functions):
+            return operation
+    return ""
 
 
 def flight_recorders() -> list[Callable[..., bytes]]:
