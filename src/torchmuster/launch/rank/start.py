@@ -61,6 +61,8 @@ def main() -> None:
     _begin_heartbeat(rank, records)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(settings["attempt"])
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(settings["max_restarts"])
+    # The agent's own value differs (elastic_agent.py); this is torchrun's.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     try:
         _run_start(command, module=settings["module"])
     except BaseException as error:
