@@ -266,7 +266,9 @@ def _conclude(
     if outcome.stopped:
         not_saved = " without a final checkpoint" if spec.checkpoints else ""
         console.say(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
-        code = ExitCode.KILLED if outcome.killed and not outcome.killed.at_once else stop.exit_code
+        code = stop.exit_code
+        if code == ExitCode.TERMINATED and outcome.killed and not outcome.killed.at_once:
+            code = ExitCode.KILLED
         headline = f"stopped on request ({outcome.origin or stop.origin})"
         headline += f"; killed: {rank_text(killed)}" if killed else ""
         event_log.ended("stopped", code, headline, killed_ranks=killed)

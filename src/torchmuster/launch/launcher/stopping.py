@@ -76,12 +76,12 @@ def killed_finding(
     when = f"did not exit within {format_seconds(grace_s)} after SIGTERM and {it_was} killed"
     if at_once:
         when = f"{it_was} killed because of the second stop request"
-    doing = activity_text(one for one in heartbeats if one.rank in ranks)
+    doing = activity_text((one for one in heartbeats if one.rank in ranks), together=f"{who}: ")
     return Finding(
         name=RANKS_KILLED,
         status=Status.WARNING,
         what=f"{who} {when}",
-        why="\n".join(filter(None, ["what they had not saved by then is lost", doing])),
+        why="\n".join(["unsaved work is lost", *([f"last seen: {doing}"] if doing else [])]),
         fix=""
         if at_once
         else "give them more time: --grace 2m; under Slurm also --warn 5m, in a Kubernetes pod also a longer "

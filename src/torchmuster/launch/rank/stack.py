@@ -191,7 +191,7 @@ _MODULES = _in_torch("nn", "modules")
 _OPTIMIZER = _in_torch("optim", "optimizer.py")
 _CHECKPOINT = _in_torch("distributed", "checkpoint")
 _CALLED = re.compile(r"([\w.]+)\s*\(")
-_IMPORTED = re.compile(r"(?:from|import)\s+([\w.]+)")
+_IMPORTED = re.compile(r"(?:from|import)\s+([\w.]+(?:, *[\w.]+)*)")
 
 
 @dataclass(frozen=True, kw_only=True)
