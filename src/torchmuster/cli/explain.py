@@ -91,6 +91,7 @@ def _print_json(account: "FailureReport") -> None:
             "folder": str(story.run.path),
             "phase": state.phase if state else None,
             "exit_code": state.exit_code if state else None,
+            "killed_ranks": list(state.killed_ranks) if state else [],
             "started_unix_s": state.started_unix_s if state else None,
             "since_unix_s": state.since_unix_s if state else None,
             "command": job.command if job else None,

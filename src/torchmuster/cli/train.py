@@ -245,7 +245,6 @@ def _train_shown(value: object) -> str:
 
 
 WORKER = "torchmuster.worker"
-_TO_SAVE_S = 30.0  # grace period to save a checkpoint; the default of Slurm and Kubernetes
 # torch's CUDA allocator: expandable segments reduce fragmentation, and muster plan assumes them.
 ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 _DEVICES = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
@@ -284,7 +283,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         named="experiment_name",
         usual_restarts=job_flags.USUAL_RESTARTS,
-        usual_grace_s=_TO_SAVE_S,
     )
     when.add_argument(
         "--check", action="store_true", help="check the hosts and their connections first"

@@ -8,18 +8,27 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher import node_handle
+from torchmuster.launch.launcher.stopping import StopCause, saved_after_request
 
-WORDS = "saved at step 120 after a stop request (SIGUSR1 to rank 1)"
+SAVED = "saved at step 120 after a stop request"
+WORDS = f"{SAVED} (SIGUSR1 to rank 1)"
 
 
 def rank(number: int, exit_code: int, what: str = "") -> protocol.Failure:
+    why = "SIGUSR1 to rank 1" if what else ""
     return protocol.Failure(
-        rank=number, local_rank=0, exit_code=exit_code, ago_s=0.0, what=what, error=""
+        rank=number, local_rank=0, exit_code=exit_code, ago_s=0.0, what=what, why=why, error=""
     )
 
 
-def machine(*failures: protocol.Failure, words: str = "", lost: str = "", told: bool = True) -> Any:
-    ended = protocol.Ended(attempt=0, good=False, failures=failures, words=words) if told else None
+def machine(
+    *failures: protocol.Failure, words: str = "", lost: str = "", told: bool = True, asked: str = ""
+) -> Any:
+    ended = (
+        protocol.Ended(attempt=0, good=False, failures=failures, words=words, asked=asked)
+        if told
+        else None
+    )
     return SimpleNamespace(ended=ended, lost=lost)
 
 
@@ -69,3 +78,15 @@ def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure(
     late = [machine(rank(0, -10), rank(1, 75, WORDS))]
     assert node_handle.trouble_text(late, warned=True) == WORDS
     assert node_handle.trouble_text([machine(rank(0, -10), rank(1, 1))], warned=True) == ""
+
+
+def test_whoever_got_the_signal_is_named_and_not_the_rank_that_it_was_passed_on_to() -> None:
+    saved = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS))]
+    cause = StopCause(origin="SIGTERM to the launcher")
+    assert saved_after_request(saved, cause) == f"{SAVED} (SIGTERM to the launcher)"
+    by_slurm = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS), asked="SIGTERM")]
+    assert saved_after_request(by_slurm, None) == f"{SAVED} (SIGTERM to a node agent)"
+    assert saved_after_request(saved, None) == WORDS
+    silent = [machine(rank(0, 75))]
+    assert saved_after_request(silent, cause).endswith(" (SIGTERM to the launcher)")
+    assert saved_after_request([machine(rank(0, -15))], cause) == ""

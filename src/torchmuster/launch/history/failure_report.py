@@ -22,6 +22,7 @@ from torchmuster.launch.history.script_checkpoints import (
     ScriptCheckpoint,
     read_script_checkpoints,
 )
+from torchmuster.launch.launcher.console import rank_text
 from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
@@ -233,8 +234,10 @@ def _failure_report_findings(story: Timeline) -> Iterator[Finding]:
         case "saved":
             words = state.headline or "checkpointed after a stop request"
             yield Finding(name="run-saved", status=Status.OK, what=words, fix=_how_to_go_on(story))
+            yield from _killed(story, state)
         case "stopped":
             yield Finding(name="run-stopped", status=Status.NOTE, what=state.headline)
+            yield from _killed(story, state)
             yield from _last_troubles(story)
         case "died":
             yield _died(story, state)
@@ -243,6 +246,16 @@ def _failure_report_findings(story: Timeline) -> Iterator[Finding]:
             yield _active(story, state)
             if story.hang_now is not None:
                 yield _of_hang(story.hang_now)
+
+
+def _killed(story: Timeline, state: run_state.RunState) -> Iterator[Finding]:
+    """Return the ranks that had to be killed after the stop request, as they were reported."""
+    if not state.killed_ranks:
+        return
+    told = [one.facts for one in story.events if one.name == "ranks-killed"]
+    facts = told[-1] if told else {"what": f"{rank_text(state.killed_ranks)} had to be killed"}
+    what, why, fix = (str(facts.get(name, "")) for name in ("what", "why", "fix"))
+    yield Finding(name="ranks-killed", status=Status.WARNING, what=what, why=why, fix=fix)
 
 
 def _finished(story: Timeline, state: run_state.RunState) -> Finding:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +19,16 @@ from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
 from torchmuster.launch.history.resume import ResumePlan, restart_text
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import node_handle, training_progress
+from torchmuster.launch.launcher import node_handle, stopping, training_progress
 from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import mark_restart
 from torchmuster.launch.launcher.session import Console, Session
 from torchmuster.launch.network.reach import name_several
+from torchmuster.launch.schedulers.time_limits import seconds_to_job_end
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
+from torchmuster.units import format_seconds
 
 _LOOK_EVERY_S = 1.0
 
@@ -244,12 +247,15 @@ _LOOK_WITHIN_S = 20.0
 class JobOutcome:
     """How a run ended: ``good``, or the finding with the cause; ``left`` are hosts that did not confirm the end.
 
-    ``saved`` is the message of the ranks that saved after a stop request. ``words`` is the text for the
-    event log where the caller prints the rest itself.
+    ``saved`` is the message of the ranks that saved after a stop request, ``origin`` the origin of the request.
+    ``killed`` names the ranks that had to be killed after it. ``words`` is the text for the event log where the caller
+    prints the rest itself.
     """
 
     good: bool
     stopped: bool = False
+    origin: str = ""
+    killed: stopping.KilledRanks | None = None
     finding: Finding | None = None
     left: tuple[str, ...] = ()
     saved: str = ""
@@ -285,8 +291,22 @@ class JobRunner:
         self.stop = self._session.stop
 
     def pass_on(self, name: str) -> None:
-        """Forward a signal to every rank."""
-        self._asked_to_save = self._asked_to_save or name == "SIGUSR1"
+        """Forward a signal to every rank.
+
+        SIGUSR1 is a scheduler's warning. It would kill a script that does not handle it, so such a script is asked to
+        stop by SIGTERM instead, and has until the end of the job to do so.
+        """
+        warning = name == "SIGUSR1"
+        if warning and self._spec.checkpoints is None and not self._session.handles(name):
+            within_s = seconds_to_job_end(os.environ)
+            if self._session.cause is None:
+                self._console.say(
+                    f"{name} to the launcher, which the script does not handle: stopping all ranks by SIGTERM "
+                    f"within {format_seconds(within_s)}"
+                )
+            self._session.stop(f"{name} to the launcher", warned_s=within_s)
+            return
+        self._asked_to_save = self._asked_to_save or warning
         self._session.pass_on(name)
 
     def _on_phase(self, name: str) -> None:
@@ -308,17 +328,31 @@ class JobRunner:
             outcome = await self._attempts()
         except Stopped:
             nodes = session.registry.nodes
-            await session.end(nodes)
-            left = tuple(node.name for node in nodes if node.lost and not node.ended)
-            outcome = JobOutcome(
-                good=False, stopped=True, left=left, saved=node_handle.trouble_text(nodes)
-            )
+            if session.failed_before_stop:
+                outcome = JobOutcome(good=False, finding=await session.fail(nodes))
+            else:
+                await session.end(nodes)
+                outcome = self._stopped(nodes)
         finally:
             words = "the run finished" if outcome.good else "the run stopped"
             if outcome.finding is not None:
                 words = outcome.finding.what
             await session.leave(0 if outcome.good else 1, outcome.saved or words)
         return outcome
+
+    def _stopped(self, nodes: Sequence[NodeHandle]) -> JobOutcome:
+        """Return the outcome of a run whose launcher was asked to stop it."""
+        session, cause = self._session, self._session.cause
+        return JobOutcome(
+            good=False,
+            stopped=True,
+            origin=cause.origin if cause else "",
+            left=tuple(node.name for node in nodes if node.lost and not node.ended),
+            saved=stopping.saved_after_request(nodes, cause),
+            killed=stopping.killed_after_request(
+                nodes, grace_s=self._spec.limits.grace_s, at_once=session.killed_at_once
+            ),
+        )
 
     async def _prepare(self, nodes: Sequence[NodeHandle], *, again: bool = False) -> None:
         await self._session.prepare(nodes, again=again)
@@ -358,7 +392,9 @@ class JobRunner:
             warned = self._asked_to_save or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
             if words := node_handle.trouble_text(
-                self._session.registry.nodes, warned=warned and can_save
+                self._session.registry.nodes,
+                warned=warned and can_save,
+                origin="SIGUSR1 to the launcher" if self._asked_to_save else "",
             ):
                 if self._asked_to_save or not taking_in.asked_to_save:
                     return JobOutcome(good=False, stopped=True, saved=words)

@@ -196,6 +196,7 @@ _MODULES = _in_torch("nn", "modules")
 _OPTIMIZER = _in_torch("optim", "optimizer.py")
 _CHECKPOINT = _in_torch("distributed", "checkpoint")
 _CALLED = re.compile(r"([\w.]+)\s*\(")
+_IMPORTED = re.compile(r"(?:from|import)\s+([\w.]+(?:, *[\w.]+)*)")
 
 
 class StackFrame(NamedTuple):
@@ -356,7 +357,7 @@ def _stack_phase(frame: StackFrame) -> str:
 
 
 def _called_by(frame: FrameType) -> str:
-    """Return the call in progress as written in the source: ``time.sleep``."""
+    """Return the call or import in progress as written in the source: ``time.sleep``, ``import torch``."""
     number = max(0, frame.f_lasti // 2)
     place = next(itertools.islice(frame.f_code.co_positions(), number, None), None)
     line, _, begin, _ = place or (None, None, None, None)
@@ -366,5 +367,7 @@ def _called_by(frame: FrameType) -> str:
     text = (
         linecache.getline(frame.f_code.co_filename, line).encode()[begin:].decode(errors="replace")
     )
-    called = _CALLED.match(text)
-    return called[1] if called else ""
+    if called := _CALLED.match(text):
+        return called[1]
+    imported = _IMPORTED.match(text)
+    return f"import {imported[1]}" if imported else ""

@@ -1,7 +1,9 @@
 """The thread in each rank that tells what it is doing: what it says, and that the script does not notice it."""
 
+import builtins
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -230,6 +232,42 @@ def read(
         path.write_text(textwrap.dedent(text))
         exec(compile(path.read_text(), str(path), "exec"), space)
     return found[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "doing"),
+    [
+        ("import seldom_used", "import seldom_used"),
+        ("import json, seldom_used as rare", "import json, seldom_used"),
+        ("from seldom_used import name", "import seldom_used"),
+    ],
+)
+def test_an_import_is_named(
+    line: str, doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    library = "name = 1\nif __name__ == 'seldom_used':\n    import builtins\n    builtins.look()\n"
+    source = f"import builtins\nbuiltins.look = look\n{line}\n"
+    try:
+        reading = read(source, tmp_path, library="seldom_used.py", library_source=library)
+    finally:
+        sys.modules.pop("seldom_used", None)
+        del builtins.look  # type: ignore[attr-defined]
+    assert (reading.place, reading.doing) == ("train.py:3", doing)
+
+
+def test_the_stop_signals_that_a_script_handles_are_known() -> None:
+    former = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1")}
+    try:
+        for name in former:
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        assert heartbeat.handled_signals() == []
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert heartbeat.handled_signals() == ["SIGTERM"]
+    finally:
+        for name, handler in former.items():
+            signal.signal(getattr(signal, name), handler)
 
 
 def test_the_place_and_the_call_in_the_user_s_code(tmp_path: Path) -> None:
