@@ -44,6 +44,11 @@ class MusterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             }
             recording.recorder.evaluated(numbers, int(state.global_step))
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record the checkpoint that ``enable_jit_checkpoint`` writes after SIGTERM, without an event."""
+        if (Path(args.output_dir) / f"checkpoint-{state.global_step}").exists():
+            self.on_save(args, state, control)
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record a checkpoint."""
         if recording.recorder is not None:

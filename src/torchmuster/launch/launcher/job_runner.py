@@ -348,7 +348,7 @@ class JobRunner:
             stopped=True,
             origin=cause.origin if cause else "",
             left=tuple(node.name for node in nodes if node.lost and not node.ended),
-            saved=stopping.saved_after_request(nodes, cause),
+            saved=stopping.saved_after_request(nodes, cause, self._logs.parent / "metrics"),
             killed=stopping.killed_after_request(
                 nodes, grace_s=self._spec.limits.grace_s, at_once=session.killed_at_once
             ),

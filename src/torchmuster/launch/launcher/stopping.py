@@ -3,9 +3,11 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.history import script_checkpoints
 from torchmuster.launch.launcher import node_handle
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.launch.launcher.node_handle import NodeHandle
@@ -23,13 +25,18 @@ class StopCause:
     at_unix_s: float = field(default_factory=time.time)
 
 
-def saved_after_request(nodes: Sequence[NodeHandle], cause: StopCause | None) -> str:
+def saved_after_request(nodes: Sequence[NodeHandle], cause: StopCause | None, metrics: Path) -> str:
     """Return what was saved because of a stop request; "" if no checkpoint is known to have been saved.
 
-    A run that saved exits with code 75. Ranks that exit with that code have saved. Another sign that a checkpoint
-    was completed after ``cause.at_unix_s`` belongs here.
+    A run that saved exits with code 75. Ranks of ``muster train`` exit with that code when they have saved; for other
+    scripts, a complete checkpoint that was recorded after the request counts.
     """
-    return node_handle.trouble_text(nodes, origin="" if cause is None else cause.origin)
+    origin = "" if cause is None else cause.origin
+    if told := node_handle.trouble_text(nodes, origin=origin):
+        return told
+    if cause is not None and script_checkpoints.saved_after(metrics, cause.at_unix_s):
+        return f"saved a checkpoint after a stop request ({origin})"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
