@@ -8,37 +8,37 @@ from torchmuster.torch_internals import PrivateName
 NAMES = (
     PrivateName(
         "torch.autograd.graph._engine_run_backward",
-        "recognise the backward pass in a rank's stack",
+        "recognize the backward pass in a rank's stack",
         without="the phase of a hanging rank is not reported",
     ),
     PrivateName(
         "torch.nn.Module._call_impl",
-        "recognise the forward pass in a rank's stack",
+        "recognize the forward pass in a rank's stack",
         without="the phase of a hanging rank is not reported",
     ),
     PrivateName(
         "torch._dynamo",
-        "recognise compilation in a rank's stack",
+        "recognize compilation in a rank's stack",
         without="the phase of a hanging rank is not reported",
     ),
     PrivateName(
         "torch._inductor",
-        "recognise compilation in a rank's stack",
+        "recognize compilation in a rank's stack",
         without="the phase of a hanging rank is not reported",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._broadcast_oop",
-        "know that a collective in a flight recorder needs the same shapes on all ranks",
+        "identify collectives in a flight recorder that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._all_gather_base",
-        "know that a collective in a flight recorder needs the same shapes on all ranks",
+        "identify collectives in a flight recorder that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._reduce_scatter_base",
-        "know that a collective in a flight recorder needs the same shapes on all ranks",
+        "identify collectives in a flight recorder that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(
@@ -49,17 +49,17 @@ NAMES = (
     PrivateName(
         "torch._C._distributed_c10d._dump_nccl_trace_json",
         "read the flight recorder of NCCL's collectives",
-        without="same as for gloo; builds without NCCL do not have it",
+        without="the same as for gloo; builds without NCCL lack this name",
     ),
     PrivateName(
         "torch.utils.data._utils.worker._worker_loop",
-        "recognise a data loader worker that waits for its next batch",
+        "recognize a data loader worker that waits for its next batch",
         without="muster hang also shows the stacks of idle workers",
     ),
     PrivateName(
         "torch.distributed.distributed_c10d._world",
-        "list the process groups of a rank, also those without a collective yet",
-        without="groups are known from their first collective on",
+        "list all process groups of a rank, even before their first collective",
+        without="a group is known only after its first collective",
     ),
 )
 
