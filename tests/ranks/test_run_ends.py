@@ -235,7 +235,7 @@ def test_a_detached_run_that_cannot_begin_says_so_here(
     result = muster("run", "--detach", "--num-gpus", "2", "waiting.py")
     assert result.code == 2
     assert result.out == ""
-    (told,) = [line for line in result.err.splitlines() if "2 GPUs: " in line]
+    (told,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
     assert told == snapshot
 
 

@@ -19,7 +19,7 @@ from torchmuster.launch.history import known_failures
 from torchmuster.launch.launcher.console import printable, rank_text
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.redaction import redact_text
-from torchmuster.units import format_bytes, format_seconds
+from torchmuster.units import format_bytes
 
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _BEGINNING = "Traceback (most recent call last):"
@@ -487,9 +487,7 @@ def _aftermath(
     if stopped := [rank for rank in ended if rank not in killed]:
         lines.append(f"{rank_text(stopped)} {_was(stopped)} then stopped")
     if slow:
-        lines.append(
-            f"{rank_text(slow)} did not stop within {format_seconds(grace_s)} and {_was(slow)} killed"
-        )
+        lines.append(f"{rank_text(slow)} did not stop within {grace_s:g} s and {_was(slow)} killed")
     return lines
 
 

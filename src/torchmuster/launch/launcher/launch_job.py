@@ -345,8 +345,8 @@ def _signals(
         if again_s <= _SAME_REQUEST_S and name != "SIGINT":
             return
         origin = _STOP_SIGNALS[name].origin
-        within = format_seconds(spec.limits.grace_s)
-        words = f"stop requested ({origin}): stopping all ranks within {within} (repeat to kill them immediately)"
+        within = f"within {spec.limits.grace_s:g} s"
+        words = f"stop requested ({origin}): stopping all ranks {within} (repeat to kill them immediately)"
         if asked:
             words = f"stop requested again ({origin}): killing all ranks"
         asked.append(name)

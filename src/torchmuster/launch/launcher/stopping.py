@@ -12,7 +12,6 @@ from torchmuster.launch.launcher import node_handle
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.launch.launcher.node_handle import NodeHandle
 from torchmuster.launch.launcher.silence import activity_text
-from torchmuster.units import format_seconds
 
 RANKS_KILLED = "ranks-killed"
 
@@ -80,7 +79,7 @@ def killed_finding(
 ) -> Finding:
     """Return the finding that names the ranks that had to be killed; ``at_once``: the user requested it."""
     who, it_was = rank_text(ranks), "was" if len(ranks) == 1 else "were"
-    when = f"did not exit within {format_seconds(grace_s)} after SIGTERM and {it_was} killed"
+    when = f"did not exit within {grace_s:g} s after SIGTERM and {it_was} killed"
     if at_once:
         when = f"{it_was} killed because of the second stop request"
     doing = activity_text((one for one in heartbeats if one.rank in ranks), together=f"{who}: ")

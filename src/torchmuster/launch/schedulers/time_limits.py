@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torchmuster.decision import Decision
 from torchmuster.launch.schedulers.slurm import jobs
-from torchmuster.units import format_seconds
 
 # Set in the manifests of muster kubernetes: the pod's terminationGracePeriodSeconds.
 POD_VARIABLE = "TORCHMUSTER_TERMINATION_GRACE_S"
@@ -33,11 +32,11 @@ def grace_within_limit(
     fits_s = grace_s if limit_s is None else max(limit_s - _MARGIN_S, limit_s / 2)
     if limit_s is None or grace_s <= fits_s:
         return Decision(value=grace_s, reason="")
-    told = f"{whose} is {format_seconds(limit_s)}"
+    told = f"{whose} is {limit_s:g} s"
     if given:
-        reason = f"--grace {format_seconds(grace_s)} may be cut short: {told}"
+        reason = f"--grace {grace_s:g}s may be cut short: {told}"
         return Decision(value=grace_s, reason=reason)
-    reason = f"grace period: {format_seconds(fits_s)}, because {told}"
+    reason = f"grace period: {fits_s:g} s, because {told}"
     return Decision(value=fits_s, reason=reason)
 
 
