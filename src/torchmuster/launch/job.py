@@ -62,12 +62,14 @@ class JobSpec:
     """A job: the command, the resources on each host, and what to do when it fails.
 
     ``ranks`` is per host; None means one for each device. ``typed`` are the arguments after ``muster`` as
-    the user typed them, up to the script if it is the user's own.
+    the user typed them, up to the script if it is the user's own. ``flags`` are all flags before the script, to
+    repeat the command.
     """
 
     name: str
     command: tuple[str, ...]
     typed: tuple[str, ...] = ("run",)
+    flags: tuple[str, ...] = ()
     module: bool = False
     folder: str
     device: Device = "auto"
@@ -83,6 +85,7 @@ class JobSpec:
     max_restarts: int = 0  # in a row, without a newer checkpoint between them
     min_nodes: int | None = None  # the run continues with this many hosts; None: all are needed
     checkpoints: str | None = None  # where its ranks save and resume; None: not known to do so
+    resume_with: tuple[str, ...] = ()  # arguments that a restart adds to the script's
     environment: dict[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 

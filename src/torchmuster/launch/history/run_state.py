@@ -181,6 +181,9 @@ class RunJob:
     grace_s: float = 5.0
     slurm_job: str | None = None
     typed: list[str] = field(default_factory=lambda: ["run"])
+    flags: list[str] = field(default_factory=list)
+    module: bool = False
+    resume_with: list[str] = field(default_factory=list)
 
     @property
     def shown(self) -> list[str]:
@@ -197,6 +200,7 @@ class RunState:
     started_unix_s: float
     exit_code: int | None = None
     headline: str = ""
+    resume: str = ""  # the command that resumes a script, if it is known
 
     @property
     def active(self) -> bool:
@@ -217,6 +221,9 @@ def write_job(
         grace_s=spec.limits.grace_s,
         slurm_job=slurm_job,
         typed=redact_command(spec.typed),
+        flags=redact_command(spec.flags),
+        module=spec.module,
+        resume_with=redact_command(spec.resume_with),
     )
     content = redact_mapping({"spec": asdict(spec)}) | asdict(job)
     try:
@@ -242,6 +249,9 @@ def read_job(run: RunFolder) -> RunJob | None:
             grace_s=float(content["grace_s"]),
             slurm_job=content["slurm_job"],
             typed=list(content.get("typed") or content["command"][:1]),
+            flags=list(content.get("flags") or ()),
+            module=bool(content.get("module")),
+            resume_with=list(content.get("resume_with") or ()),
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -293,6 +303,7 @@ class EventLog:
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
+        self.resume = ""
         before = _history_state(_read_run_state(run.state))
         # A run whose launcher was killed and restarted keeps its start time.
         goes_on = before is not None and before.active
@@ -304,7 +315,7 @@ class EventLog:
         self._write(RunState(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
 
     def ended(self, phase: str, exit_code: int, headline: str) -> None:
-        """Record that the run is over."""
+        """Record that the run is over; ``resume`` is set before if it can be resumed."""
         headline = redact_text(headline)
         log_event(self._run, phase, exit_code=exit_code, headline=headline)
         self._write(
@@ -314,6 +325,7 @@ class EventLog:
                 started_unix_s=self._started,
                 exit_code=exit_code,
                 headline=headline,
+                resume=self.resume if exit_code else "",
             )
         )
 
@@ -367,6 +379,7 @@ def _history_state(content: dict[str, Any]) -> RunState | None:
             started_unix_s=unix_s(content["started_unix_s"]),
             exit_code=exit_code if isinstance(exit_code, int) else None,
             headline=str(content.get("headline", "")),
+            resume=str(content.get("resume", "")),
         )
     except (KeyError, ValueError):
         return None

@@ -1,0 +1,306 @@
+"""How a script resumes: from its newest complete checkpoint, with arguments that it certainly takes."""
+
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from script_checkpoints import accelerate_folder, cut, record, torch_file, trainer_folder
+from torchmuster.finding import Finding
+from torchmuster.launch.history import resume, run_state
+from torchmuster.launch.history.resume import plan_resume, resume_flag, with_arguments
+from torchmuster.launch.history.script_checkpoints import (
+    newest_usable,
+    read_script_checkpoints,
+    saved_after,
+)
+from torchmuster.launch.job import Host, JobSpec
+from torchmuster.runfolder import RunFolder, create_run_folder
+
+HF = """
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+Trainer(model=None, args=args).train(resume_from_checkpoint=args.resume_from_checkpoint)
+"""
+CLI = "from lightning.pytorch.cli import LightningCLI\nLightningCLI()\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create_run_folder(tmp_path / "runs", "x")
+
+
+def job(folder: Path, source: str = "", *arguments: str, resume_with: str = "") -> JobSpec:
+    (folder / "train.py").write_text(source)
+    return JobSpec(
+        name="x",
+        command=("train.py", *arguments),
+        flags=("--device", "cpu", "--ranks", "2"),
+        folder=str(folder),
+        resume_with=tuple(shlex.split(resume_with)),
+    )
+
+
+def add(run: RunFolder, folder: Path, step: int, library: str, *, at_unix_s: float = 1e9) -> Path:
+    """Write a whole checkpoint and its record."""
+    match library:
+        case "transformers":
+            path = trainer_folder(folder / f"checkpoint-{step}", step=step)
+        case "accelerate":
+            path = accelerate_folder(folder / f"step_{step}")
+        case "lightning":
+            path = torch_file(folder / f"epoch=0-step={step}.ckpt")
+        case _:
+            path = torch_file(folder / f"step{step}.pt")
+    for one in [path, *path.rglob("*")]:
+        os.utime(one, (at_unix_s - 1, at_unix_s - 1))
+    size = sum(one.stat().st_size for one in [path, *path.rglob("*")] if one.is_file())
+    record(run, path, step, library=library, at_unix_s=at_unix_s, size=size)
+    return path
+
+
+# ---- which checkpoint
+
+
+def test_the_newest_complete_one_is_used_and_a_torn_newer_one_is_named(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    for step in (10, 20, 30):
+        add(run, tmp_path, step, "transformers", at_unix_s=1e9 + step)
+    cut(tmp_path / "checkpoint-30" / "optimizer.pt")
+    plan = plan_resume(job(tmp_path), run.metrics)
+    assert plan.checkpoint is not None
+    assert (plan.checkpoint.step, plan.checkpoint.path) == (20, str(tmp_path / "checkpoint-20"))
+    ((path, found),) = plan.unusable
+    assert path == str(tmp_path / "checkpoint-30")
+    assert "optimizer.pt" in found.why
+
+
+def test_one_that_was_begun_and_never_recorded_is_named(run: RunFolder, tmp_path: Path) -> None:
+    add(run, tmp_path, 20, "transformers")
+    begun = trainer_folder(tmp_path / "checkpoint-30")
+    (begun / "trainer_state.json").unlink()
+    trainer_folder(tmp_path / "checkpoint-other")  # its name is not like the recorded one's
+    plan = plan_resume(job(tmp_path), run.metrics)
+    assert plan.checkpoint is not None
+    assert plan.checkpoint.step == 20
+    assert [path for path, _ in plan.unusable] == [str(begun)]
+
+
+def test_those_that_the_script_deleted_are_not_called_torn(run: RunFolder, tmp_path: Path) -> None:
+    add(run, tmp_path, 10, "torch.save")
+    add(run, tmp_path, 20, "torch.save").unlink()
+    found = newest_usable(read_script_checkpoints(run.metrics))
+    assert found.usable is not None
+    assert found.usable.step == 10
+    assert found.unusable == ()
+
+
+def test_a_file_that_is_overwritten_counts_once_and_when_torn_not_at_all(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    last = torch_file(tmp_path / "last.pt")
+    for step in (10, 20):
+        record(run, last, step, library="torch.save", size=last.stat().st_size)
+    assert [one.step for one in read_script_checkpoints(run.metrics)] == [20]
+    cut(last)
+    found = newest_usable(read_script_checkpoints(run.metrics))
+    assert found.usable is None
+    assert [path for path, _ in found.unusable] == [str(last)]
+
+
+def test_small_files_of_torch_save_are_no_checkpoints(run: RunFolder, tmp_path: Path) -> None:
+    path = torch_file(tmp_path / "last.pt", size=65536)
+    record(run, path, 10, library="torch.save", size=path.stat().st_size)
+    losses = torch_file(tmp_path / "losses.pt", size=256)
+    record(run, losses, 10, library="torch.save", size=losses.stat().st_size)
+    assert [one.path for one in read_script_checkpoints(run.metrics)] == [str(path)]
+
+
+def test_what_only_another_host_can_see_is_taken_from_its_record(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    record(run, "/scratch/of/a/checkpoint-40", 40)
+    here = job(tmp_path, HF, "--output_dir", "out")
+    assert plan_resume(here, run.metrics).checkpoint is None
+    there = replace(here, hosts=(Host(name="a"), Host(name="b")))
+    found = plan_resume(there, run.metrics).checkpoint
+    assert found is not None
+    assert found.path == "/scratch/of/a/checkpoint-40"
+    assert told(run, there).why.startswith("not checked: ")
+
+
+def test_lines_of_others_are_skipped(run: RunFolder) -> None:
+    run.metrics.mkdir(exist_ok=True)
+    (run.metrics / "saves.jsonl").write_text(
+        '{"step": 5, "stall_s": 1.0, "at_unix_s": 1000.0}\n'  # of muster train
+        '{"step": "x", "path": "/a", "library": "DCP", "at_unix_s": 1000.0}\n'
+        '{"step": 5, "path": "/a", "library": "DCP", "at_unix_s": "now"}\n'
+        '{"step": 5, "pa'
+    )
+    assert read_script_checkpoints(run.metrics) == []
+
+
+def test_whether_a_complete_one_was_saved_after_a_request(run: RunFolder, tmp_path: Path) -> None:
+    path = add(run, tmp_path, 10, "torch.save", at_unix_s=2000.0)
+    assert saved_after(run.metrics, 1999.0)
+    assert not saved_after(run.metrics, 2001.0)
+    cut(path)
+    assert not saved_after(run.metrics, 1999.0)
+
+
+# ---- with which arguments
+
+FLAG, CKPT = "--resume_from_checkpoint", "--ckpt_path"
+
+
+@pytest.mark.parametrize(
+    ("library", "source", "arguments", "flag"),
+    [
+        ("transformers", HF, ["--output_dir", "out"], FLAG),
+        ("transformers", HF, [], FLAG),
+        # A file with all arguments is read only if it is the only argument.
+        ("transformers", HF, ["settings.json"], ""),
+        # The parser knows the flag, but nobody reads it.
+        (
+            "transformers",
+            HF.replace("args.resume_from_checkpoint", "None"),
+            ["--output_dir", "o"],
+            "",
+        ),
+        ("transformers", "trainer.train(resume_from_checkpoint=path)", ["--output_dir", "o"], ""),
+        ("transformers", "p.add_argument('--resume_from_checkpoint', type=str)", [], FLAG),
+        ("accelerate", "p.add_argument('--resume_from_checkpoint', default=None)", [], FLAG),
+        ("accelerate", "p.add_argument('--resume-from-checkpoint')", [], FLAG.replace("_", "-")),
+        ("accelerate", "p.add_argument('--resume_from_checkpoint', action='store_true')", [], ""),
+        ("accelerate", "p.add_argument('--resume_from_checkpoint', type=int)", [], ""),
+        ("accelerate", "accelerator.load_state('x')", [], ""),
+        ("lightning", CLI, ["fit", "--config", "c.yaml"], CKPT),
+        ("lightning", CLI, ["validate"], ""),
+        ("lightning", "trainer.fit(model)", ["fit"], ""),
+        ("lightning", "p.add_argument('--ckpt_path')", [], CKPT),
+        ("torch.save", "p.add_argument('--resume')", [], ""),
+        ("transformers", "this is no Python", ["--output_dir", "o"], ""),
+    ],
+)
+def test_the_flag_of_a_script_is_certain_only_if_its_code_shows_it(
+    library: str, source: str, arguments: list[str], flag: str
+) -> None:
+    assert resume_flag(source, arguments, library) == flag
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "expected"),
+    [
+        (["t.py", "--a", "1"], [FLAG, "/p"], ["t.py", "--a", "1", FLAG, "/p"]),
+        (["t.py", FLAG, "/old", "--a", "1"], [FLAG, "/p"], ["t.py", "--a", "1", FLAG, "/p"]),
+        (["t.py", f"{FLAG}=/old", "--a"], [FLAG, "/p"], ["t.py", "--a", FLAG, "/p"]),
+        (["t.py", FLAG, "/old"], [f"{FLAG}=/p"], ["t.py", f"{FLAG}=/p"]),
+        (["t.py", "--resume", "x"], ["--resume"], ["t.py", "x", "--resume"]),
+        (["t.py", FLAG, "--a", "1"], [FLAG, "/p"], ["t.py", "--a", "1", FLAG, "/p"]),
+        (["t.py", "a"], ["resume", "/p"], ["t.py", "a", "resume", "/p"]),
+    ],
+)
+def test_an_earlier_option_is_replaced(
+    command: list[str], arguments: list[str], expected: list[str]
+) -> None:
+    assert list(with_arguments(command, arguments)) == expected
+
+
+def test_what_the_user_told_is_used_whatever_the_library(run: RunFolder, tmp_path: Path) -> None:
+    told = job(tmp_path, "", "--lr", "1", resume_with="--from '{path}' --strict")
+    assert plan_resume(told, run.metrics).on_restart() == ()  # nothing to resume from yet
+    path = add(run, tmp_path, 10, "torch.save")
+    assert plan_resume(told, run.metrics).on_restart() == ("--from", str(path), "--strict")
+    by_itself = job(tmp_path, "", resume_with="--auto-resume")
+    assert plan_resume(by_itself, run.metrics).on_restart() == ("--auto-resume",)
+
+
+def test_torchmuster_s_own_programs_have_another_way(run: RunFolder, tmp_path: Path) -> None:
+    add(run, tmp_path, 10, "torch.save")
+    ours = JobSpec(name="x", command=("torchmuster.worker",), module=True, folder=str(tmp_path))
+    assert plan_resume(ours, run.metrics) == resume.ResumePlan()
+
+
+# ---- texts
+
+
+def told(run: RunFolder, spec: JobSpec) -> Finding:
+    finding = resume.resume_finding(spec, plan_resume(spec, run.metrics))
+    assert finding is not None
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("library", "source", "arguments"),
+    [
+        ("transformers", HF, ["--output_dir", "my out", "--hub_token", "hf_abcdefghijklmnopqrst"]),
+        ("transformers", "", ["--output_dir", "out"]),
+        ("transformers", "", []),
+        ("lightning", CLI, ["fit"]),
+        ("lightning", "", []),
+        ("accelerate", "p.add_argument('--resume_from_checkpoint')", ["--lr", "1"]),
+        ("accelerate", "", []),
+        ("torch.save", "", []),
+    ],
+)
+def test_what_is_said_after_a_failure(
+    run: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot: SnapshotAssertion,
+    library: str,
+    source: str,
+    arguments: list[str],
+) -> None:
+    monkeypatch.setattr(resume.time, "time", lambda: 1e9 + 200)
+    path = add(run, tmp_path, 1040, library)
+    spec = job(tmp_path, source, *arguments)
+    finding = told(run, spec)
+    assert finding.name == "checkpoint-to-resume"
+    assert str(path) in finding.fix
+    assert finding == snapshot
+    assert resume.restart_text(plan_resume(spec, run.metrics)) == snapshot(name="restart")
+
+
+def test_a_run_s_record_gives_the_same_command(run: RunFolder, tmp_path: Path) -> None:
+    path = add(run, tmp_path, 10, "transformers")
+    spec = job(tmp_path, HF, "--output_dir", "out")
+    run_state.write_job(run, spec)
+    recorded = run_state.read_job(run)
+    assert recorded is not None
+    command = resume.resume_command(recorded, plan_resume(recorded, run.metrics))
+    assert command == resume.resume_command(spec, plan_resume(spec, run.metrics))
+    assert shlex.split(command) == [
+        *("muster", "run", "--device", "cpu", "--ranks", "2", "train.py", "--output_dir", "out"),
+        *("--resume_from_checkpoint", str(path)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "typed"),
+    [
+        (("package.train", "--lr", "1"), True, "-m package.train --lr 1 --go"),
+        (("train",), False, "-- train --go"),
+    ],
+)
+def test_modules_and_scripts_with_other_names(
+    tmp_path: Path, command: tuple[str, ...], module: bool, typed: str
+) -> None:
+    spec = JobSpec(name="x", command=command, module=module, folder=str(tmp_path))
+    plan = resume.ResumePlan(arguments=("--go",), is_certain=True)
+    assert resume.resume_command(spec, plan) == f"muster run {typed}"
+
+
+def test_a_run_without_a_complete_checkpoint(
+    run: RunFolder, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    spec = job(tmp_path)
+    assert resume.resume_finding(spec, plan_resume(spec, run.metrics)) is None
+    cut(add(run, tmp_path, 10, "torch.save"))
+    finding = told(run, spec)
+    assert finding.name == "no-complete-checkpoint"
+    assert finding == snapshot
