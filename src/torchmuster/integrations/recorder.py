@@ -115,6 +115,10 @@ class Recorder:
         self._library_saves = True
         self._offset = step - max(self._counts.values(), default=0)
 
+    def resume_at(self, step: int) -> None:
+        """Count steps from that of the checkpoint that a restarted script loads."""
+        self._offset = step
+
     def log(self, numbers: Mapping[str, Any], step: int | None = None) -> None:
         """Record numbers of a step; tensors on a device are read when they are ready, without waiting."""
         if self._path is None:
@@ -138,16 +142,18 @@ class Recorder:
         self, path: str, *, library: str, step: int | None = None, seconds: float | None = None
     ) -> None:
         """Record a checkpoint that the script wrote."""
-        step = int(step if step is not None else self.step or 0)
+        step = int(step if step is not None else self.step or self._offset)
         if self._path is None or self._last_saved == (path, step):
             return
         self._last_saved = (path, step)
         place = Path(path).absolute()
-        line = {"file": "saves", "step": step, "path": str(place), "library": library}
+        shown = path if "://" in path else str(place)
+        line = {"file": "saves", "step": step, "path": shown, "library": library}
         line |= {"bytes": _size_of(place)}
         if seconds is not None:
             line["stall_s"] = round(seconds, 3)
         self._push(line)
+        self.flush()  # at once: the next moment may kill this process
 
     def file_saved(self, path: str, seconds: float) -> None:
         """Record a file of ``torch.save``, unless it is part of a library's checkpoint."""
