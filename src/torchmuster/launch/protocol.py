@@ -164,6 +164,7 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     interface: str | None  # None: the libraries choose (single host)
     timeout_s: float
     max_restarts: Integer
+    first_step: Integer = 0  # the step that the user's script resumes from, if known
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):

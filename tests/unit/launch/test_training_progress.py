@@ -4,10 +4,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from script_checkpoints import cut, record, torch_file
 from torchmuster.checkpoints import manifest
 from torchmuster.checkpoints.places import open_store
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.training_progress import TrainingProgress, read_training_progress
+from torchmuster.runfolder import create_run_folder
 
 SCRIPT = JobSpec(name="x", command=("x.py",), folder="/")
 
@@ -35,9 +37,32 @@ def save(folder: Path, step: int) -> str:
     return name
 
 
-def test_a_script_of_ones_own_is_not_looked_into(tmp_path: Path) -> None:
+def test_a_program_that_does_not_save_is_not_looked_into(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    assert read_training_progress(SCRIPT, tmp_path, since_unix_s=0.0) == TrainingProgress()
+    (tmp_path / "steps.jsonl").write_text('{"step": 24}\n')
+    ours = replace(SCRIPT, command=("torchmuster.worker",), module=True)
+    assert read_training_progress(ours, tmp_path, since_unix_s=0.0) == TrainingProgress()
+
+
+def test_of_a_script_what_its_rank_recorded_counts(tmp_path: Path) -> None:
+    run = create_run_folder(tmp_path, "x")
+    (run.metrics / "steps.jsonl").write_text('{"step": 24}\n')
+
+    def look() -> TrainingProgress:
+        return read_training_progress(SCRIPT, run.metrics, since_unix_s=0.0)
+
+    assert (look().checkpoint, look().saved, look().reached) == (None, None, 24)
+    last = torch_file(tmp_path / "last.pt")
+    record(run, last, 10, library="torch.save", at_unix_s=1000.0)
+    first = look()
+    assert (first.saved, first.reached) == (10, 24)
+    record(run, last, 20, library="torch.save", at_unix_s=1001.0)
+    second = look()
+    assert second.saved == 20
+    assert second.checkpoint != first.checkpoint  # although it has the same name
+    cut(last)
+    assert look().checkpoint is None
+    assert look().resume is not None
 
 
 def test_the_newest_checkpoint_and_the_last_whole_line_count(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torchmuster.errors import Impossible, MachineLost, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
+from torchmuster.launch.history.resume import ResumePlan, restart_text
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import node_handle, training_progress
 from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
@@ -128,7 +129,8 @@ class PastAttempt:
     """A failed attempt and the training progress at its end; steps are None where unknown.
 
     ``got_on``: it wrote a newer checkpoint. ``saved`` is the newest checkpoint's step and ``reached`` the
-    last finished step. ``mistake``: another attempt would fail the same way.
+    last finished step. ``mistake``: another attempt would fail the same way. ``resumes``: another attempt
+    would begin at ``saved``.
     """
 
     finding: Finding
@@ -136,6 +138,12 @@ class PastAttempt:
     got_on: bool = False
     saved: int | None = None
     reached: int | None = None
+    resumes: bool = True
+
+    @property
+    def from_step(self) -> int | None:
+        """The step that another attempt begins at; None if unknown."""
+        return self.saved if self.resumes else None
 
 
 def decide_restart(history: Sequence[PastAttempt], *, max_restarts: int) -> Decision[float | None]:
@@ -159,7 +167,7 @@ def decide_restart(history: Sequence[PastAttempt], *, max_restarts: int) -> Deci
 
 def restart_announcement(last: PastAttempt, pause_s: float, reason: str) -> str:
     """Return what failed and where the run resumes: ``…; restarting from step 100 (restart 1 of 3)``."""
-    place = "" if last.saved is None else f" from step {last.saved:,}"
+    place = "" if last.from_step is None else f" from step {last.from_step:,}"
     when = f" in {pause_s:.0f} s" if pause_s else ""
     return f"{last.finding.what}; restarting{place}{when} ({reason})"
 
@@ -360,15 +368,17 @@ class JobRunner:
             chosen = decide_restart(self._history, max_restarts=self._spec.max_restarts)
             if chosen.value is None:
                 return JobOutcome(good=False, finding=with_reason(finding, chosen.reason))
-            await self._announce(chosen.value, chosen.reason)
+            await self._announce(chosen.value, chosen.reason, after.resume)
             await self._session.waiting.unless_stopped(asyncio.sleep(chosen.value))
 
-    async def _announce(self, pause_s: float, reason: str) -> None:
-        """Print and log what failed and that the run restarts."""
+    async def _announce(self, pause_s: float, reason: str, resume: ResumePlan | None) -> None:
+        """Print and log what failed, that the run restarts, and how its script resumes."""
         last = self._history[-1]
         self._console.say(restart_announcement(last, pause_s, reason))
+        if resume is not None:
+            self._console.say(restart_text(resume))
         run = RunFolder(self._logs.parent)
-        facts = {"headline": last.finding.what, "from_step": last.saved}
+        facts = {"headline": last.finding.what, "from_step": last.from_step}
         await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
         await asyncio.to_thread(mark_restart, self._logs)
 
@@ -382,8 +392,11 @@ class JobRunner:
             node.expect(number)
         missed = session.registry.left_out
         try:
+            is_changed = session.resume_script(now.resume, again=number > 0)
             if back := await session.registry.call_back_the_lost():
                 await self._prepare(back, again=True)
+            if is_changed:
+                await session.prepare(session.registry.nodes, again=True)
         except MachineLost:
             return await session.fail(session.registry.nodes)
         if session.registry.left_out != missed or (number == 0 and missed):
@@ -406,6 +419,7 @@ class JobRunner:
             got_on=after.checkpoint is not None and after.checkpoint != before.checkpoint,
             saved=after.saved,
             reached=after.reached,
+            resumes=after.resume is None or bool(after.resume.on_restart()),
         )
 
     async def _look(

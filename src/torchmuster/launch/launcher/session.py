@@ -19,6 +19,7 @@ from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import HangMonitor
 from torchmuster.launch.history import evidence, root_cause, run_state
+from torchmuster.launch.history.resume import ResumePlan, with_arguments
 from torchmuster.launch.history.script_metrics import ScriptMetrics
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import compare_nodes, node_handle
@@ -132,6 +133,8 @@ class Session:
         self._stop_grace_s = spec.limits.grace_s
         self._silence = SilenceWatch()
         self._attempt = 0
+        self._command = spec.command  # with the arguments to resume
+        self._first_step = 0
         self._hang_monitor: HangMonitor | None = None
         self._many = len(transport.places) > 1
         self.waiting = WaitingMessages(console.say)
@@ -161,6 +164,19 @@ class Session:
         """Forward a signal to every rank."""
         for node in self.registry.nodes:
             self._later(node.channel.send(protocol.Signal(name=name)))
+
+    def resume_script(self, plan: ResumePlan | None, *, again: bool) -> bool:
+        """Set the script's arguments for the next attempt; return whether the hosts must be prepared anew.
+
+        The first attempt resumes only in the folder of an earlier run (a requeued Slurm job).
+        """
+        resumes = plan is not None and (again or plan.checkpoint is not None)
+        arguments = plan.on_restart() if plan is not None and resumes else ()
+        newest = plan.checkpoint if plan is not None and arguments else None
+        self._first_step = newest.step if newest is not None else 0
+        before, self._command = self._command, with_arguments(self._spec.command, arguments)
+        # With arguments also if nothing changed: the last preparation may have been interrupted.
+        return self._command != before or bool(arguments)
 
     # ---- before the start
 
@@ -218,7 +234,7 @@ class Session:
             run_id=self._run_id,
             # Below the token of this part: cleanup of the ranks must not kill other processes there.
             token=f"{node.part}.ranks",
-            command=spec.command,
+            command=self._command if spec is self._spec else spec.command,
             module=spec.module,
             folder=spec.folder,
             device=spec.device,
@@ -321,6 +337,7 @@ class Session:
                 interface=meeting.local[place].interface if self._many else None,
                 timeout_s=self._spec.limits.rendezvous_s,
                 max_restarts=self._spec.max_restarts,
+                first_step=self._first_step,
             )
             await node.start(message, within_s=30.0)
 

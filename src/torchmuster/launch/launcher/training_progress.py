@@ -5,19 +5,24 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchmuster.launch.job import JobSpec
+from torchmuster.launch.history.resume import ResumePlan, plan_resume
+from torchmuster.launch.job import JobSpec, is_ours
 
 _LAST_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """The newest checkpoint and the last finished step; None where unknown."""
+    """The newest checkpoint and the last finished step; None where unknown.
+
+    ``resume`` is how the user's own script resumes; torchmuster's own finds its checkpoints itself.
+    """
 
     checkpoint: str | None = None
     saved: int | None = None
     global_batch_size: int | None = None
     reached: int | None = None
+    resume: ResumePlan | None = None
 
 
 _NOTHING = TrainingProgress()
@@ -31,10 +36,12 @@ def read_training_progress(
     A storage failure must not stop a run: if checkpoints cannot be read, the ``known`` ones are
     returned.
     """
-    if spec.checkpoints is None:
+    if spec.checkpoints is None and is_ours(spec.command):
         return TrainingProgress()
     reached = _last_step(metrics / "steps.jsonl", since_unix_s)
     try:
+        if spec.checkpoints is None:
+            return _of_script(spec, metrics, reached)
         from torchmuster.checkpoints.manifest import committed_manifests
         from torchmuster.checkpoints.places import open_store
 
@@ -48,6 +55,16 @@ def read_training_progress(
     except Exception:  # from any storage library
         return replace(known, reached=reached)
     return TrainingProgress(reached=reached)
+
+
+def _of_script(spec: JobSpec, metrics: Path, reached: int | None) -> TrainingProgress:
+    plan = plan_resume(spec, metrics)
+    newest = plan.checkpoint
+    if newest is None:
+        return TrainingProgress(reached=reached, resume=plan)
+    # Scripts overwrite a file with a newer checkpoint.
+    name = f"{newest.path} at {newest.at_unix_s}"
+    return TrainingProgress(checkpoint=name, saved=newest.step, reached=reached, resume=plan)
 
 
 def _last_step(path: Path, since_unix_s: float) -> int | None:

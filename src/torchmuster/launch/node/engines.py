@@ -46,6 +46,7 @@ def rank_command(share: NodeShare) -> list[str]:
         "world_size": share.start.world_size,
         "attempt": share.start.attempt,
         "max_restarts": share.start.max_restarts,
+        "first_step": share.start.first_step,
         "module": share.prepare.module,
     }
     return [sys.executable, "-u", str(_RANK), json.dumps(settings), *share.prepare.command]

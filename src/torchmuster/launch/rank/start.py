@@ -61,7 +61,7 @@ def main() -> None:
     atexit.register(_leave_group)
     _begin_heartbeat(rank, records)
     if not (settings["module"] and command[0].startswith("torchmuster.")):
-        _begin_recording(rank, records, settings["world_size"])
+        _begin_recording(rank, records, settings["world_size"], settings["first_step"])
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(settings["attempt"])
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(settings["max_restarts"])
     try:
@@ -113,13 +113,14 @@ def _begin_heartbeat(rank: int, records: Path) -> None:
     heartbeat.start_heartbeat(rank, records)
 
 
-def _begin_recording(rank: int, records: Path, world_size: int) -> None:
+def _begin_recording(rank: int, records: Path, world_size: int, first_step: int) -> None:
     if os.environ.get("TORCHMUSTER_RECORD") == "0":
         return
     with contextlib.suppress(Exception):  # a script runs without its curves rather than not at all
         from torchmuster.integrations.libraries import record_script
 
         recorder = record_script(rank, records, world_size)
+        recorder.resume_at(first_step)
         atexit.register(recorder.end)
 
 
