@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from torchmuster.runfolder import find_run
 
 if TYPE_CHECKING:
     from torchmuster.launch.history.failure_report import FailureReport
+    from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 
 _FILES_SHOWN = 8
+_MOST_CHECKPOINTS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,9 +97,18 @@ def _print_json(account: "FailureReport") -> None:
             "launched_on": job.launcher.host if job else None,
             "moments": [{"at_unix_s": one.at_unix_s, "what": one.what} for one in story.moments()],
             "findings": [one.as_json() for one in account.findings],
+            "checkpoints": [
+                _checkpoint_as_json(one) for one in story.checkpoints[:_MOST_CHECKPOINTS]
+            ],
+            "resume": state.resume if state else "",
             "files": list(account.files),
         }
     )
+
+
+def _checkpoint_as_json(checkpoint: "ScriptCheckpoint") -> dict[str, object]:
+    condition = checkpoint.condition
+    return {**asdict(checkpoint), "state": condition.state, "why": condition.why}
 
 
 def _compare_dumps(folder: Path, *, as_json: bool) -> int:

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     found.add_argument(
         "--no-announce", action="store_true", help="do not announce this host on the local network"
     )
-    job_flags.add_run_flags(parser)
+    job_flags.add_resume_flag(job_flags.add_run_flags(parser))
     # The user starts muster join on each machine.
     parser.set_defaults(run=_run_host, command=None, join_timeout=1800.0)
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -124,11 +125,12 @@ def add_run_flags(
     """Add the flags for restarts, shutdown, hangs, and the run's name and folder."""
     parser.set_defaults(usual_restarts=usual_restarts)
     when = parser.add_argument_group("run control")
-    in_a_row = " in a row" if usual_restarts else ""
     when.add_argument(
         "--max-restarts",
+        "--restarts",
         metavar="N",
-        help=f"restart all ranks after a failure, at most N times{in_a_row} ({usual_restarts})",
+        help="restart all ranks after a failure, at most N times without a newer checkpoint "
+        f"({usual_restarts})",
     )
     when.add_argument(
         "--grace",
@@ -148,6 +150,18 @@ def add_run_flags(
         "--runs", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="where run folders go (runs)"
     )
     return when
+
+
+def add_resume_flag(when: Any) -> None:
+    """Add the flag for scripts that resume in their own way."""
+    when.add_argument(
+        "--resume-with",
+        type=_shell_words,
+        default=(),
+        metavar="ARGS",
+        help="on a restart, add ARGS to the script's arguments; {path} is the newest complete "
+        "checkpoint (automatic for Hugging Face and Lightning scripts with such a flag)",
+    )
 
 
 def settings_of(options: argparse.Namespace) -> Resolved:
@@ -181,6 +195,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         command=script.command,
         module=script.module,
         typed=_typed(options),
+        flags=tuple(options.words[1:]),
         folder=str(Path.cwd()),
         device=_job_flags_device(options, resolved),
         ranks=_job_flags_ranks(options, resolved),
@@ -193,6 +208,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         backend=getattr(options, "rdzv_backend", "muster"),
         endpoint=getattr(options, "rdzv_endpoint", None),
         max_restarts=_job_flags_restarts(options, resolved),
+        resume_with=getattr(options, "resume_with", ()),  # muster train has no such flag
         environment=_environment(options.env),
         limits=Limits(
             join_s=options.join_timeout,
@@ -315,6 +331,16 @@ def duration(text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _shell_words(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {str(error).lower()}") from None
+    if not words:
+        raise argparse.ArgumentTypeError("no arguments; for example: '--resume_from {path}'")
+    return words
 
 
 def _silence(text: str) -> float:

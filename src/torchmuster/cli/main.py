@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.replace_what_cannot_be_shown()
     words = list(sys.argv[1:] if arguments is None else arguments)
     words, command = scripts.split_off(words) if _takes_script(words) else _split_off_command(words)
+    words = scripts.with_joined_values(words)
     parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
     options, unknown = parser.parse_known_args(words)
     if unknown:

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     many.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of your etcd server")
     slurm_run.add_flags(parser)
     when = job_flags.add_run_flags(parser)
+    job_flags.add_resume_flag(when)
     when.add_argument("--detach", action="store_true", help="run in the background")
     when.add_argument("--dry-run", action="store_true", help="show what would be started, and exit")
     when.add_argument("--json", action="store_true", help="with --dry-run: print JSON")

@@ -21,6 +21,7 @@ _TAKE_A_TEXT = frozenset(
             "--qos",
             "--rdzv-endpoint",
             "--remote-python",
+            "--resume-with",
         ),
         *("--runs", "--secret", "--set", "--time"),
     }
@@ -51,6 +52,17 @@ def split_off(words: list[str]) -> tuple[list[str], list[str] | None]:
         if word == "-m" or (word.endswith(".py") and not word.startswith("-")):
             return words[:place], words[place:]
     return words, None
+
+
+def with_joined_values(words: list[str]) -> list[str]:
+    """Join ``--resume-with --flag`` with ``=``: argparse would take its value for a flag of muster."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "--resume-with":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def script_from(options: argparse.Namespace, folder: Path) -> Script:

@@ -17,6 +17,11 @@ from torchmuster.known_errors.explain import Explanation, explain_text, explanat
 from torchmuster.known_errors.rule import Role
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.history import evidence, run_state
+from torchmuster.launch.history.resume import plan_resume, resume_finding
+from torchmuster.launch.history.script_checkpoints import (
+    ScriptCheckpoint,
+    read_script_checkpoints,
+)
 from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
@@ -45,6 +50,7 @@ class Timeline:
     events: tuple[run_state.RunEvent, ...]
     failures: tuple[evidence.FailedAttempt, ...]
     hangs: tuple[evidence.HangRecord, ...]
+    checkpoints: tuple[ScriptCheckpoint, ...] = ()  # of the user's script, newest first
 
     @classmethod
     def of(cls, run: RunFolder) -> "Timeline":
@@ -56,6 +62,7 @@ class Timeline:
             events=tuple(run_state.read_events(run)),
             failures=tuple(evidence.read_failures(run)),
             hangs=tuple(evidence.read_hangs(run)),
+            checkpoints=tuple(read_script_checkpoints(run.metrics)),
         )
 
     @property
@@ -125,6 +132,10 @@ class Timeline:
                 older = f"; {len(kept) - 1} older are kept" if len(kept) > 1 else ""
                 words = f"saved step {newest.step}: checkpoints/{newest.name}{older}"
                 yield TimelineEvent(at_unix_s=newest.made_unix_s, what=words)
+        for saved in self.checkpoints[:1]:
+            before = f"; {len(self.checkpoints) - 1} before" if len(self.checkpoints) > 1 else ""
+            words = f"saved step {saved.step:,}: {saved.path} ({saved.condition}){before}"
+            yield TimelineEvent(at_unix_s=saved.at_unix_s, what=words)
 
 
 def timeline_text(moments: Sequence[TimelineEvent]) -> list[str]:
@@ -200,9 +211,10 @@ class FailureReport:
 def failure_report_of(run: RunFolder) -> FailureReport:
     """Read a run folder and return its failure report."""
     story = Timeline.of(run)
+    findings = [_with_names_inside(one) for one in _failure_report_findings(story)]
     return FailureReport(
         story=story,
-        findings=tuple(_with_names_inside(one) for one in _failure_report_findings(story)),
+        findings=(*findings, *_to_resume(story)),
         files=tuple(_failure_report_files(story)),
     )
 
@@ -343,6 +355,16 @@ def _how_to_go_on(story: Timeline) -> str:
     ours = story.job is not None and story.job.typed[:1] == ["train"]
     resume = f"muster train --resume {story.run.path}   # resumes from its newest valid checkpoint"
     return resume if ours else ""
+
+
+def _to_resume(story: Timeline) -> Iterator[Finding]:
+    """Yield from which checkpoint the user's script can resume, if it did not finish."""
+    state, job = story.state, story.job
+    if state is None or job is None or state.active or state.phase == "finished":
+        return
+    with contextlib.suppress(OSError):
+        if finding := resume_finding(job, plan_resume(job, story.run.metrics)):
+            yield finding
 
 
 def _after_failures(story: Timeline) -> str:

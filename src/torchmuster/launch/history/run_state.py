@@ -200,7 +200,7 @@ class RunState:
     started_unix_s: float
     exit_code: int | None = None
     headline: str = ""
-    resume: str = ""  # the command that resumes a script, if it is known
+    resume: str = ""  # how to resume a script that did not finish: a command or a line of Python
 
     @property
     def active(self) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torchmuster.errors import ExitCode, MusterError
-from torchmuster.finding import from_error
+from torchmuster.finding import Finding, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.network.reach import name_several
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Schedulers signal every process of a job, so one request may arrive more than once.
 _SAME_REQUEST_S = 0.5
 _REMIND_AFTER_S = 2.0
+_LOOK_WITHIN_S = 10.0
 
 
 class GroupTask(Protocol):
@@ -192,7 +193,11 @@ async def _launch(
             raise
         console.finish()
         took_s = time.monotonic() - began
+        resume = None if outcome.good else await _how_to_resume(spec, run)
+        event_log.resume = resume.fix if resume is not None else ""
         code = _conclude(outcome, spec, event_log, console, run, took_s)
+        if resume is not None:
+            console.show([resume])
         if code == ExitCode.SAVED and slurm_job is not None and not asked:
             is_newer = await _newest_checkpoint(spec) != newest
             why_not = would_not_get_on(
@@ -200,6 +205,18 @@ async def _launch(
             )
             await asyncio.to_thread(_go_back_into_the_queue, slurm_job, console, why_not)
         return code
+
+
+async def _how_to_resume(spec: JobSpec, run: RunFolder) -> Finding | None:
+    """Return from which checkpoint the user's script can resume; a disk that hangs must not block the end."""
+    from torchmuster.launch.history.resume import plan_resume, resume_finding
+
+    def look() -> Finding | None:
+        return resume_finding(spec, plan_resume(spec, run.metrics))
+
+    with contextlib.suppress(Exception):
+        return await asyncio.wait_for(asyncio.to_thread(look), _LOOK_WITHIN_S)
+    return None
 
 
 async def _newest_checkpoint(spec: JobSpec) -> str | None:
