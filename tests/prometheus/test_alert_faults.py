@@ -104,7 +104,7 @@ def test_slowness_standstill_and_failure(folder: Path) -> None:
 
 def test_saves_that_fail_and_a_launcher_that_is_killed(folder: Path) -> None:
     with _watched(folder, speed=2000) as watchers, training(folder) as it:
-        _await_checkpoint(it)
+        _await_checkpoints(it, 3)  # how often it saves is known from then on
         watchers.await_over("MusterCheckpointOld")
         away = it.run.path / "away"
         away.touch()
@@ -119,8 +119,11 @@ def test_saves_that_fail_and_a_launcher_that_is_killed(folder: Path) -> None:
         assert psutil.wait_procs(all_of_it, GIVE_UP_S)[1] == []
 
 
-def _await_checkpoint(it: Training) -> None:
-    await_until(lambda: any(it.run.checkpoints.glob("step-*/manifest.json")), "a checkpoint")
+def _await_checkpoints(it: Training, count: int) -> None:
+    saves = it.run.metrics / "saves.jsonl"
+    await_until(
+        lambda: saves.exists() and saves.read_text().count("\n") >= count, f"{count} checkpoints"
+    )
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -136,7 +139,7 @@ def test_restarts(folder: Path) -> None:
     config = CONFIG.replace("steps: 100000", f"steps: {steps}")
     (folder / "not-far").touch()  # it goes on when it was killed
     with _watched(folder, speed=1800) as watchers, training(folder, config=config) as it:
-        _await_checkpoint(it)
+        _await_checkpoints(it, 1)
         it.begin("late-start")
         it.rank(1).kill()
         it.end("not-far")

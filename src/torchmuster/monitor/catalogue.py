@@ -155,6 +155,13 @@ CHECKPOINT_AGE = _gauge(
     _RUN,
     level=_SOMETIMES,
 )
+CHECKPOINT_INTERVAL = _gauge(
+    "muster_checkpoint_interval_seconds",
+    "seconds",
+    "longest time between two checkpoints since the launch; 1 hour until there are three",
+    _RUN,
+    level=_SOMETIMES,
+)
 CHECKPOINT_STEP = _gauge(
     "muster_checkpoint_step",
     "",

@@ -98,8 +98,24 @@ SCENARIOS: list[Scenario] = [
         ),
         raised=False,
     ),
-    _of_a_run("MusterCheckpointOld", catalogue.CHECKPOINT_AGE, [11e3], raised=True, why="3 h"),
-    _of_a_run("MusterCheckpointOld", catalogue.CHECKPOINT_AGE, [600], raised=False, why="new"),
+    *(
+        Scenario(
+            "MusterCheckpointOld",
+            why,
+            (
+                (catalogue.CHECKPOINT_AGE, RUN, [first_s + 60.0 * minute for minute in range(8)]),
+                (catalogue.CHECKPOINT_INTERVAL, RUN, [interval_s] * 8),
+                _phase("running", 8),
+            ),
+            raised=raised,
+        )
+        for why, first_s, interval_s, raised in (
+            ("none for 3 h, and it has not shown how often it saves", 10_801.0, 3600.0, True),
+            ("it saves every 10 min", 1801.0, 600.0, True),
+            ("it saves every 10 min, and is a little late", 1300.0, 600.0, False),
+            ("it saves every 6 h", 11_000.0, 21_600.0, False),
+        )
+    ),
     _of_a_run("MusterGoodputLow", catalogue.GOODPUT, [0.4] * 32, raised=True, why="40 %"),
     _of_a_run(
         "MusterGoodputLow", catalogue.GOODPUT, [0.4] * 20 + [0.6], raised=False, why="better"

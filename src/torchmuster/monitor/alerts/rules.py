@@ -8,7 +8,7 @@ from torchmuster.monitor.alerts.expression import Compared, Expression, Now, Ove
 from torchmuster.monitor.metric import Scope
 
 Severity = Literal["critical", "warning", "info"]
-_MINUTE_S, _HOUR_S = 60.0, 3600.0
+_MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +113,18 @@ ALERTS: tuple[Alert, ...] = (
     Alert(
         name="MusterCheckpointOld",
         severity="warning",
-        condition=While(Compared(Now(catalogue.CHECKPOINT_AGE), ">", 3 * _HOUR_S), _RUNNING),
-        summary="{job}: the newest checkpoint is {value} s old (run {run})",
+        # Compared with how often this run saves.
+        condition=While(
+            Compared(
+                Now(catalogue.CHECKPOINT_AGE), ">", 3, times=Now(catalogue.CHECKPOINT_INTERVAL)
+            ),
+            _RUNNING,
+        ),
+        for_s=5 * _MINUTE_S,
+        summary="{job}: no checkpoint for {value} s, over 3 times the usual interval (run {run})",
         why="a failure now would lose the training since then",
-        fix="save more often (checkpoint.every), or find out why saving fails: muster explain "
-        "{run}",
+        fix="find out why saving fails: muster explain {run}; or save more often (muster train: "
+        "checkpoint.every)",
     ),
     Alert(
         name="MusterGoodputLow",

@@ -1,6 +1,7 @@
 """Metrics from a run folder: phase, steps, evaluations, checkpoints."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,8 @@ from typing import Any, TypeGuard
 
 from torchmuster.checkpoints.store import MARKER, step_of
 from torchmuster.launch.history import run_state
+from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint, checkpoint_from
+from torchmuster.launch.job import is_ours
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.monitor.sinks.sent import read_all_sent
@@ -61,6 +64,11 @@ def _objects(data: bytes) -> Iterator[dict[str, Any]]:
             yield content
 
 
+# Until a run has shown how often it saves.
+_USUAL_INTERVAL_S = 3600.0
+_ENOUGH_INTERVALS = 2
+
+
 class CheckpointMetrics:
     """Follows the saves of one run.
 
@@ -73,18 +81,24 @@ class CheckpointMetrics:
         self._labels = labels
         self._saves = GrowingFile(run.metrics / "saves.jsonl")
         self._committed: tuple[float, int] | None = None  # time and step
+        self._times: dict[int, float] = {}  # of the last save of each step
         self._last: dict[str, Any] | None = None
+        self.of_script: ScriptCheckpoint | None = None  # the newest one
 
-    def samples(self, until_unix_s: float, started_unix_s: float) -> Iterator[Sample]:
-        """Yield the samples of the newest checkpoint and of the last save."""
+    def samples(
+        self, until_unix_s: float, started_unix_s: float, *, trains: bool = False
+    ) -> Iterator[Sample]:
+        """Yield the samples of the newest checkpoint and of the last save; ``trains``: a script that should save."""
         _, lines = self._saves.new_lines()
         for line in lines:
             self._add(line)
         newest = max(filter(None, [self._committed, self._in_folder()]), default=None)
-        # A run that saves has the file from its first step on.
-        if newest is not None or self._saves.changed_unix_s is not None:
+        # A training of torchmuster that saves has the file from its first step on; a script has it from its first save on.
+        if newest is not None or self._saves.changed_unix_s is not None or trains:
             since = started_unix_s if newest is None else newest[0]
             yield Sample(catalogue.CHECKPOINT_AGE, self._labels, max(0.0, until_unix_s - since))
+            usual_s = self._interval_s(started_unix_s)
+            yield Sample(catalogue.CHECKPOINT_INTERVAL, self._labels, usual_s)
         if newest is not None:
             yield Sample(catalogue.CHECKPOINT_STEP, self._labels, float(newest[1]))
         if self._last is not None:
@@ -99,6 +113,17 @@ class CheckpointMetrics:
             self._last = line
         if not line.get("problem"):
             self._committed = (float(at), step)
+            self._times[step] = float(at)
+            self.of_script = checkpoint_from(line) or self.of_script
+
+    def _interval_s(self, started_unix_s: float) -> float:
+        """Return the longest time between checkpoints since the launch.
+
+        One save may write several files, so those of the same step are one checkpoint.
+        """
+        times = sorted(at for at in self._times.values() if at >= started_unix_s)
+        intervals = [later - at for at, later in itertools.pairwise(times)]
+        return max(intervals) if len(intervals) >= _ENOUGH_INTERVALS else _USUAL_INTERVAL_S
 
     def _in_folder(self) -> tuple[float, int] | None:
         newest: tuple[float, int] | None = None
@@ -189,6 +214,7 @@ class RunMetrics:
         self._evaluations = GrowingFile(run.metrics / "evaluations.jsonl")
         self._course = RunCourse(run)
         self._checkpoints = CheckpointMetrics(run, self._labels)
+        self._job: run_state.RunJob | None = None
         self._forget_steps()
         self._last_evaluation: dict[str, Any] = {}
 
@@ -201,6 +227,11 @@ class RunMetrics:
     def changed_unix_s(self) -> float | None:
         """When the last step line that was read was written."""
         return self._steps.changed_unix_s
+
+    @property
+    def script_checkpoint(self) -> ScriptCheckpoint | None:
+        """The newest checkpoint of the user's own script, as recorded."""
+        return self._checkpoints.of_script
 
     def _forget_steps(self) -> None:
         self._last: dict[str, Any] = {}
@@ -221,12 +252,19 @@ class RunMetrics:
         until = now_unix_s if state.active else state.since_unix_s
         if self._last:
             yield from self._of_steps(until, lasts_s=self._course.lasts_s(state, until))
-        yield from self._checkpoints.samples(until, state.started_unix_s)
+        trains = bool(self._last) and self._is_script()
+        yield from self._checkpoints.samples(until, state.started_unix_s, trains=trains)
         for name, value in list(self._last_evaluation.items())[:_MOST_EVALUATED]:
             if _is_number(value):
                 yield self._sample(catalogue.EVALUATION, value, name)
         for name, sent in read_all_sent(self._run).items():
             yield self._sample(catalogue.SINK_FAILING, sent.failing_s(until), name)
+
+    def _is_script(self) -> bool:
+        """Return whether the run is of the user's own script; its job does not change."""
+        if self._job is None:
+            self._job = run_state.read_job(self._run)
+        return self._job is not None and not is_ours(self._job.command)
 
     def catch_up(self) -> None:
         """Read new data from the folder, up to the limit of one poll."""

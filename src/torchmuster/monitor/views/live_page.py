@@ -82,7 +82,7 @@ def _page() -> str:
 def _live_page_parts(picture: RunPicture) -> dict[str, str]:
     return {
         "head": page_parts.head_part(picture),
-        "tiles": page_parts.tiles_part(picture),
+        "tiles": page_parts.tiles_part(picture) + page_parts.checkpoint_part(picture),
         "alerts": page_parts.alerts_part(picture.alerts, none="none"),
         "curves": page_parts.curves_part(picture),
         "times": page_parts.times_part(picture.shares) + page_parts.remark_part(picture),

@@ -1,13 +1,15 @@
 """The HTML parts that the live page and the report share. All texts are escaped."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from torchmuster.checkpoints.foreign import Condition
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import failure_report, run_state
+from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alerts.watching import AlertNews
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
@@ -15,7 +17,7 @@ from torchmuster.pages import charts
 from torchmuster.pages.charts import Axis, Curve, amount_text
 from torchmuster.pages.frame import html_article, html_table
 from torchmuster.redaction import harmless
-from torchmuster.units import format_seconds, plural
+from torchmuster.units import format_bytes, format_seconds, plural
 
 STYLE = charts.RULES + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 MOST_POINTS = 500
@@ -67,6 +69,31 @@ def tiles_part(picture: RunPicture) -> str:
         for name, value in told
     )
     return f'<div class="tiles">{cells}</div>'
+
+
+def checkpoint_part(picture: RunPicture) -> str:
+    """Return the newest checkpoint of the user's own script; "" if there is none."""
+    if picture.checkpoint is None:
+        return ""
+    return checkpoint_table([(picture.checkpoint, picture.condition)], picture.until_unix_s)
+
+
+def checkpoint_table(
+    checkpoints: Iterable[tuple[ScriptCheckpoint, Condition | None]], now_unix_s: float
+) -> str:
+    """Return checkpoints of a script with their conditions."""
+    rows = [
+        (
+            f"{one.step:,}",
+            harmless(one.path),
+            harmless(one.library),
+            "" if one.size_bytes is None else format_bytes(one.size_bytes),
+            f"{format_seconds(max(0.0, now_unix_s - one.at_unix_s))} ago",
+            harmless(str(condition or "")),
+        )
+        for one, condition in checkpoints
+    ]
+    return html_table(("step", "checkpoint", "library", "size", "saved", "condition"), rows)
 
 
 def curves_part(picture: RunPicture) -> str:

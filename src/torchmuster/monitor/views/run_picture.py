@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
+from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
 from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
 from torchmuster.monitor.collecting import collector
@@ -136,6 +138,8 @@ class RunPicture:
     events: Sequence[run_state.RunEvent]  # the last of them
     alerts: Sequence[AlertNews]
     news: Sequence[AlertNews]  # since the last look
+    checkpoint: ScriptCheckpoint | None = None  # the newest one of the user's own script
+    condition: Condition | None = None  # of that checkpoint
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +162,7 @@ class RunWatch:
         self._events_file = GrowingFile(run.path / run_state.EVENTS)
         self._events: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
         self._watching = AlertWatch()
+        self._complete: ScriptCheckpoint | None = None
 
     def _forget(self) -> None:
         self._curves = {name: LongCurve() for name in CURVES}
@@ -189,6 +194,7 @@ class RunWatch:
         self._follow_events()
         until = now_unix_s if state is None or state.active else state.since_unix_s
         heard = self._heard_unix_s(nodes)
+        checkpoint = self._metrics.script_checkpoint
         return RunPicture(
             id=self._run.id,
             job=self._job,
@@ -210,7 +216,18 @@ class RunWatch:
             events=tuple(self._events),
             alerts=self._watching.raised,
             news=news,
+            checkpoint=checkpoint,
+            condition=self._condition_of(checkpoint) if checkpoint is not None else None,
         )
+
+    def _condition_of(self, checkpoint: ScriptCheckpoint) -> Condition:
+        """Look at a checkpoint's files, until they are complete: other ranks may still be writing."""
+        if checkpoint != self._complete:
+            found = checkpoint.condition
+            if found.state is not Completeness.COMPLETE:
+                return found
+            self._complete = checkpoint
+        return Condition(state=Completeness.COMPLETE)
 
     def _take_in(self, anew: bool, lines: Sequence[dict[str, Any]]) -> None:
         if anew:

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import Manifest, committed_manifests
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history.failure_report import FailureReport, failure_report_of
+from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import as_people_know_it
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts.replay import PastAlert, Replay
@@ -40,6 +42,9 @@ class _Told:
     account: FailureReport
     past: Sequence[PastAlert]
     saved: Sequence[Manifest]
+    of_script: Sequence[
+        tuple[ScriptCheckpoint, Condition]
+    ]  # newest first; those it deleted left out
     settings: str
     is_whole: bool  # whether all step lines were read
 
@@ -72,6 +77,7 @@ def _read_run_report(run: RunFolder) -> _Told:
         account=account,
         past=replay.alerts,
         saved=saved,
+        of_script=_conditions(account.story.checkpoints),
         settings=settings,
         is_whole=not watch.is_behind,
     )
@@ -93,7 +99,7 @@ def _page(told: _Told) -> Iterator[str]:
     yield _section("alerts during the run", _alerts(told.past))
     yield _section("events", page_parts.events_part(picture))
     yield _section("evaluation", _evaluation(picture))
-    yield _section("checkpoints", _checkpoints(told.saved))
+    yield _section("checkpoints", _checkpoints(told.saved) + _script_checkpoints(told))
     ranks = rank_map(picture.ranks) if picture.ranks else ""
     yield _section("ranks at their last heartbeat", ranks)
     yield _section("hosts and devices", _run_report_devices(picture))
@@ -140,7 +146,8 @@ def _true(told: _Told) -> str:
         parts.append("no step lines")
     parts.append(_counted(int(values.get(catalogue.RUN_RESTARTS, 0)), "restart"))
     parts.append(_counted(sum(one.times for one in told.past), "alert"))
-    parts.append(f"{_counted(len(told.saved), 'checkpoint')} kept")
+    kept = len(told.saved) + len(told.of_script)
+    parts.append(f"{_counted(kept, 'checkpoint')} kept")
     return "\n".join([*first, ", ".join(parts)])
 
 
@@ -194,6 +201,21 @@ def _checkpoints(saved: Sequence[Manifest]) -> str:
     more = len(saved) - _MOST_CHECKPOINTS
     note = f'<p class="quiet">and {more} older</p>' if more > 0 else ""
     return html_table(("step", "name", "size", "made"), rows) + note
+
+
+def _conditions(
+    checkpoints: Sequence[ScriptCheckpoint],
+) -> list[tuple[ScriptCheckpoint, Condition]]:
+    """Look at the files of the newest checkpoints; scripts delete old ones, except on hosts not seen from here."""
+    found = [(one, one.condition) for one in checkpoints[:_MOST_CHECKPOINTS]]
+    here = [one for one in found if one[1].state is not Completeness.MISSING]
+    return here or found
+
+
+def _script_checkpoints(told: _Told) -> str:
+    if not told.of_script:
+        return ""
+    return page_parts.checkpoint_table(told.of_script, told.picture.until_unix_s)
 
 
 def _run_report_devices(picture: RunPicture) -> str:

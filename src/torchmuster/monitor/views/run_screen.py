@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from torchmuster.checkpoints.foreign import Completeness, Condition
+from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alerts.watching import AlertNews
 from torchmuster.monitor.views.bars import curve
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.redaction import harmless
-from torchmuster.units import format_seconds
+from torchmuster.units import format_bytes, format_seconds
 
 _CURVE_LINES = 4
 _LABEL = 12
@@ -58,6 +60,19 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
         yield Text(line)
     if not told and not picture.is_over:
         yield Text("no step yet", style="dim")
+    if picture.checkpoint is not None:
+        yield _checkpoint_line(picture.checkpoint, picture.condition, width)
+
+
+def _checkpoint_line(checkpoint: ScriptCheckpoint, condition: Condition | None, width: int) -> Text:
+    """Return size, condition and path of the newest checkpoint; a long path is cut at its beginning."""
+    size = "" if checkpoint.size_bytes is None else f"{format_bytes(checkpoint.size_bytes)}, "
+    line = f"checkpoint {size}{harmless(str(condition))}: "
+    path = harmless(checkpoint.path)
+    room = max(20, width - len(line))
+    is_torn = condition is not None and condition.state is Completeness.TORN
+    shown = path if len(path) <= room else f"…{path[1 - room :]}"
+    return Text(line + shown, style="yellow" if is_torn else "")
 
 
 def _curves(picture: RunPicture, width: int) -> Iterator[Text]:
