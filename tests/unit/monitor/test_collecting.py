@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from made_up_runs import LINE, NOW
+from script_checkpoints import record
 from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
@@ -183,6 +184,27 @@ def test_what_a_training_says_of_its_saves(watched: Watched) -> None:
     seen = save(0, 8, "", 0.25)
     assert (seen["checkpoint_age_seconds"], seen["checkpoint_step"]) == (30, 8)
     assert seen["checkpoint_stall_seconds"] == 0.25
+
+
+def test_how_often_a_run_saves_is_known_after_three_checkpoints(watched: Watched) -> None:
+    """Of a script that writes two files each time; what an earlier launch did does not count."""
+    watched.state("running")
+    for at_s, step in ((-9000, 5), (-90, 10), (-89, 10), (-70, 20)):
+        record(watched.run, f"/data/{step}.pt", step, library="torch.save", at_unix_s=NOW + at_s)
+    assert watched.look()["checkpoint_interval_seconds"] == 3600
+    record(watched.run, "/data/30.pt", 30, library="torch.save", at_unix_s=NOW - 40)
+    seen = watched.look()
+    assert seen["checkpoint_interval_seconds"] == 30
+    assert seen["checkpoint_step"] == 30
+
+
+def test_a_script_that_never_saves_has_an_age_too(watched: Watched) -> None:
+    """A training of torchmuster that is told not to save has none."""
+    watched.state("running")
+    watched.line()
+    assert "checkpoint_age_seconds" not in watched.look()
+    watched.launched_on("a")
+    assert watched.look()["checkpoint_age_seconds"] > 100
 
 
 def test_a_run_is_told_of_however_many_have_ended_since(watched: Watched) -> None:

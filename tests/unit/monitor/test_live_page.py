@@ -10,6 +10,7 @@ import pytest
 
 from made_up_runs import NOW, a_run, add_event, add_lines, add_ranks
 from patience import GIVE_UP_S
+from script_checkpoints import record, torch_file
 from torchmuster.monitor.serving import Access, serving
 from torchmuster.monitor.views.live_page import LivePage
 from torchmuster.monitor.views.run_picture import RunWatch
@@ -42,6 +43,18 @@ def _ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int
         return response.status, response.read().decode(), response.headers
     finally:
         connection.close()
+
+
+def test_the_newest_checkpoint_of_a_script_is_shown(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    path = torch_file(tmp_path / "<b>step40.pt")
+    record(run, path, 40, library="torch.save", at_unix_s=NOW - 30)
+    page = LivePage()
+    page.show(RunWatch(run).look(NOW))
+    with serving(Access(what="pages"), page.served()) as port:
+        tiles = json.loads(_ask(port, "/picture")[1])["parts"]["tiles"]
+    assert "&lt;b&gt;step40.pt</td><td>torch.save</td><td>4.9 KiB</td><td>30 s ago" in tiles
+    assert "<td>complete</td>" in tiles
 
 
 def test_the_page_asks_for_nothing_but_its_own_script_and_picture(port: int) -> None:

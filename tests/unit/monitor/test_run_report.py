@@ -20,6 +20,7 @@ from made_up_runs import (
     write_lines,
 )
 from patience import GIVE_UP_S
+from script_checkpoints import cut, record, torch_file
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.job import JobSpec
@@ -55,6 +56,34 @@ def _page(run: RunFolder) -> str:
 def _answer(page: str) -> dict[str, str]:
     found = re.findall(r"<dt>(command|result|to do)</dt><dd>(.*?)</dd>", page, re.DOTALL)
     return {name: unescape(words) for name, words in found}
+
+
+def test_checkpoints_of_a_script_and_how_to_resume_it(tmp_path: Path) -> None:
+    run = a_run(tmp_path, phase="failed", headline="rank 1 on a failed: killed (SIGKILL)")
+    spec = JobSpec(
+        name="x", command=("train.py", "fit"), flags=("--ranks", "2"), folder=str(tmp_path)
+    )
+    (tmp_path / "train.py").write_text("import lightning.pytorch.cli as cli\ncli.LightningCLI()\n")
+    run_state.write_job(run, spec)
+    paths = [torch_file(tmp_path / f"step={step}.ckpt") for step in (10, 20, 30)]
+    for step, path in zip((10, 20, 30), paths, strict=True):
+        os.utime(path, (NOW - 91 + step, NOW - 91 + step))
+        record(run, path, step, library="lightning", at_unix_s=NOW - 90 + step)
+    paths[0].unlink()  # by the script itself
+    cut(paths[2])
+    page = _page(run)
+    table = page.partition("<h2>checkpoints</h2>")[2].partition("</section>")[0]
+    cells = [unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", table)]
+    assert [cells[row : row + 3] for row in (0, 6)] == [
+        ["30", str(paths[2]), "lightning"],
+        ["20", str(paths[1]), "lightning"],
+    ]
+    assert [cells[row + 4] for row in (0, 6)] == ["50 s ago", "1 min ago"]
+    assert cells[5].startswith("torn: ")
+    assert cells[11] == "complete"
+    answer = _answer(page)
+    assert answer["to do"] == f"muster run --ranks 2 train.py fit --ckpt_path {paths[1]}"
+    assert answer["result"].endswith("2 checkpoints kept")
 
 
 def test_a_run_that_finished(run: RunFolder, snapshot: SnapshotAssertion) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from made_up_runs import NOW, a_run, add_lines, add_ranks, set_state
+from script_checkpoints import accelerate_folder, cut, record, torch_file
 from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
 from torchmuster.monitor.views.run_screen import run_screen
 from torchmuster.runfolder import RunFolder
@@ -40,6 +41,36 @@ def test_everything_fits(run: RunFolder, width: int, ranks: int) -> None:
     assert f"ranks {ranks}: share of time waiting" in shown
     assert shown.count("▒") >= ranks, "a place for each rank's waiting"
     assert "alerts none" in shown
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_the_newest_checkpoint_of_a_script(run: RunFolder, tmp_path: Path, width: int) -> None:
+    add_lines(run)
+    path = torch_file(tmp_path / "a" / "step40.pt")
+    record(run, path, 40, library="torch.save", at_unix_s=NOW - 30, size=path.stat().st_size)
+    shown = _shown(run, width)
+    assert "saved step 40, 30 s ago" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("checkpoint ")]
+    assert len(line) <= width
+    assert line.startswith("checkpoint 4.3 KiB, complete: ")
+    assert line.endswith("a/step40.pt")
+    cut(path)
+    assert "torn: step40.pt is truncated" in _shown(run, 200)
+
+
+def test_a_checkpoint_is_looked_at_until_it_is_complete(run: RunFolder, tmp_path: Path) -> None:
+    """Rank 0 records it while other ranks may still be writing their files."""
+    folder = accelerate_folder(tmp_path / "step_40")
+    last = folder / "random_states_0.pkl"
+    record(run, folder, 40, library="accelerate", at_unix_s=NOW - 30)
+    last.rename(tmp_path / "later")
+    watch = RunWatch(run)
+    conditions = [watch.look(NOW).condition]
+    (tmp_path / "later").rename(last)
+    conditions.append(watch.look(NOW).condition)
+    last.unlink()  # deleted later; it is not read every two seconds
+    conditions.append(watch.look(NOW).condition)
+    assert [one and one.state for one in conditions] == ["torn", "complete", "complete"]
 
 
 def test_the_curve_falls_with_the_loss(run: RunFolder) -> None:
