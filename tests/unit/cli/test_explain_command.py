@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from script_checkpoints import cut, record, torch_file
 from torchmuster.cli import explain
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
@@ -363,3 +364,40 @@ def test_a_folder_without_dumps_is_refused(tmp_path: Path, explained: Explain) -
     with pytest.raises(Impossible, match="no flight recorder dumps") as refused:
         explained("--dumps", str(tmp_path))
     assert "_dump_fr_trace_json" in refused.value.fix
+
+
+def test_how_a_script_resumes(run: RunFolder, explained: Explain, tmp_path: Path) -> None:
+    """From its newest complete checkpoint; the torn one is named, wherever it is."""
+    event_log = run_state.EventLog(run)
+    for step in (10, 20):
+        path = torch_file(tmp_path / "checkpoints" / f"step={step}.ckpt")
+        os.utime(path, (time.time() - 100, time.time() - 100))
+        record(run, path, step, library="lightning", at_unix_s=time.time() - 90 + step)
+    cut(path)
+    failed(run)
+    event_log.resume = "as the launcher said"
+    event_log.ended("failed", 1, headline(1))
+    findings = found(explained)
+    assert list(findings) == ["rank-failed", "checkpoint-to-resume"]
+    told = findings["checkpoint-to-resume"]
+    older = tmp_path / "checkpoints" / "step=10.ckpt"
+    assert told["fix"].startswith(f'trainer.fit(model, ckpt_path="{older}")')
+    assert f"not used: {path} is torn: " in told["why"]
+    said = json.loads(explained("--json"))
+    assert said["resume"] == "as the launcher said"
+    assert [(one["step"], one["state"]) for one in said["checkpoints"]] == [
+        (20, "torn"),
+        (10, "complete"),
+    ]
+    (saved,) = [one["what"] for one in said["moments"] if one["what"].startswith("saved step 20: ")]
+    assert str(path) in saved
+    assert "torn" in saved
+
+
+def test_a_script_that_finished_need_not_resume(
+    run: RunFolder, explained: Explain, tmp_path: Path
+) -> None:
+    record(run, torch_file(tmp_path / "last.pt"), 10, library="torch.save", at_unix_s=time.time())
+    run_state.EventLog(run).ended("finished", 0, "finished")
+    assert list(found(explained)) == ["run-finished"]
+    assert "last.pt (complete)" in explained()

@@ -55,6 +55,8 @@ Run = Callable[..., Result]
         (["--rdzv-endpoint", "a:2379", "train.py"], "--rdzv-endpoint HOST:2379"),
         (["--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-endpoint HOST:2379"),
         (["--set", "nope=1", "train.py"], "--set nope:"),
+        (["--resume-with", "--from '{path}", "train.py"], "no closing quotation"),
+        (["--resume-with", " ", "train.py"], "--resume_from {path}"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -7,7 +7,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.cli import main
-from torchmuster.cli.scripts import script_from, split_off
+from torchmuster.cli.scripts import script_from, split_off, with_joined_values
 from torchmuster.errors import Impossible
 
 
@@ -31,6 +31,25 @@ def test_everything_from_the_script_on_is_its_own(words: str, ours: str, script:
     assert " ".join(before) == ours
     assert after is not None
     assert " ".join(after) == script
+
+
+@pytest.mark.parametrize(
+    ("words", "resume_with"),
+    [
+        (["--resume-with", "--resume", "train.py"], ("--resume",)),
+        (["--resume-with", "-m {path}", "train.py"], ("-m", "{path}")),
+        (["--resume-with=--from 'a b/{path}'", "train.py"], ("--from", "a b/{path}")),
+        (["train.py", "--resume-with", "--x"], ()),
+    ],
+)
+def test_arguments_to_resume_may_look_like_flags_of_ours(
+    words: list[str], resume_with: tuple[str, ...]
+) -> None:
+    before, after = split_off(["run", *words])
+    assert after is not None
+    assert after[0] == "train.py"
+    options = main.root_parser(only="run").parse_args(with_joined_values(before))
+    assert options.resume_with == resume_with
 
 
 def test_a_command_line_without_a_script_is_all_ours() -> None:

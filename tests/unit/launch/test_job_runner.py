@@ -3,10 +3,13 @@
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from patience import GIVE_UP_S
+from torchmuster.launch.history.resume import ResumePlan
+from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import job_runner, training_progress
 from torchmuster.launch.launcher.console import TerminalConsole
@@ -30,6 +33,34 @@ def test_only_a_warning_of_the_end_asks_the_ranks_to_save(tmp_path: Path) -> Non
     run.pass_on("SIGUSR1")
     run.pass_on("SIGUSR2")
     assert run._asked_to_save
+
+
+def test_a_restart_replaces_the_arguments_of_the_one_before(tmp_path: Path) -> None:
+    session = supervise(tmp_path)._session
+
+    def plan(step: int) -> ResumePlan:
+        saved = ScriptCheckpoint(step=step, path=f"/{step}", library="DCP", at_unix_s=1.0)
+        return ResumePlan(checkpoint=saved, arguments=("--load", f"/{step}"), is_certain=True)
+
+    def sent() -> tuple[str, ...]:
+        node = SimpleNamespace(place=0, part="x")
+        return session._preparation(node, session._spec, again=True).command  # type: ignore[arg-type]
+
+    by_itself = ResumePlan(arguments=("--auto",), is_certain=True)
+    assert not session.resume_script(by_itself, again=False)  # the first attempt starts anew
+    assert sent() == ("x.py",)
+    assert session.resume_script(plan(10), again=True)
+    assert (sent(), session._first_step) == (("x.py", "--load", "/10"), 10)
+    assert session.resume_script(plan(20), again=True)
+    assert (sent(), session._first_step) == (("x.py", "--load", "/20"), 20)
+    assert session.resume_script(by_itself, again=True)
+    assert (sent(), session._first_step) == (("x.py", "--auto"), 0)
+    assert session.resume_script(ResumePlan(), again=True)
+    assert sent() == ("x.py",)
+    assert not session.resume_script(None, again=True)
+    # A requeued job begins in the folder of its first launch.
+    assert session.resume_script(plan(10), again=False)
+    assert sent() == ("x.py", "--load", "/10")
 
 
 def test_a_look_that_takes_too_long_leaves_what_was_known(

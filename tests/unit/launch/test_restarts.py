@@ -133,6 +133,11 @@ def test_what_is_said_at_a_restart(
     assert announced == snapshot
 
 
+def test_a_script_that_is_not_known_to_resume_is_not_said_to() -> None:
+    last = PastAttempt(finding=failure(KILLED), saved=1200, resumes=False)
+    assert "1,200" not in job_runner.restart_announcement(last, 0.0, "restart 1 of 3")
+
+
 def test_the_end_says_why_there_is_no_other_attempt_before_why_it_failed() -> None:
     ended = job_runner.with_reason(failure(), "crash loop")
     assert ended.what == failure().what

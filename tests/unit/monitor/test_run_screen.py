@@ -73,6 +73,27 @@ def test_a_checkpoint_is_looked_at_until_it_is_complete(run: RunFolder, tmp_path
     assert [one and one.state for one in conditions] == ["torn", "complete", "complete"]
 
 
+def test_a_script_that_no_longer_saves_is_told(run: RunFolder, tmp_path: Path) -> None:
+    path = torch_file(tmp_path / "last.pt")
+    for minute in range(4):  # since the run's start
+        at_unix_s = NOW - 95 + 60 * minute
+        record(run, path, 10 * minute, library="torch.save", at_unix_s=at_unix_s)
+    watch = RunWatch(run)
+    last_s = 85.0
+    raised_after_s = [
+        after_s
+        for after_s in range(0, 900, 30)
+        if any(
+            one.alert.name == "MusterCheckpointOld"
+            for one in watch.look(NOW + last_s + after_s).alerts
+        )
+    ]
+    # 3 times a minute, and then for 5 minutes.
+    assert raised_after_s[0] == 180 + 30 + 300
+    record(run, path, 50, library="torch.save", at_unix_s=NOW + last_s + 900)
+    assert watch.look(NOW + last_s + 901).alerts == []
+
+
 def test_the_curve_falls_with_the_loss(run: RunFolder) -> None:
     add_lines(run)
     lines = _shown(run).splitlines()
