@@ -123,6 +123,7 @@ DEFAULT: dict[str, list[str]] = {
         "test_lightning",
         "test_accelerate",
     ],
+    "tests/ranks/test_resumed_scripts.py": ["test_a_restart_resumes_as_told"],
     "tests/ranks/test_run_devices.py": [
         "test_gpus_are_the_run_s_alone_until_it_ends[2]",
         "test_more_ranks_than_gpus_is_one_sentence_and_no_process",
