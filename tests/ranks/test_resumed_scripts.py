@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from patience import GIVE_UP_S
 from ranks.launched import line_with
 from torchmuster.checkpoints.foreign import Completeness
 from torchmuster.launch.history import run_state
-from torchmuster.launch.history.script_checkpoints import read_script_checkpoints
+from torchmuster.launch.history.script_checkpoints import read_script_checkpoints, saved_after
 from torchmuster.runfolder import RunFolder, list_runs
 
 pytestmark = pytest.mark.ranks
@@ -147,3 +148,16 @@ def test_a_restart_resumes_a_known_library_by_itself(
         )
         assert trained["global_step"] == 12
         assert [one["step"] for one in trained["log_history"] if "loss" in one] == [4, 8, 12]
+
+
+def test_a_checkpoint_after_a_stop_request_is_recorded(muster: Muster, own_machine: Path) -> None:
+    script = str(SCRIPTS / "hf_preempted.py")
+    began = time.time()
+    result = muster("run", "--device", "cpu", script, timeout_s=_WITHIN_S)
+    assert result.code == 0, result
+    metrics = newest(own_machine).metrics
+    (saved,) = read_script_checkpoints(metrics)
+    assert saved.path == str(own_machine / "out" / f"checkpoint-{saved.step}")
+    assert saved.step > 2
+    assert saved_after(metrics, began)
+    assert not saved_after(metrics, time.time())
