@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from patience import GIVE_UP_S
 from ranks.launched import line_with
 from torchmuster.checkpoints.foreign import Completeness
 from torchmuster.launch.history import run_state
-from torchmuster.launch.history.script_checkpoints import read_script_checkpoints
+from torchmuster.launch.history.script_checkpoints import read_script_checkpoints, saved_after
 from torchmuster.runfolder import RunFolder, list_runs
 
 pytestmark = pytest.mark.ranks
@@ -30,11 +31,17 @@ HF = (
     *("--per_device_train_batch_size", "4", "--use_cpu", "--report_to", "none"),
     *("--disable_tqdm", "True"),
 )
-# Of each library: the script's arguments, the checkpoint to resume from and its step, the flag for it, and the last step.
-LIBRARIES: dict[str, tuple[tuple[str, ...], str, int, str, int]] = {
-    "hf_trainer": (HF, "out/checkpoint-8", 8, "--resume_from_checkpoint", 12),
-    "lightning_trainer": ((), "out/checkpoints/epoch=0-step=8.ckpt", 8, "--ckpt_path", 16),
-    "accelerate_loop": ((), "out/step_8", 8, "--resume_from_checkpoint", 12),
+RESUME = "--resume_from_checkpoint"
+# Of each library: the script's arguments, the checkpoint of step 8, the flag for it, and the last checkpoint.
+LIBRARIES: dict[str, tuple[tuple[str, ...], str, str, str]] = {
+    "hf_trainer": (HF, "out/checkpoint-8", RESUME, "out/checkpoint-12"),
+    "lightning_trainer": (
+        (),
+        "out/checkpoints/epoch=0-step=8.ckpt",
+        "--ckpt_path",
+        "out/checkpoints/epoch=1-step=16.ckpt",
+    ),
+    "accelerate_loop": ((), "out/step_8", RESUME, "out/step_12"),
 }
 
 
@@ -106,7 +113,7 @@ def test_the_newest_complete_checkpoint_is_named_and_a_torn_one(
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_printed_command_resumes(muster: Muster, own_machine: Path, name: str) -> None:
-    arguments, path, step, flag, last = LIBRARIES[name]
+    arguments, path, flag, last = LIBRARIES[name]
     result = run(muster, own_machine, name, arguments=arguments)
     assert result.code == 1, result
     assert begun(result) == [0]
@@ -118,24 +125,39 @@ def test_the_printed_command_resumes(muster: Muster, own_machine: Path, name: st
     assert printed == ["muster", "run", *TWO, "train.py", *arguments, *resumes]
     again = muster(*printed[1:], timeout_s=_WITHIN_S)
     assert again.code == 0, again
-    assert begun(again) == [step]
-    assert lines(newest(own_machine), "saves")[-1]["step"] == last
+    assert begun(again) == [8]
+    assert lines(newest(own_machine), "saves")[-1]["path"] == str(own_machine / last)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_restart_resumes_a_known_library_by_itself(
     muster: Muster, own_machine: Path, name: str
 ) -> None:
-    arguments, path, step, flag, last = LIBRARIES[name]
+    arguments, path, flag, last = LIBRARIES[name]
     result = run(muster, own_machine, name, "--max-restarts", "1", arguments=arguments)
     assert result.code == 0, result
-    assert begun(result) == [0, step]
-    assert f"restarting from step {step} (restart 1 of 1)" in result.err
+    assert begun(result) == [0, 8]
+    assert "restarting from step 8 (restart 1 of 1)" in result.err
     assert f"{flag} {own_machine / path}" in line_with(result.err, "added to the script's")
-    assert lines(newest(own_machine), "saves")[-1]["step"] == last
+    saved = lines(newest(own_machine), "saves")[-1]
+    assert saved["path"] == str(own_machine / last)
+    assert saved["step"] == int(re.findall(r"\d+", last)[-1])
     if name == "hf_trainer":
         trained = json.loads(
             (own_machine / "out" / "checkpoint-12" / "trainer_state.json").read_text()
         )
         assert trained["global_step"] == 12
         assert [one["step"] for one in trained["log_history"] if "loss" in one] == [4, 8, 12]
+
+
+def test_a_checkpoint_after_a_stop_request_is_recorded(muster: Muster, own_machine: Path) -> None:
+    script = str(SCRIPTS / "hf_preempted.py")
+    began = time.time()
+    result = muster("run", "--device", "cpu", script, timeout_s=_WITHIN_S)
+    assert result.code == 0, result
+    metrics = newest(own_machine).metrics
+    (saved,) = read_script_checkpoints(metrics)
+    assert saved.path == str(own_machine / "out" / f"checkpoint-{saved.step}")
+    assert saved.step > 2
+    assert saved_after(metrics, began)
+    assert not saved_after(metrics, time.time())

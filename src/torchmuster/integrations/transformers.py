@@ -4,6 +4,8 @@
 ``Trainer(..., callbacks=[MusterCallback()])``.
 """
 
+import contextlib
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,8 @@ class MusterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take over the step of a resumed training."""
+        self._began_unix_s = time.time()
+        self._saved: set[int] = set()
         if recording.recorder is not None:
             recording.recorder.begin_at(int(state.global_step))
 
@@ -44,15 +48,21 @@ class MusterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             }
             recording.recorder.evaluated(numbers, int(state.global_step))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the checkpoint that ``enable_jit_checkpoint`` writes after SIGTERM, without an event."""
-        if (Path(args.output_dir) / f"checkpoint-{state.global_step}").exists():
-            self.on_save(args, state, control)
-
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record a checkpoint."""
+        self._record_checkpoint(args, int(state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record a checkpoint that the Trainer made after SIGTERM (``enable_jit_checkpoint``): callbacks are not told."""
+        for step in (int(state.global_step) - 1, int(state.global_step)):
+            written = Path(args.output_dir) / f"checkpoint-{step}" / "trainer_state.json"
+            with contextlib.suppress(OSError):
+                if step not in self._saved and written.stat().st_mtime >= self._began_unix_s:
+                    self._record_checkpoint(args, step)
+
+    def _record_checkpoint(self, args: Any, step: int) -> None:
         if recording.recorder is not None:
-            step = int(state.global_step)
+            self._saved.add(step)
             path = str(Path(args.output_dir) / f"checkpoint-{step}")
             recording.recorder.saved(path, library="transformers", step=step)
 
