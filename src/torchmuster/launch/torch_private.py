@@ -54,7 +54,7 @@ NAMES = (
     PrivateName(
         "torch.utils.data._utils.worker._worker_loop",
         "recognize a data loader worker that waits for its next batch",
-        without="muster hang also shows the stacks of idle workers",
+        without="`muster hang` also shows the stacks of idle workers",
     ),
     PrivateName(
         "torch.distributed.distributed_c10d._world",
