@@ -44,7 +44,8 @@ def under_torchrun(folder: Path, script: Path, *words: str, ranks: int = 2) -> I
             yield process.pid
         finally:
             everybody = psutil.Process(process.pid).children(recursive=True)
-            for one in (process, *everybody):
+            process.kill()
+            for one in everybody:
                 with contextlib.suppress(psutil.Error):
                     one.kill()
             psutil.wait_procs(everybody, timeout=GIVE_UP_S)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from torchmuster.diagnose.hang.rank_processes import RanksHere
 from torchmuster.diagnose.hang.rank_stacks import RankLook, refuse_untraceable
 from torchmuster.diagnose.unreachable_hosts import why_unreachable
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.finding import Finding
+from torchmuster.finding import Finding, Status
 from torchmuster.launch.transports.ssh import is_this_host
 
 _CONNECTED_WITHIN_S = 30.0
@@ -76,8 +77,8 @@ async def find_hang(request: HangRequest, say: Callable[[str], None]) -> HangRes
             watch=watch,
             seconds=time.monotonic() - began_s,
             findings=(
-                *report.conclusion(watch, finding, time.monotonic() - began_s),
-                *unreachable,
+                report.conclusion(watch, finding, time.monotonic() - began_s),
+                *(dataclasses.replace(one, status=Status.WARNING) for one in unreachable),
                 *report.notes(watch, found),
             ),
         )

@@ -26,63 +26,49 @@ _FRAMES_SHOWN = 8
 _COMMAND_SHOWN = 120
 
 
-def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> list[Finding]:
+def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> Finding:
     """Return the result: the hang, that the ranks move, or why neither is known."""
     took = format_seconds(seconds)
     if hang is not None:
         worker = _first_worker(watch)
-        what = (
-            f"{hang.what}; its loader worker is in {_worker_text(worker)}" if worker else hang.what
-        )
-        return [
-            dataclasses.replace(
-                hang,
-                status=Status.FAILURE,
-                what=what,
-                why=_not_called(watch) + hang.why,
-                evidence=_evidence(watch),
-            )
-        ]
-    if watch.exited:
-        return [
-            Finding(
-                name="job-exited",
-                status=Status.NOTE,
-                what="all ranks have exited meanwhile",
-                fix="to know why a run failed, start it with: muster run",
-            )
-        ]
-    if unread := watch.unread:
-        problems = dict.fromkeys(one.look.problem for one in unread if one.look)
-        return [
-            Finding(
-                name="stack-unreadable",
-                status=Status.FAILURE,
-                what=f"cannot read the stack of {rank_text(one.rank for one in unread)}",
-                why="; ".join(problems),
-                fix=f"{'; '.join(f'py-spy dump --pid {one.process.pid}' for one in unread[:2])}   # try it by hand",
-            )
-        ]
-    if watch.moving:
-        return [
-            Finding(
-                name="ranks-move",
-                status=Status.OK,
-                what=f"the ranks move: no rank stood still for the {took} in which they were watched",
-                evidence="\n".join(_groups(watch.ranks)),
-            )
-        ]
-    everybody = [one.rank for one in watch.ranks]
-    return [
-        Finding(
-            name="hang-not-certain",
-            status=Status.NOTE,
-            what=f"{rank_text(watch.still or everybody)} did not move for {took}, but no rank is seen to wait for another",
-            why="ranks that all sleep, load or wait for their GPUs may be slow, not stuck",
-            fix="muster hang --for 5min   # watch for longer",
+        waits_for = f"; its loader worker is in {_worker_text(worker)}" if worker else ""
+        return dataclasses.replace(
+            hang,
+            status=Status.FAILURE,
+            what=hang.what.replace("; ", f"{waits_for}; ", 1),
+            why=_not_called(watch) + hang.why,
             evidence=_evidence(watch),
         )
-    ]
+    if watch.exited:
+        return Finding(
+            name="job-exited",
+            status=Status.NOTE,
+            what="all ranks have exited meanwhile",
+            fix="to know why a run failed, start it with: muster run",
+        )
+    if unread := watch.unread:
+        problems = dict.fromkeys(one.look.problem for one in unread if one.look)
+        raise Impossible(
+            f"cannot read the stack of {rank_text(one.rank for one in unread)}",
+            why="; ".join(problems),
+            fix=f"on {unread[0].host}: py-spy dump --pid {unread[0].process.pid}   # try it by hand",
+        )
+    if watch.moving:
+        return Finding(
+            name="ranks-move",
+            status=Status.OK,
+            what=f"the ranks move: no rank stood still for the {took} in which they were watched",
+            evidence="\n".join(_groups(watch.ranks)),
+        )
+    everybody = [one.rank for one in watch.ranks]
+    return Finding(
+        name="hang-not-certain",
+        status=Status.NOTE,
+        what=f"{rank_text(watch.still or everybody)} did not move for {took}, but no rank is seen to wait for another",
+        why="ranks that all sleep, load or wait for their GPUs may be slow, not stuck",
+        fix="muster hang --for 5min   # watch for longer",
+        evidence=_evidence(watch),
+    )
 
 
 def notes(watch: JobWatch, found: Mapping[str, RanksHere]) -> list[Finding]:
@@ -175,7 +161,7 @@ def _not_called(watch: JobWatch) -> str:
     if hang is None or hang.kind in ALL_WAIT:
         return ""
     called = {one.heartbeat.doing for one in hang.waiting} & WAITS_FOR_OTHERS
-    return f"it has not called {' or '.join(sorted(called))}: " if called else ""
+    return f"it has not called {' or '.join(sorted(called))}; " if called else ""
 
 
 def _culprits(watch: JobWatch) -> list[int]:

@@ -43,7 +43,8 @@ def started(
             yield [process.pid, *map(int, process.stdout.readline().split())]
         finally:
             below = _below(process.pid)
-            for one in (process, *below):
+            process.kill()
+            for one in below:
                 with contextlib.suppress(psutil.Error):
                     one.kill()
             psutil.wait_procs(below, timeout=GIVE_UP_S)

@@ -9,6 +9,7 @@ from torchmuster.diagnose.hang import report
 from torchmuster.diagnose.hang.job_watch import JobWatch, SeenRank
 from torchmuster.diagnose.hang.rank_processes import RankProcess, RanksHere
 from torchmuster.diagnose.hang.rank_stacks import RankLook, WorkerLook
+from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 
 HOSTS = ("a", "a", "b", "b")
@@ -68,8 +69,7 @@ class Job:
         return None
 
     def result(self, hang: Finding | None) -> Finding:
-        (told,) = report.conclusion(self.watch, hang, self.now_s)
-        return told
+        return report.conclusion(self.watch, hang, self.now_s)
 
 
 def look(pid: int, **facts: object) -> RankLook:
@@ -229,9 +229,11 @@ def test_a_job_that_ends_while_it_is_watched() -> None:
 def test_a_stack_that_cannot_be_read_is_no_evidence() -> None:
     problem: Facts = {"problem": "py-spy: Failed to find python version from target process"}
     job = Job([0, 1], world_size=2)
-    told = job.result(job.live(one_against_all(1, problem)))
-    assert told.name == "stack-unreadable"
-    assert "rank 1" in told.what
+    hang = job.live(one_against_all(1, problem))
+    with pytest.raises(Impossible) as raised:
+        job.result(hang)
+    assert raised.value.what.endswith("rank 1")
+    assert "py-spy dump --pid 101" in raised.value.fix
     late = Job([0, 1], world_size=2)  # one failed attempt does not matter
     hang = late.live(lambda second, rank: problem if second == 5 else [WAITS, SLEEPS][rank])
     assert late.result(hang).name == "rank-idle"

@@ -344,3 +344,31 @@ def test_a_script_asleep_in_its_dataset_is_loading_data(tmp_path: Path) -> None:
     assert reading == stack.ThreadReading(
         place="train.py:2 in __getitem__", doing="look", phase="loading data"
     )
+
+
+def test_a_trainer_of_an_installed_package_has_a_place_of_its_own(tmp_path: Path) -> None:
+    """As with ``torchrun -m package.train``: no file is the user's."""
+    packages = f"{tmp_path}/lib/python3.12/site-packages"
+    frames = [
+        stack.StackFrame(f"{packages}/torch/distributed/distributed_c10d.py", "all_reduce", 3252),
+        stack.StackFrame(f"{packages}/package/train.py", "step", 88),
+        stack.StackFrame(f"{tmp_path}/lib/python3.12/runpy.py", "_run_code", 88),
+    ]
+    reading = stack.read_stack(frames, lambda _: "")
+    assert reading == stack.ThreadReading(
+        place="train.py:88 in step", doing="all_reduce", waiting=True
+    )
+    own = stack.StackFrame("/work/main.py", "<module>", 3)
+    assert stack.read_stack([*frames, own], lambda _: "").place == "main.py:3"
+
+
+def test_the_standard_library_of_another_python_is_not_the_user_s() -> None:
+    frames = [
+        stack.StackFrame("/opt/conda/lib/python3.10/threading.py", "wait", 320),
+        stack.StackFrame("/opt/conda/lib/python3.10/threading.py", "join", 1096),
+        stack.StackFrame("/work/train.py", "main", 12),
+    ]
+    reading = stack.read_stack(frames, lambda place: f"call {place}")
+    assert (reading.place, reading.doing) == ("train.py:12 in main", "call 2")
+    assert stack.is_waiting_for_thread(frames)
+    assert not stack.is_waiting_for_thread(frames[2:])
