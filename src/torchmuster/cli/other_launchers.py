@@ -95,7 +95,7 @@ class Pasted:
             self.lines.append(f"{label}: no effect: {words[0]} is given")
             return
         self.words[1:1] = words
-        if label != (shown := printable(words)):
+        if label.replace("_", "-") != (shown := printable(words)):
             self.lines.append(f"{label}: {shown}")
 
 
@@ -144,7 +144,14 @@ def hint_for(flag: str, known: Collection[str], *, takes_torchruns: bool) -> str
         name = f"--{flag[2:].replace('-', '_')}"
         return f"accelerate has it: muster run accelerate launch {name} …"
     torchruns = [one.name for one in TORCHRUN_FLAGS] if takes_torchruns else []
-    return suggest_name(flag, [*known, *torchruns])
+    return _suggest_flag(flag, [*known, *torchruns])
+
+
+def _suggest_flag(flag: str, known: Collection[str]) -> str:
+    """Return the nearest flag; the dashes, which all have, do not count."""
+    names = [one[2:] for one in known if one.startswith("--")]
+    nearest = suggest_name(flag.lstrip("-"), names)
+    return nearest.replace("did you mean ", "did you mean --")
 
 
 def _without_torchruns(words: Sequence[str], pasted: Pasted) -> list[str]:
@@ -253,7 +260,7 @@ def _take_torchrun(pasted: Pasted, words: Sequence[str], *, legacy: bool) -> lis
         if flag is None:
             raise Impossible(
                 f"torchrun has no flag {name}",
-                fix=suggest_name(name.replace("_", "-"), [one.name for one in TORCHRUN_FLAGS])
+                fix=_suggest_flag(name.replace("_", "-"), [one.name for one in TORCHRUN_FLAGS])
                 or "torchrun --help  # lists its flags; the script's own come after the script",
             )
         if flag.value and not equals:
@@ -263,6 +270,7 @@ def _take_torchrun(pasted: Pasted, words: Sequence[str], *, legacy: bool) -> lis
     if left[:1] == ["--"]:
         left = left[1:]
     if not left:
+        _translate(pasted)  # what is wrong with the flags comes first
         raise _no_script("torchrun")
     if legacy and "--use-env" not in pasted.given:
         raise Impossible(
@@ -292,7 +300,7 @@ def _take_python(pasted: Pasted, words: Sequence[str]) -> list[str]:
         if variable:
             pasted.add(("--env", variable), f"python {option}")
     if not left or left[0] in ("-c", "-"):
-        raise _no_script(" ".join(words[:2]))
+        raise Impossible("python without a script is not a run", fix="muster run train.py")
     if left[0] == "-m" and left[1:2] and left[1] in _MODULES:
         return [*_MODULES[left[1]], *left[2:]]
     return left
@@ -411,8 +419,8 @@ def _ask_accelerate(words: Sequence[str]) -> dict[str, Any]:
     if "error" not in answer:
         return answer
     known = [f"--{name}" for name in answer.get("known", [])]
-    unknown = re.search(r"unrecognized arguments: (--[\w-]+)", answer["error"])
-    suggestion = suggest_name(f"--{unknown[1][2:].replace('-', '_')}", known) if unknown else ""
+    unknown = re.search(r"unrecognized arguments: --([\w-]+)", answer["error"])
+    suggestion = _suggest_flag(unknown[1].replace("-", "_"), known) if unknown else ""
     raise Impossible(
         "accelerate launch does not accept this command",
         why=redact_text(answer["error"].rpartition("error: ")[2]),

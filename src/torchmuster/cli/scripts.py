@@ -100,7 +100,8 @@ def without_musters_flags(
         left = [*command[:place], *(one for one in arguments if one != "--dry-run")]
         raise Impossible(
             f"--dry-run is after {script}, so it belongs to the script",
-            why=f"flags of muster come before the script; {script} does not mention --dry-run",
+            why="flags of muster come before the script"
+            + (f"; {script} does not mention --dry-run" if text else ""),
             fix=f"muster {printable([*words, '--dry-run', *left])}  # to pass it to the script: "
             f"muster {printable([*words, *left])} -- --dry-run",
         )

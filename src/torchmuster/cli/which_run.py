@@ -1,5 +1,6 @@
 """Which run a command means by ``last``, or without a run: decided here for all commands."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,8 @@ from torchmuster.units import plural
 # train; newest: whatever it is.
 Kind = Literal["running", "newest", "training", "resume"]
 _MOST_NAMED = 3
+# How long a launcher may take to write the job into its new run folder.
+_LAUNCHED_WITHIN_S = 5.0
 
 
 def choose_run(which: str | None, root: Path, kind: Kind, *, only_one: bool = False) -> RunFolder:
@@ -62,7 +65,6 @@ def _last_trained(
     runs: Sequence[RunFolder], root: Path, *, of_muster_train: bool
 ) -> tuple[RunFolder, str]:
     left_out: dict[str, str] = {}
-    started: list[RunFolder] = []
     for run in runs:
         if reason := _is_test(run):
             left_out[run.id] = reason
@@ -70,13 +72,15 @@ def _last_trained(
             left_out[run.id] = "not of muster train"
         elif _has_trained(run):
             return run, f"the last training run{_without(left_out)}"
+        elif of_muster_train and not _has_failed(run):
+            # Stopped or killed before its first step line: it still is what the user started last.
+            return run, f"the last training run, without a step line yet{_without(left_out)}"
         else:
-            left_out[run.id] = "no step yet"
-            started += [run] if run.config.is_file() and not _failed_to_launch(run) else []
-    if started:
-        return started[0], "the last training run; it has no step and no checkpoint"
+            left_out[run.id] = "no step line and no checkpoint"
     raise NoSuchRun(
-        f"no run in {root} has trained",
+        f"no training run in {root} can be resumed"
+        if of_muster_train
+        else f"no run in {root} has trained",
         why="; ".join(f"{name}: {reason}" for name, reason in [*left_out.items()][:_MOST_NAMED]),
         fix="start one: muster train --config config.yaml; to see all: muster runs",
     )
@@ -93,8 +97,14 @@ def _without(left_out: dict[str, str]) -> str:
 
 
 def _is_active(run: RunFolder) -> bool:
+    """Return whether a run is not over, also if it is so new that it has no state yet."""
     state = run_state.read_state(run)
-    return state is not None and state.active
+    if state is not None:
+        return state.active
+    job = run_state.read_job(run)
+    if job is not None:
+        return job.launcher.process() is not None
+    return 0 <= time.time() - run.marker.stat().st_mtime < _LAUNCHED_WITHIN_S
 
 
 def _is_test(run: RunFolder) -> str:
@@ -112,14 +122,12 @@ def _has_trained(run: RunFolder) -> bool:
         path = run.metrics / f"{name}.jsonl"
         if path.is_file() and path.stat().st_size:
             return True
-    state = run_state.read_state(run)
+    state = run_state.read_state(run) if run.config.is_file() else None
     if state is not None and (state.active or state.phase in ("finished", "saved")):
         return True
     return run.checkpoints.is_dir() and bool(committed_manifests(FolderStore(run.checkpoints)))
 
 
-def _failed_to_launch(run: RunFolder) -> bool:
-    state = run_state.read_state(run)
-    if state is None or state.phase != "failed":
-        return state is None
-    return not any(event.name == "running" for event in run_state.read_events(run))
+def _has_failed(run: RunFolder) -> bool:
+    state = run_state.read_state(run)  # none: its launcher was killed before it wrote one
+    return state is not None and state.phase == "failed"
