@@ -152,7 +152,8 @@ def test_stop_ends_a_run_and_says_so(
         run.wait_for("waiting 0", "waiting 1")
         stopped = muster("stop", "last")
         assert stopped.code == 0, stopped
-        *slow, last = stopped.err.splitlines()
+        which, *slow, last = stopped.err.splitlines()
+        assert which == f"muster: {run.run.id}: it is running"
         assert last == f"muster: {run.run.id} has stopped"
         assert all(line.startswith(f"muster: waiting for {run.run.id} to stop (") for line in slow)
         assert run.end().code == 130
@@ -239,7 +240,7 @@ def test_a_detached_run_that_cannot_begin_says_so_here(
     result = muster("run", "--detach", "--num-gpus", "2", "waiting.py")
     assert result.code == 2
     assert result.out == ""
-    (told,) = [line for line in result.err.splitlines() if "2 GPUs: " in line]
+    (told,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
     assert told == snapshot
 
 
