@@ -106,6 +106,10 @@ DEFAULT: dict[str, list[str]] = {
         "test_nothing_is_left_of_a_kernel_that_is_killed[True]",
     ],
     "tests/ranks/test_notebook_page.py": [],
+    "tests/ranks/test_other_launchers.py": [
+        "test_ranks_start_as_they_do_under_torchrun[flags]",
+        "test_the_variables_are_those_of_accelerate[fsdp]",
+    ],
     "tests/ranks/test_plan_memory.py": ["test_a_case_is_found_by_its_name"],
     "tests/ranks/test_plan_rates.py": [],
     "tests/ranks/test_preemption.py": ["test_a_warning_makes_all_ranks_save_and_end_with_the_code_for_going_on"],

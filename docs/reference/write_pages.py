@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchmuster.cli.main import root_parser
+from torchmuster.cli.torchrun_flags import flag_table
 from torchmuster.config import fields
 from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS
@@ -29,6 +30,7 @@ def pages() -> dict[Path, str]:
         DOCS / "generated" / "findings.md": _page_of("finding_page"),
         DOCS / "settings.md": _with_table("settings.md", _settings()),
         DOCS / "exit-codes.md": _with_table("exit-codes.md", _exit_codes()),
+        DOCS / "run.md": _with_table("run.md", flag_table()),
     }
 
 

@@ -148,7 +148,8 @@ def test_stop_ends_a_run_and_says_so(
         run.wait_for("waiting 0", "waiting 1")
         stopped = muster("stop", "last")
         assert stopped.code == 0, stopped
-        *slow, last = stopped.err.splitlines()
+        which, *slow, last = stopped.err.splitlines()
+        assert which == f"muster: {run.run.id}: it is running"
         assert last == f"muster: {run.run.id} has stopped"
         assert all(line.startswith(f"muster: waiting for {run.run.id} to stop (") for line in slow)
         assert run.end().code == 143

@@ -308,6 +308,14 @@ def named_variables(words: list[str]) -> dict[str, str]:
     return chosen
 
 
+def sees_gpus() -> bool:
+    """Return whether this process sees GPUs of this host."""
+    from torchmuster.devices import snapshot
+    from torchmuster.devices.visibility import visible
+
+    return bool(visible(snapshot.take_snapshot().accelerators, os.environ).devices)
+
+
 def count(text: str) -> int:
     """Parse a number of processes."""
     number = int(text) if text.isdecimal() else 0
