@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from torchmuster.checkpoints.foreign import Completeness, condition_of, sizes_in_metadata
 
@@ -48,7 +48,7 @@ def test_a_file_of_safetensors(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # torch warns that there is no process group
 def test_a_folder_of_dcp(tmp_path: Path) -> None:
     folder = tmp_path / "dcp"
-    dcp.save({"model": STATE}, checkpoint_id=folder)
+    save_sharded({"model": STATE}, checkpoint_id=folder)
     needed = sizes_in_metadata((folder / ".metadata").read_bytes())
     assert needed == {"__0_0.distcp": (folder / "__0_0.distcp").stat().st_size}
     for name in (".metadata", "__0_0.distcp"):

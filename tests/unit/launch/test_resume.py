@@ -256,7 +256,7 @@ def test_what_is_said_after_a_failure(
     source: str,
     arguments: list[str],
 ) -> None:
-    monkeypatch.setattr(resume.time, "time", lambda: 1e9 + 200)
+    monkeypatch.setattr("time.time", lambda: 1e9 + 200)
     path = add(run, tmp_path, 1040, library)
     spec = job(tmp_path, source, *arguments)
     finding = told(run, spec)
