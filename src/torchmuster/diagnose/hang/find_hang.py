@@ -67,11 +67,11 @@ async def find_hang(request: HangRequest, say: Callable[[str], None]) -> HangRes
                 raise _impossible(answer)
             else:
                 raise answer
-        job, ranks = _choose(request.which, found, here, unreachable)
+        job, ranks = _choose_job(request.which, found, here, unreachable)
         watch = JobWatch(ranks)
         by_name = {one.name: one for one in connections}
         began_s = time.monotonic()
-        finding = await _watch(watch, by_name, request, say)
+        finding = await _watch_ranks(watch, by_name, request, say)
         return HangResult(
             job=job,
             watch=watch,
@@ -89,7 +89,7 @@ async def _ranks_of(connection: HostConnection) -> RanksHere:
     return msgspec.convert(answer, RanksHere)
 
 
-async def _watch(
+async def _watch_ranks(
     watch: JobWatch,
     connections: dict[str, HostConnection],
     request: HangRequest,
@@ -122,7 +122,7 @@ def _impossible(error: MusterError) -> Impossible:
     return Impossible(error.what, why=error.why, fix=error.fix)
 
 
-def _choose(
+def _choose_job(
     which: Sequence[str], found: dict[str, RanksHere], here: str, unreachable: Sequence[Finding]
 ) -> tuple[str, list[SeenRank]]:
     """Return the job that was asked for, or the only one, with its ranks on all hosts."""

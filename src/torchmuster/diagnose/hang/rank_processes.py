@@ -80,7 +80,7 @@ def ranks_here() -> RanksHere:
         except OSError:  # it has exited
             continue
         if all(variables.get(name) for name in _NEEDED):
-            candidates[pid] = (_job(variables), variables)
+            candidates[pid] = (_job_name(variables), variables)
     same = {pid: (job, variables["RANK"]) for pid, (job, variables) in candidates.items()}
     found: dict[tuple[str, str], int] = {}
     for pid in sorted(candidates, key=lambda pid: len(_above(pid, parents))):
@@ -90,7 +90,7 @@ def ranks_here() -> RanksHere:
     ranks = tuple(
         rank
         for pid in found.values()
-        if (rank := _rank(pid, *candidates[pid], parents)) is not None
+        if (rank := _rank_process(pid, *candidates[pid], parents)) is not None
     )
     ras = any(one.uses_gpu for one in ranks) and _answers(_RAS_PORT)
     return RanksHere(ranks=ranks, unreadable=unreadable, nccl_ras=ras)
@@ -104,7 +104,7 @@ def _variables(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _job(variables: Mapping[str, str]) -> str:
+def _job_name(variables: Mapping[str, str]) -> str:
     address = f"{variables['MASTER_ADDR']}:{variables.get('MASTER_PORT', '')}".rstrip(":")
     run = variables.get("TORCHELASTIC_RUN_ID", "")
     return address if run in ("", "none") else f"{address}/{run}"
@@ -124,7 +124,7 @@ def _is_python(pid: int) -> bool:
     return False
 
 
-def _rank(
+def _rank_process(
     pid: int, job: str, variables: Mapping[str, str], parents: Mapping[int, int]
 ) -> RankProcess | None:
     below = [one for one in parents if pid in _above(one, parents)]

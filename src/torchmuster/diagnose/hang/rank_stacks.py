@@ -107,7 +107,7 @@ async def look_at_ranks(argument: Any) -> Any:
 
     async def look(pid: int) -> RankLook:
         async with at_once:
-            return await _look(spy, request, before[pid], after[pid])
+            return await _look_at_rank(spy, request, before[pid], after[pid])
 
     return msgspec.to_builtins(await asyncio.gather(*map(look, request.pids)))
 
@@ -133,11 +133,11 @@ class _Counters:
             at_s=time.monotonic(),
             state=GONE if stat is None else stat.state,
             cpu_s=0.0 if stat is None else stat.cpu_s + children_stats([pid])[pid],
-            waits={tid: _waits(pid, tid) for tid in _threads(pid)},
+            waits={tid: _waits(pid, tid) for tid in _thread_ids(pid)},
         )
 
 
-def _threads(pid: int) -> list[int]:
+def _thread_ids(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(one.name) for one in (_PROC / str(pid) / "task").iterdir()]
     return []
@@ -217,7 +217,7 @@ def _untraceable(pid: int) -> Impossible:
     )
 
 
-async def _dump(
+async def _dump_stacks(
     spy: str, pid: int, *, native: bool, nonblocking: bool
 ) -> tuple[list[ThreadStack], str]:
     """Return the threads of a process, and why there are none."""
@@ -240,7 +240,7 @@ async def _dump(
             await process.wait()
     if process.returncode != 0:
         if native:
-            return await _dump(spy, pid, native=False, nonblocking=nonblocking)
+            return await _dump_stacks(spy, pid, native=False, nonblocking=nonblocking)
         lines = [line.strip() for line in err.decode(errors="replace").splitlines()]
         return [], "py-spy: " + next(iter(lines), f"exit code {process.returncode}")
     return parse_dump(out), ""
@@ -272,7 +272,9 @@ def _thread_stack(thread: Mapping[str, Any]) -> ThreadStack:
 # ---- reading a rank
 
 
-async def _look(spy: str, request: LookRequest, first: _Counters, now: _Counters) -> RankLook:
+async def _look_at_rank(
+    spy: str, request: LookRequest, first: _Counters, now: _Counters
+) -> RankLook:
     pid = first.pid
     if now.state in (GONE, "Z"):
         return RankLook(pid=pid, state=GONE)
@@ -282,7 +284,7 @@ async def _look(spy: str, request: LookRequest, first: _Counters, now: _Counters
     idle = busy < BUSY_PROCESSORS
     wanted = pid in request.native or (idle and pid in request.native_if_idle)
     native = wanted and not nonblocking
-    threads, problem = await _dump(spy, pid, native=native, nonblocking=nonblocking)
+    threads, problem = await _dump_stacks(spy, pid, native=native, nonblocking=nonblocking)
     chosen = choose_thread(pid, threads)
     await asyncio.sleep(_SETTLE_S)
     look = RankLook(pid=pid, state=now.state, busy=round(busy, 3), problem=problem)
@@ -303,7 +305,7 @@ async def _look(spy: str, request: LookRequest, first: _Counters, now: _Counters
         waiting=reading.waiting,
         source=_own_source(pid, chosen.frames),
         stack=_stack_lines(chosen.frames),
-        workers=await _workers(spy, pid)
+        workers=await _busy_workers(spy, pid)
         if wanted and reading.doing.startswith("DataLoader")
         else (),
     )
@@ -333,7 +335,7 @@ def read_thread(pid: int, thread: ThreadStack) -> ThreadReading:
     reading = stack.read_stack(
         frames,
         lambda place: call_on_line(
-            _source(pid, frames[place]),
+            _source_line(pid, frames[place]),
             inner=frames[place - 1].function if place else "",
             native=() if place else thread.native,
         ),
@@ -359,10 +361,10 @@ def call_on_line(line: str, *, inner: str = "", native: Sequence[str] = ()) -> s
 
 def _own_source(pid: int, frames: Sequence[StackFrame]) -> str:
     own = stack.own_frame(frames)
-    return "" if own is None else redact_text(_source(pid, frames[own]))
+    return "" if own is None else redact_text(_source_line(pid, frames[own]))
 
 
-def _source(pid: int, frame: StackFrame) -> str:
+def _source_line(pid: int, frame: StackFrame) -> str:
     """Return a line of source as the process sees its files; "" if the file has changed since its start."""
     # The path is the process's own: in its working folder, and in its container.
     inside = Path(f"/proc/{pid}/cwd") / frame.file
@@ -377,7 +379,7 @@ def _source(pid: int, frame: StackFrame) -> str:
     return ""
 
 
-async def _workers(spy: str, pid: int) -> tuple[WorkerLook, ...]:
+async def _busy_workers(spy: str, pid: int) -> tuple[WorkerLook, ...]:
     """Return the data loader workers of a rank that are in the user's code."""
     try:
         children = psutil.Process(pid).children(recursive=True)[:_WORKERS_READ]
@@ -385,7 +387,7 @@ async def _workers(spy: str, pid: int) -> tuple[WorkerLook, ...]:
         return ()
     found = []
     for child in children:
-        threads, _ = await _dump(spy, child.pid, native=True, nonblocking=False)
+        threads, _ = await _dump_stacks(spy, child.pid, native=True, nonblocking=False)
         main = next((one for one in threads if one.tid == child.pid), None)
         if main is None:
             continue

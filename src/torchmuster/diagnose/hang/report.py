@@ -37,7 +37,7 @@ def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> Finding
             status=Status.FAILURE,
             what=hang.what.replace("; ", f"{waits_for}; ", 1),
             why=_not_called(watch) + hang.why,
-            evidence=_evidence(watch),
+            evidence=_hang_evidence(watch),
         )
     if watch.exited:
         return Finding(
@@ -58,7 +58,7 @@ def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> Finding
             name="ranks-move",
             status=Status.OK,
             what=f"the ranks move: no rank stood still for the {took} in which they were watched",
-            evidence="\n".join(_groups(watch.ranks)),
+            evidence="\n".join(_rank_groups(watch.ranks)),
         )
     everybody = [one.rank for one in watch.ranks]
     return Finding(
@@ -67,7 +67,7 @@ def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> Finding
         what=f"{rank_text(watch.still or everybody)} did not move for {took}, but no rank is seen to wait for another",
         why="ranks that all sleep, load or wait for their GPUs may be slow, not stuck",
         fix="muster hang --for 5min   # watch for longer",
-        evidence=_evidence(watch),
+        evidence=_hang_evidence(watch),
     )
 
 
@@ -136,14 +136,14 @@ def rank_json(one: SeenRank) -> dict[str, Any]:
     }
 
 
-def _evidence(watch: JobWatch) -> str:
+def _hang_evidence(watch: JobWatch) -> str:
     """Return what the ranks do, and the stack of the first rank that differs, or of its loader worker."""
     culprits = _culprits(watch)
     same = Counter(_does(one) for one in watch.ranks)
     ranks = sorted(
         watch.ranks, key=lambda one: (one.rank not in culprits, same[_does(one)], one.rank)
     )
-    lines = _groups(ranks)
+    lines = _rank_groups(ranks)
     worker = _first_worker(watch)
     stack = worker.stack if worker else ranks[0].look.stack if ranks[0].look else ()
     if culprits and stack:
@@ -175,7 +175,7 @@ def _first_worker(watch: JobWatch) -> WorkerLook | None:
     return next((worker for look in looks for worker in look.workers), None)
 
 
-def _groups(ranks: Sequence[SeenRank]) -> list[str]:
+def _rank_groups(ranks: Sequence[SeenRank]) -> list[str]:
     """Return a line for each thing that ranks do, and for their data loader workers."""
     groups: dict[str, list[SeenRank]] = {}
     for one in ranks:
@@ -185,7 +185,7 @@ def _groups(ranks: Sequence[SeenRank]) -> list[str]:
         who = rank_text(one.rank for one in some)
         if len(some) == 1:
             who += f" (process {some[0].process.pid} on {some[0].host})"
-        lines += [f"{who}: {does}", *_workers(some[0])]
+        lines += [f"{who}: {does}", *_worker_lines(some[0])]
     if len(groups) > _GROUPS_SHOWN:
         lines.append(f"… and {len(groups) - _GROUPS_SHOWN} more (--json)")
     return lines
@@ -207,7 +207,7 @@ def _does(one: SeenRank) -> str:
     return f"{look.doing or 'its own code'}{at} ({phase}{state}){source}"
 
 
-def _workers(one: SeenRank) -> Iterable[str]:
+def _worker_lines(one: SeenRank) -> Iterable[str]:
     workers = one.look.workers if one.look else ()
     for worker in workers[:_WORKERS_SHOWN]:
         source = f"   > {worker.source}" if worker.source else ""

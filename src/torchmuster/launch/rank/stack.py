@@ -220,7 +220,7 @@ class ThreadReading:
 def read_main_thread(innermost: FrameType | None) -> ThreadReading:
     """Return what a thread of this process is doing, from its innermost frame."""
     frames = list(_outwards(innermost))
-    return read_stack(list(map(_frame, frames)), lambda place: _called_by(frames[place]))
+    return read_stack(list(map(_stack_frame, frames)), lambda place: _called_by(frames[place]))
 
 
 def read_stack(frames: Sequence[StackFrame], call_in: Callable[[int], str]) -> ThreadReading:
@@ -242,7 +242,7 @@ def read_stack(frames: Sequence[StackFrame], call_in: Callable[[int], str]) -> T
 
 def waits_for_thread(innermost: FrameType | None) -> bool:
     """Return whether a thread of this process only waits for another thread."""
-    return is_waiting_for_thread([_frame(one) for one in _outwards(innermost, _WAIT_DEPTH)])
+    return is_waiting_for_thread([_stack_frame(one) for one in _outwards(innermost, _WAIT_DEPTH)])
 
 
 def is_waiting_for_thread(frames: Sequence[StackFrame]) -> bool:
@@ -262,7 +262,7 @@ def _outwards(frame: FrameType | None, most: int = _LONGEST_STACK) -> Iterator[F
         frame = frame.f_back
 
 
-def _frame(frame: FrameType) -> StackFrame:
+def _stack_frame(frame: FrameType) -> StackFrame:
     return StackFrame(frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno or 0)
 
 
