@@ -1,7 +1,7 @@
 """How to resume a script: from which checkpoint, with which arguments, and the texts that say so.
 
 A script that torchmuster did not write resumes in its own way. If that is certain from its code and arguments, a restart adds
-the arguments by itself; if the user gave ``--resume-with``, those; otherwise the user is told what to do.
+the arguments by itself; if the user gave ``--resume-with``, it adds those; otherwise it prints what to do.
 """
 
 import ast
