@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchmuster.cli.main import root_parser
-from torchmuster.cli.torchrun_flags import TORCHRUN_FLAGS
-from torchmuster.cli.torchrun_flags import flag_table
+from torchmuster.cli.torchrun_flags import TORCHRUN_FLAGS, flag_table
 from torchmuster.config import fields
 from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS
