@@ -29,7 +29,7 @@ def machine(
         if told
         else None
     )
-    return SimpleNamespace(ended=ended, lost=lost)
+    return SimpleNamespace(name="b", ended=ended, lost=lost)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_whoever_got_the_signal_is_named_and_not_the_rank_that_it_was_passed_on_
     cause = StopCause(origin="SIGTERM to the launcher")
     assert saved_after_request(saved, cause) == f"{SAVED} (SIGTERM to the launcher)"
     by_slurm = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS), asked="SIGTERM")]
-    assert saved_after_request(by_slurm, None) == f"{SAVED} (SIGTERM to a node agent)"
+    assert saved_after_request(by_slurm, None) == f"{SAVED} (SIGTERM to the node agent on b)"
     assert saved_after_request(saved, None) == WORDS
     silent = [machine(rank(0, 75))]
     assert saved_after_request(silent, cause).endswith(" (SIGTERM to the launcher)")
