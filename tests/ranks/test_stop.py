@@ -105,6 +105,21 @@ def test_every_rank_gets_one_signal_and_time_to_save(
     assert (state.phase, state.exit_code, state.killed_ranks) == ("stopped", code, ())
 
 
+def test_a_scheduler_that_signals_the_node_agent_alone_stops_the_run(folder: Path) -> None:
+    with launched(folder, *cpu("saving.py")) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        (agent,) = [one for one in run.alive() if one.cmdline()[-1] == "torchmuster.launch.node"]
+        agent.send_signal(signal.SIGTERM)
+        result = run.end()
+        run.wait_until_nothing_lives(0)
+    assert signals(folder) == ["SIGTERM", "SIGTERM"]
+    assert result.code == 143, run
+    state = run_state.read_state(run.run)
+    assert state is not None
+    assert state.phase == "stopped"
+    assert "(SIGTERM to the node agent on " in state.headline
+
+
 def test_a_rank_that_exits_first_does_not_cost_the_other_a_second_signal(folder: Path) -> None:
     env = {"SAVES_S_0": "0", "SAVES_S_1": "4", "CODE": "3"}
     with launched(folder, *cpu("saving.py"), env=env) as run:

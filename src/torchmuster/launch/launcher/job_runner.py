@@ -286,7 +286,7 @@ class JobRunner:
             spec, transport, console, run_id=run_id, logs=logs, on_phase=self._on_phase
         )
         self._history: list[PastAttempt] = []
-        self._asked_to_save = False
+        self._warning: stopping.StopCause | None = None  # forwarded to the ranks
         self.token = self._session.token
         self.stop = self._session.stop
 
@@ -306,7 +306,8 @@ class JobRunner:
                 )
             self._session.stop(f"{name} to the launcher", warned_s=within_s)
             return
-        self._asked_to_save = self._asked_to_save or warning
+        if warning and self._warning is None:
+            self._warning = stopping.StopCause(origin=f"{name} to the launcher")
         self._session.pass_on(name)
 
     def _on_phase(self, name: str) -> None:
@@ -332,7 +333,7 @@ class JobRunner:
                 outcome = JobOutcome(good=False, finding=await session.fail(nodes))
             else:
                 await session.end(nodes)
-                outcome = self._stopped(nodes)
+                outcome = self._stopped(nodes, session.cause)
         finally:
             words = "the run finished" if outcome.good else "the run stopped"
             if outcome.finding is not None:
@@ -340,9 +341,9 @@ class JobRunner:
             await session.leave(0 if outcome.good else 1, outcome.saved or words)
         return outcome
 
-    def _stopped(self, nodes: Sequence[NodeHandle]) -> JobOutcome:
-        """Return the outcome of a run whose launcher was asked to stop it."""
-        session, cause = self._session, self._session.cause
+    def _stopped(self, nodes: Sequence[NodeHandle], cause: stopping.StopCause | None) -> JobOutcome:
+        """Return the outcome of a run that was stopped on request."""
+        at_once = self._session.killed_at_once
         return JobOutcome(
             good=False,
             stopped=True,
@@ -350,7 +351,7 @@ class JobRunner:
             left=tuple(node.name for node in nodes if node.lost and not node.ended),
             saved=stopping.saved_after_request(nodes, cause, self._logs.parent / "metrics"),
             killed=stopping.killed_after_request(
-                nodes, grace_s=self._spec.limits.grace_s, at_once=session.killed_at_once
+                nodes, grace_s=self._spec.limits.grace_s, at_once=at_once
             ),
         )
 
@@ -385,23 +386,24 @@ class JobRunner:
                 is_running=lambda: self._phase == "running",
             )
             finding = await self._attempt(number, taking_in, before)
+            nodes = self._session.registry.nodes
             if finding is None:
-                return JobOutcome(good=True)
+                saved = self._warning and stopping.saved_after_request(nodes, self._warning)
+                return self._stopped(nodes, self._warning) if saved else JobOutcome(good=True)
             number += 1
             after = await self._look(began, before)
-            warned = self._asked_to_save or taking_in.asked_to_save
+            warned = self._warning is not None or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
-            if words := node_handle.trouble_text(
-                self._session.registry.nodes,
-                warned=warned and can_save,
-                origin="SIGUSR1 to the launcher" if self._asked_to_save else "",
-            ):
-                if self._asked_to_save or not taking_in.asked_to_save:
+            origin = self._warning.origin if self._warning else ""
+            if words := node_handle.trouble_text(nodes, warned=warned and can_save, origin=origin):
+                if self._warning or not taking_in.asked_to_save:
                     return JobOutcome(good=False, stopped=True, saved=words)
                 await asyncio.to_thread(mark_restart, self._logs)
                 continue
             self._history.append(self._failed(finding, before, after))
             chosen = decide_restart(self._history, max_restarts=self._spec.max_restarts)
+            if chosen.value is None and (origin := node_handle.asked_elsewhere(nodes)):
+                return self._stopped(nodes, stopping.StopCause(origin=origin))
             if chosen.value is None:
                 return JobOutcome(good=False, finding=with_reason(finding, chosen.reason))
             await self._announce(chosen.value, chosen.reason, after.resume)

@@ -251,6 +251,12 @@ _SAVED = "saved after a stop request"
 NOTHING_NEW = "stopped on request with nothing new to save"
 
 
+def asked_elsewhere(nodes: Sequence[NodeHandle]) -> str:
+    """Return the origin of a stop request that a scheduler sent to a node agent; "" if there is none."""
+    asked = ((node.name, node.ended.asked) for node in nodes if node.ended)
+    return next((f"{name} to the node agent on {host}" for host, name in asked if name), "")
+
+
 def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False, origin: str = "") -> str:
     """Return the ranks' message about saving; "" if a host has no rank that saved, or one that failed.
 
@@ -270,7 +276,7 @@ def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False, origin: s
     if not saved:
         return NOTHING_NEW
     first = next((one for one in saved if one.what), saved[0])
-    origin = origin or next((f"{one.asked} to a node agent" for one in ends if one.asked), "")
+    origin = origin or asked_elsewhere(nodes)
     if not origin:
         return first.what or _SAVED
     return f"{first.what.removesuffix(f' ({first.why})') or _SAVED} ({origin})"

@@ -375,7 +375,7 @@ class Session:
             grace_s=self._spec.limits.grace_s,
             hang=hang,
         )
-        if not node_handle.trouble_text(nodes):
+        if not node_handle.trouble_text(nodes) and not node_handle.asked_elsewhere(nodes):
             await asyncio.to_thread(evidence.keep_failure, self._run, self._attempt, finding, ends)
         return finding
 

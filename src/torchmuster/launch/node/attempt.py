@@ -254,7 +254,9 @@ class RunningAttempt:
         if self._stopping.is_set():
             self._deadline_s = min(self._deadline_s, deadline)
             return
-        self._deadline_s, self._asked = deadline, asked
+        self._deadline_s = deadline
+        if self._engine.kill_at_s is None:  # else a rank had failed before
+            self._asked = asked
         self._engine.terminate()
         self._stopping.set()
 
