@@ -60,12 +60,15 @@ def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> Finding
             what=f"the ranks move: no rank stood still for the {took} in which they were watched",
             evidence="\n".join(_rank_groups(watch.ranks)),
         )
-    everybody = [one.rank for one in watch.ranks]
+    still = watch.still or [one.rank for one in watch.ranks]
+    waiting = any(one.look and one.look.waiting for one in watch.ranks)
     return Finding(
         name="hang-not-certain",
         status=Status.NOTE,
-        what=f"{rank_text(watch.still or everybody)} did not move for {took}, but no rank is seen to wait for another",
-        why="ranks that all sleep, load or wait for their GPUs may be slow, not stuck",
+        what=f"{rank_text(still)} did not move for {took}, which does not prove a hang",
+        why="ranks that wait for one that is idle are reported after 12 s, for one that computes after 60 s"
+        if waiting
+        else "no rank is seen to wait for another: ranks that all sleep, load or compute may only be slow",
         fix="muster hang --for 5min   # watch for longer",
         evidence=_hang_evidence(watch),
     )
