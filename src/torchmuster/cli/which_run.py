@@ -28,7 +28,7 @@ def choose_run(which: str | None, root: Path, kind: Kind, *, only_one: bool = Fa
     """
     if which is not None and (which != "last" or RunFolder(Path(which).resolve()).marker.is_file()):
         return find_run(which, root)
-    runs = list_runs(root)
+    runs = sorted(list_runs(root), key=_last_change_unix_s, reverse=True)
     if not runs:
         raise NoSuchRun(
             f"there are no runs in {root}",
@@ -94,6 +94,12 @@ def _without(left_out: dict[str, str]) -> str:
         return f"; {plural(len(left_out), 'newer run')} did not train"
     ((name, reason),) = left_out.items()
     return f"; {name} does not count: {reason}"
+
+
+def _last_change_unix_s(run: RunFolder) -> float:
+    """Return when a run ended or entered its phase: one that was resumed is newer than its id."""
+    state = run_state.read_state(run)
+    return run.marker.stat().st_mtime if state is None else state.since_unix_s
 
 
 def _is_active(run: RunFolder) -> bool:

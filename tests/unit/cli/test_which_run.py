@@ -17,7 +17,9 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 
-def made(root: Path, command: str, phase: str = "finished", *, steps: int = 0) -> RunFolder:
+def made(
+    root: Path, command: str, phase: str = "finished", *, steps: int = 0, since: float = 2.0
+) -> RunFolder:
     """Make a run of a command of muster; only one that is running has a living launcher."""
     count = len(list(root.iterdir())) if root.is_dir() else 0
     run = create_run_folder(root, f"{command}-{count}")
@@ -29,7 +31,7 @@ def made(root: Path, command: str, phase: str = "finished", *, steps: int = 0) -
         gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "created_unix_s": 1.0}
         run.job.write_text(json.dumps({**job, "launcher": gone}))
     run.state.write_text(
-        json.dumps({"phase": phase, "since_unix_s": 2.0, "started_unix_s": 1.0, "exit_code": 1})
+        json.dumps({"phase": phase, "since_unix_s": since, "started_unix_s": 1.0, "exit_code": 1})
     )
     if command == "train":
         run.config.write_text("train:\n  steps: 10\n")
@@ -72,6 +74,13 @@ def test_checks_and_smoke_tests_do_not_count(root: Path) -> None:
     unnamed.config.unlink()  # of muster train --check
     assert chosen(root, "running") == run.id
     assert chosen(root, "newest") == unnamed.id
+
+
+def test_a_run_that_was_resumed_is_newer_than_its_id(root: Path) -> None:
+    resumed = made(root, "train", steps=1, since=9.0)
+    made(root, "train", "failed", steps=1)
+    kinds: tuple[Kind, ...] = ("running", "newest", "training", "resume")
+    assert {chosen(root, kind) for kind in kinds} == {resumed.id}
 
 
 def test_nothing_but_checks_is_better_than_nothing(root: Path) -> None:

@@ -89,7 +89,9 @@ def test_whoever_got_the_signal_is_named_and_not_the_rank_that_it_was_passed_on_
     cause = StopCause(origin="SIGTERM to the launcher")
     assert saved_after_request(saved, cause, tmp_path) == f"{SAVED} (SIGTERM to the launcher)"
     by_slurm = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS), asked="SIGTERM")]
-    assert saved_after_request(by_slurm, None, tmp_path) == f"{SAVED} (SIGTERM to the node agent on b)"
+    assert (
+        saved_after_request(by_slurm, None, tmp_path) == f"{SAVED} (SIGTERM to the node agent on b)"
+    )
     assert saved_after_request(saved, None, tmp_path) == WORDS
     silent = [machine(rank(0, 75))]
     assert saved_after_request(silent, cause, tmp_path).endswith(" (SIGTERM to the launcher)")

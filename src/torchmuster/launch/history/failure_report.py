@@ -27,6 +27,7 @@ from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
 
+_SAME_LAUNCH_S = 5.0  # a launch writes its first event and its state this close together
 _NO_HANG_SINCE = ("hang-over", "submitted", "joining", "starting")
 _LINES_SHOWN = 14
 _FIRST_LINES = 5
@@ -65,6 +66,14 @@ class Timeline:
             hangs=tuple(evidence.read_hangs(run)),
             checkpoints=tuple(read_script_checkpoints(run.metrics)),
         )
+
+    @property
+    def was_resumed(self) -> bool:
+        """Whether the run's state counts from a later launch than its first."""
+        started = self.state.started_unix_s if self.state is not None else None
+        if started is None or not self.events:
+            return False
+        return self.events[0].at_unix_s < started - _SAME_LAUNCH_S
 
     @property
     def hang_now(self) -> evidence.HangRecord | None:
@@ -260,10 +269,11 @@ def _killed(story: Timeline, state: run_state.RunState) -> Iterator[Finding]:
 
 def _finished(story: Timeline, state: run_state.RunState) -> Finding:
     took = format_seconds(max(0.0, state.since_unix_s - state.started_unix_s))
+    resumed = " after it was resumed" if story.was_resumed else ""
     return Finding(
         name="run-finished",
         status=Status.OK,
-        what=f"{state.headline or 'finished'} in {took}{_after_failures(story)}",
+        what=f"{state.headline or 'finished'} in {took}{resumed}{_after_failures(story)}",
     )
 
 

@@ -388,7 +388,10 @@ class JobRunner:
             finding = await self._attempt(number, taking_in, before)
             nodes = self._session.registry.nodes
             if finding is None:
-                saved = self._warning and stopping.saved_after_request(nodes, self._warning)
+                metrics = self._logs.parent / "metrics"
+                saved = self._warning and stopping.saved_after_request(
+                    nodes, self._warning, metrics
+                )
                 return self._stopped(nodes, self._warning) if saved else JobOutcome(good=True)
             number += 1
             after = await self._look(began, before)
