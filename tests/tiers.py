@@ -87,6 +87,7 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/ranks/test_full_disk_run.py": [],
     "tests/ranks/test_hang_command.py": ["test_a_stopped_rank_is_named"],
+    "tests/ranks/test_jit_checkpoint.py": [],
     "tests/ranks/test_kill_matrix.py": [
         "test_every_victim_is_struck_at_every_moment_in_every_layout",
         "test_the_smallest_difference_is_one",
@@ -156,6 +157,10 @@ DEFAULT: dict[str, list[str]] = {
     "tests/ranks/test_smoke.py": [
         "test_under_torchrun_every_rank_says_its_three_lines[2]",
         "test_alone_it_is_a_group_of_one",
+    ],
+    "tests/ranks/test_stop.py": [
+        "test_every_rank_gets_one_signal_and_time_to_save[sigterm]",
+        "test_ranks_that_had_to_be_killed_are_named",
     ],
     "tests/ranks/test_train_planned.py": [],
     "tests/ranks/test_train_restarts.py": ["test_a_run_survives_the_death_of_a_rank_and_of_its_launcher"],
