@@ -173,12 +173,13 @@ def page(rows: dict[int, list[Row]], repeats: int, words: str) -> str:
         "",
         f"    {words}",
         "",
-        f"{date.today()}: {platform.machine()}, {os.cpu_count()} cores, gloo; medians of {repeats} samples, "
-        "interleaved on the same ranks; the difference is the median over pairs of samples.",
+        f"Measured on {date.today()} on {platform.machine()} with {os.cpu_count()} cores and gloo. The bandwidths are medians of {repeats} "
+        "samples, interleaved on the same ranks. The difference is the median over pairs of samples.",
         "",
-        f"Within {BAR:.0%} of each other: {_summary(errors)}. The loop compared with its own second sample: {_summary(own)}.",
+        f"The bench and the loop differ by at most {BAR:.0%} for {_summary(errors)}. The loop and its own second sample differ by "
+        f"at most {BAR:.0%} for {_summary(own)}.",
         "",
-        "| ranks | message | size | bus bandwidth, bench | loop | difference | loop, from its second sample |",
+        "| ranks | message | size | bus bandwidth, bench | loop | difference | loop and its second sample |",
         "|---|---|---|---|---|---|---|",
     ]
     for ranks, many in rows.items():
@@ -193,8 +194,8 @@ def page(rows: dict[int, list[Row]], repeats: int, words: str) -> str:
 def _summary(errors: Sequence[float]) -> str:
     within = sum(one <= BAR for one in errors)
     return (
-        f"**{within} of {len(errors)}**, median difference {statistics.median(errors):.1%}, "
-        f"largest {max(errors):.1%}"
+        f"**{within} of {len(errors)}** messages (median difference {statistics.median(errors):.1%}, "
+        f"largest {max(errors):.1%})"
     )
 
 

@@ -138,8 +138,8 @@ def _lines(
     yield "# `muster bench turns`: detected changes and false alarms"
     yield ""
     yield (
-        f"`benchmarks/bench_compare.py`, {first.date[:10]}, on {where.cpu} with {where.cores} cores, torch {where.torch}: each comparison "
-        f"has {pairs} pairs of fresh processes, interleaved; each times four operations on one thread, {ROUNDS} samples of each."
+        f"Written by `benchmarks/bench_compare.py` on {first.date[:10]}, on {where.cpu} with {where.cores} cores and torch {where.torch}. Each comparison "
+        f"has {pairs} pairs of fresh processes whose samples are interleaved. Each process times four operations on one thread, with {ROUNDS} samples of each."
     )
     yield ""
     yield "| comparisons | correct | reported |"
@@ -149,15 +149,15 @@ def _lines(
     yield ""
     seen = sorted(one.would_be_seen(x) for one in equal for x in one.changes)
     yield (
-        f"Where nothing was changed, a change of {statistics.median(seen):.1%} would have been detected in half of the series, and one of "
-        f"{seen[-1]:.1%} in the noisiest."
+        f"In the comparisons without a change, a change of {statistics.median(seen):.1%} would have been detected in half of the series. "
+        f"In the noisiest series, the smallest detectable change is {seen[-1]:.1%}."
     )
     yield ""
     beyond = sum(one > FLOOR for one in apart)
     yield (
-        f"Consecutive processes are not enough: of {len(apart)} comparisons of two equal processes from neighbouring pairs, "
-        f"half were {statistics.median(apart):.1%} apart, one in twenty more than {apart[int(len(apart) * 0.95)]:.1%}, and the worst {apart[-1]:.1%}; "
-        f"{beyond} were more than {FLOOR:.0%} apart."
+        f"It is not enough to compare processes that run one after the other. In {len(apart)} comparisons of two equal processes from neighboring pairs, "
+        f"the median difference was {statistics.median(apart):.1%}. One in twenty differed by more than {apart[int(len(apart) * 0.95)]:.1%}, "
+        f"and the worst by {apart[-1]:.1%}; {beyond} differed by more than {FLOOR:.0%}."
     )
 
 

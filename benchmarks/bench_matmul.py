@@ -77,12 +77,12 @@ def main() -> None:
     page = [
         "# `muster bench matmul` compared with torch.utils.benchmark",
         "",
-        "Written by `benchmarks/bench_matmul.py`. Ratios of times: `muster bench` over `torch.utils.benchmark`.",
+        "Written by `benchmarks/bench_matmul.py`. A ratio is the time that `muster bench` measures, divided by that of `torch.utils.benchmark`.",
         "",
-        f"{datetime.date.today()}, torch {torch.__version__}, {where or device.type}, "
-        f"{options.threads} {'thread' if options.threads == 1 else 'threads'}, "
-        f"{options.rounds * _SAMPLES} samples of each; {load}. Within 5 %: {_within(medians)} by medians, "
-        f"{_within(bests)} by the best sample of each.",
+        f"Measured on {datetime.date.today()} with torch {torch.__version__} on {where or device.type}, with "
+        f"{options.threads} {'thread' if options.threads == 1 else 'threads'} and "
+        f"{options.rounds * _SAMPLES} samples of each product; {load}. {_within(medians)} medians and "
+        f"{_within(bests)} best samples differ by at most 5 %.",
         "",
         "| product | dtype | ratio of medians | ratio of best samples |",
         "|---|---|---|---|",

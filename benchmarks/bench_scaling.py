@@ -106,21 +106,21 @@ def main() -> None:
         "",
         f"    python {' '.join(sys.argv)}",
         "",
-        f"{date.today()}: {platform.machine()}, {usable_cores().value} cores, gloo; each rank has 1 thread, so 2 ranks "
-        f"have a core each and 4 share them. Medians of {options.passes} x {options.rounds} rounds.",
+        f"Measured on {date.today()} on {platform.machine()} with {usable_cores().value} cores and gloo. Each rank has 1 thread, so 2 ranks "
+        f"have a core each and 4 ranks share the cores. The figures are medians of {options.passes} x {options.rounds} rounds.",
         "",
-        "## 4 ranks, forecast from 1 and 2",
+        "## Speed on 4 ranks, forecast from 1 and 2 ranks",
         "",
-        f"Within {BAR:.0%}: **{within} of {len(errors)}**; mean error {statistics.fmean(errors):.1%}, "
-        f"largest {max(errors):.1%}.",
+        f"**{within} of {len(errors)}** forecasts are within {BAR:.0%} of the measured speed. The mean error is "
+        f"{statistics.fmean(errors):.1%}, the largest {max(errors):.1%}.",
         "",
-        "| training | mode | forecast, samples/s | measured | error |",
+        "| workload | mode | forecast, samples/s | measured | error |",
         "|---|---|---|---|---|",
         *forecasts,
         "",
         "## Speed, and where the time of a step goes",
         "",
-        "| training | mode | ranks | samples/s | speed-up | efficiency | ideal | smaller portions | "
+        "| workload | mode | ranks | samples/s | speed-up | efficiency | ideal | smaller portions | "
         "contention between ranks | data | imbalance | exposed communication |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
         *speeds,

@@ -265,9 +265,9 @@ def page(measured: dict[int, dict[str, Any]], words: str) -> str:
     lines = [
         "# Cost of metrics in the training thread",
         "",
-        f"{date.today()}, {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__}, gloo:",
+        f"Measured on {date.today()} on {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__} and gloo:",
         "",
-        "| step | ranks | a line every | without metrics | in metrics calls | target | difference (interquartile range) |",
+        "| step | ranks | logged every | without metrics | in metrics calls | target | difference (interquartile range) |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in (one for content in measured.values() for one in content["results"]):
@@ -279,13 +279,13 @@ def page(measured: dict[int, dict[str, Any]], words: str) -> str:
     lines.append("")
     for ranks, content in measured.items():
         lines.append(
-            f"- One heartbeat of the thread in each rank (once a second), {ranks} ranks: {content['heartbeat_us']:.0f} µs."
+            f"- On {ranks} {'rank' if ranks == 1 else 'ranks'}, each heartbeat of the rank's thread (once a second) takes {content['heartbeat_us']:.0f} µs."
         )
     for one in (one for content in measured.values() for one in content["results"]):
         if one["sinks_core_share"] is not None:
             lines.append(
-                f"- The sidecar process that writes TensorBoard files, step {one['step']}, {one['ranks']} ranks, a line every "
-                f"{one['log_every']} steps: {one['sinks_core_share']:.1%} of a core."
+                f"- With steps of {one['step']} on {one['ranks']} ranks, logged every {one['log_every']} steps, the sidecar process that writes "
+                f"TensorBoard files takes {one['sinks_core_share']:.1%} of a core."
             )
     return "\n".join([*lines, "", f"Written by `{words}`.", ""])
 

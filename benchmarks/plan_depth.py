@@ -208,15 +208,16 @@ def _whole(work: Work, case: Case, folder: Path) -> TraceRecord:
 
 _HEAD = """# Deep models from shallow traces
 
-`muster plan` traces 3 and 4 blocks of a model with two micro-batch sizes, and with 8 and 64 shards if there are more. It
-computes all other depths, sizes and shards (it traces numbers of shards below 64 that are not a power of two). Here each
-shape was also traced whole (torch 2.13, CUDA kernels, no device). Written by `benchmarks/plan_depth.py`.
+`muster plan` traces 3 and 4 blocks of a model with two micro-batch sizes, and with 8 and 64 shards if there are more. From these
+traces it computes all other depths, micro-batch sizes and numbers of shards. A number of shards below 64 that is not a power of two
+is traced directly. For this page, each configuration was also traced whole (torch 2.13, CUDA kernels, no device). Written by
+`benchmarks/plan_depth.py`.
 
-*Tensors* is the peak of tensor bytes in the whole trace, *reserved* the memory that PyTorch's allocator (expandable segments,
-simulated) reserves for the whole trace's log. The column after each shows the difference of the value computed from shallow
-traces. The last numbers of a training are micro-batch x accumulation x tokens.
+*Tensors* is the peak of tensor bytes in the whole trace. *Reserved* is the memory that a simulation of PyTorch's allocator (with
+expandable segments) reserves for the allocations of the whole trace. The column after each value shows how much the value computed
+from shallow traces differs. A configuration ends with micro-batch x accumulation x tokens.
 
-| model | training | tensors, GiB | computed | reserved, GiB | computed |
+| model | configuration | tensors, GiB | computed | reserved, GiB | computed |
 |---|---|---|---|---|---|
 """
 

@@ -277,20 +277,19 @@ def page(rows: Sequence[Row], measured: Calibration, options: argparse.Namespace
         "",
         "    python benchmarks/plan_time.py --kept /tmp/plan-time --out docs/measured/plan-time.md",
         "",
-        f"{date.today().isoformat()}: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, gloo; "
-        f"{len(rows)} runs of {len({row.case.setting for row in rows})} settings, best of "
-        f"{options.rounds} x {options.steps} steps, or of {_MOST_ROUNDS} x {options.steps} where rounds differed by more than 10 %. "
-        f"Rates: {measured.source}.",
+        f"Measured on {date.today().isoformat()} on {platform.processor() or platform.machine()} with {os.cpu_count()} cores and gloo: "
+        f"{len(rows)} runs of {len({row.case.setting for row in rows})} settings. A measured time is the best of "
+        f"{options.rounds} x {options.steps} steps, or of {_MOST_ROUNDS} x {options.steps} if the rounds differed by more than 10 %. "
+        f"Source of the rates: {measured.source}.",
         "",
-        "Fitted shares of the measured rates: "
-        + "; ".join(
-            f"{number} {'rank' if number == 1 else 'ranks'}: {one.memory:.2f} of the memory bandwidth, "
-            f"{one.compute:.2f} of matrix products, {one.sharded_communication:.2f} of fsdp collectives"
+        "The fit gives these shares of the measured rates. "
+        + " ".join(
+            f"With {number} {'rank' if number == 1 else 'ranks'}: {one.memory:.2f} of the memory bandwidth, "
+            f"{one.compute:.2f} of the rate of matrix products, {one.sharded_communication:.2f} of the rate of fsdp collectives."
             for number, one in measured.by_ranks.items()
-        )
-        + ".",
+        ),
         "",
-        f"Mean error **{statistics.mean(errors):.1%}**, median {statistics.median(errors):.1%}, worst "
+        f"The mean error is **{statistics.mean(errors):.1%}**, the median {statistics.median(errors):.1%}, the worst "
         f"**{max(errors):.1%}**. Of {pairs} pairs of configurations that differ by more than 10 %, {right} are ranked "
         f"correctly ({right / max(pairs, 1):.1%}).",
         "",

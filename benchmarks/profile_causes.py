@@ -115,15 +115,15 @@ def _table(rows: list[Row], healthy: dict[str, list[str]]) -> str:
     near = sum(one.off is not None and abs(one.off) <= _WITHIN for one in rows)
     quiet = sum(not said for said in healthy.values())
     lines = [
-        "# `muster profile`: causes of slow trainings and gains of their fixes",
+        "# `muster profile`: causes of slow training and gains of their fixes",
         "",
         "Each script of `tests/slow_scripts` is slow for one reason. `muster profile` diagnosed it; then the slow and the fixed",
-        "script ran interleaved, timed by their own clocks. Two ranks on a CPU with two cores.",
+        "script ran interleaved, timed by their own clocks, on two ranks and a CPU with two cores.",
         "Written by `benchmarks/profile_causes.py`.",
         "",
         f"The first advice names the reason in {named} of {len(rows)} scripts; the expected gain is within "
         f"{_WITHIN * 100:.0f} % of the measured one in {near} of {len(rows)};",
-        f"{quiet} of {len(healthy)} healthy trainings got no advice.",
+        f"{quiet} of {len(healthy)} healthy scripts got no advice.",
         "",
         "| script | first advice | expected gain | source | measured gain (each round) | error |",
         "|---|---|---|---|---|---|",

@@ -189,16 +189,16 @@ def main() -> None:
 _HEAD = """
 # `muster profile`: analysis of large traces
 
-Time and memory that `muster profile` needs to analyze large traces, including the output and the page, in one process. *Memory* is the peak of
-resident memory, *CPU time* that of the process. The events are those of a real run, repeated with shifted times. Written by
+The table shows the time and memory that `muster profile` needs in one process to analyze large traces, print the output and write the page. *Memory*
+is the peak of resident memory, *CPU time* the CPU time of the process. The events come from a real run, repeated with shifted times. Written by
 `benchmarks/profile_size.py`.
 
 | traces | size | on disk | events | steps analyzed | time | CPU time | memory | page |
 |---|---|---|---|---|---|---|---|---|
 """
 _TAIL = """
-The reader reads a trace in pieces of 4 MiB and keeps begin and end of at most three million events. If there are more, it drops the last
-steps (of a single step the second half), and the report says so.
+The reader reads a trace in pieces of 4 MiB and keeps the begin and end times of at most three million events. If there are more, it drops the last
+steps, or the second half of a single step, and the report says so.
 """
 
 

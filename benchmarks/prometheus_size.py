@@ -279,23 +279,23 @@ def page(counted: Counted, block: Block, seen: Live, options: argparse.Namespace
     return f"""\
 # Prometheus for {FLEET:,} hosts: computed and measured
 
-A host with {PER_NODE} GPUs and {PER_NODE} ranks has **{counted.machine} series** ({each}), in a scrape of {counted.answer_bytes / 1000:.0f} kB. Prometheus adds {_OWN_SERIES} of its own
-for each host, and a run has {counted.run}, which one or two hosts export. With {FLEET:,} hosts in one run that is **{fleet:,} series**:
+A host with {PER_NODE} GPUs and {PER_NODE} ranks has **{counted.machine} series** ({each}), in a scrape of {counted.answer_bytes / 1000:.0f} kB. Prometheus adds {_OWN_SERIES} series of its own
+for each host. A run has {counted.run} series, which one or two hosts export. With {FLEET:,} hosts in one run, this gives **{fleet:,} series**:
 
 | scrape interval | samples per second | disk space per day |
 |---|---|---|
 {chr(10).join(rows)}
 
-A sample takes {block.bytes_per_sample:.2f} bytes on disk, index included: measured on a block of {options.hours:g} h with {block.samples:,} samples, in which every value that can change changes
-from one scrape to the next.
+A sample takes {block.bytes_per_sample:.2f} bytes on disk, including the index. This was measured on a block of {options.hours:g} h with {block.samples:,} samples, in which every value that can change
+changes from one scrape to the next.
 
-Compared with a real Prometheus that scraped {nodes} simulated hosts every {every_s:g} s for {options.seconds:.0f} s, all on {os.cpu_count()} cores:
+For comparison, a real Prometheus scraped {nodes} simulated hosts every {every_s:g} s for {options.seconds:.0f} s, all on {os.cpu_count()} cores:
 
 | | computed | measured |
 |---|---|---|
 | series | {series:,} | {seen.series:,} ({_apart(seen.series, series)}) |
 | samples per second | {rate:,.0f} | {seen.samples_per_s:,.0f} ({_apart(seen.samples_per_s, rate)}) |
-| bytes per sample | {block.bytes_per_sample:.2f} (block of {options.hours:g} h) | {seen.snapshot.bytes_per_sample:.2f} (block of {options.seconds / 60:.0f} min, whose index weighs more) |
+| bytes per sample | {block.bytes_per_sample:.2f} (block of {options.hours:g} h) | {seen.snapshot.bytes_per_sample:.2f} (block of {options.seconds / 60:.0f} min, in which the index takes a larger share) |
 | duration of a scrape | | {1000 * seen.scrape_s:.0f} ms (median), {1000 * seen.slowest_s:.0f} ms (longest of the last round) |
 | memory of Prometheus | | {seen.resident_bytes / 2**20:,.0f} MiB resident, {seen.heap_bytes / 2**20:,.0f} MiB heap: {per_series / 1000:.1f} kB per series |
 | CPU cores used | | {seen.processor:.2f} |

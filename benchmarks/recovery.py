@@ -236,9 +236,9 @@ def render(found: Mapping[str, Sequence[float | None]]) -> str:
     lines = [
         "# Recovery time after kill -9 of a rank",
         "",
-        "Written by `benchmarks/recovery.py`: time from the kill to the end of the first optimizer step of all new ranks.",
+        "Written by `benchmarks/recovery.py`. The recovery time runs from the kill to the end of the first optimizer step of all new ranks.",
         "",
-        f"Two ranks, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.0f}.",
+        f"Measured with two ranks on {os.cpu_count()} cores and torch {torch.__version__}, at load {os.getloadavg()[0]:.0f}.",
         "",
         "| | kills | never recovered | median | range |",
         "|---|---|---|---|---|",

@@ -25,6 +25,7 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/hosts/test_elastic.py": [],
     "tests/hosts/test_full_disk.py": [],
+    "tests/hosts/test_hang_command.py": [],
     "tests/hosts/test_join.py": [
         "test_the_pasted_line_is_all_that_a_machine_needs",
         "test_codes_that_are_wrong_or_used_open_nothing",
@@ -85,6 +86,7 @@ DEFAULT: dict[str, list[str]] = {
         "test_one_wrong_value_in_a_million_is_found_with_its_rank[corrupt-sum]",
     ],
     "tests/ranks/test_full_disk_run.py": [],
+    "tests/ranks/test_hang_command.py": ["test_a_stopped_rank_is_named"],
     "tests/ranks/test_kill_matrix.py": [
         "test_every_victim_is_struck_at_every_moment_in_every_layout",
         "test_the_smallest_difference_is_one",
@@ -104,6 +106,10 @@ DEFAULT: dict[str, list[str]] = {
         "test_nothing_is_left_of_a_kernel_that_is_killed[True]",
     ],
     "tests/ranks/test_notebook_page.py": [],
+    "tests/ranks/test_other_launchers.py": [
+        "test_ranks_start_as_they_do_under_torchrun[flags]",
+        "test_the_variables_are_those_of_accelerate[fsdp]",
+    ],
     "tests/ranks/test_plan_memory.py": ["test_a_case_is_found_by_its_name"],
     "tests/ranks/test_plan_rates.py": [],
     "tests/ranks/test_preemption.py": ["test_a_warning_makes_all_ranks_save_and_end_with_the_code_for_going_on"],

@@ -14,7 +14,7 @@ def as_table(lines: Sequence[Line], peers: Sequence[Line]) -> str:
     good = [line for line in lines if "measured_bytes" in line and "planned_bytes" in line]
     parts = [
         "# Predicted and measured peak memory of tensors",
-        "Written by `benchmarks/plan_memory.py`. Method: [Validation of plans](../validation-plan.md#predicted-and-measured-memory).",
+        "Written by `benchmarks/plan_memory.py`. [Validation of plans](../validation-plan.md#predicted-and-measured-memory) describes the method.",
         _summary(lines, good),
         "## By strategy, dtype and model family",
         _by_strategy(good),
@@ -54,7 +54,7 @@ def _summary(lines: Sequence[Line], good: Sequence[Line]) -> str:
     by_draw = [line for line in good if line["seed"] is not None]
     rows = [
         _row(
-            "planned, as by `muster plan`",
+            "planned, as in `muster plan`",
             [_error(one, "planned_bytes") for one in good],
             failed,
         ),
@@ -66,8 +66,8 @@ def _summary(lines: Sequence[Line], good: Sequence[Line]) -> str:
     measured = ""
     if sizes:
         measured = (
-            f"Measured peaks: {min(sizes):.0f} to {max(sizes):.0f} MiB. Cases whose steady steps had different "
-            f"peaks, of which the lowest counts: {varied}."
+            f"The measured peaks range from {min(sizes):.0f} to {max(sizes):.0f} MiB. The peaks of steady steps differed in "
+            f"{varied} of {len(good)} cases; the lowest counts."
         )
     return "\n".join([measured, "", _HEAD, *rows])
 
@@ -106,7 +106,7 @@ def _misses(lines: Sequence[Line], good: Sequence[Line]) -> str:
             rows.append(f"| `{line['name']}` | | | | {why} |")
     if not rows:
         return "No case is off by 0.1 % or more, and none failed."
-    head = "| miss | measured MiB | planned | traced | peak in |\n|---|---|---|---|---|"
+    head = "| case | measured MiB | planned | traced | peak in |\n|---|---|---|---|---|"
     return "\n".join([head, *rows])
 
 

@@ -127,7 +127,7 @@ def _summary(found: Sequence[Result]) -> Iterator[str]:
         ("… of these, traced", [one for one in speed if one.how == "traced"], 0.2),
         ("… of these, by formula", [one for one in speed if one.how == "formula"], 0.2),
         (
-            "peak of tensors (no target: within 10 %)",
+            "peak of tensors (no target; counted: within 10 %)",
             [o for o in found if o.what == "allocated"],
             0.1,
         ),
@@ -168,9 +168,7 @@ def _constants(published: Published, by_trace: traced.Traced) -> Iterator[str]:
     by_formula = formulas.Formulas(published)
     for stack in dict.fromkeys(row.stack for row in published.rows):
         row = published.constant(stack)
-        words = (
-            f"{stack}: {row.name}; formulas {by_formula.constant(stack):.2f} of the bfloat16 rate"
-        )
+        words = f"{stack}, from row {row.name}: formulas use {by_formula.constant(stack):.2f} of the bfloat16 peak rate"
         if by_trace.knows_speed(row):
             words += f", traces {by_trace.constant(stack):.2f} times the usual shares"
         yield words

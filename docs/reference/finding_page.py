@@ -9,6 +9,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src/torchmuster"
 # The command, and the folders or files that create its findings; the first match counts.
 WHO = {
     "`muster doctor`, and `muster check` on each host": ("diagnose/machine",),
+    "`muster hang`": ("diagnose/hang",),
     "`muster check`": ("diagnose", "launch/launcher/compare_nodes.py", "launch/network"),
     "`muster gpus`": ("devices", "cli/gpus.py"),
     "`muster run` and `muster explain`": ("launch",),

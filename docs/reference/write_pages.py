@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchmuster.cli.main import root_parser
+from torchmuster.cli.torchrun_flags import TORCHRUN_FLAGS, flag_table
 from torchmuster.config import fields
 from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS
@@ -29,6 +30,8 @@ def pages() -> dict[Path, str]:
         DOCS / "generated" / "findings.md": _page_of("finding_page"),
         DOCS / "settings.md": _with_table("settings.md", _settings()),
         DOCS / "exit-codes.md": _with_table("exit-codes.md", _exit_codes()),
+        DOCS / "run.md": _with_table("run.md", _torchrun_flags()),
+        DOCS / "run.md": _with_table("run.md", flag_table()),
     }
 
 
@@ -70,6 +73,14 @@ def _settings() -> list[str]:
 def _exit_codes() -> list[str]:
     rows = ["| code | meaning |", "|---|---|"]
     return rows + [f"| {code.value} | {text} |" for code, text in EXIT_CODE_MEANINGS.items()]
+
+
+def _torchrun_flags() -> list[str]:
+    rows = ["| torchrun | `muster run` |", "|---|---|"]
+    for flag in TORCHRUN_FLAGS:
+        shown = f"{flag.name} {flag.value}".strip()
+        rows.append(f"| `{shown}` | {flag.does} |")
+    return rows
 
 
 def _with_table(name: str, rows: list[str]) -> str:

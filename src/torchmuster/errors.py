@@ -32,6 +32,8 @@ class ExitCode(enum.IntEnum):
     NOT_NOW = 3
     SAVED = 75
     INTERRUPTED = 130
+    KILLED = 137
+    TERMINATED = 143
 
 
 EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
@@ -41,6 +43,8 @@ EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
     ExitCode.NOT_NOW: "the requested resource is in use; add --wait or try again later",
     ExitCode.SAVED: "checkpointed after a stop request; rerun to resume",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C",
+    ExitCode.KILLED: "stopped by SIGTERM, but ranks had to be killed after the grace period (--grace)",
+    ExitCode.TERMINATED: "stopped by SIGTERM: muster stop, a scheduler, or a closed terminal",
 }
 
 

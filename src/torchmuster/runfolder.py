@@ -153,13 +153,11 @@ def run_name(run: RunFolder) -> str:
 
 
 def find_run(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
-    """Find a run by folder, id, unique part of an id, or ``last``."""
+    """Find a run by folder, id or unique part of an id."""
     given = RunFolder(Path(run).resolve())  # so that "." has a name as well
     if given.marker.is_file():
         return given
     known = list_runs(root)
-    if str(run) == "last" and known:
-        return known[0]
     matches = [one for one in known if str(run) == one.id] or [
         one for one in known if str(run) in one.id
     ]

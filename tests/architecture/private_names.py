@@ -18,6 +18,7 @@ _NOT_TORCHS = {
     "_ex_iterable": "datasets",
     "_fields": "named tuples",
     "_formatting": "datasets",
+    "_option_string_actions": "argparse",
     "_replace": "named tuples",
     "_v2": "NVML",
     "_v3": "NVML",

@@ -78,6 +78,7 @@ LINES = [
     ["lab", "report", "--help"],
     ["attach", "--help"],
     ["stop", "--help"],
+    ["hang", "--help"],
 ]
 
 

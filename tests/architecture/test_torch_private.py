@@ -110,10 +110,11 @@ def _page() -> str:
         "",
         "<!-- Written by tests/architecture/test_torch_private.py: pytest --snapshot-update renews it. -->",
         "",
-        "torch may change a private name in any version. torchmuster uses these, and each package has them in one file",
-        "(`src/torchmuster/*/torch_private.py`). Where torch lacks one that has no fallback, the command says so at its start.",
+        "Muster uses the private torch names below. torch may change them in any version, so each package keeps its own in one file",
+        "(`src/torchmuster/*/torch_private.py`). The column *without it* says what happens if torch lacks the name: a fallback, or an",
+        "error when the command starts.",
         "",
-        f"Versions on which they were run: {versions}. A name that was run on other versions says so in its row.",
+        f"Tested with torch {versions}. A name that was tested with other versions lists them in its row.",
     ]
     for path in FILES:
         lines += [
@@ -124,6 +125,6 @@ def _page() -> str:
             "|---|---|---|",
         ]
         for one in declared(path):
-            other = "" if one.run_on == RUN_ON else f" (run on {', '.join(one.run_on)})"
+            other = "" if one.run_on == RUN_ON else f" (tested with torch {', '.join(one.run_on)})"
             lines.append(f"| `{one.name}`{other} | {one.use} | {one.without or 'error'} |")
     return "\n".join(lines) + "\n"

@@ -68,9 +68,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
     (wheel,) = wheels.glob("torchmuster-*.whl")
     call(*pip, "download", "-q", "-d", wheels, "torch==2.13.0", wheel)
     flags = "--no-index --find-links /tmp/dist"
-    build = ("podman", "build", "-f", context / "deploy/Dockerfile", "-t", name)
-    build += ("--build-arg", f"BASE={base}", "--build-arg", f"PIP_FLAGS={flags}", context)
-    call(*build, **environment)
+    arguments = ("--build-arg", f"BASE={base}", "--build-arg", f"PIP_FLAGS={flags}")
+    file = context / "deploy/Dockerfile"
+    call("podman", "build", "-f", file, "-t", name, *arguments, context, **environment)
     yield name, environment
     call("podman", "rmi", "-f", name, base, **environment)
 

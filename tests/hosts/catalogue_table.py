@@ -15,10 +15,10 @@ from hosts.catalogue import GROUPS, Catalogued
 TABLE = Path(__file__).parents[2] / "docs" / "measured" / "faults.md"
 HEAD = """# Fault catalogue of `muster check`
 
-Each fault was injected on two to four hosts (network namespaces), and `muster check` ran on the first one, on two cores. *Applied* means that the
-test ran the command of the fix, and the next check no longer found the fault. The second column is what torch 2.13 prints for the same
-fault without muster; … means that it was not observed. Method and faults that could not be injected:
-[Fault catalogue](../validation.md#fault-catalogue). Written by `tests/hosts/catalogue_table.py`.
+Each fault was injected on two to four hosts (network namespaces), and `muster check` ran on the first host, on two cores. *Applied* means that the
+test ran the command of the fix, and the next check no longer found the fault. The second column shows what torch 2.13 prints for the same fault
+without Muster; … means that this was not observed. [Fault catalogue](../validation.md#fault-catalogue) describes the method, and lists the faults
+that could not be injected. Written by `tests/hosts/catalogue_table.py`.
 
 """
 

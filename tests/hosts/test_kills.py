@@ -85,7 +85,7 @@ def test_a_reaper_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_path
 def test_ranks_that_ignore_the_request_to_end_do_not_hide_who_failed(
     lab2: Lab, tmp_path: Path
 ) -> None:
-    options = ["--hosts", "node1:1,node2:2"]
+    options = ["--hosts", "node1:1,node2:2", "--grace", "5s"]
     script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
     run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
     run.wait_for_ranks("ignoring", ranks=3)

@@ -1,12 +1,14 @@
 """A small training, as anybody would write it for torchrun, that hangs or dies in the ways it is told.
 
-``python kinds_of_hang.py KIND…``: each in turn; those that can end go on when the file ``KIND.over`` is there.
+``python kinds_of_hang.py KIND…``: each in turn; those that can end go on when the file ``KIND.over`` is there. The file
+``KIND.holds`` is there once a rank keeps the others waiting.
 """
 
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def hold(kind: str) -> None:
+    Path(f"{kind}.holds").touch()
     while not Path(f"{kind}.over").exists():
         time.sleep(0.1)
 
@@ -65,8 +68,9 @@ class Training:
         self.model = DistributedDataParallel(self.net)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
-    def epoch(self, batches: int, *, slow: bool = False) -> None:
-        for samples in DataLoader(Samples(2 * batches, slow=slow), batch_size=2):
+    def epoch(self, batches: int, *, slow: bool = False, workers: int = 0) -> None:
+        data = Samples(2 * batches, slow=slow)
+        for samples in DataLoader(data, batch_size=2, num_workers=workers):
             self.optimizer.zero_grad()
             self.model(samples).sum().backward()
             self.optimizer.step()
@@ -75,6 +79,9 @@ class Training:
 
     def loader(self) -> None:
         self.epoch(4, slow=self.rank == 1)
+
+    def worker(self) -> None:
+        self.epoch(4, slow=self.rank == 1, workers=1)
 
     def forward(self) -> None:
         self.net.asleep = self.rank == 1
@@ -86,8 +93,17 @@ class Training:
             hold("user_code")
         self.epoch(2)
 
+    def lock(self) -> None:
+        if self.rank == 1:
+            lock = threading.Lock()
+            with lock:
+                Path("lock.holds").touch()
+                lock.acquire()
+        self.epoch(2)
+
     def stopped(self) -> None:
         if self.rank == 1:
+            Path("stopped.holds").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         self.epoch(2)
 
@@ -95,6 +111,7 @@ class Training:
 
     def only_rank_0(self) -> None:
         if self.rank == 0:
+            Path("only_rank_0.holds").touch()
             dist.all_reduce(torch.ones(3))
         dist.barrier()
 
@@ -139,6 +156,12 @@ class Training:
         self.epoch(2)
 
     # ---- slow, but well
+
+    def uneven_steps(self) -> None:
+        Path("uneven_steps.holds").touch()
+        for _ in range(1000):
+            time.sleep(0.5 + 2 * self.rank)
+            self.epoch(1)
 
     def one_compiles(self) -> None:
         end = time.monotonic() + float(os.environ.get("SLOW_S", "14"))

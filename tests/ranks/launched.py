@@ -18,7 +18,7 @@ from torchmuster.runfolder import RunFolder, list_runs
 
 # Inherited by everything that a run starts, also by what no longer has a parent.
 MARK = "TEST_LAUNCHED_MARK"
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
 
 # Ranks that say when they are there, and then wait for their end.
 WAITING = """\
@@ -59,7 +59,7 @@ class Launched:
         env: Mapping[str, str],
         before: tuple[str, ...] = (),
     ) -> None:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
         self.folder = folder
         self.mark = os.urandom(8).hex()
         self.process = subprocess.Popen(

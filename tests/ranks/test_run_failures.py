@@ -226,7 +226,7 @@ def test_ranks_that_are_saving_get_the_whole_grace(muster: Muster, own_machine: 
         text=True,
         timeout=GIVE_UP_S,
     )
-    assert done.returncode == 130, done
+    assert done.returncode == 143, done
     (run,) = list_runs(own_machine / "runs")
     for rank in (0, 1):
         assert f"saved {rank}\n" in run.rank_log(rank).read_text()

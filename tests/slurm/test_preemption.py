@@ -87,8 +87,10 @@ def test_what_slurm_interrupts_goes_on_bitwise_as_if_it_had_not(
     await_until(lambda: _phase(job_folder) == "finished", "its end")
 
     log = (job_folder / "runs" / f"slurm-{job}.log").read_text()
-    assert re.search(rf"saved at step {first} .*\(SIGTERM to rank ", log)
-    assert re.search(rf"saved at step {second} .*\(SIGUSR1 to rank ", log)
+    assert re.search(
+        rf"saved at step {first} .*\(SIGTERM to (the launcher\)|the node agent on )", log
+    )
+    assert re.search(rf"saved at step {second} .*\(SIGUSR1 to the launcher\)", log)
     assert log.count(f"requeueing job {job};") == 1
     assert log.count("requeued the job") == 2
     assert f"resuming from step {first}" in log

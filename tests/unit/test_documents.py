@@ -125,6 +125,10 @@ def test_the_plan_that_is_shown_first_is_the_one_that_is_made(
     assert [line for line in shown[1].splitlines() if line not in (*made.splitlines(), "…")] == []
 
 
+# What follows is a command of another launcher, or the script's.
+FOREIGN = ("--", "torchrun", "accelerate", "python")
+
+
 def commands_shown(document: Path) -> Iterator[list[str]]:
     """Return the words of each ``muster …`` that a document shows, as far as they are the command's own."""
     text = document.read_text(encoding="utf-8")
@@ -133,7 +137,7 @@ def commands_shown(document: Path) -> Iterator[list[str]]:
     for line in shown:
         words = re.split(r" [|>&#]|\|\||;|\\$", line)[0].split()
         script = next(
-            (n for n, one in enumerate(words) if one.endswith(".py") or one == "--"), None
+            (n for n, one in enumerate(words) if one.endswith(".py") or one in FOREIGN), None
         )
         yield words[1:script]
 

@@ -83,7 +83,7 @@ def test_the_order_of_the_drawing_puts_each_class_below_its_parent() -> None:
 def test_every_exit_code_is_explained() -> None:
     assert set(EXIT_CODE_MEANINGS) == set(ExitCode)
     assert all(EXIT_CODE_MEANINGS.values())
-    assert [code.value for code in ExitCode] == [0, 1, 2, 3, 75, 130]
+    assert [code.value for code in ExitCode] == [0, 1, 2, 3, 75, 130, 137, 143]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ def run_probe_on_machines(
         code = launch_job(spec, transport, run, lambda _: console)
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
+    if code in (ExitCode.TERMINATED, ExitCode.KILLED):
+        raise SystemExit(code)
     if code != ExitCode.GOOD:
         raise _failed(doing, console.findings)
     found = answers_in(console.texts, answer)

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 from torchmuster.cli import output, parsers
+from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode
-from torchmuster.runfolder import RunFolder, find_run
+from torchmuster.runfolder import RunFolder
 
 _LOOK_EVERY_S = 0.1
 
@@ -22,16 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster attach last                 the newest run in ./runs",
+            "muster attach                      the running one of ./runs, else the newest",
             "muster attach 20260131-1200        a unique part of its id",
         ],
     )
-    parsers.add_run_argument(parser)
+    parsers.add_run_argument(parser, default="the running one, else the newest")
     parser.set_defaults(run=_run_attach)
 
 
 def _run_attach(options: argparse.Namespace) -> int:
-    run = find_run(options.which, options.runs)
+    run = choose_run(options.which, options.runs, "running")
     try:
         return follow(run)
     except KeyboardInterrupt:

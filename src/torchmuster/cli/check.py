@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -121,19 +120,11 @@ def _machines(
         return spec, host.transport_for_guests(options.join, stream=stream)
     if inside := slurm_run.transport_inside(spec):
         return spec, inside
-    if not spec.hosts and spec.ranks is None and not _sees_gpus(spec):
+    on_cpu = spec.device == "cpu" or not job_flags.sees_gpus()
+    if not spec.hosts and spec.ranks is None and on_cpu:
         # One rank has no other rank to communicate with.
         spec = dataclasses.replace(spec, ranks=_RANKS_ON_A_CPU)
     return spec, transport_for(spec, resolved.settings.launch.remote_python or sys.executable)
-
-
-def _sees_gpus(spec: JobSpec) -> bool:
-    from torchmuster.devices import snapshot
-    from torchmuster.devices.visibility import visible
-
-    return spec.device != "cpu" and bool(
-        visible(snapshot.take_snapshot().accelerators, os.environ).devices
-    )
 
 
 def examine(

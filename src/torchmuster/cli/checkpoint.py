@@ -17,12 +17,13 @@ from torchmuster.checkpoints.places import open_store, place_of
 from torchmuster.checkpoints.store import Store, step_of
 from torchmuster.checkpoints.verify import look_at_checkpoint, newest_first, verify_checkpoint
 from torchmuster.cli import output, parsers
+from torchmuster.cli.which_run import choose_run
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.settings import Settings
 from torchmuster.errors import ConfigError, ExitCode, Impossible, MusterError
 from torchmuster.finding import Finding
 from torchmuster.redaction import harmless
-from torchmuster.runfolder import RunFolder, find_run
+from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_bytes, plural
 
 
@@ -83,7 +84,7 @@ def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
     folder = Path(place)
     if folder.is_dir() and not RunFolder(folder).marker.is_file():
         return Meant(store=open_store(folder), wanted=wanted, run=_run_above(folder))
-    run = find_run(place, runs)
+    run = choose_run(place, runs, "training")
     settings = _settings_of(run)
     given = settings.checkpoint.folder if settings else None
     return Meant(store=open_store(place_of(run, given)), wanted=wanted, run=run)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import output, parsers
+from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.redaction import harmless
-from torchmuster.runfolder import find_run
 
 if TYPE_CHECKING:
     from torchmuster.launch.history.failure_report import FailureReport
@@ -36,14 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster explain --dumps FOLDER      compare flight recorder dumps: rank-<n>.json",
         ],
     )
-    parser.add_argument(
-        "which",
-        metavar="RUN",
-        nargs="?",
-        default="last",
-        help="a run's id, part of it, its folder, or: last (the default)",
-    )
-    parsers.add_runs_flag(parser)
+    parsers.add_run_argument(parser, default="the newest")
     parser.add_argument(
         "--dumps", type=Path, metavar="DIR", help="compare these flight recorder dumps instead"
     )
@@ -56,7 +49,7 @@ def _run_explain(options: argparse.Namespace) -> int:
         return _compare_dumps(options.dumps, as_json=options.json)
     from torchmuster.launch.history.failure_report import failure_report_of
 
-    account = failure_report_of(find_run(options.which, options.runs))
+    account = failure_report_of(choose_run(options.which, options.runs, "newest"))
     if options.json:
         _print_json(account)
     else:
@@ -91,6 +84,7 @@ def _print_json(account: "FailureReport") -> None:
             "folder": str(story.run.path),
             "phase": state.phase if state else None,
             "exit_code": state.exit_code if state else None,
+            "killed_ranks": list(state.killed_ranks) if state else [],
             "started_unix_s": state.started_unix_s if state else None,
             "since_unix_s": state.since_unix_s if state else None,
             "command": job.command if job else None,

@@ -120,7 +120,6 @@ def add_run_flags(
     *,
     named: str = "the script's name",
     usual_restarts: int = 0,
-    usual_grace_s: float = 5.0,
 ) -> Any:
     """Add the flags for restarts, shutdown, hangs, and the run's name and folder."""
     parser.set_defaults(usual_restarts=usual_restarts)
@@ -135,9 +134,9 @@ def add_run_flags(
     when.add_argument(
         "--grace",
         type=duration,
-        default=usual_grace_s,
         metavar="DURATION",
-        help=f"kill ranks that have not exited DURATION after SIGTERM ({usual_grace_s:.0f}s)",
+        help=f"kill ranks that have not exited DURATION after SIGTERM ({Limits.grace_s:.0f}s, or less if Slurm or "
+        "Kubernetes kills them earlier)",
     )
     when.add_argument(
         "--end-hangs-after",
@@ -213,7 +212,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         limits=Limits(
             join_s=options.join_timeout,
             lost_after_s=options.lost_after,
-            grace_s=options.grace,
+            grace_s=Limits.grace_s if options.grace is None else options.grace,
             end_hangs_s=getattr(options, "end_hangs_after", None),  # muster check has no such flag
         ),
     )
@@ -307,6 +306,14 @@ def named_variables(words: list[str]) -> dict[str, str]:
             )
         chosen[name] = value if equals else os.environ[name]
     return chosen
+
+
+def sees_gpus() -> bool:
+    """Return whether this process sees GPUs of this host."""
+    from torchmuster.devices import snapshot
+    from torchmuster.devices.visibility import visible
+
+    return bool(visible(snapshot.take_snapshot().accelerators, os.environ).devices)
 
 
 def count(text: str) -> int:

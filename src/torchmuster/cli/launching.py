@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torchmuster.cli import job_flags, output, slurm_run
@@ -143,6 +144,7 @@ def start(
             fix=f"muster {options.words[0]} --slurm --dry-run …  # outside a job: shows its script",
         )
     transport = transport or transport_for(spec, python)
+    spec = _with_grace(options, spec)
     run = (
         slurm_run.earlier_run(spec, options.runs)
         or run
@@ -153,6 +155,17 @@ def start(
     if options.detach:
         return detach(run, lambda: _stay_to_the_end(spec, transport, run))
     return _stay_to_the_end(spec, transport, run)
+
+
+def _with_grace(options: argparse.Namespace, spec: JobSpec) -> JobSpec:
+    """Return the job with a grace period that fits into what the scheduler of this process allows."""
+    from torchmuster.launch.schedulers.time_limits import grace_within_limit
+
+    given = options.grace is not None
+    chosen = grace_within_limit(spec.limits.grace_s, given=given, environment=os.environ)
+    if chosen.reason:
+        output.say(f"muster: {chosen.reason}")
+    return replace(spec, limits=replace(spec.limits, grace_s=chosen.value))
 
 
 def _stay_to_the_end(spec: JobSpec, transport: Transport, run: RunFolder) -> int:

@@ -4,8 +4,9 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchmuster import __version__
 from torchmuster.cli import output, parsers, scripts
@@ -41,6 +42,9 @@ COMMANDS = {
     "explain": Command(
         "torchmuster.cli.explain", "report what happened to a run, why, and how to fix it"
     ),
+    "hang": Command(
+        "torchmuster.cli.hang", "name the rank that keeps a hanging torchrun job waiting"
+    ),
     "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export checkpoints"),
     "watch": Command("torchmuster.cli.watch", "monitor a run live, with alerts"),
     "top": Command("torchmuster.cli.top", "show all GPUs and ranks, live"),
@@ -70,28 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     output.replace_what_cannot_be_shown()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    words, command = scripts.split_off(words) if _takes_script(words) else _split_off_command(words)
-    words = scripts.with_joined_values(words)
-    parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
-    options, unknown = parser.parse_known_args(words)
-    if unknown:
-        hint = _hint(words, unknown)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    if not hasattr(options, "run"):  # muster, or muster lab: the help says what is missing
-        options.incomplete.print_help()
-        return ExitCode.IMPOSSIBLE
-    if command is not None and not hasattr(options, "command"):
-        parser.error("this command does not take a command after --")
-    if command is not None:
-        options.command = command
-    options.words = words
     code = int(ExitCode.GOOD)
     try:
         try:
-            code = int(options.run(options))
+            code = _run_command(words)
         except MusterError as error:
             code = error.exit_code
-            output.show_error(error, as_json=getattr(options, "json", False))
+            output.show_error(error, as_json="--json" in _split_off(words)[0])
         sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -104,6 +93,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.say(f"failure  cannot write the output: {error.strerror or error}")
         return ExitCode.FAILED
     return code
+
+
+def _run_command(arguments: Sequence[str]) -> int:
+    words, command = _split_off(arguments)
+    if words[:1] == ["run"]:
+        from torchmuster.cli import other_launchers
+
+        words, command = other_launchers.muster_words(arguments, os.environ, Path.cwd())
+    words = scripts.with_joined_values(words)
+    parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        flags = options.incomplete._option_string_actions
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(words, unknown, flags)}")
+    if not hasattr(options, "run"):  # muster, or muster lab: the help says what is missing
+        options.incomplete.print_help()
+        return ExitCode.IMPOSSIBLE
+    if command is not None and not hasattr(options, "command"):
+        parser.error("this command does not take a command after --")
+    if command is not None:
+        options.command = command
+    options.words = words
+    return int(options.run(options))
 
 
 def _forget_output() -> None:
@@ -136,11 +148,23 @@ def _takes_script(words: Sequence[str]) -> bool:
     return next((word in _TAKE_SCRIPT for word in words if word in COMMANDS), False)
 
 
-def _hint(words: Sequence[str], unknown: Sequence[str]) -> str:
-    if _takes_script(words):
-        return "; put the script's own flags after the script"
+def _hint(words: Sequence[str], unknown: Sequence[str], flags: Collection[str]) -> str:
     files = [word for word in unknown if word.endswith((".yaml", ".yml")) and word[0] != "-"]
-    return f"; give a settings file with --config {files[0]}" if files else ""
+    if files and not _takes_script(words):
+        return f"; give a settings file with --config {files[0]}"
+    flag = unknown[0].partition("=")[0]
+    if flag.startswith("--"):
+        from torchmuster.cli import other_launchers
+
+        takes_torchruns = words[:1] == ["run"]
+        if hint := other_launchers.hint_for(flag, flags, takes_torchruns=takes_torchruns):
+            return f"; {hint}"
+    return "; put the script's own flags after the script" if _takes_script(words) else ""
+
+
+def _split_off(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Split off the script, or the command after ``--``."""
+    return (scripts.split_off if _takes_script(words) else _split_off_command)(list(words))
 
 
 def _split_off_command(words: list[str]) -> tuple[list[str], list[str] | None]:

@@ -46,13 +46,13 @@ def show_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> N
         parser.epilog = "\n  ".join(["examples:", *examples])
 
 
-def add_run_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add ``RUN`` and ``--runs``, for the commands that take one run."""
+def add_run_argument(parser: argparse.ArgumentParser, *, default: str = "") -> None:
+    """Add ``RUN`` and ``--runs``, for the commands that take one run; it is required if it has no default."""
     parser.add_argument(
         "which",
         metavar="RUN",
-        nargs=None if required else "?",
-        help="a run's id, part of it, its folder, or: last",
+        nargs="?" if default else None,
+        help="a run's id, part of it, its folder, or: last" + f" ({default})" * bool(default),
     )
     add_runs_flag(parser)
 

@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nA script for torchrun needs no change. Each rank gets its RANK, "
         "its log and "
-        "its devices;\nif a rank fails, all others are stopped and its error is shown."
+        "its devices;\nif a rank fails, all others are stopped and its error is shown. Flags of "
+        "torchrun, such as\n--nproc-per-node 2, and whole commands of torchrun, accelerate launch "
+        "and python work as well."
     )
     parsers.show_examples(
         parser,
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster run --slurm --nodes 2 --gpus-per-node 8 train.py    as a Slurm job",
             "muster run --detach train.py                  run in the background",
             "muster run --dry-run train.py                 show what would be started",
+            "muster run torchrun --nproc-per-node 2 train.py    a command, pasted whole",
         ],
     )
     job_flags.add_machine_flags(parser)

@@ -7,13 +7,14 @@ from typing import Any
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.config import add_set_flag
+from torchmuster.cli.which_run import choose_run
 from torchmuster.config.here import SINK_LIBRARIES, check_sinks
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
 from torchmuster.redaction import printable, redact_text
-from torchmuster.runfolder import RunFolder, find_run, list_runs
+from torchmuster.runfolder import RunFolder, list_runs
 from torchmuster.units import format_seconds, plural
 
 
@@ -50,7 +51,7 @@ def _run_export(options: argparse.Namespace) -> int:
     from torchmuster.monitor.sinks.sending import Sending
     from torchmuster.monitor.sinks.sink import open_sink, wanted_by
 
-    run = find_run(options.which, options.runs)
+    run = choose_run(options.which, options.runs, "training")
     if not any((run.metrics / f"{name}.jsonl").is_file() for name in ("steps", "evaluations")):
         raise Impossible(
             f"{run.id} has no metrics",

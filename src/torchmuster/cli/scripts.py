@@ -3,11 +3,13 @@
 import argparse
 import importlib.machinery
 import importlib.util
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.errors import Impossible
+from torchmuster.redaction import printable
 
 # Flags whose value can be any text, also one that ends in .py.
 _TAKE_A_TEXT = frozenset(
@@ -42,14 +44,34 @@ class Script:
         return word.rpartition(".")[2] if self.module else Path(word).stem
 
 
-def split_off(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Split a command line at the script: after ``--``, at ``-m`` or at a ``.py`` file."""
+# Flags of muster run that people also type after the script.
+_MUSTERS = (
+    *("--dry-run", "--help", "--json", "--detach", "--slurm", "--hosts", "--ranks", "--num-gpus"),
+    *("--gpu-ids", "--max-restarts", "--share", "--wait", "--grace"),
+)
+_PARSERS = ("argparse", "ArgumentParser", "click", "typer", "fire", "tyro", "absl", "hydra")
+
+
+def split_off(
+    words: list[str],
+    *,
+    takes_text: Collection[str] = (),
+    starts: Callable[[str], bool] = lambda _: False,
+) -> tuple[list[str], list[str] | None]:
+    """Split a command line at the script: after ``--``, at ``-m`` or at a ``.py`` file.
+
+    ``takes_text`` are more flags whose value is no script; ``starts`` says which other words, such
+    as ``torchrun``, begin a command.
+    """
     for place, word in enumerate(words):
         if word == "--":
             return words[:place], words[place + 1 :]
-        if place and words[place - 1] in _TAKE_A_TEXT:
+        before = words[place - 1].replace("_", "-") if place else ""
+        if before in _TAKE_A_TEXT or before in takes_text:
             continue
-        if word == "-m" or (word.endswith(".py") and not word.startswith("-")):
+        if word in ("-m", "--module"):
+            return words[:place], ["-m", *words[place + 1 :]]
+        if not word.startswith("-") and (word.endswith(".py") or starts(word)):
             return words[:place], words[place:]
     return words, None
 
@@ -63,6 +85,59 @@ def with_joined_values(words: list[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+def without_musters_flags(
+    command: Sequence[str], words: Sequence[str], folder: Path
+) -> tuple[list[str], str]:
+    """Return the script's command, and a note about flags of muster after the script.
+
+    Those belong to the script. ``--dry-run`` is refused unless the script mentions it or it follows
+    ``--``: people who type it do not want to start anything.
+    """
+    place = 2 if command[0] == "-m" else 1
+    arguments = list(command[place:])
+    dashes = next(
+        (n for n, one in enumerate(arguments[1:]) if arguments[n] == "--" and one in _MUSTERS), None
+    )
+    if dashes is not None:
+        return [*command[:place], *arguments[:dashes], *arguments[dashes + 1 :]], ""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    text = _script_text(command, folder)
+    found = [one for one in own if one.partition("=")[0] in _MUSTERS and not _mentions(text, one)]
+    if not found:
+        return list(command), ""
+    script = command[place - 1]
+    if "--dry-run" in found:
+        left = [*command[:place], *(one for one in arguments if one != "--dry-run")]
+        raise Impossible(
+            f"--dry-run is after {script}, so it belongs to the script",
+            why="flags of muster come before the script"
+            + (f"; {script} does not mention --dry-run" if text else ""),
+            fix=f"muster {printable([*words, '--dry-run', *left])}  # to pass it to the script: "
+            f"muster {printable([*words, *left])} -- --dry-run",
+        )
+    flags = shlex.join(found)
+    verb = "is" if len(found) == 1 else "are"
+    return list(
+        command
+    ), f"{flags} {verb} passed to {script}; flags of muster come before the script"
+
+
+def _script_text(command: Sequence[str], folder: Path) -> str:
+    try:
+        return (folder / command[0]).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # a module
+        return ""
+
+
+def _mentions(text: str, word: str) -> bool:
+    """Return whether the script's text has a flag: as such, as a field, or by its parser's help."""
+    flag = word.partition("=")[0]
+    field = flag[2:].replace("-", "_")
+    if flag == "--help":
+        return any(one in text for one in _PARSERS)
+    return flag in text or ("_" in field and field in text)
 
 
 def script_from(options: argparse.Namespace, folder: Path) -> Script:

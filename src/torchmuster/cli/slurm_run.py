@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchmuster.cli import job_flags, output
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.launch.job import JobSpec
+from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 
@@ -118,12 +118,28 @@ def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
 
 def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
     """Reject Slurm flags without ``--slurm``."""
+    if options.nodes is not None:
+        raise _hosts_unknown(options.words[0], options.nodes)
     for flag, (name, *_) in _VALUES.items():
         if getattr(options, name) is not None:
             raise Impossible(
                 f"{flag} works only with Slurm or Kubernetes",
                 fix=f"muster {options.words[0]} --slurm {flag} …, or leave {flag} out",
             )
+
+
+def _hosts_unknown(command: str, nodes: NodeCounts) -> Impossible:
+    join = {
+        "run": f", or muster host --nnodes {nodes} … (prints what to paste on the others)",
+        "check": f", or --join {nodes.most}",
+    }
+    return Impossible(
+        f"--nodes {nodes}, but only this host is known",
+        why="muster starts the ranks of all hosts with one command: over ssh, in a Slurm job, or "
+        "on hosts that join",
+        fix=f"muster {command} --slurm --nodes {nodes} …, or muster {command} --hosts a,b …"
+        f"{join.get(command, '')}",
+    )
 
 
 def for_so_many(options: argparse.Namespace, spec: JobSpec, machines: int) -> JobSpec:

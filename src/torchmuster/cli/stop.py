@@ -8,9 +8,10 @@ import psutil
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.job_flags import duration
+from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
-from torchmuster.runfolder import RunFolder, find_run
+from torchmuster.runfolder import RunFolder
 
 _SAY_EVERY_S = 5.0
 # Time that the launcher may take after the ranks' grace period to stop the other hosts and itself.
@@ -28,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster stop last                   the newest run in ./runs",
+            "muster stop                        the running one of ./runs",
             "muster stop 20260131-1200          a unique part of its id",
             "muster stop /data/runs/20260131-120000-train-1a2b",
         ],
     )
-    parsers.add_run_argument(parser)
+    parsers.add_run_argument(parser, default="the running one, if there is only one")
     parser.add_argument(
         "--within",
         type=duration,
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_stop(options: argparse.Namespace) -> int:
-    run = find_run(options.which, options.runs)
+    run = choose_run(options.which, options.runs, "running", only_one=True)
     job, state = run_state.await_job(run), run_state.read_state(run)
     if job is None:
         raise Impossible(

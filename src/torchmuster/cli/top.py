@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import output, parsers
+from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.runfolder import find_run
 
 if TYPE_CHECKING:
     from torchmuster.monitor.views.top_app import TopApp
@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster top                    this machine's GPUs, and the ranks of all runs",
-            "muster top last               the newest run, on all its hosts",
+            "muster top last               the running one, else the newest, on all its hosts",
             "muster top --once             print it once, as text",
             "muster top --sort others      ranks that wait most for others first",
         ],
     )
-    parsers.add_run_argument(parser, required=False)
+    parsers.add_run_argument(parser, default="all that are running")
     parser.add_argument("--once", action="store_true", help="print it once as text, and exit")
     parser.add_argument(
         "--sort",
@@ -59,7 +59,7 @@ def _run_top(options: argparse.Namespace) -> int:
     from torchmuster.monitor.views.top_picture import TopWatch
     from torchmuster.monitor.views.top_screen import TopView, top_screen
 
-    run = find_run(options.which, options.runs) if options.which else None
+    run = choose_run(options.which, options.runs, "running") if options.which else None
     live = not options.once and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     app = _app() if live else None
     view = TopView(order=options.sort)

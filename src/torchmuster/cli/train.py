@@ -15,6 +15,7 @@ from torchmuster.cli import job_flags, output, parsers, slurm_run
 from torchmuster.cli.config import settings_from
 from torchmuster.cli.launching import start, transport_for
 from torchmuster.cli.scripts import Script
+from torchmuster.cli.which_run import choose_run
 from torchmuster.config.here import check_here
 from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved, resolve_settings
@@ -41,7 +42,7 @@ from torchmuster.plan.timing import calibration
 from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.redaction import HIDDEN
-from torchmuster.runfolder import RunFolder, create_run_folder, find_run, write_atomically
+from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
 from torchmuster.units import format_seconds
 
 
@@ -110,7 +111,7 @@ _LOOK_EVERY_S = 0.25
 
 def take_run(options: argparse.Namespace) -> RunFolder:
     """Find the run that ``--resume`` names, and apply its settings and its job to the options."""
-    run = find_run(options.resume, options.runs)
+    run = choose_run(options.resume, options.runs, "resume")
     if options.config is not None:
         raise Impossible(
             f"--resume {options.resume} and --config {options.config} were both given",
@@ -245,7 +246,6 @@ def _train_shown(value: object) -> str:
 
 
 WORKER = "torchmuster.worker"
-_TO_SAVE_S = 30.0  # grace period to save a checkpoint; the default of Slurm and Kubernetes
 # torch's CUDA allocator: expandable segments reduce fragmentation, and muster plan assumes them.
 ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 _DEVICES = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
@@ -268,7 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster train --config config.yaml --hosts a,b        two hosts over ssh",
             "muster train --config config.yaml --plan             plan for this machine first",
             "muster train --config config.yaml --dry-run          show what would be started",
-            "muster train --resume last                           resume the newest run",
+            "muster train --resume last                           resume the last training",
             "muster train --resume last --set train.steps=2000    resume it and train longer",
         ],
     )
@@ -284,7 +284,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         named="experiment_name",
         usual_restarts=job_flags.USUAL_RESTARTS,
-        usual_grace_s=_TO_SAVE_S,
     )
     when.add_argument(
         "--check", action="store_true", help="check the hosts and their connections first"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from torchmuster.cli import output, parsers, reporting, serving_flags
+from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.redaction import harmless
-from torchmuster.runfolder import find_run
 
 if TYPE_CHECKING:
     from torchmuster.monitor.views.run_picture import RunPicture
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster watch last                  curves, where the time goes, ranks, alerts",
-            "muster watch last --once           print it once, as text",
-            "muster watch last --browser        show it as a live page",
-            "muster watch last --report r.html  write a self-contained page, for a ticket",
-            "muster watch last --lines --webhook https://hooks.example/…   send alerts to a chat",
+            "muster watch                       curves, where the time goes, ranks, alerts",
+            "muster watch --once                print it once, as text",
+            "muster watch --browser             show it as a live page",
+            "muster watch --report r.html       write a self-contained page, for a ticket",
+            "muster watch --lines --webhook https://hooks.example/…   send alerts to a chat",
         ],
     )
-    parsers.add_run_argument(parser)
+    parsers.add_run_argument(parser, default="the running one, else the newest")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print it once, and exit")
     how.add_argument(
@@ -70,7 +70,7 @@ def _run_watch(options: argparse.Namespace) -> int:
     from torchmuster.monitor.views.run_screen import run_screen
 
     _refuse_flags_without_browser(options)
-    run = find_run(options.which, options.runs)
+    run = choose_run(options.which, options.runs, "running")
     if options.report is not None:
         reporting.write(run, options.report)
         output.say(f"muster: report in {options.report}")
@@ -111,7 +111,7 @@ def _refuse_flags_without_browser(options: argparse.Namespace) -> None:
         raise Impossible(
             "--address, --port, --token-file and --certificate work only with --browser",
             why="without --browser nothing is served",
-            fix=f"muster watch {options.which} --browser …",
+            fix=f"muster watch {options.which or ''} --browser …".replace("  ", " "),
         )
 
 

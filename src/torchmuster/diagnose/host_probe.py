@@ -23,6 +23,8 @@ VERBS = {
     "serve": "torchmuster.diagnose.links.serve:open_service",
     "call": "torchmuster.diagnose.links.call:call",
     "close": "torchmuster.diagnose.links.serve:close_service",
+    "find-ranks": "torchmuster.diagnose.hang.rank_processes:find_ranks",
+    "look-at-ranks": "torchmuster.diagnose.hang.rank_stacks:look_at_ranks",
 }
 
 Verb = Callable[[Any], Awaitable[Any]]

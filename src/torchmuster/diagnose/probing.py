@@ -2,17 +2,15 @@
 
 import asyncio
 import dataclasses
-import itertools
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
+from torchmuster.diagnose.probe_client import HOST_PROBE, ProbeClient
 from torchmuster.diagnose.rank_record import RankRecord, records_from
-from torchmuster.errors import MachineLost, MusterError
+from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
@@ -20,23 +18,18 @@ from torchmuster.launch.launcher.node_handle import NodeHandle, Word
 from torchmuster.launch.launcher.session import Console, Session
 from torchmuster.launch.network.reach import name_several
 
-HOST_PROBE = "torchmuster.diagnose.host_probe"
 _START_WITHIN_S = 20.0
 _WORDS_SHOWN = 4
 
 
-class HostProbe:
-    """The probe program on one host; handles several requests in parallel."""
+class HostProbe(ProbeClient):
+    """The probe program next to a node agent."""
 
     def __init__(self, node: NodeHandle) -> None:
         assert node.record is not None
-        self.name = node.name
+        super().__init__(node.name, lambda line: node.channel.send(protocol.Relay(text=line)))
         self.place = node.place
         self.record = node.record
-        self._node = node
-        self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._gone = ""
 
     @classmethod
     async def engage(cls, node: NodeHandle) -> "HostProbe":
@@ -45,57 +38,11 @@ class HostProbe:
         await node.engage(HOST_PROBE, examiner._hear, within_s=_START_WITHIN_S)
         return examiner
 
-    async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
-        """Return the answer; raise the error that the host sends instead, or a timeout."""
-        if self._gone:
-            raise self._lost()
-        number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        line = json.dumps({"id": number, "verb": verb, "argument": argument})
-        try:
-            async with asyncio.timeout(within_s):
-                await self._node.channel.send(protocol.Relay(text=line))
-                return await answer
-        except TimeoutError:
-            raise MusterError(
-                f"{self.name} did not answer within {within_s:g} s",
-                why=f"the request was {verb!r}; the host is overloaded, or a process on it hangs",
-            ) from None
-        finally:
-            self._asked.pop(number, None)
-
     def _hear(self, word: Word) -> None:
         if isinstance(word, protocol.SidecarEnded):
-            self._gone = _end_probing(word)
-            for answer in self._asked.values():
-                if not answer.done():
-                    answer.set_exception(self._lost())
-            return
-        try:
-            said = json.loads(word.text)
-            answer = self._asked[said["id"]]
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # the caller has given up, or it is not an answer
-            return
-        if answer.done():
-            return
-        if "error" in said:
-            answer.set_exception(self._error(said["error"]))
+            self.end(_end_probing(word))
         else:
-            answer.set_result(said.get("answer"))
-
-    def _error(self, told: Any) -> MusterError:
-        parts = told if isinstance(told, dict) else {}
-        what, why, fix = (str(parts.get(name, "")) for name in ("what", "why", "fix"))
-        return MusterError(f"{self.name}: {what or told}", why=why, fix=fix)
-
-    def _lost(self) -> MachineLost:
-        return MachineLost(f"{self.name} lost its probe program", why=self._gone)
+            self.hear(word.text)
 
 
 def _end_probing(word: protocol.SidecarEnded) -> str:

@@ -7,8 +7,8 @@ from torchmuster.torch_internals import PrivateName
 NAMES = (
     PrivateName(
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-        "count the collectives that a rank has begun, to name the ranks that a hung check waits for",
-        without="a hung check names no rank",
+        "count the collectives that a rank has begun, to name the ranks that a hanging check waits for",
+        without="a hanging check names no rank",
     ),
 )
 

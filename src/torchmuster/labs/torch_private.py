@@ -11,7 +11,7 @@ NAMES = (
     ),
     PrivateName(
         "torch.nn.Module._forward_hooks",
-        "check whether the learner's code has left hooks in a model",
+        "check whether the learner's code left hooks in a model",
     ),
 )
 require(NAMES)

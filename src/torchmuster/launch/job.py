@@ -51,7 +51,7 @@ class Limits:
     rendezvous_s: float = 120.0  # for the ranks to connect to the store
     lost_after_s: float = 10.0  # without a heartbeat, until a host is declared lost
     return_s: float = 5.0  # for a lost host to rejoin, if the others can continue without it
-    grace_s: float = 5.0  # between asking ranks to stop and killing them
+    grace_s: float = 30.0  # between asking ranks to stop and killing them
     end_hangs_s: float | None = (
         None  # until a hang stops the run; None: only hangs that cannot resolve
     )

@@ -282,12 +282,20 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
     text: str
 
 
+class Stopping(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks that were asked to stop and are still alive; they are killed in ``left_s`` seconds."""
+
+    ranks: tuple[Integer, ...]
+    left_s: float
+
+
 class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
     """Heartbeats of this host's ranks, sent every two seconds."""
 
     attempt: Integer
     heartbeats: tuple[Heartbeat, ...]
     kept: bool = False  # the host has already written them to the run folder
+    stopping: Stopping | None = None
 
 
 class TrainingMetrics(Message, frozen=True, kw_only=True, tag="training-metrics"):
@@ -317,6 +325,10 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     failures: tuple[Failure, ...] = ()
     finished: tuple[Integer, ...] = ()  # if some failed: the ranks whose script had finished
     words: str = ""  # error of the agent itself, if it and not a rank failed
+    killed: tuple[
+        Integer, ...
+    ] = ()  # the ranks that had not stopped when the grace period was over
+    asked: str = ""  # the signal by which this node agent, and not the launcher, was asked to stop
 
 
 class Packages(Message, frozen=True, kw_only=True, tag="packages"):

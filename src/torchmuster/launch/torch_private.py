@@ -1,44 +1,44 @@
 """The private names of torch that launch/ uses inside the ranks. Torch is never imported here."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchmuster.torch_internals import PrivateName
 
 NAMES = (
     PrivateName(
         "torch.autograd.graph._engine_run_backward",
-        "recognise the backward pass in a rank's stack",
+        "recognize the backward pass in a rank's stack",
         without="the phase of a hanging rank is not reported",
     ),
     PrivateName(
         "torch.nn.Module._call_impl",
-        "recognise the forward pass in a rank's stack",
+        "recognize the forward pass in a rank's stack",
         without="the phase of a hanging rank is not reported",
     ),
     PrivateName(
         "torch._dynamo",
-        "recognise compilation in a rank's stack",
+        "recognize compilation in a rank's stack",
         without="the phase of a hanging rank is not reported",
     ),
     PrivateName(
         "torch._inductor",
-        "recognise compilation in a rank's stack",
+        "recognize compilation in a rank's stack",
         without="the phase of a hanging rank is not reported",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._broadcast_oop",
-        "know that a collective in a flight recorder needs the same shapes on all ranks",
+        "identify collectives in a flight recorder that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._all_gather_base",
-        "know that a collective in a flight recorder needs the same shapes on all ranks",
+        "identify collectives in a flight recorder that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._reduce_scatter_base",
-        "know that a collective in a flight recorder needs the same shapes on all ranks",
+        "identify collectives in a flight recorder that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(
@@ -49,20 +49,47 @@ NAMES = (
     PrivateName(
         "torch._C._distributed_c10d._dump_nccl_trace_json",
         "read the flight recorder of NCCL's collectives",
-        without="same as for gloo; builds without NCCL do not have it",
+        without="the same as for gloo; builds without NCCL lack this name",
+    ),
+    PrivateName(
+        "torch.utils.data._utils.worker._worker_loop",
+        "recognize a data loader worker that waits for its next batch",
+        without="`muster hang` also shows the stacks of idle workers",
     ),
     PrivateName(
         "torch.distributed.distributed_c10d._world",
-        "list the process groups of a rank, also those without a collective yet",
-        without="groups are known from their first collective on",
+        "list all process groups of a rank, even before their first collective",
+        without="a group is known only after its first collective",
     ),
 )
 
 # Functions and folders of torch in the stack of a rank.
 BACKWARD, CALL_MODULE = "_engine_run_backward", "_call_impl"
 COMPILERS = ("_dynamo", "_inductor")
+WORKER_LOOP = "_worker_loop"
+# Native functions in which a thread waits for other ranks, and what it waits in; the first match counts.
+_NATIVE_WAITS = {
+    "c10d::Reducer::": "all_reduce",  # of DDP's gradients
+    "c10d::broadcast_coalesced": "broadcast",  # of DDP's buffers
+    "c10d::TCPStore::": "store.wait",
+    "c10d::": "wait",
+    "gloo::": "wait",
+    "cudaStreamSynchronize": "cuda.synchronize",
+    "cudaEventSynchronize": "cuda.synchronize",
+    "cudaDeviceSynchronize": "cuda.synchronize",
+    "cuStreamSynchronize": "cuda.synchronize",
+    "cuCtxSynchronize": "cuda.synchronize",
+}
 # Collectives, by their name in a flight recorder, that need the same shapes on all ranks.
 SAME_SHAPES = ("_broadcast_oop", "_all_gather_base", "_reduce_scatter_base")
+
+
+def native_wait(functions: Sequence[str]) -> str:
+    """Return what a thread with these native functions waits in: an operation, "wait" if unknown, "" if in none."""
+    for start, operation in _NATIVE_WAITS.items():
+        if any(function.startswith(start) for function in functions):
+            return operation
+    return ""
 
 
 def flight_recorders() -> list[Callable[..., bytes]]:

@@ -14,69 +14,76 @@ _aten = torch.ops.aten
 NAMES = (
     PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode",
-        "run a training on tensors with shapes but without memory, as torch.compile does",
+        "run training steps on tensors with shapes but without memory, as torch.compile does",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.unset_fake_temporarily",
-        "compute with real values inside such a training",
+        "compute with real values within such a step",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "name the operation of a model that needs values",
+        "name the operation of a model that needs tensor values",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-        "name the operation of a model whose result has a shape that depends on values",
+        "name the operation of a model whose output shape depends on tensor values",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.UnsupportedOperatorException",
-        "name the operation of a model that cannot be run without memory",
+        "name the operation of a model that cannot run on tensors without memory",
     ),
     PrivateName(
         "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
         "ignore the full-size tensors with which DTensor computes shapes",
     ),
-    PrivateName("torch._C._current_graph_task_id", "know that a backward is running"),
-    PrivateName("torch._C._current_autograd_node", "know which operation's backward is running"),
-    PrivateName("torch.autograd.graph.Node._sequence_nr", "distinguish operations' backwards"),
+    PrivateName("torch._C._current_graph_task_id", "detect that a backward is running"),
+    PrivateName(
+        "torch._C._current_autograd_node", "identify the operation whose backward is running"
+    ),
+    PrivateName(
+        "torch.autograd.graph.Node._sequence_nr", "distinguish the backwards of operations"
+    ),
     PrivateName(
         "torch.distributed.Reducer._rebuild_buckets",
-        "prevent DDP from rebuilding its buckets after the first step, which reads values",
+        "prevent DDP from rebuilding its buckets after the first step, which reads tensor values",
     ),
     PrivateName(
         "torch.utils._pytree.tree_leaves", "find the tensors among an operation's arguments"
     ),
     PrivateName("torch.utils._pytree.tree_map", "replace the arguments of an operation"),
-    PrivateName("torch.UntypedStorage._cdata", "distinguish storages, also those without memory"),
+    PrivateName(
+        "torch.UntypedStorage._cdata", "distinguish storages, including those without memory"
+    ),
     PrivateName("torch.nn.Module._parameters", "replace a parameter by one without memory"),
     PrivateName("torch.nn.Module._buffers", "replace a buffer by one without memory"),
     PrivateName(
-        "torch.ops.aten.add.Tensor._schema", "know which of its arguments an operation writes"
+        "torch.ops.aten.add.Tensor._schema", "identify the arguments that an operation writes"
     ),
     PrivateName("torch.nn.Module._modules", "reduce a model to fewer layers, and restore them"),
     PrivateName(
         "torch.ops.aten._local_scalar_dense",
-        "supply a value that a training reads, such as a loss",
+        "supply a value that the training code reads, such as a loss",
     ),
     PrivateName(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-        "count the flops of attention",
+        "count the FLOPs of attention",
     ),
     PrivateName(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-        "count the flops and memory of attention's backward",
+        "count the FLOPs and memory of attention's backward",
     ),
     PrivateName("torch.ops.aten._safe_softmax", "measure the temporary memory of softmax"),
     PrivateName(
         "torch.ops.aten._native_batch_norm_legit",
-        "correct the dtype of the statistics of batch normalisation",
+        "correct the dtype of the statistics of batch normalization",
     ),
-    PrivateName("torch.ops.c10d._allgather_base_", "count the bytes of a gather"),
+    PrivateName("torch.ops.c10d._allgather_base_", "count the bytes of an all-gather"),
     PrivateName("torch.ops.c10d._reduce_scatter_base_", "count the bytes of a reduce-scatter"),
-    PrivateName("torch.ops.aten._unsafe_view", "know that this operation moves no memory"),
-    PrivateName("torch.ops.aten._foreach_zero_", "know that this operation reads no memory"),
+    PrivateName("torch.ops.aten._unsafe_view", "identify this operation, which moves no memory"),
+    PrivateName("torch.ops.aten._foreach_zero_", "identify this operation, which reads no memory"),
     PrivateName(
-        "torch.ops.aten._foreach_copy_", "know that this operation does not read what it overwrites"
+        "torch.ops.aten._foreach_copy_",
+        "identify this operation, which does not read what it overwrites",
     ),
 )
 require(NAMES)

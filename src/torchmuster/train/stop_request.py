@@ -168,7 +168,7 @@ class StoppedAtRequest(SystemExit):
         super().__init__(int(ExitCode.SAVED))
         self.step = step
         self.what = f"saved at step {step} after a stop request ({words})"
-        self.why = ""
+        self.why = words
         self.fix = "rerun to resume from there"
 
 

@@ -13,17 +13,17 @@ from torchmuster.torch_internals import PrivateName, require
 NAMES = (
     PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "intercept every operation, to count them",
+        "intercept and count every operation",
     ),
     PrivateName(
         "torch.nn.Module._compiled_call_impl",
-        "detect that a module is compiled, so that its operations cannot be counted",
-        without="a compiled module is not detected, and fewer operations are counted",
+        "detect that a module is compiled; its operations cannot be counted",
+        without="a compiled module is not detected, and the operation count is too low",
     ),
     PrivateName(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
         "detect that a module was returned by torch.compile",
-        without="as without _compiled_call_impl",
+        without="the same as without _compiled_call_impl",
     ),
     PrivateName(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper._checkpoint_wrapped_module",
@@ -58,7 +58,7 @@ NAMES = (
     PrivateName(
         "torch._foreach_mul_",
         "multiply all gradients in one call",
-        without="they are multiplied one by one",
+        without="gradients are multiplied one by one",
     ),
     PrivateName(
         "torch.Tensor._base",
@@ -72,17 +72,17 @@ NAMES = (
     ),
     PrivateName(
         "torch.utils.data._utils.worker._worker_info",
-        "keep a dataset from splitting itself among loader workers that already have their shares",
+        "prevent a dataset from splitting itself again in loader workers that already have their share",
     ),
     PrivateName(
         "torch.utils.data.DataLoader._iterator",
-        "stop loader workers while something still refers to their epoch",
-        without="they stop when the last reference is gone",
+        "stop loader workers while other objects still refer to their epoch",
+        without="the workers stop when the last reference is gone",
     ),
     PrivateName(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-        "stop loader workers while something still refers to their epoch",
-        without="they stop when the last reference is gone",
+        "stop loader workers while other objects still refer to their epoch",
+        without="the workers stop when the last reference is gone",
     ),
     PrivateName(
         "torch.nn.parallel.DistributedDataParallel._set_ddp_runtime_logging_sample_rate",

@@ -21,14 +21,14 @@ def render(results: Sequence[Result], *, seed: int, took_s: float) -> str:
     kills = [(result, kill) for result in results for kill in result.plan.kills]
     failed = sum(bool(result.problem) for result in results)
     verdict = (
-        "all runs finished by themselves, bit-identical to the undisturbed run"
+        "all runs finished, with results bit-identical to the undisturbed run"
         if not failed
         else f"{failed} of the runs failed"
     )
     lines = [
         "# Kill matrix: SIGKILL of every process at every moment",
         "",
-        "Written by `python -m stress.kill_matrix`. The moments and the method: [Kill matrix](../validation.md#kill-matrix).",
+        "Written by `python -m stress.kill_matrix`. [Kill matrix](../validation.md#kill-matrix) describes the moments and the method.",
         "",
         f"{len(kills)} kills in {len(results)} runs (seed {seed}, {took_s / 60:.0f} minutes on "
         f"{os.cpu_count()} cores): {verdict}.",

@@ -16,6 +16,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from torchmuster.cli import slurm_run
 from torchmuster.errors import Impossible
+from torchmuster.launch.job import parse_nodes
 
 Machine = Callable[[Scenario], Path]
 
@@ -52,7 +53,6 @@ Run = Callable[..., Result]
         (["--env", "NOT_SET_HERE", "train.py"], "NOT_SET_HERE=VALUE"),
         (["--max-restarts", "-1", "train.py"], "launch.max_restarts"),
         (["--max-restarts", "many", "train.py"], "launch.max_restarts"),
-        (["--rdzv-endpoint", "a:2379", "train.py"], "--rdzv-endpoint HOST:2379"),
         (["--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-endpoint HOST:2379"),
         (["--set", "nope=1", "train.py"], "--set nope:"),
         (["--resume-with", "--from '{path}", "train.py"], "no closing quotation"),
@@ -102,7 +102,7 @@ def test_complaints_under_another_command_speak_of_that_command(
     assert "--config q.yaml" in result.err
     assert result.err.splitlines()[-1] == snapshot
     assert "q.yaml;" not in muster("train", "--nope").err
-    options = argparse.Namespace(words=["train", "--nodes", "2"], nodes=2)
+    options = argparse.Namespace(words=["train", "--nodes", "2"], nodes=parse_nodes("2"))
     with pytest.raises(Impossible) as caught:
         slurm_run.refuse_flags_without_slurm(options)
     assert "muster train --slurm --nodes" in caught.value.fix

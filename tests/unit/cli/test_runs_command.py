@@ -122,7 +122,7 @@ def test_of_many_runs_the_newest_are_shown(muster: Muster, own_machine: Path) ->
 
 @pytest.mark.parametrize("command", ["attach", "stop"])
 def test_a_run_that_does_not_exist(muster: Muster, own_machine: Path, command: str) -> None:
-    assert "runs contains no runs" in muster(command, "last").err
+    assert "there are no runs in runs" in muster(command, "last").err
     run = made(own_machine, "good", "finished", exit_code=0)
     result = muster(command, "nope")
     assert (result.code, result.out) == (2, "")
@@ -174,7 +174,7 @@ def test_a_run_of_another_machine_is_followed_but_not_stopped(
     assert f"{run.id} was launched on login-1" in result.err
     assert f"fix  ssh login-1 muster stop {run.path.resolve()}" in result.err
     with subprocess.Popen(
-        muster_argv(["attach", "last"]),
+        muster_argv(["attach", run.id]),
         cwd=own_machine,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,7 +9,8 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose.probing import HOST_PROBE, HostProbe
+from torchmuster.diagnose.probe_client import HOST_PROBE
+from torchmuster.diagnose.probing import HostProbe
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher.node_handle import NodeHandle

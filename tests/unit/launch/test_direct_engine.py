@@ -11,7 +11,7 @@ import pytest
 from agent_attempt import Attempt
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.launch.node import attempt as running_module
-from torchmuster.launch.node import process_cleanup
+from torchmuster.launch.node import engines, process_cleanup
 from torchmuster.launch.node.engines import DirectEngine, TorchrunEngine, engine_for
 
 MEETING = """\
@@ -99,8 +99,44 @@ def test_ranks_that_ignore_the_end_are_killed_after_the_grace(
         await attempt.until_both_spoke()
         began = time.monotonic()
         running.stop(0.5)
-        await asyncio.wait_for(watching, GIVE_UP_S)
+        ended = await asyncio.wait_for(watching, GIVE_UP_S)
+        assert ended.killed == (4, 5)
         assert 0.5 <= time.monotonic() - began < 10 + BUSY_S
+
+    asyncio.run(go())
+
+
+def test_a_rank_gets_one_signal_however_many_reasons_there_are_to_stop(
+    tmp_path: Path, tokens: list[str]
+) -> None:
+    script = """\
+import os, pathlib, signal, sys, time
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+print("waiting", flush=True)
+while not got: time.sleep(0.01)
+if os.environ["RANK"] == "5": sys.exit(3)
+while not pathlib.Path("done").exists(): time.sleep(0.01)
+pathlib.Path("got").write_text(str(len(got)))
+"""
+
+    async def go() -> None:
+        attempt = Attempt(tmp_path, script)
+        tokens.append(attempt.token)
+        running = attempt.running("win32")
+        await running.start()
+        watching = asyncio.create_task(running.watch())
+        await attempt.until_both_spoke()
+        running.stop(GIVE_UP_S)
+        running.stop(GIVE_UP_S)
+        pid = engines.rank_pids(attempt.share.records)[5]
+        while psutil.pid_exists(pid):  # it fails, for which the others are stopped as well
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        (tmp_path / "done").touch()
+        ended = await asyncio.wait_for(watching, GIVE_UP_S)
+        assert (tmp_path / "got").read_text() == "1"
+        assert ended.killed == ()
 
     asyncio.run(go())
 

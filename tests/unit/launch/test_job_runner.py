@@ -29,10 +29,13 @@ def supervise(folder: Path) -> JobRunner:
 def test_only_a_warning_of_the_end_asks_the_ranks_to_save(tmp_path: Path) -> None:
     run = supervise(tmp_path)
     run.pass_on("SIGUSR2")
-    assert not run._asked_to_save
+    before = run._warning
+    assert before is None
     run.pass_on("SIGUSR1")
     run.pass_on("SIGUSR2")
-    assert run._asked_to_save
+    warning = run._warning
+    assert warning is not None
+    assert warning.origin == "SIGUSR1 to the launcher"
 
 
 def test_a_restart_replaces_the_arguments_of_the_one_before(tmp_path: Path) -> None:

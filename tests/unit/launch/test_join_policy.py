@@ -15,7 +15,7 @@ from torchmuster.cli.job_flags import _LIBRARY_VARIABLES
 from torchmuster.config import fields
 from torchmuster.config.layers import OTHER_VARIABLES, variable_name
 from torchmuster.config.training import FUNCTIONS
-from torchmuster.diagnose.probing import HOST_PROBE as EXAMINER
+from torchmuster.diagnose.probe_client import HOST_PROBE as EXAMINER
 from torchmuster.diagnose.probing import PROGRAM as COLLECTIVES
 from torchmuster.errors import NotTrusted
 from torchmuster.launch import protocol

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import launch_job
 from torchmuster.launch.launcher.console import TerminalConsole
 from torchmuster.launch.launcher.job_runner import JobOutcome
@@ -33,10 +34,12 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
 ) -> None:
     course = Idle()
     warned: list[str] = []
-    console = TerminalConsole(create_run_folder(tmp_path, "train"))
+    run = create_run_folder(tmp_path, "train")
+    spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
+    console = TerminalConsole(run)
 
     async def work() -> None:
-        with launch_job._signals(course, console, [], warned, can_save=False):
+        with launch_job._signals(course, console, [], warned, run=run, spec=spec):
             os.kill(os.getpid(), signal.SIGUSR1)
             while not warned:
                 await asyncio.sleep(0.01)

@@ -66,6 +66,17 @@ def judged(
     return root_cause_of(ends, noticed_s=noticed_s, logs=LOGS, world_size=world_size)
 
 
+def test_a_rank_that_had_to_be_killed_after_a_failure_is_not_a_second_failure(
+    snapshot: SnapshotAssertion,
+) -> None:
+    first, stubborn = failure(1, "ValueError: no data", ago_s=31.0), failure(0, exit_code=-9)
+    polite = failure(2, exit_code=-15, ago_s=30.0)
+    message = protocol.Ended(attempt=0, good=False, failures=(first, stubborn, polite), killed=(0,))
+    finding = judged(NodeExit(host="a", ended=message, ended_s=100.0))
+    assert finding.what.startswith("rank 1 on a failed: ValueError")
+    assert finding.why == snapshot
+
+
 def recorded(name: str, *, ago_s: dict[int, float] | None = None) -> Finding:
     """The verdict on a recorded death; as reported, unless told otherwise, at the same moment."""
     ends = []

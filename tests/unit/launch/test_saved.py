@@ -1,5 +1,7 @@
 """Which ends of ranks mean that they saved because they were asked to."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,19 +10,28 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher import node_handle
+from torchmuster.launch.launcher.stopping import StopCause, saved_after_request
 
-WORDS = "saved at step 120 after a stop request (SIGUSR1 to rank 1)"
+SAVED = "saved at step 120 after a stop request"
+WORDS = f"{SAVED} (SIGUSR1 to rank 1)"
 
 
 def rank(number: int, exit_code: int, what: str = "") -> protocol.Failure:
+    why = "SIGUSR1 to rank 1" if what else ""
     return protocol.Failure(
-        rank=number, local_rank=0, exit_code=exit_code, ago_s=0.0, what=what, error=""
+        rank=number, local_rank=0, exit_code=exit_code, ago_s=0.0, what=what, why=why, error=""
     )
 
 
-def machine(*failures: protocol.Failure, words: str = "", lost: str = "", told: bool = True) -> Any:
-    ended = protocol.Ended(attempt=0, good=False, failures=failures, words=words) if told else None
-    return SimpleNamespace(ended=ended, lost=lost)
+def machine(
+    *failures: protocol.Failure, words: str = "", lost: str = "", told: bool = True, asked: str = ""
+) -> Any:
+    ended = (
+        protocol.Ended(attempt=0, good=False, failures=failures, words=words, asked=asked)
+        if told
+        else None
+    )
+    return SimpleNamespace(name="b", ended=ended, lost=lost)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +80,32 @@ def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure(
     late = [machine(rank(0, -10), rank(1, 75, WORDS))]
     assert node_handle.trouble_text(late, warned=True) == WORDS
     assert node_handle.trouble_text([machine(rank(0, -10), rank(1, 1))], warned=True) == ""
+
+
+def test_whoever_got_the_signal_is_named_and_not_the_rank_that_it_was_passed_on_to(
+    tmp_path: Path,
+) -> None:
+    saved = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS))]
+    cause = StopCause(origin="SIGTERM to the launcher")
+    assert saved_after_request(saved, cause, tmp_path) == f"{SAVED} (SIGTERM to the launcher)"
+    by_slurm = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS), asked="SIGTERM")]
+    assert (
+        saved_after_request(by_slurm, None, tmp_path) == f"{SAVED} (SIGTERM to the node agent on b)"
+    )
+    assert saved_after_request(saved, None, tmp_path) == WORDS
+    silent = [machine(rank(0, 75))]
+    assert saved_after_request(silent, cause, tmp_path).endswith(" (SIGTERM to the launcher)")
+    assert saved_after_request([machine(rank(0, -15))], cause, tmp_path) == ""
+
+
+def test_a_checkpoint_of_a_script_counts_if_it_is_complete_and_younger_than_the_request(
+    tmp_path: Path,
+) -> None:
+    ended, path = [machine(rank(0, -15))], tmp_path / "state.safetensors"
+    path.write_bytes((2).to_bytes(8, "little") + b"{}")
+    save = {"step": 3, "path": str(path), "library": "torch.save", "bytes": 10, "at_unix_s": 100.0}
+    (tmp_path / "saves.jsonl").write_text(json.dumps(save) + "\n")
+    assert saved_after_request(ended, StopCause(origin="Ctrl-C", at_unix_s=99.0), tmp_path)
+    assert not saved_after_request(ended, StopCause(origin="Ctrl-C", at_unix_s=101.0), tmp_path)
+    path.write_bytes(b"torn")
+    assert not saved_after_request(ended, StopCause(origin="Ctrl-C", at_unix_s=99.0), tmp_path)

@@ -101,7 +101,7 @@ def test_the_figures_are_the_runs_own(run: RunFolder) -> None:
     assert tiles["samples/s"] == "610.0"
     assert tiles["ms/step"] == "2,000.0"
     assert tiles["evaluation: accuracy"] == "0.875"
-    assert parts["curves"].count("<svg") == 4, "loss, learning rate, samples/s, step time"
+    assert parts["curves"].count("<svg") == 3, "loss, samples/s, step time"
     assert "compute 60%" in parts["times"]
     assert "communication 20%" in parts["times"]
 
@@ -188,3 +188,27 @@ def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
 def test_control_characters_of_a_run_steer_nothing(run: RunFolder) -> None:
     set_state(run, "failed", "rank 1: \x1b[2J\x00bad")
     assert "rank 1: \N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}bad" in _shown(run)["head"]
+
+
+def test_a_constant_learning_rate_is_a_figure_and_no_curve(run: RunFolder) -> None:
+    add_lines(run, learning_rate=3e-6)
+    parts = _shown(run)
+    assert _tiles(parts)["learning rate"] == "3e-06"
+    assert ">learning rate<" not in parts["curves"]
+    write_lines(run, lifelike_lines(20))
+    assert ">learning rate<" in _shown(run)["curves"]
+
+
+def test_that_a_run_has_finished_is_no_alert(run: RunFolder) -> None:
+    set_state(run, "finished")
+    assert "has finished" not in _shown(run)["alerts"]
+    set_state(run, "failed")
+    assert "has failed" in _shown(run)["alerts"]
+    picture = RunWatch(run).look(NOW)
+    assert [one.alert.name for one in picture.news] == ["MusterRunFailed"]
+
+
+def test_a_share_is_at_most_100_percent(run: RunFolder) -> None:
+    add_ranks(run, 2, spread=2.0)
+    shown = _shown(run)["ranks"]
+    assert max(int(value) for value in re.findall(r"</small>(\d+)</span>", shown)) == 100

@@ -105,7 +105,7 @@ def test_a_run_that_finished(run: RunFolder, snapshot: SnapshotAssertion) -> Non
     assert told["command"] == "muster train --config llm.yaml"
     assert told["result"] == snapshot
     assert told["to do"] == "nothing"
-    assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == 4
+    assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == 3
     assert "rank 1 on a" in page
     assert "<td>2 x NVIDIA A100</td>" in page
     assert "accuracy" in page
@@ -212,3 +212,10 @@ def test_a_long_run_makes_a_small_page(run: RunFolder, monkeypatch: pytest.Monke
     assert "too long" not in page
     monkeypatch.setattr(run_report, "_READ_WITHIN_S", -1.0)
     assert "too long" in _page(run)
+
+
+def test_a_resumed_run_says_that_its_duration_is_that_since_then(run: RunFolder) -> None:
+    add_event(run, "running", NOW - 1000)
+    told = _answer(_page(run))["result"]
+    assert "in 1 min after it was resumed" in told
+    assert "duration 1 min since it was resumed" in told

@@ -13,6 +13,7 @@ from torchmuster.finding import Finding
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.flight_recorder import EVERYBODY, SAME_SHAPES
 from torchmuster.launch.hangs.hang_types import (
+    ALL_WAIT,
     SILENT_S,
     Hang,
     HangKind,
@@ -47,6 +48,7 @@ _PATIENCE_S: Mapping[HangKind, float] = {
     HangKind.DISK: _ASLEEP_AFTER_S,
     HangKind.ASLEEP: _ASLEEP_AFTER_S,
     HangKind.UNEQUAL: _ASLEEP_AFTER_S,
+    HangKind.UNSEEN: _ASLEEP_AFTER_S,
     HangKind.AT_WORK: _AT_WORK_AFTER_S,
     HangKind.TOGETHER: _AT_WORK_AFTER_S,
 }
@@ -60,9 +62,15 @@ class HangWatch:
         clock: Callable[[], float] = time.monotonic,
         *,
         devices: Mapping[int, str] | None = None,
+        stacks_of: int | None = None,
     ) -> None:
-        """Use ``clock`` for all times; ``devices`` are the device names of the ranks, for messages."""
+        """Use ``clock`` for all times; ``devices`` are the device names of the ranks, for messages.
+
+        With ``stacks_of``, the heartbeats come from stacks that were taken from outside: they have no collective
+        numbers, ``moves`` counts every wake-up of a waiting rank, and the job has this many ranks, seen or not.
+        """
         self._clock = clock
+        self._stacks_of = stacks_of
         self._devices = devices or {}
         self._ranks: dict[int, ObservedRank] = {}
         self._hosts: dict[str, float] = {}
@@ -136,7 +144,7 @@ class HangWatch:
         if not waiting:
             return None
         if not absent:
-            everybody = len(ranks) == len(self._ranks) > 1 and not stopped
+            everybody = len(ranks) == len(self._ranks) and not stopped
             return self._all_wait(ranks, now) if everybody else None
         members = _members(absent, waiting)
         at_least_s = 0.0 if members else _AT_WORK_AFTER_S
@@ -150,6 +158,14 @@ class HangWatch:
         return None
 
     def _all_wait(self, ranks: Sequence[ObservedRank], now: float) -> Hang | None:
+        if self._stacks_of is not None:
+            # Data that is being sent or received needs CPU time.
+            if any(one.busy for one in ranks):
+                return None
+            kind = _by_stacks(ranks, self._stacks_of)
+            return self._hang(kind, ranks, ranks, now, at_least_s=_ASLEEP_AFTER_S)
+        if len(ranks) == 1:
+            return None
         numbers = [{(one.group, one.number) for one in rank.heartbeat.waits} for rank in ranks]
         if not all(numbers):  # sampling may find healthy ranks in collectives each time
             return None
@@ -170,7 +186,7 @@ class HangWatch:
         if waited_s is None:
             # The longest wait counts; if all of them must be stuck, the shortest.
             waits = [now - one.since_s for one in waiting]
-            everybody = kind in (HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER)
+            everybody = kind in ALL_WAIT
             waited_s = min(waits) if everybody else max(waits)
         patience_s = max(at_least_s, _PATIENCE_S[kind])
         if kind is HangKind.AT_WORK and not any(one.waits for one in waiting):
@@ -190,6 +206,8 @@ class HangWatch:
             waiting=tuple(dataclasses.replace(one) for one in waiting),
             waited_s=waited_s,
             now_s=now,
+            at_least=self._stacks_of is not None,
+            unseen=tuple(rank for rank in range(self._stacks_of or 0) if rank not in self._ranks),
         )
 
     def _at_first(self) -> bool:
@@ -268,6 +286,17 @@ def _different(waiting: Sequence[ObservedRank]) -> list[ObservedRank]:
         if ranks[0][1].operation in SAME_SHAPES and len(brought) > 1:
             return [one for one, _ in ranks]
     return []
+
+
+def _by_stacks(ranks: Sequence[ObservedRank], world_size: int) -> HangKind:
+    """Return what keeps ranks waiting that all wait, from what they called and where."""
+    if len(ranks) < world_size:
+        return HangKind.UNSEEN
+    if len({one.heartbeat.doing for one in ranks}) > 1:
+        return HangKind.DIFFERENT
+    return (
+        HangKind.UNEQUAL if len({one.heartbeat.place for one in ranks}) > 1 else HangKind.TOGETHER
+    )
 
 
 def _what_keeps(one: ObservedRank, now: float) -> HangKind:

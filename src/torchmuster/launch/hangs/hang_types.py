@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.units import format_seconds
 
 # A process that uses fewer CPUs than this is waiting.
 BUSY_PROCESSORS = 0.1
@@ -29,6 +30,10 @@ class HangKind(enum.Enum):
     AT_WORK = "at work"
     UNEQUAL = "unequal"  # all wait, but not in the same collective
     TOGETHER = "together"  # all wait in the same one
+    UNSEEN = "unseen"  # all that were looked at wait; the others are on other hosts
+
+
+ALL_WAIT = frozenset({HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER, HangKind.UNSEEN})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,12 @@ class Hang:
     waiting: tuple[ObservedRank, ...]
     waited_s: float
     now_s: float
+    unseen: tuple[int, ...] = ()  # ranks of the job that were not looked at
+    at_least: bool = False  # it began before the ranks were first seen
+
+    def duration(self, seconds: float) -> str:
+        """Return how long something has lasted, as text: ``12 s``, or ``at least 12 s``."""
+        return f"{'at least ' if self.at_least else ''}{format_seconds(max(0.0, seconds))}"
 
     @property
     def key(self) -> tuple[HangKind, tuple[int, ...]]:

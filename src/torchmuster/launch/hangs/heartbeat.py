@@ -39,6 +39,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""  # the innermost line of the user's own code: train.py:88 in step
     doing: str = ""  # all_reduce, barrier, time.sleep, DataLoader.__next__, backward, …
     waiting: bool = False  # what it is doing finishes only when other ranks join
+    handles: tuple[
+        str, ...
+    ] = ()  # stop and warning signals that the script handles: SIGTERM, SIGUSR1
     groups: tuple[str, ...] = ()  # its process groups; (): unknown
     begun: dict[str, Integer] = {}  # the number of the last collective of each group; 0: none yet
     waits: tuple[PendingCollective, ...] = ()  # the oldest unfinished one of each group

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
-from torchmuster.launch.hangs.hang_types import Hang, HangKind, ObservedRank
+from torchmuster.launch.hangs.hang_types import ALL_WAIT, Hang, HangKind, ObservedRank
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.units import format_seconds
 
@@ -23,7 +23,7 @@ KEEPS_WAITING = {
 }
 NAMES = frozenset(
     {"rank-stopped", "collectives-differ", "collective-shapes-differ", "collectives-out-of-step"}
-    | {"collective-does-not-end", *KEEPS_WAITING.values()}
+    | {"collective-does-not-end", "ranks-not-seen", *KEEPS_WAITING.values()}
 )
 
 _WHY = {
@@ -50,6 +50,8 @@ def hang_finding(hang: Hang, devices: Mapping[int, str]) -> Finding:
     kind = hang.kind
     if kind is HangKind.DIFFERENT:
         return _of_different(hang, devices)
+    if kind is HangKind.UNSEEN:
+        return _of_unseen(hang, devices)
     if kind in (HangKind.UNEQUAL, HangKind.TOGETHER):
         return _of_all_waiting(hang, devices)
     first = hang.culprits[0]
@@ -77,7 +79,7 @@ def hang_over_finding(hang: Hang, now_s: float, *, ended: Collection[int] = ()) 
     """Return the finding that reports the end of a hang; ``ended`` are ranks that have exited."""
     took = format_seconds(hang.waited_s + max(0.0, now_s - hang.now_s))
     who = rank_text(one.rank for one in hang.culprits)
-    if hang.kind in (HangKind.DIFFERENT, HangKind.UNEQUAL, HangKind.TOGETHER):
+    if hang.kind in ALL_WAIT:
         who = "the ranks"
     elif any(one.rank in ended for one in hang.culprits):
         left = [one.rank for one in hang.waiting if one.rank not in ended]
@@ -93,15 +95,15 @@ def _doing(one: ObservedRank, hang: Hang, devices: Mapping[int, str]) -> str:
     match hang.kind:
         case HangKind.STOPPED:
             where = _at(one)
-            return f"{who} has been stopped for {format_seconds(hang.waited_s)}" + (
+            return f"{who} has been stopped for {hang.duration(hang.waited_s)}" + (
                 f", last seen{where}" if where else ""
             )
         case HangKind.ENDED:
             return f"{who} has exited, and keeps the others waiting"
     doing = one.heartbeat.doing or "its own code"
-    stood = format_seconds(max(0.0, hang.now_s - one.still_s))
+    stood = hang.duration(hang.now_s - one.still_s)
     if hang.kind is HangKind.AT_WORK:
-        stood = format_seconds(hang.waited_s)
+        stood = hang.duration(hang.waited_s)
     # Its last report, shortly before Python could no longer run in it.
     seen = ", last seen" if hang.kind is HangKind.NATIVE and _at(one) else ""
     return f"{who} keeps the others waiting: in {doing} for {stood}{seen}{_at(one)}"
@@ -161,13 +163,18 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
         f"{rank_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {way}"
         for way, ranks in list(ways.items())[:_CULPRITS_SHOWN]
     ]
-    calls = [one.heartbeat.waits[0] for one in hang.culprits]
-    same_op = len({call.operation for call in calls}) == 1
+    same_op = len({_what(one) for one in hang.culprits}) == 1
+    calls = [call for one in hang.culprits for call in one.heartbeat.waits[:1]]
+    numbered = (
+        f"all of these are collective number {calls[0].number} of their group, and "
+        if calls
+        else ""
+    )
     return Finding(
         name="collective-shapes-differ" if same_op else "collectives-differ",
         status=Status.WARNING,
         what=f"the ranks called different collectives and wait for each other forever: {'; '.join(told)}",
-        why=f"all of these are collective number {calls[0].number} of their group, and "
+        why=numbered
         + (
             "tensors of different shapes or dtypes cannot be combined"
             if same_op
@@ -179,8 +186,20 @@ def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
     )
 
 
+def _of_unseen(hang: Hang, devices: Mapping[int, str]) -> Finding:
+    return Finding(
+        name="ranks-not-seen",
+        status=Status.WARNING,
+        what=f"{_waiting_words(hang.waiting)} for {hang.duration(hang.waited_s)}{_at(hang.culprits[0])}; they wait "
+        f"for one or more of {rank_text(hang.unseen)}, which {'is' if len(hang.unseen) == 1 else 'are'} on other hosts",
+        why="all ranks on these hosts have called it",
+        fix="muster hang --hosts …   # all hosts of the job",
+        evidence=_messages_evidence(hang, devices),
+    )
+
+
 def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
-    waited = format_seconds(hang.waited_s)
+    waited = hang.duration(hang.waited_s)
     if hang.kind is HangKind.UNEQUAL:
         return Finding(
             name="collectives-out-of-step",
@@ -223,7 +242,7 @@ def _messages_evidence(hang: Hang, devices: Mapping[int, str]) -> str:
     everybody = {one.rank: one for one in (*hang.culprits, *hang.waiting)}
     lines = [
         f"{_who(one, devices)}: {one.heartbeat.doing or 'its own code'}"
-        f" for {format_seconds(max(0.0, hang.now_s - one.still_s))}{_at(one)}"
+        f" for {hang.duration(hang.now_s - one.still_s)}{_at(one)}"
         for one in list(everybody.values())[:_RANKS_SHOWN]
     ]
     if len(everybody) > _RANKS_SHOWN:

@@ -22,10 +22,12 @@ from torchmuster.launch.history.script_checkpoints import (
     ScriptCheckpoint,
     read_script_checkpoints,
 )
+from torchmuster.launch.launcher.console import rank_text
 from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
 
+_SAME_LAUNCH_S = 5.0  # a launch writes its first event and its state this close together
 _NO_HANG_SINCE = ("hang-over", "submitted", "joining", "starting")
 _LINES_SHOWN = 14
 _FIRST_LINES = 5
@@ -64,6 +66,14 @@ class Timeline:
             hangs=tuple(evidence.read_hangs(run)),
             checkpoints=tuple(read_script_checkpoints(run.metrics)),
         )
+
+    @property
+    def was_resumed(self) -> bool:
+        """Whether the run's state counts from a later launch than its first."""
+        started = self.state.started_unix_s if self.state is not None else None
+        if started is None or not self.events:
+            return False
+        return self.events[0].at_unix_s < started - _SAME_LAUNCH_S
 
     @property
     def hang_now(self) -> evidence.HangRecord | None:
@@ -233,8 +243,10 @@ def _failure_report_findings(story: Timeline) -> Iterator[Finding]:
         case "saved":
             words = state.headline or "checkpointed after a stop request"
             yield Finding(name="run-saved", status=Status.OK, what=words, fix=_how_to_go_on(story))
+            yield from _killed(story, state)
         case "stopped":
             yield Finding(name="run-stopped", status=Status.NOTE, what=state.headline)
+            yield from _killed(story, state)
             yield from _last_troubles(story)
         case "died":
             yield _died(story, state)
@@ -245,12 +257,23 @@ def _failure_report_findings(story: Timeline) -> Iterator[Finding]:
                 yield _of_hang(story.hang_now)
 
 
+def _killed(story: Timeline, state: run_state.RunState) -> Iterator[Finding]:
+    """Return the ranks that had to be killed after the stop request, as they were reported."""
+    if not state.killed_ranks:
+        return
+    told = [one.facts for one in story.events if one.name == "ranks-killed"]
+    facts = told[-1] if told else {"what": f"{rank_text(state.killed_ranks)} had to be killed"}
+    what, why, fix = (str(facts.get(name, "")) for name in ("what", "why", "fix"))
+    yield Finding(name="ranks-killed", status=Status.WARNING, what=what, why=why, fix=fix)
+
+
 def _finished(story: Timeline, state: run_state.RunState) -> Finding:
     took = format_seconds(max(0.0, state.since_unix_s - state.started_unix_s))
+    resumed = " after it was resumed" if story.was_resumed else ""
     return Finding(
         name="run-finished",
         status=Status.OK,
-        what=f"{state.headline or 'finished'} in {took}{_after_failures(story)}",
+        what=f"{state.headline or 'finished'} in {took}{resumed}{_after_failures(story)}",
     )
 
 

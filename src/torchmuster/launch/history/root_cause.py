@@ -8,7 +8,7 @@ peer is gone, and exits that the launcher requested, rank below real causes.
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.finding import Finding, Status
@@ -177,7 +177,7 @@ def root_cause_of(
     noticed_s: float,
     logs: str,
     world_size: int | None = None,
-    grace_s: float = 5.0,
+    grace_s: float = 30.0,
     hang: Finding | None = None,
 ) -> Finding:
     """Return the finding with the root cause of a failed attempt.
@@ -186,7 +186,8 @@ def root_cause_of(
     is the time it gave them; ``logs`` is the folder of the ranks' logs. ``hang`` is the reported hang that was
     not over.
     """
-    blames = _blamed(_reports(ends), noticed_s + min(_WITH_THE_FIRST_S, grace_s / 2))
+    killed = {rank for end in ends if end.ended for rank in end.ended.killed}
+    blames = _blamed(_reports(ends), noticed_s + min(_WITH_THE_FIRST_S, grace_s / 2), killed)
     if hang is not None and _Blame.CAUSE not in blames.values():
         return _after_hang(hang, blames)
     if not blames:
@@ -207,7 +208,9 @@ def root_cause_of(
             [f"{rank_text(_root_cause_ranks(alike))} failed in the same way"] if alike else []
         )
     rest = {one: blame for one, blame in blames.items() if one is not first and one not in alike}
-    aftermath = alike_words + _aftermath(rest, nobody_failed=blames[first] is _Blame.PEER)
+    aftermath = alike_words + _aftermath(
+        rest, killed, grace_s, nobody_failed=blames[first] is _Blame.PEER
+    )
     early = [rank for end in ends if end.ended for rank in end.ended.finished]
     if blames[first] is _Blame.PEER and first.failure is not None and early:
         return _of_early_end(first, early, aftermath, logs)
@@ -317,21 +320,23 @@ def _root_cause_code(failure: protocol.Failure) -> int:
     return known_failures.by_signal(int(own) if itself else failure.exit_code)
 
 
-def _blamed(reports: Sequence[_Report], ours_from_s: float) -> dict[_Report, _Blame]:
-    """Classify each report; a kill after ``ours_from_s`` is our own."""
+def _blamed(
+    reports: Sequence[_Report], ours_from_s: float, killed: Collection[int]
+) -> dict[_Report, _Blame]:
+    """Classify each report; a kill after ``ours_from_s`` is our own, as are those of the ``killed`` ranks."""
     late = [report.at_s for report in reports if _role(report) is Role.PEER_LATE]
     # A rank that kept others waiting until they timed out was killed after that, not before.
     ours_from_s = min([ours_from_s, *(at_s + _WITH_THE_FIRST_S for at_s in late)])
-    return {report: _blame(report, ours_from_s) for report in reports}
+    return {report: _blame(report, ours_from_s, killed) for report in reports}
 
 
-def _blame(report: _Report, ours_from_s: float) -> _Blame:
+def _blame(report: _Report, ours_from_s: float, killed_ranks: Collection[int]) -> _Blame:
     failure = report.failure
     killed = "by SIGKILL" in report.text
     if failure is not None:
         code = _root_cause_code(failure)
         killed = code == _KILLED and not _was_out_of_memory(failure)
-        if code in _ASKED_TO_END:
+        if code in _ASKED_TO_END or (killed and failure.rank in killed_ranks):
             return _Blame.ENDED
     if report.lost:
         return _Blame.CAUSE
@@ -462,7 +467,9 @@ def _root_cause_ranks(reports: Sequence[_Report]) -> list[int]:
     return [report.failure.rank for report in reports if report.failure is not None]
 
 
-def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]:
+def _aftermath(
+    rest: dict[_Report, _Blame], killed: Collection[int], grace_s: float, *, nobody_failed: bool
+) -> list[str]:
     """Return one line each for the other ranks."""
     lines = []
     for report in [one for one, blame in rest.items() if blame is _Blame.CAUSE][:3]:
@@ -475,9 +482,17 @@ def _aftermath(rest: dict[_Report, _Blame], *, nobody_failed: bool) -> list[str]
         lines.append(f"{rank_text(peers)} then lost {_its(peers)} connection to it")
     if ended and nobody_failed:
         lines.append(f"{rank_text(ended)} had not failed but had to be killed: check there first")
-    elif ended:
-        lines.append(f"{rank_text(ended)} {'was' if len(ended) == 1 else 'were'} then stopped")
+        return lines
+    slow = [rank for rank in ended if rank in killed]
+    if stopped := [rank for rank in ended if rank not in killed]:
+        lines.append(f"{rank_text(stopped)} {_was(stopped)} then stopped")
+    if slow:
+        lines.append(f"{rank_text(slow)} did not stop within {grace_s:g} s and {_was(slow)} killed")
     return lines
+
+
+def _was(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
 
 
 def _its(ranks: Sequence[int]) -> str:

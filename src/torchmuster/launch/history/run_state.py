@@ -12,7 +12,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ class RunJob:
     hosts: list[str] = field(default_factory=list)
     launcher: Launcher
     token: str = ""
-    grace_s: float = 5.0
+    grace_s: float = 30.0
     slurm_job: str | None = None
     typed: list[str] = field(default_factory=lambda: ["run"])
     flags: list[str] = field(default_factory=list)
@@ -201,6 +201,7 @@ class RunState:
     exit_code: int | None = None
     headline: str = ""
     resume: str = ""  # how to resume a script that did not finish: a command or a line of Python
+    killed_ranks: tuple[int, ...] = ()  # that had not stopped when the grace period was over
 
     @property
     def active(self) -> bool:
@@ -314,7 +315,9 @@ class EventLog:
         log_event(self._run, name)
         self._write(RunState(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
 
-    def ended(self, phase: str, exit_code: int, headline: str) -> None:
+    def ended(
+        self, phase: str, exit_code: int, headline: str, *, killed_ranks: Sequence[int] = ()
+    ) -> None:
         """Record that the run is over; ``resume`` is set before if it can be resumed."""
         headline = redact_text(headline)
         log_event(self._run, phase, exit_code=exit_code, headline=headline)
@@ -326,6 +329,7 @@ class EventLog:
                 exit_code=exit_code,
                 headline=headline,
                 resume=self.resume if exit_code else "",
+                killed_ranks=tuple(killed_ranks),
             )
         )
 
@@ -371,7 +375,7 @@ def _heard_unix_s(run: RunFolder, state: RunState) -> float:
 
 def _history_state(content: dict[str, Any]) -> RunState | None:
     """Return the state stored in this content; None if it is not one."""
-    exit_code = content.get("exit_code")
+    exit_code, killed = content.get("exit_code"), content.get("killed_ranks")
     try:
         return RunState(
             phase=str(content["phase"]),
@@ -380,6 +384,9 @@ def _history_state(content: dict[str, Any]) -> RunState | None:
             exit_code=exit_code if isinstance(exit_code, int) else None,
             headline=str(content.get("headline", "")),
             resume=str(content.get("resume", "")),
+            killed_ranks=tuple(rank for rank in killed if isinstance(rank, int))
+            if isinstance(killed, list)
+            else (),
         )
     except (KeyError, ValueError):
         return None

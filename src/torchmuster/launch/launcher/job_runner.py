@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +19,16 @@ from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
 from torchmuster.launch.history.resume import ResumePlan, restart_text
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import node_handle, training_progress
+from torchmuster.launch.launcher import node_handle, stopping, training_progress
 from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import mark_restart
 from torchmuster.launch.launcher.session import Console, Session
 from torchmuster.launch.network.reach import name_several
+from torchmuster.launch.schedulers.time_limits import seconds_to_job_end
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
+from torchmuster.units import format_seconds
 
 _LOOK_EVERY_S = 1.0
 
@@ -244,12 +247,15 @@ _LOOK_WITHIN_S = 20.0
 class JobOutcome:
     """How a run ended: ``good``, or the finding with the cause; ``left`` are hosts that did not confirm the end.
 
-    ``saved`` is the message of the ranks that saved after a stop request. ``words`` is the text for the
-    event log where the caller prints the rest itself.
+    ``saved`` is the message of the ranks that saved after a stop request, ``origin`` the origin of the request.
+    ``killed`` names the ranks that had to be killed after it. ``words`` is the text for the event log where the caller
+    prints the rest itself.
     """
 
     good: bool
     stopped: bool = False
+    origin: str = ""
+    killed: stopping.KilledRanks | None = None
     finding: Finding | None = None
     left: tuple[str, ...] = ()
     saved: str = ""
@@ -280,13 +286,28 @@ class JobRunner:
             spec, transport, console, run_id=run_id, logs=logs, on_phase=self._on_phase
         )
         self._history: list[PastAttempt] = []
-        self._asked_to_save = False
+        self._warning: stopping.StopCause | None = None  # forwarded to the ranks
         self.token = self._session.token
         self.stop = self._session.stop
 
     def pass_on(self, name: str) -> None:
-        """Forward a signal to every rank."""
-        self._asked_to_save = self._asked_to_save or name == "SIGUSR1"
+        """Forward a signal to every rank.
+
+        SIGUSR1 is a scheduler's warning. It would kill a script that does not handle it, so such a script is asked to
+        stop by SIGTERM instead, and has until the end of the job to do so.
+        """
+        warning = name == "SIGUSR1"
+        if warning and self._spec.checkpoints is None and not self._session.handles(name):
+            within_s = seconds_to_job_end(os.environ)
+            if self._session.cause is None:
+                self._console.say(
+                    f"{name} to the launcher, which the script does not handle: stopping all ranks by SIGTERM "
+                    f"within {format_seconds(within_s)}"
+                )
+            self._session.stop(f"{name} to the launcher", warned_s=within_s)
+            return
+        if warning and self._warning is None:
+            self._warning = stopping.StopCause(origin=f"{name} to the launcher")
         self._session.pass_on(name)
 
     def _on_phase(self, name: str) -> None:
@@ -308,17 +329,31 @@ class JobRunner:
             outcome = await self._attempts()
         except Stopped:
             nodes = session.registry.nodes
-            await session.end(nodes)
-            left = tuple(node.name for node in nodes if node.lost and not node.ended)
-            outcome = JobOutcome(
-                good=False, stopped=True, left=left, saved=node_handle.trouble_text(nodes)
-            )
+            if session.failed_before_stop:
+                outcome = JobOutcome(good=False, finding=await session.fail(nodes))
+            else:
+                await session.end(nodes)
+                outcome = self._stopped(nodes, session.cause)
         finally:
             words = "the run finished" if outcome.good else "the run stopped"
             if outcome.finding is not None:
                 words = outcome.finding.what
             await session.leave(0 if outcome.good else 1, outcome.saved or words)
         return outcome
+
+    def _stopped(self, nodes: Sequence[NodeHandle], cause: stopping.StopCause | None) -> JobOutcome:
+        """Return the outcome of a run that was stopped on request."""
+        at_once = self._session.killed_at_once
+        return JobOutcome(
+            good=False,
+            stopped=True,
+            origin=cause.origin if cause else "",
+            left=tuple(node.name for node in nodes if node.lost and not node.ended),
+            saved=stopping.saved_after_request(nodes, cause, self._logs.parent / "metrics"),
+            killed=stopping.killed_after_request(
+                nodes, grace_s=self._spec.limits.grace_s, at_once=at_once
+            ),
+        )
 
     async def _prepare(self, nodes: Sequence[NodeHandle], *, again: bool = False) -> None:
         await self._session.prepare(nodes, again=again)
@@ -351,21 +386,27 @@ class JobRunner:
                 is_running=lambda: self._phase == "running",
             )
             finding = await self._attempt(number, taking_in, before)
+            nodes = self._session.registry.nodes
             if finding is None:
-                return JobOutcome(good=True)
+                metrics = self._logs.parent / "metrics"
+                saved = self._warning and stopping.saved_after_request(
+                    nodes, self._warning, metrics
+                )
+                return self._stopped(nodes, self._warning) if saved else JobOutcome(good=True)
             number += 1
             after = await self._look(began, before)
-            warned = self._asked_to_save or taking_in.asked_to_save
+            warned = self._warning is not None or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
-            if words := node_handle.trouble_text(
-                self._session.registry.nodes, warned=warned and can_save
-            ):
-                if self._asked_to_save or not taking_in.asked_to_save:
+            origin = self._warning.origin if self._warning else ""
+            if words := node_handle.trouble_text(nodes, warned=warned and can_save, origin=origin):
+                if self._warning or not taking_in.asked_to_save:
                     return JobOutcome(good=False, stopped=True, saved=words)
                 await asyncio.to_thread(mark_restart, self._logs)
                 continue
             self._history.append(self._failed(finding, before, after))
             chosen = decide_restart(self._history, max_restarts=self._spec.max_restarts)
+            if chosen.value is None and (origin := node_handle.asked_elsewhere(nodes)):
+                return self._stopped(nodes, stopping.StopCause(origin=origin))
             if chosen.value is None:
                 return JobOutcome(good=False, finding=with_reason(finding, chosen.reason))
             await self._announce(chosen.value, chosen.reason, after.resume)

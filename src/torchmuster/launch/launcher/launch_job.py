@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import Finding, from_error
@@ -25,10 +25,23 @@ if TYPE_CHECKING:
     from torchmuster.launch.launcher.job_runner import JobOutcome
 
 
-# Schedulers signal every process of a job, so one request may arrive more than once.
+# Schedulers signal every process of a job, and a shell whose terminal closes hangs up its jobs after the system
+# did, so one request may arrive more than once.
 _SAME_REQUEST_S = 0.5
 _REMIND_AFTER_S = 2.0
 _LOOK_WITHIN_S = 10.0
+
+
+class _StopSignal(NamedTuple):
+    origin: str
+    exit_code: ExitCode
+
+
+_STOP_SIGNALS = {
+    "SIGINT": _StopSignal("Ctrl-C", ExitCode.INTERRUPTED),
+    "SIGTERM": _StopSignal("SIGTERM to the launcher", ExitCode.TERMINATED),
+    "SIGHUP": _StopSignal("terminal closed", ExitCode.TERMINATED),
+}
 
 
 class GroupTask(Protocol):
@@ -38,7 +51,7 @@ class GroupTask(Protocol):
 
     @property
     def stop(self) -> Callable[[str], None]:
-        """Request a stop and give the reason; a second request stops without a grace period."""
+        """Request a stop and give its origin; a second request stops without a grace period."""
 
     @property
     def pass_on(self) -> Callable[[str], None]:
@@ -176,7 +189,7 @@ async def _launch(
         try:
             with (
                 launcher_heartbeat_file(run.state),
-                _signals(course, console, asked, warned, can_save=spec.checkpoints is not None),
+                _signals(course, console, asked, warned, run=run, spec=spec),
             ):
                 console.say(f"run {run.id}")  # from here on the user can stop it by this id
                 outcome = await course.run()
@@ -195,7 +208,8 @@ async def _launch(
         took_s = time.monotonic() - began
         resume = None if outcome.good else await _how_to_resume(spec, run)
         event_log.resume = resume.fix if resume is not None else ""
-        code = _conclude(outcome, spec, event_log, console, run, took_s)
+        stop = _STOP_SIGNALS[asked[0] if asked else "SIGTERM"]
+        code = _conclude(outcome, spec, event_log, console, run, took_s, stop)
         if resume is not None:
             console.show([resume])
         if code == ExitCode.SAVED and slurm_job is not None and not asked:
@@ -245,8 +259,16 @@ def _conclude(
     console: "TerminalConsole",
     run: RunFolder,
     took_s: float,
+    stop: _StopSignal,
 ) -> int:
+    from torchmuster.launch.history import run_state
+    from torchmuster.launch.launcher.console import rank_text
+
     took = format_seconds(took_s)
+    killed = outcome.killed.ranks if outcome.killed else ()
+    if outcome.killed:
+        console.show([finding := outcome.killed.finding])
+        run_state.log_event(run, finding.name, what=finding.what, why=finding.why, fix=finding.fix)
     if outcome.good and outcome.words:
         event_log.ended("finished", ExitCode.GOOD, outcome.words)
         return ExitCode.GOOD
@@ -256,13 +278,18 @@ def _conclude(
         return ExitCode.GOOD
     if outcome.saved:
         console.say(f"{outcome.saved}, after {took}; {_how_to_go_on(spec, run)}")
-        event_log.ended("saved", ExitCode.SAVED, outcome.saved)
+        event_log.ended("saved", ExitCode.SAVED, outcome.saved, killed_ranks=killed)
         return ExitCode.SAVED
     if outcome.stopped:
         not_saved = " without a final checkpoint" if spec.checkpoints else ""
         console.say(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
-        event_log.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
-        return ExitCode.INTERRUPTED
+        code = stop.exit_code
+        if code == ExitCode.TERMINATED and outcome.killed and not outcome.killed.at_once:
+            code = ExitCode.KILLED
+        headline = f"stopped on request ({outcome.origin or stop.origin})"
+        headline += f"; killed: {rank_text(killed)}" if killed else ""
+        event_log.ended("stopped", code, headline, killed_ranks=killed)
+        return code
     if outcome.words:
         event_log.ended("failed", ExitCode.FAILED, outcome.words)
         return ExitCode.FAILED
@@ -299,32 +326,41 @@ def _signals(
     asked: list[str],
     warned: list[str],
     *,
-    can_save: bool,
+    run: RunFolder,
+    spec: JobSpec,
 ) -> Iterator[None]:
     """Turn signals into requests while the run lasts.
 
-    ``asked`` collects the stop requests, ``warned`` the warning signals that were forwarded.
+    ``asked`` collects the signals that requested a stop, ``warned`` the warning signals.
     """
+    from torchmuster.launch.history import run_state
+
     loop = asyncio.get_running_loop()
     reminder: asyncio.TimerHandle | None = None
     last_s = -math.inf
 
-    def stop(why: str) -> None:
-        asked.append(why)
-        console.say(f"{why}: stopping all ranks (repeat to kill them immediately)")
-        course.stop(why)
-
-    def stop_as_a_scheduler_asks(why: str) -> None:
+    def stop(name: str) -> None:
         nonlocal last_s
         again_s, last_s = loop.time() - last_s, loop.time()
-        if again_s > _SAME_REQUEST_S:
-            stop(why)
+        if again_s <= _SAME_REQUEST_S and name != "SIGINT":
+            return
+        origin = _STOP_SIGNALS[name].origin
+        within = f"within {spec.limits.grace_s:g} s"
+        words = f"stop requested ({origin}): stopping all ranks {within} (repeat to kill them immediately)"
+        if asked:
+            words = f"stop requested again ({origin}): killing all ranks"
+        asked.append(name)
+        console.say(words)
+        run_state.log_event(run, "stop-requested", what=f"stop requested ({origin})")
+        course.stop(origin)
 
     def warn(name: str) -> None:
         nonlocal reminder
         warned.append(name)
         course.pass_on(name)
-        if can_save:  # repeat it for ranks that are still starting and missed the first one
+        if (
+            spec.checkpoints is not None
+        ):  # repeat it for ranks that are still starting and missed the first one
             reminder = loop.call_later(_REMIND_AFTER_S, warn, name)
 
     def suspend() -> None:
@@ -332,25 +368,20 @@ def _signals(
             "a run cannot be suspended; to free the terminal use --detach and muster attach"
         )
 
-    actions = {
-        "SIGINT": (stop, "Ctrl-C"),
-        "SIGTERM": (stop_as_a_scheduler_asks, "stop requested (SIGTERM)"),
-        "SIGUSR1": (warn, "SIGUSR1"),
-        "SIGUSR2": (course.pass_on, "SIGUSR2"),
-    }
+    actions = {"SIGINT": stop, "SIGTERM": stop, "SIGUSR1": warn, "SIGUSR2": course.pass_on}
     known: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    for name, (action, argument) in actions.items():
+    for name, action in actions.items():
         with contextlib.suppress(AttributeError, NotImplementedError):
             number = getattr(signal, name)
-            loop.add_signal_handler(number, action, argument)
+            loop.add_signal_handler(number, action, name)
             known.append(number)
     with contextlib.suppress(AttributeError, NotImplementedError):
         loop.add_signal_handler(signal.SIGTSTP, suspend)
         known.append(signal.SIGTSTP)
         # With nohup or --detach, a hangup does nothing.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(signal.SIGHUP, stop, "terminal closed (SIGHUP)")
+            loop.add_signal_handler(signal.SIGHUP, stop, "SIGHUP")
             known.append(signal.SIGHUP)
     try:
         yield

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torchmuster.errors import ExitCode, Impossible, MachineLost, MusterError, NotNow, NotTrusted
 from torchmuster.launch import protocol
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import known_failures
 from torchmuster.launch.transports.channel import Channel
 
@@ -35,6 +36,9 @@ class NodeHandle:
         self.lost = ""  # why it is lost; "" if it is not
         self.lost_s = 0.0
         self.heard_s = time.monotonic()
+        self.heartbeats: tuple[Heartbeat, ...] = ()  # the newest of its ranks
+        self.stopping: protocol.Stopping | None = None  # as last reported, at stopping_s
+        self.stopping_s = 0.0
         self._attempt = -1
         self._asked_to_start = self._asked_to_stop = False
         self._replies: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
@@ -114,7 +118,8 @@ class NodeHandle:
         """Reset the state for a new attempt; late messages of the last one are ignored."""
         self._attempt = attempt
         self._asked_to_start = self._asked_to_stop = False
-        self.ended = None
+        self.ended = self.stopping = None
+        self.heartbeats = ()
         self._replies = asyncio.Queue()
         if self.lost:
             self._replies.put_nowait(None)
@@ -205,12 +210,19 @@ class NodeHandle:
                     self._on_metrics(message)
                 case protocol.Heartbeats() if message.attempt != self._attempt:
                     pass  # from the previous attempt
-                case protocol.Heartbeats() | protocol.Evidence() | protocol.StackDump():
+                case protocol.Heartbeats():
+                    self._take_heartbeats(message)
+                    self._on_sign(message)
+                case protocol.Evidence() | protocol.StackDump():
                     self._on_sign(message)
                 case protocol.Ended():
                     self._take_end(message)
                 case _:
                     self._replies.put_nowait(message)
+
+    def _take_heartbeats(self, message: protocol.Heartbeats) -> None:
+        self.heartbeats = message.heartbeats
+        self.stopping, self.stopping_s = message.stopping, time.monotonic()
 
     def _take_end(self, message: protocol.Ended) -> None:
         """Record how the attempt ended on this host; messages of earlier attempts are ignored."""
@@ -235,13 +247,21 @@ def error_from(trouble: protocol.Trouble, host: str = "") -> MusterError:
 # A rank that saved may still be exiting when the remaining ranks get another stop signal.
 _ENDED = (0, -2, -9, -15)
 _WARNED = -getattr(signal, "SIGUSR1", 10)
+_SAVED = "saved after a stop request"
 NOTHING_NEW = "stopped on request with nothing new to save"
 
 
-def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False) -> str:
+def asked_elsewhere(nodes: Sequence[NodeHandle]) -> str:
+    """Return the origin of a stop request that a scheduler sent to a node agent; "" if there is none."""
+    asked = ((node.name, node.ended.asked) for node in nodes if node.ended)
+    return next((f"{name} to the node agent on {host}" for host, name in asked if name), "")
+
+
+def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False, origin: str = "") -> str:
     """Return the ranks' message about saving; "" if a host has no rank that saved, or one that failed.
 
-    If they can save and were ``warned``, ranks killed by the warning had not started or were finished.
+    If they can save and were ``warned``, ranks killed by the warning had not started or were finished. ``origin`` is
+    the origin of the request, if it is known: a rank knows only that it got a signal.
     """
     asked = (int(ExitCode.SAVED), *((_WARNED,) if warned else ()))
     ends = [node.ended for node in nodes if node.ended is not None]
@@ -252,8 +272,14 @@ def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False) -> str:
     failures = [failure for ended in ends for failure in ended.failures]
     if any(_node_handle_code(failure) not in (*asked, *_ENDED) for failure in failures):
         return ""
-    told = [one.what for one in failures if one.exit_code == ExitCode.SAVED]
-    return next(filter(None, told), "saved after a stop request" if told else NOTHING_NEW)
+    saved = [one for one in failures if one.exit_code == ExitCode.SAVED]
+    if not saved:
+        return NOTHING_NEW
+    first = next((one for one in saved if one.what), saved[0])
+    origin = origin or asked_elsewhere(nodes)
+    if not origin:
+        return first.what or _SAVED
+    return f"{first.what.removesuffix(f' ({first.why})') or _SAVED} ({origin})"
 
 
 def _node_handle_code(failure: protocol.Failure) -> int:

@@ -7,8 +7,8 @@ a timeout and reports what it is waiting for.
 
 import asyncio
 import itertools
+import math
 import os
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -30,54 +30,13 @@ from torchmuster.launch.launcher.rendezvous_address import (
     RendezvousAddress,
     choose_rendezvous_address,
 )
+from torchmuster.launch.launcher.silence import SilenceWatch
+from torchmuster.launch.launcher.stopping import StopCause, waiting_text
 from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import format_seconds, plural
-
-_STARTING_TOLD = 7
-_LONG_S = 30.0
-# torch's log lines during start-up do not show that a rank is working.
-_LIBRARY_WORDS = re.compile(r"\[[EFIW]\d{4} ")
-
-
-class SilenceWatch:
-    """Track how long the ranks of one attempt have printed nothing; polled every few seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._asked = 0
-        self._at_work = False
-        self._heard_s = 0.0
-        self._tell_after_s = _LONG_S
-
-    def heard(self, text: str) -> None:
-        """Record that a rank printed something."""
-        self._heard_s = self._clock()
-        self._at_work = self._at_work or not _LIBRARY_WORDS.match(text)
-
-    def words(self) -> str:
-        """Return the message to print now, usually ""."""
-        return self._of_ranks_at_work() if self._at_work else self._of_the_start()
-
-    def _of_the_start(self) -> str:
-        """Return a message until the first rank prints; after a minute, only rarely."""
-        self._asked += 1
-        if self._asked <= _STARTING_TOLD:
-            return "the ranks are starting; nothing was printed yet"
-        if self._asked % 30:
-            return ""
-        return "the ranks are running; none of them has printed anything yet"
-
-    def _of_ranks_at_work(self) -> str:
-        """Report a silence that is twice as long as the last reported one, so that few messages appear."""
-        silent_s = self._clock() - self._heard_s
-        if silent_s < self._tell_after_s:
-            return ""
-        self._tell_after_s = 2 * silent_s
-        return f"nothing was printed for {format_seconds(silent_s)}; the ranks are alive"
-
+from torchmuster.units import plural
 
 _PREPARED_WITHIN_S = 60.0
 # How long a host may take to stop beyond the grace period before it is declared lost.
@@ -104,7 +63,7 @@ class Console(Protocol):
 
 def environment_of(spec: JobSpec) -> dict[str, str]:
     """Return the environment variables for the ranks of a job on every host."""
-    return {GRACE_VARIABLE: f"{max(1.0, spec.limits.grace_s):.0f}"} | spec.environment
+    return {GRACE_VARIABLE: str(max(1, math.ceil(spec.limits.grace_s)))} | spec.environment
 
 
 class Session:
@@ -129,8 +88,11 @@ class Session:
         self._rank_logs = RankLogs(Path(logs), console.say)
         self.token = os.urandom(16).hex()
         self._on_phase = on_phase
-        self._stop_why = ""
-        self._stop_grace_s = spec.limits.grace_s
+        self.cause: StopCause | None = None  # of a stop request to the launcher
+        self.failed_before_stop = False  # a rank had failed when the stop was requested
+        self.killed_at_once = False  # because of a second request
+        self._warned = False  # the first request was a warning: the next one is not a repetition
+        self._kill_at_s = math.inf
         self._silence = SilenceWatch()
         self._attempt = 0
         self._command = spec.command  # with the arguments to resume
@@ -150,15 +112,35 @@ class Session:
             return_s=spec.limits.return_s,
         )
 
-    def stop(self, why: str) -> None:
-        """Request a stop of the run; a second request stops without a grace period."""
+    def stop(self, origin: str, *, warned_s: float | None = None) -> None:
+        """Request a stop of the run; a second request kills the ranks.
+
+        ``warned_s``: this is only a scheduler's warning, and the ranks may take this long.
+        """
         again = self.waiting.stopped
-        self._stop_why = self._stop_why or why
-        self._stop_grace_s = 0.0 if again else self._spec.limits.grace_s
+        if not again:
+            self.failed_before_stop = any(node.stopping for node in self.registry.nodes)
+        self.killed_at_once = again and not self._warned
+        grace_s = self._spec.limits.grace_s if warned_s is None else warned_s
+        self._kill_by(0.0 if self.killed_at_once else grace_s)
+        self.cause = self.cause or StopCause(origin=origin)
+        self._warned = warned_s is not None
         self.waiting.stop()
         if again:
             for node in self.registry.nodes:
-                self._later(node.stop(0.0, why))
+                self._later(node.stop(self._left_s(), origin))
+
+    def _kill_by(self, grace_s: float) -> None:
+        self._kill_at_s = min(self._kill_at_s, time.monotonic() + grace_s)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._kill_at_s - time.monotonic())
+
+    def handles(self, name: str) -> bool:
+        """Return whether every rank is known to handle a signal."""
+        ranks = sum(node.prepared.ranks for node in self.registry.nodes if node.prepared)
+        heard = [one for node in self.registry.nodes for one in node.heartbeats]
+        return ranks == len(heard) > 0 and all(name in one.handles for one in heard)
 
     def pass_on(self, name: str) -> None:
         """Forward a signal to every rank."""
@@ -292,6 +274,8 @@ class Session:
                     return await self.fail(nodes)
                 if all(node.ended for node in nodes):
                     return None
+                if any(node.stopping for node in nodes):
+                    continue
                 hang_monitor.look()
                 if hang_monitor.must_end:
                     return await self.fail(nodes)
@@ -307,9 +291,13 @@ class Session:
         )
 
     def _words(self) -> str:
-        """Return the message that the ranks are alive, unless a hang was reported."""
-        told = self._hang_monitor is not None and self._hang_monitor.finding is not None
-        return "" if told else self._silence.words()
+        """Return the message that the ranks are alive or stopping, unless a hang was reported."""
+        nodes = self.registry.nodes
+        if any(node.stopping for node in nodes):  # because a rank failed
+            return waiting_text([node for node in nodes if node.stopping], time.monotonic())
+        if self._hang_monitor is not None and self._hang_monitor.finding is not None:
+            return ""
+        return self._silence.words(one for node in nodes for one in node.heartbeats)
 
     async def _start(
         self, nodes: Sequence[NodeHandle], meeting: RendezvousAddress, attempt: int
@@ -387,30 +375,33 @@ class Session:
             grace_s=self._spec.limits.grace_s,
             hang=hang,
         )
-        if not node_handle.trouble_text(nodes):
+        if not node_handle.trouble_text(nodes) and not node_handle.asked_elsewhere(nodes):
             await asyncio.to_thread(evidence.keep_failure, self._run, self._attempt, finding, ends)
         return finding
 
     async def end(self, nodes: Sequence[NodeHandle], *, grace_s: float | None = None) -> None:
         """Stop the ranks on these hosts; a host that does not confirm in time is declared lost."""
+        began_s = time.monotonic()
         waiting = [node for node in nodes if not node.lost and not node.ended]
-        grace_s = self._stop_grace_s if grace_s is None else grace_s
+        if self.cause is None:  # a failure, which an earlier attempt may have had too
+            self._kill_at_s = math.inf
+        if grace_s is not None or self._kill_at_s == math.inf:
+            self._kill_by(self._spec.limits.grace_s if grace_s is None else grace_s)
         for node in waiting:
-            self._later(node.stop(grace_s, self._stop_why))
-        deadline = time.monotonic() + grace_s + _END_WITHIN_S
+            self._later(node.stop(self._left_s(), self.cause.origin if self.cause else ""))
 
         def words() -> str:
-            slow = [node.name for node in waiting if not node.ended and not node.lost]
-            return f"stopping; waiting for {', '.join(slow[:8])}" if slow else ""
+            return waiting_text(waiting, time.monotonic())
 
         async with self.waiting.telling(words):
-            while time.monotonic() < deadline and words():
+            # A second request brings the end forward.
+            while time.monotonic() < self._kill_at_s + _END_WITHIN_S and words():
                 await self.waiting.something_new(0.2, although_stopped=True)
         if slow := words():
             self._console.say(f"timed out: {slow}")
         for node in waiting:
             if not node.ended:
-                node.lose(f"it did not stop within {grace_s + _END_WITHIN_S:.0f} s")
+                node.lose(f"it did not stop within {time.monotonic() - began_s:.0f} s")
 
     async def leave(self, exit_code: int, words: str) -> None:
         """Release every host; ``words`` is printed on the terminal of a node agent that joined."""

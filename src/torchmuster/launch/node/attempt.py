@@ -235,6 +235,8 @@ class RunningAttempt:
         self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._stopping = asyncio.Event()
         self._deadline_s = 0.0
+        self._asked = ""
+        self._killed: tuple[int, ...] = ()
         self.gone = asyncio.Event()  # none of its processes is alive
         self.told = asyncio.Event()  # the launcher has received the report
 
@@ -243,13 +245,18 @@ class RunningAttempt:
         pid = await self._engine.start()
         return protocol.Started(attempt=self._share.start.attempt, pid=pid)
 
-    def stop(self, grace_s: float) -> None:
-        """Request the ranks to stop, and kill them after the grace period. A later call can only shorten it."""
+    def stop(self, grace_s: float, asked: str = "") -> None:
+        """Request the ranks to stop, and kill them after the grace period. A later call can only shorten it.
+
+        ``asked`` is the signal of a request that did not come from the launcher.
+        """
         deadline = time.monotonic() + grace_s
         if self._stopping.is_set():
             self._deadline_s = min(self._deadline_s, deadline)
             return
         self._deadline_s = deadline
+        if self._engine.kill_at_s is None:  # else a rank had failed before
+            self._asked = asked
         self._engine.terminate()
         self._stopping.set()
 
@@ -310,13 +317,15 @@ class RunningAttempt:
 
     async def _tell_heartbeats(self) -> None:
         # In a thread: finding a rank's children means reading all processes of the host.
-        if heartbeats := await asyncio.to_thread(self._heartbeats.read):
+        heartbeats = await asyncio.to_thread(self._heartbeats.read)
+        stopping = self._stopping_now()
+        if heartbeats or stopping:
             attempt, run = self._share.start.attempt, self._run
             message = protocol.Heartbeats(
-                attempt=attempt, heartbeats=heartbeats, kept=run is not None
+                attempt=attempt, heartbeats=heartbeats, kept=run is not None, stopping=stopping
             )
             await self._send(message)
-            if run is not None:
+            if heartbeats and run is not None:
                 host = socket.gethostname()
                 await asyncio.to_thread(
                     node_records.write_node_ranks,
@@ -334,6 +343,15 @@ class RunningAttempt:
             attempt = self._share.start.attempt
             await self._send(protocol.TrainingMetrics(attempt=attempt, lines=lines))
 
+    def _stopping_now(self) -> protocol.Stopping | None:
+        """Return the ranks that were asked to stop and have not, and how long they have left."""
+        asked = self._deadline_s if self._stopping.is_set() else None
+        kill_at = [at_s for at_s in (asked, self._engine.kill_at_s) if at_s is not None]
+        if not kill_at:
+            return None
+        left_s = max(0.0, min(kill_at) - time.monotonic())
+        return protocol.Stopping(ranks=engines.living_ranks(self._share.records), left_s=left_s)
+
     async def _kill_when_time_is_up(self) -> None:
         await self._stopping.wait()
         alone_s: float | None = None  # when the agent lost its last rank
@@ -342,13 +360,14 @@ class RunningAttempt:
             if alone_s is not None and now - alone_s > _AGENT_GRACE_S:
                 break  # it waits for other hosts, possibly for minutes
             await asyncio.sleep(min(self._deadline_s - now, 0.1))
+        self._killed = engines.living_ranks(self._share.records)
         await asyncio.to_thread(
             process_cleanup.kill_processes, self._share.prepare.token, within_s=_KILL_WITHIN_S
         )
 
     def _some_rank_lives(self) -> bool:
-        pids = engines.rank_pids(self._share.records)
-        return len(pids) < len(self._ranks) or any(map(psutil.pid_exists, pids.values()))
+        started = engines.rank_pids(self._share.records)
+        return len(started) < len(self._ranks) or bool(engines.living_ranks(self._share.records))
 
     async def _forward(self, now_s: float) -> None:
         for tail in self._tails:
@@ -411,5 +430,7 @@ class RunningAttempt:
             if failures
             else (),
             words=words,
+            killed=self._killed or self._engine.killed,
+            asked=self._asked,
         )
         return engines.fitting_failures(ended)

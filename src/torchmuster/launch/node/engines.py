@@ -16,6 +16,7 @@ import msgspec
 from torchmuster.errors import ExitCode
 from torchmuster.launch import protocol
 from torchmuster.launch.node import process_cleanup
+from torchmuster.launch.node.heartbeats import GONE, look_at_process
 from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, TOKEN_VARIABLE, USUAL_GRACE_S
 
 _RANK = Path(__file__).parents[1] / "rank" / "start.py"
@@ -131,6 +132,7 @@ _LAST_BYTES = 8 * 1024
 # The root cause shows one complete failure and compares it with the others; a hundred would be too much.
 _TOLD_WHOLE = 16
 _SHORT_ERROR = 200
+_EXITED = ("Z", GONE)
 
 
 def rank_pids(records: Path) -> dict[int, int]:
@@ -140,6 +142,12 @@ def rank_pids(records: Path) -> dict[int, int]:
         if path.name.count(".") == 1:
             found[int(path.stem.removeprefix("rank-"))] = int(_read_engines(path).get("pid", 0))
     return found
+
+
+def living_ranks(records: Path) -> tuple[int, ...]:
+    """Return the ranks that have started and not exited."""
+    stats = {rank: look_at_process(pid) for rank, pid in rank_pids(records).items()}
+    return tuple(sorted(rank for rank, stat in stats.items() if stat and stat.state not in _EXITED))
 
 
 def ranks_finished(records: Path, ranks: Iterable[int]) -> list[int]:
@@ -288,7 +296,14 @@ class ExitsOfRanks:
 
 
 class Engine(Protocol):
-    """Starts the ranks and returns how they exited."""
+    """Starts the ranks and returns how they exited.
+
+    After a failure it stops the other ranks: ``kill_at_s`` (monotonic) is when it kills those that have not stopped,
+    and ``killed`` are those that it killed.
+    """
+
+    kill_at_s: float | None
+    killed: tuple[int, ...]
 
     async def start(self) -> int:
         """Start the ranks; return a process id."""
@@ -297,7 +312,7 @@ class Engine(Protocol):
         """Wait until all ranks have exited."""
 
     def terminate(self) -> None:
-        """Request the ranks to stop."""
+        """Request the ranks to stop; each gets one signal, however often this is called."""
 
 
 class TorchrunEngine:
@@ -310,6 +325,8 @@ class TorchrunEngine:
         self._share = share
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
+        self.kill_at_s: float | None = None
+        self.killed: tuple[int, ...] = ()
 
     async def start(self) -> int:
         """Start the agent."""
@@ -353,9 +370,13 @@ class TorchrunEngine:
             self._process.terminate()
 
     async def _end_ranks_after_failure(self, agent: asyncio.subprocess.Process) -> None:
-        while not agent_exits(self._share.records):
+        while not (failed := agent_exits(self._share.records)):
             await asyncio.sleep(_LOOK_EVERY_S)
-        await asyncio.sleep(float(self._environment.get(GRACE_VARIABLE, USUAL_GRACE_S)))
+        since_s = time.time() - min(one.at_unix_s for one in failed.values())
+        left_s = max(0.0, _grace_s(self._environment) - max(0.0, since_s))
+        self.kill_at_s = time.monotonic() + left_s
+        await asyncio.sleep(left_s)
+        self.killed = living_ranks(self._share.records)
         token = self._share.prepare.token
         await asyncio.to_thread(
             process_cleanup.kill_processes, token, within_s=_KILL_WITHIN_S, spare=agent.pid
@@ -365,6 +386,10 @@ class TorchrunEngine:
             agent.kill()  # it is waiting for a rank that cannot be killed
 
 
+def _grace_s(environment: Mapping[str, str]) -> float:
+    return float(environment.get(GRACE_VARIABLE, USUAL_GRACE_S))
+
+
 class DirectEngine:
     """Ranks as child processes of the node agent, for Windows, where torchrun's agent cannot run."""
 
@@ -372,6 +397,9 @@ class DirectEngine:
         self._share = share
         self._environment = environment
         self._processes: list[asyncio.subprocess.Process] = []
+        self._asked = False
+        self.kill_at_s: float | None = None
+        self.killed: tuple[int, ...] = ()
 
     async def start(self) -> int:
         """Start every rank."""
@@ -393,13 +421,17 @@ class DirectEngine:
         waits = {asyncio.ensure_future(one.wait()): one for one in self._processes}
         failed: dict[int, RankExit] = {}
         left = set(waits)
-        grace_s = None
         while left:
+            until_s = (
+                None if self.kill_at_s is None else max(0.0, self.kill_at_s - time.monotonic())
+            )
             done, left = await asyncio.wait(
-                left, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
+                left, timeout=until_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
+                self.killed = self.killed or living_ranks(self._share.records)
                 self._kill()
+                self.kill_at_s = None  # nothing more can be done
             new = {waits[one] for one in done if one.result() != 0}
             if new and not failed:
                 for process in new:
@@ -408,12 +440,13 @@ class DirectEngine:
                         pid=process.pid, code=process.returncode or 0, at_unix_s=time.time()
                     )
                 self.terminate()
-                grace_s = float(self._environment.get(GRACE_VARIABLE, USUAL_GRACE_S))
+                self.kill_at_s = time.monotonic() + _grace_s(self._environment)
         return ExitsOfRanks(failed=failed)
 
     def terminate(self) -> None:
-        """Request every rank to stop."""
-        for process in self._processes:
+        """Request every rank to stop, once."""
+        asked, self._asked = self._asked, True
+        for process in self._processes if not asked else ():
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
 

@@ -123,7 +123,7 @@ class NodeAgent:
         self, running: RunningAttempt, over: "asyncio.Future[int]", name: str
     ) -> None:
         """Stop the ranks as the launcher would: a scheduler signals every process that it knows."""
-        running.stop(self._grace_s())
+        running.stop(self._grace_s(), name)
         await running.told.wait()
         self._give_up(over, name)
 

@@ -15,7 +15,7 @@ import psutil
 
 TOKEN_VARIABLE = "TORCHMUSTER_RUN_TOKEN"  # noqa: S105  # a variable's name
 # How long ranks that are asked to stop may take; torch's elastic agent reads this variable too.
-GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5"
+GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"
 _LOOK_AGAIN_S = 0.02
 
 

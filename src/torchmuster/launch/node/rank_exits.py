@@ -26,6 +26,11 @@ class RankExits:
         self._report = report
         self._failed: dict[int, engines.RankExit] = {}
 
+    @property
+    def some_failed(self) -> bool:
+        """Whether a rank has failed, so that torch stops the others."""
+        return bool(self._failed)
+
     def watch(self) -> None:
         """Look for a failed rank whenever a child of this process exits."""
         if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on

@@ -33,6 +33,8 @@ STACKS_SIGNAL = signal.SIGRTMAX - 2 if sys.platform == "linux" else None
 _PROGRESS = "torchmuster.train.progress"
 # The module that records other scripts.
 _RECORDER = "torchmuster.integrations.recorder"
+# The signals by which a script may be asked to save and stop.
+_STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 
 def start_heartbeat(rank: int, records: Path) -> None:
@@ -131,6 +133,7 @@ class HeartbeatWriter:
             "place": reading.place,
             "doing": reading.doing,
             "waiting": reading.waiting,
+            "handles": handled_signals(),
             "groups": stack.groups_joined(),
             "begun": self._begun,
             "waits": self._waits,
@@ -165,6 +168,17 @@ class HeartbeatWriter:
         with contextlib.suppress(Exception):
             flight = stack.dump_flight_record()
             _write(self._path.with_name(f"rank-{self._rank}.flight.json"), flight)
+
+
+def handled_signals() -> list[str]:
+    """Return the stop and warning signals that this process handles."""
+    numbers = {name: getattr(signal, name, None) for name in _STOP_SIGNALS}  # Windows lacks some
+    unhandled = (signal.SIG_DFL, signal.SIG_IGN)
+    return [
+        name
+        for name, number in numbers.items()
+        if number is not None and signal.getsignal(number) not in unhandled
+    ]
 
 
 def all_stacks(rank: int) -> str:

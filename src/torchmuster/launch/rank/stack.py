@@ -1,6 +1,7 @@
 """Read a thread's stack: the line in the user's code, what it is doing there, and the phase.
 
-Runs inside the ranks, whatever is installed there: standard library only.
+Runs inside the ranks, whatever is installed there: standard library only. ``read_stack`` also reads stacks that
+were taken from outside (``diagnose/hang/``).
 """
 
 import itertools
@@ -11,11 +12,11 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 from torchmuster.launch import torch_private
 from torchmuster.launch.torch_private import flight_recorders, group_names
@@ -164,6 +165,7 @@ WAITS_FOR_OTHERS = frozenset(
 )
 _LONGEST_STACK = 400
 _WAIT_DEPTH = 4  # the calls within threading's wait functions
+_THREADING = f"{os.sep}threading.py"
 _FUTURES = str(Path("concurrent", "futures", "_base.py"))
 _LIBRARIES = tuple(
     sorted(
@@ -174,6 +176,9 @@ _LIBRARIES = tuple(
         }
     )
 )
+# A stack taken from outside may be of another Python, with its libraries elsewhere.
+_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_STANDARD = re.compile(r"[/\\]lib(?:64)?[/\\]python\d\.\d+t?[/\\]")
 _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 
 
@@ -191,6 +196,15 @@ _MODULES = _in_torch("nn", "modules")
 _OPTIMIZER = _in_torch("optim", "optimizer.py")
 _CHECKPOINT = _in_torch("distributed", "checkpoint")
 _CALLED = re.compile(r"([\w.]+)\s*\(")
+_IMPORTED = re.compile(r"(?:from|import)\s+([\w.]+(?:, *[\w.]+)*)")
+
+
+class StackFrame(NamedTuple):
+    """A call in a stack: the file, the function's bare name, and the line."""
+
+    file: str
+    function: str
+    line: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,94 +218,113 @@ class ThreadReading:
 
 
 def read_main_thread(innermost: FrameType | None) -> ThreadReading:
-    """Return what a thread is doing, from its innermost frame."""
+    """Return what a thread of this process is doing, from its innermost frame."""
     frames = list(_outwards(innermost))
-    own = _own_frame(frames)
+    return read_stack(list(map(_stack_frame, frames)), lambda place: _called_by(frames[place]))
+
+
+def read_stack(frames: Sequence[StackFrame], call_in: Callable[[int], str]) -> ThreadReading:
+    """Return what a thread is doing, from its stack, innermost frame first.
+
+    ``call_in`` returns the call in progress in one of the frames, as written in the source.
+    """
+    own = own_frame(frames)
     doing, waiting = _doing(frames, own)
-    phases = (_stack_phase(frame.f_code) for frame in frames)
+    if not doing and own is not None:
+        doing = call_in(own)
     return ThreadReading(
-        place=_stack_place(own) if own is not None else "",
+        place=_stack_place(frames[own]) if own is not None else "",
         doing=doing,
-        phase=next((phase for phase in phases if phase), ""),
+        phase=next((phase for frame in frames if (phase := _stack_phase(frame))), ""),
         waiting=waiting,
     )
 
 
 def waits_for_thread(innermost: FrameType | None) -> bool:
-    """Return whether a thread only waits for another thread to finish, or for its result."""
+    """Return whether a thread of this process only waits for another thread."""
+    return is_waiting_for_thread([_stack_frame(one) for one in _outwards(innermost, _WAIT_DEPTH)])
+
+
+def is_waiting_for_thread(frames: Sequence[StackFrame]) -> bool:
+    """Return whether a stack only waits for another thread to finish, or for its result."""
     return any(
-        (frame.f_code.co_name == "join" and frame.f_code.co_filename == threading.__file__)
-        or (frame.f_code.co_name == "result" and _FUTURES in frame.f_code.co_filename)
-        for frame in itertools.islice(_outwards(innermost), _WAIT_DEPTH)
+        (frame.function == "join" and frame.file.endswith(_THREADING))
+        or (frame.function == "result" and frame.file.endswith(_FUTURES))
+        for frame in frames[:_WAIT_DEPTH]
     )
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(_LONGEST_STACK):
+def _outwards(frame: FrameType | None, most: int = _LONGEST_STACK) -> Iterator[FrameType]:
+    for _ in range(most):
         if frame is None:
             return
         yield frame
         frame = frame.f_back
 
 
-def _own_frame(frames: list[FrameType]) -> FrameType | None:
-    """Return the innermost frame of the user's code; if there is none, of ours."""
-    ours = None
-    for frame in frames:
-        kind = _stack_kind(frame.f_code.co_filename)
-        if kind == "own":
-            return frame
-        if kind == "ours" and ours is None:
-            ours = frame
-    return ours
+def _stack_frame(frame: FrameType) -> StackFrame:
+    return StackFrame(frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno or 0)
+
+
+def own_frame(frames: Sequence[StackFrame]) -> int | None:
+    """Return the place of the innermost frame of the user's code.
+
+    If there is none, of ours; else of an installed package other than torch, such as a trainer started with ``-m``.
+    """
+    found: dict[str, int] = {}
+    for place, frame in enumerate(frames):
+        found.setdefault(_stack_kind(frame.file), place)
+        if "own" in found:
+            break
+    return next((found[kind] for kind in ("own", "ours", "package") if kind in found), None)
 
 
 _kinds: dict[str, str] = {}
 
 
 def _stack_kind(file: str) -> str:
-    """Return who owns a file: the user, a library, or us."""
+    """Return who owns a file: the user, an installed package, torch or the standard library, or us."""
     kind = _kinds.get(file)
     if kind is None:
         path = os.path.realpath(file)
-        if file.startswith("<") or path.startswith(_LIBRARIES) or "-packages" + os.sep in path:
+        if file.startswith("<"):
             kind = "library"
         elif path.startswith(_OURS):
             kind = "launcher" if os.sep + "launch" + os.sep in path else "ours"
+        elif _PACKAGES.search(path):
+            kind = "library" if _TORCH in path else "package"
+        elif path.startswith(_LIBRARIES) or _STANDARD.search(path):
+            kind = "library"
         else:
             kind = "own"
         _kinds[file] = kind
     return kind
 
 
-def _stack_place(frame: FrameType) -> str:
-    code = frame.f_code
-    function = "" if code.co_name == "<module>" else f" in {code.co_name}"
-    return f"{Path(code.co_filename).name}:{frame.f_lineno}{function}"
+def _stack_place(frame: StackFrame) -> str:
+    function = "" if frame.function == "<module>" else f" in {frame.function}"
+    return f"{Path(frame.file).name}:{frame.line}{function}"
 
 
-def _doing(frames: list[FrameType], own: FrameType | None) -> tuple[str, bool]:
-    """Return the innermost known operation, and whether it waits for other ranks."""
+def _doing(frames: Sequence[StackFrame], own: int | None) -> tuple[str, bool]:
+    """Return the innermost known operation below the user's code, and whether it waits for other ranks."""
     collective = ""
-    for frame in frames:
-        code = frame.f_code
-        if frame is own:
-            break
-        if _DISTRIBUTED in code.co_filename:
-            if code.co_name in WAITS_FOR_OTHERS:
-                collective = code.co_name  # the outermost counts: all_gather_object, not all_gather
+    for frame in frames[:own]:
+        if _DISTRIBUTED in frame.file:
+            if frame.function in WAITS_FOR_OTHERS:
+                collective = (
+                    frame.function
+                )  # the outermost counts: all_gather_object, not all_gather
         elif collective:
             break
-        elif name := _stack_known(code):
+        elif name := _stack_known(frame):
             return name, False
-    if collective:
-        return collective, True
-    return (_called_by(own) if own is not None else ""), False
+    return collective, bool(collective)
 
 
-def _stack_known(code: CodeType) -> str:
+def _stack_known(frame: StackFrame) -> str:
     """Return the common name of a torch function, if it has one."""
-    file, name = code.co_filename, code.co_name
+    file, name = frame.file, frame.function
     if name == "__next__" and _DATA_LOADER in file:
         return "DataLoader.__next__"
     if name == torch_private.BACKWARD:
@@ -303,9 +336,9 @@ def _stack_known(code: CodeType) -> str:
     return ""
 
 
-def _stack_phase(code: CodeType) -> str:
+def _stack_phase(frame: StackFrame) -> str:
     """Return the phase of a training step that a frame belongs to."""
-    file, name = code.co_filename, code.co_name
+    file, name = frame.file, frame.function
     if _TORCH not in file:
         return ""
     if name == "__next__" and _DATA in file:
@@ -324,7 +357,7 @@ def _stack_phase(code: CodeType) -> str:
 
 
 def _called_by(frame: FrameType) -> str:
-    """Return the call in progress as written in the source: ``time.sleep``."""
+    """Return the call or import in progress as written in the source: ``time.sleep``, ``import torch``."""
     number = max(0, frame.f_lasti // 2)
     place = next(itertools.islice(frame.f_code.co_positions(), number, None), None)
     line, _, begin, _ = place or (None, None, None, None)
@@ -334,5 +367,7 @@ def _called_by(frame: FrameType) -> str:
     text = (
         linecache.getline(frame.f_code.co_filename, line).encode()[begin:].decode(errors="replace")
     )
-    called = _CALLED.match(text)
-    return called[1] if called else ""
+    if called := _CALLED.match(text):
+        return called[1]
+    imported = _IMPORTED.match(text)
+    return f"import {imported[1]}" if imported else ""

@@ -64,6 +64,8 @@ def main() -> None:
         _begin_recording(rank, records, settings["world_size"], settings["first_step"])
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(settings["attempt"])
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(settings["max_restarts"])
+    # The agent's own value differs (elastic_agent.py); this is torchrun's.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     try:
         _run_start(command, module=settings["module"])
     except BaseException as error:

@@ -44,15 +44,30 @@ _OPTIONS = (
 def node_agent_command(
     host: str, python: str, *, lost_after_s: float = Limits.lost_after_s
 ) -> list[str]:
-    """Return the ssh command that starts a node agent on a host.
+    """Return the ssh command that starts a node agent on a host."""
+    return ssh_command(host, (python, *NODE_AGENT), lost_after_s=lost_after_s)
+
+
+def ssh_command(host: str, program: Sequence[str], *, lost_after_s: float) -> list[str]:
+    """Return the ssh command that runs a fixed program on a host; user input is sent to its stdin.
 
     ssh closes a silent link shortly after the launcher has declared the host lost, not before.
     """
-    remote = " ".join(shlex.quote(word) for word in (python, *NODE_AGENT))
+    remote = " ".join(shlex.quote(word) for word in program)
     # ssh exits after this many unanswered keep-alive messages.
     asked = max(1, int(lost_after_s // _ALIVE_EVERY_S))
     patience = ("-o", f"ServerAliveCountMax={asked}")
     return ["ssh", *_OPTIONS, *patience, "--", host, f"exec {remote}"]
+
+
+def require_ssh() -> None:
+    """Raise an error if OpenSSH is not installed."""
+    if shutil.which("ssh") is None:
+        raise Impossible(
+            "ssh is not installed on this host",
+            why="muster reaches the other hosts through OpenSSH",
+            fix="apt-get install openssh-client  # or: muster host, which needs no ssh",
+        )
 
 
 def is_this_host(host: str) -> bool:
@@ -80,12 +95,8 @@ class SshTransport:
                 fix="muster run --slurm …  # or Kubernetes: a scheduler has no such limit",
             )
         self._here = {place for place, host in enumerate(hosts) if is_this_host(host.name)}
-        if len(self._here) < len(hosts) and shutil.which("ssh") is None:
-            raise Impossible(
-                "ssh is not installed on this host",
-                why="muster reaches the other hosts through OpenSSH",
-                fix="apt-get install openssh-client  # or: muster host, which needs no ssh",
-            )
+        if len(self._here) < len(hosts):
+            require_ssh()
         self._hosts = list(hosts)
         self._python = python
         self._lost_after_s = lost_after_s

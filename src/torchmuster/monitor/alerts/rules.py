@@ -9,6 +9,7 @@ from torchmuster.monitor.metric import Scope
 
 Severity = Literal["critical", "warning", "info"]
 _MINUTE_S = 60.0
+RUN_FINISHED = "MusterRunFinished"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +184,7 @@ ALERTS: tuple[Alert, ...] = (
         fix=_EXPLAIN,
     ),
     Alert(
-        name="MusterRunFinished",
+        name=RUN_FINISHED,
         severity="info",
         condition=_in_phase("finished"),
         summary="{job}: run {run} has finished",

@@ -97,8 +97,13 @@ def checkpoint_table(
 
 
 def curves_part(picture: RunPicture) -> str:
-    """Return the curves of loss, learning rate, throughput and step time that have data."""
+    """Return the curves of loss, learning rate, throughput and step time that have data.
+
+    A constant learning rate is only a key figure.
+    """
     names = [name for name in _CURVES if picture.curves[name].has_numbers]
+    if picture.curves["learning_rate"].is_constant:
+        names = [name for name in names if name != "learning_rate"]
     if "tokens_per_s" in names:  # the samples/s curve has the same shape
         names = [name for name in names if name != "samples_per_s"]
     found = [f"<figure>{_page_parts_curve(name, picture)}</figure>" for name in names]
@@ -255,7 +260,8 @@ def _each(heartbeats: Sequence[Heartbeat], cell: Callable[[Heartbeat], Cell]) ->
 
 
 def _page_parts_share(share: float | None) -> Cell:
-    return None if share is None else (share, f"{100 * share:.0f}")
+    # The clocks of a step and of its parts are read at different moments.
+    return None if share is None else (share, f"{100 * min(share, 1.0):.0f}")
 
 
 def _page_parts_step(step: int | None, first: int) -> Cell:

@@ -14,6 +14,7 @@ from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
+from torchmuster.monitor.alerts.rules import RUN_FINISHED
 from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
 from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
 from torchmuster.monitor.collecting import collector
@@ -91,6 +92,12 @@ class LongCurve:
     def has_numbers(self) -> bool:
         """Whether there is anything to draw."""
         return any(part.numbers for part in self._parts)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all values are the same number."""
+        extremes = [one for part in self._parts for one in (part.low, part.high) if one is not None]
+        return len({value for value, _ in extremes}) == 1
 
     def points(self, most: int) -> list[tuple[float, float]]:
         """Return at most ``most`` points (x, value) including the extremes; a gap is NaN."""
@@ -214,7 +221,8 @@ class RunWatch:
                 key=lambda one: one[1].rank,
             ),
             events=tuple(self._events),
-            alerts=self._watching.raised,
+            # That a run has finished is news for a chat, and no alert where its phase is shown.
+            alerts=[one for one in self._watching.raised if one.alert.name != RUN_FINISHED],
             news=news,
             checkpoint=checkpoint,
             condition=self._condition_of(checkpoint) if checkpoint is not None else None,

@@ -132,7 +132,8 @@ def _true(told: _Told) -> str:
     """Return the outcome and the most important figures."""
     picture, values = told.picture, told.picture.values
     first = [one.what for one in told.account.findings[:1]]
-    parts = [f"duration {format_seconds(picture.lasts_s)}"]
+    resumed = " since it was resumed" if told.account.story.was_resumed else ""
+    parts = [f"duration {format_seconds(picture.lasts_s)}{resumed}"]
     if catalogue.STEPS in values:
         parts.append(f"{_steps(picture)} steps")
         if (loss := values.get(catalogue.LOSS)) is not None:

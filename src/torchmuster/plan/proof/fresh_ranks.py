@@ -105,6 +105,8 @@ def run_fresh_ranks(
             code = launch_job(spec, transport, folder_of_run, lambda _: console)
         if code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
+        if code in (ExitCode.TERMINATED, ExitCode.KILLED):
+            raise SystemExit(code)
         texts = {
             int(path.stem.removeprefix("rank-")): path.read_text(encoding="utf-8")
             for path in answers.glob("rank-*.json")

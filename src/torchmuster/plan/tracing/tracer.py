@@ -27,6 +27,7 @@ from torchmuster.launch.fingerprint import LEAST_TORCH, torch_too_old, torch_ver
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.cache import TraceCache, as_asked, with_log
 from torchmuster.redaction import redact_text
+from torchmuster.units import format_seconds
 
 PROGRAM = "torchmuster.plan.probes.trace"
 _SAY_EVERY_S = 10.0
@@ -50,6 +51,17 @@ class _Answer:
 
 
 Found: TypeAlias = TraceRecord | TraceRefused
+
+
+def progress_text(done: int, left: int, took_s: float) -> str:
+    """Return how far tracing is; the plan may ask for more traces after these."""
+    if not done:
+        return f"tracing: 0 of {left} done after {took_s:.0f} s; the first takes longest"
+    more_s = took_s / done * left
+    return (
+        f"tracing: {done} of {done + left} done after {took_s:.0f} s; these take about "
+        f"{format_seconds(more_s)} more"
+    )
 
 
 class Tracer:
@@ -142,9 +154,8 @@ class Tracer:
             try:
                 request, answer = done.get(timeout=_SAY_EVERY_S)
             except queue.Empty:
-                took, traced = time.monotonic() - self._begun, len(self._made) + len(found)
-                left = wanted - len(found)
-                self._say(f"tracing: {traced} done after {took:.0f} s, {left} pending")
+                took_s = time.monotonic() - self._begun
+                self._say(progress_text(len(self._made) + len(found), wanted - len(found), took_s))
                 continue
             if self._cache is not None and isinstance(answer, TraceRecord):
                 answer = self._cache.put(answer)

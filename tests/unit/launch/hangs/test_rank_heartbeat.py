@@ -1,7 +1,9 @@
 """The thread in each rank that tells what it is doing: what it says, and that the script does not notice it."""
 
+import builtins
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -232,6 +234,42 @@ def read(
     return found[0]
 
 
+@pytest.mark.parametrize(
+    ("line", "doing"),
+    [
+        ("import seldom_used", "import seldom_used"),
+        ("import json, seldom_used as rare", "import json, seldom_used"),
+        ("from seldom_used import name", "import seldom_used"),
+    ],
+)
+def test_an_import_is_named(
+    line: str, doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    library = "name = 1\nif __name__ == 'seldom_used':\n    import builtins\n    builtins.look()\n"
+    source = f"import builtins\nbuiltins.look = look\n{line}\n"
+    try:
+        reading = read(source, tmp_path, library="seldom_used.py", library_source=library)
+    finally:
+        sys.modules.pop("seldom_used", None)
+        del builtins.look  # type: ignore[attr-defined]
+    assert (reading.place, reading.doing) == ("train.py:3", doing)
+
+
+def test_the_stop_signals_that_a_script_handles_are_known() -> None:
+    former = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1")}
+    try:
+        for name in former:
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        assert heartbeat.handled_signals() == []
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert heartbeat.handled_signals() == ["SIGTERM"]
+    finally:
+        for name, handler in former.items():
+            signal.signal(getattr(signal, name), handler)
+
+
 def test_the_place_and_the_call_in_the_user_s_code(tmp_path: Path) -> None:
     reading = read(
         """
@@ -306,3 +344,31 @@ def test_a_script_asleep_in_its_dataset_is_loading_data(tmp_path: Path) -> None:
     assert reading == stack.ThreadReading(
         place="train.py:2 in __getitem__", doing="look", phase="loading data"
     )
+
+
+def test_a_trainer_of_an_installed_package_has_a_place_of_its_own(tmp_path: Path) -> None:
+    """As with ``torchrun -m package.train``: no file is the user's."""
+    packages = f"{tmp_path}/lib/python3.12/site-packages"
+    frames = [
+        stack.StackFrame(f"{packages}/torch/distributed/distributed_c10d.py", "all_reduce", 3252),
+        stack.StackFrame(f"{packages}/package/train.py", "step", 88),
+        stack.StackFrame(f"{tmp_path}/lib/python3.12/runpy.py", "_run_code", 88),
+    ]
+    reading = stack.read_stack(frames, lambda _: "")
+    assert reading == stack.ThreadReading(
+        place="train.py:88 in step", doing="all_reduce", waiting=True
+    )
+    own = stack.StackFrame("/work/main.py", "<module>", 3)
+    assert stack.read_stack([*frames, own], lambda _: "").place == "main.py:3"
+
+
+def test_the_standard_library_of_another_python_is_not_the_user_s() -> None:
+    frames = [
+        stack.StackFrame("/opt/conda/lib/python3.10/threading.py", "wait", 320),
+        stack.StackFrame("/opt/conda/lib/python3.10/threading.py", "join", 1096),
+        stack.StackFrame("/work/train.py", "main", 12),
+    ]
+    reading = stack.read_stack(frames, lambda place: f"call {place}")
+    assert (reading.place, reading.doing) == ("train.py:12 in main", "call 2")
+    assert stack.is_waiting_for_thread(frames)
+    assert not stack.is_waiting_for_thread(frames[2:])

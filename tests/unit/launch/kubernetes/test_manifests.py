@@ -274,8 +274,20 @@ def test_threads_are_shared_among_the_ranks_unless_set() -> None:
     first = container(SPEC, REQUEST, "job")["env"][0]
     assert first == {"name": "OMP_NUM_THREADS", "value": "12"}
     own = container(replace(SPEC, environment={"OMP_NUM_THREADS": "3"}), REQUEST, "job")["env"]
-    assert own == [{"name": "OMP_NUM_THREADS", "value": "3"}]
-    assert container(replace(SPEC, environment={}), SMALL, "job")["env"] == []
+    assert {"name": "OMP_NUM_THREADS", "value": "3"} in own
+    assert len(own) == 2
+    alone = container(replace(SPEC, environment={}), SMALL, "job")["env"]
+    assert [one["name"] for one in alone] == ["TORCHMUSTER_TERMINATION_GRACE_S"]
+
+
+def test_muster_inside_a_pod_knows_how_long_the_pod_may_take_to_end() -> None:
+    (variable,) = [
+        one
+        for one in container(SPEC, REQUEST, "job")["env"]
+        if one["name"] == "TORCHMUSTER_TERMINATION_GRACE_S"
+    ]
+    limit_s = pod(render_manifests(SPEC, REQUEST, "job")[-1])["terminationGracePeriodSeconds"]
+    assert variable["value"] == str(limit_s)
 
 
 @pytest.mark.parametrize(

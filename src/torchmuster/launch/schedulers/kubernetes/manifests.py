@@ -24,6 +24,7 @@ from torchmuster.launch.schedulers.kubernetes.request import (
     ranks_of,
     shared_memory_bytes_of,
 )
+from torchmuster.launch.schedulers.time_limits import POD_VARIABLE
 from torchmuster.redaction import is_secret_name, redact_text
 from torchmuster.units import GiB, KiB, MiB
 
@@ -123,7 +124,7 @@ def _job_spec(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> Document
         "image": request.image,
         "command": ["torchrun"],
         "args": _torchrun_flags(spec, request, kind) + _script(spec),
-        "env": _environment(spec, request),
+        "env": _environment(spec, request, kind),
         "ports": [{"name": "rendezvous", "containerPort": port_of(spec)}],
         "resources": _resources(request),
         "securityContext": _container_security(),
@@ -181,7 +182,7 @@ def _trainjob(spec: JobSpec, request: KubernetesRequest) -> Document:
                 "args": [_start_timeout(request), *_script(spec)],
                 "numNodes": request.nodes,
                 "numProcPerNode": ranks_of(spec, request),
-                "env": _environment(spec, request),
+                "env": _environment(spec, request, "trainjob"),
                 "resourcesPerNode": _resources(request),
             },
             "runtimePatches": [
@@ -214,11 +215,13 @@ def _script(spec: JobSpec) -> list[str]:
     return module + [_literally(word) for word in spec.command]
 
 
-def _environment(spec: JobSpec, request: KubernetesRequest) -> list[Document]:
+def _environment(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> list[Document]:
     threads = {}
     if request.cpu is not None:
         threads["OMP_NUM_THREADS"] = str(max(1, request.cpu // ranks_of(spec, request)))
-    variables: Mapping[str, str] = {**threads, **spec.environment}
+    # For muster inside the pod, so that it stops its ranks in time.
+    to_end = {} if kind == "trainjob" else {POD_VARIABLE: str(_TO_END_S)}
+    variables: Mapping[str, str] = {**threads, **to_end, **spec.environment}
     return [_variable(name, value, request) for name, value in variables.items()]
 
 

@@ -1,0 +1,113 @@
+"""``muster hang``: name the rank that keeps a hanging job waiting, whatever started the job."""
+
+import argparse
+import asyncio
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from torchmuster.cli import job_flags, output, parsers
+from torchmuster.errors import ExitCode
+from torchmuster.finding import exit_code, render
+
+if TYPE_CHECKING:
+    from torchmuster.diagnose.hang.find_hang import HangResult
+
+# A rank that computes while the others wait is reported after 60 s.
+_WITHIN_S = 70.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster hang``."""
+    parser.usage = "muster hang [options] [PID ...]"
+    parser.description = (
+        f"{parser.description}\nFor jobs that torchrun, accelerate or another launcher started; "
+        "muster run reports hangs by itself.\nReads the ranks' stacks with py-spy "
+        "(pip install 'torchmuster[hang]') and compares them.\nDoes not change or stop the job. "
+        "The exit code is 1 if it hangs, 0 if its ranks move."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster hang                       the only distributed job on this machine",
+            "muster hang 4711                  the job of this process: a rank, or torchrun",
+            "muster hang --hosts a,b           a job on this machine and two others, over ssh",
+            "muster hang --json > hang.json    with the whole stack of every rank",
+        ],
+    )
+    parser.add_argument(
+        "which",
+        metavar="PID",
+        nargs="*",
+        help="a process of the job, or the job's MASTER_ADDR:PORT",
+    )
+    parser.add_argument(
+        "--hosts",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help="the job's other hosts by their ssh names: a,b",
+    )
+    parser.add_argument(
+        "--remote-python",
+        metavar="PATH",
+        default=sys.executable,
+        help="Python with torchmuster and py-spy on the other hosts (the same path as here)",
+    )
+    parser.add_argument(
+        "--for",
+        dest="within_s",
+        type=job_flags.duration,
+        default=_WITHIN_S,
+        metavar="DURATION",
+        help=f"watch for at most DURATION, until it is clear ({_WITHIN_S:.0f}s)",
+    )
+    parser.add_argument(
+        "--nonblocking",
+        action="store_true",
+        help="read stacks without stopping the ranks for milliseconds; less reliable",
+    )
+    parsers.add_json_flag(parser)
+    parser.set_defaults(run=_run_hang)
+
+
+def _run_hang(options: argparse.Namespace) -> ExitCode:
+    from torchmuster.diagnose.hang.find_hang import HangRequest, find_hang
+    from torchmuster.launch.job import parse_hosts
+
+    request = HangRequest(
+        which=tuple(options.which),
+        hosts=tuple(host.name for host in parse_hosts(options.hosts)),
+        python=options.remote_python,
+        within_s=options.within_s,
+        nonblocking=options.nonblocking,
+    )
+    result = asyncio.run(find_hang(request, lambda text: output.say(f"muster: {text}")))
+    if options.json:
+        _print_json(result)
+    else:
+        _show_hang(result)
+    return exit_code(result.findings)
+
+
+def _show_hang(result: "HangResult") -> None:
+    from torchmuster.diagnose.hang.report import job_text
+
+    address = result.job.partition("/")[0]  # without torchrun's run id
+    print(f"job {address}: {job_text(result.watch.ranks)}\n")
+    width = shutil.get_terminal_size().columns
+    print(render(result.findings, width=width, colour=output.wants_colour(sys.stdout)))
+
+
+def _print_json(result: "HangResult") -> None:
+    from torchmuster.diagnose.hang.report import rank_json
+
+    output.print_json(
+        {
+            "job": result.job,
+            "world_size": result.watch.world_size,
+            "seconds": round(result.seconds, 1),
+            "findings": [one.as_json() for one in result.findings],
+            "ranks": [rank_json(one) for one in result.watch.ranks if one.look is not None],
+        }
+    )

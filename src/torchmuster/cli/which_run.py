@@ -1,0 +1,139 @@
+"""Which run a command means by ``last``, or without a run: decided here for all commands."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.manifest import committed_manifests
+from torchmuster.cli import output
+from torchmuster.errors import Impossible, NoSuchRun
+from torchmuster.launch.history import run_state
+from torchmuster.runfolder import RunFolder, find_run, list_runs
+from torchmuster.units import plural
+
+# running: the running one, else the newest; training: the newest that trained; resume: of muster
+# train; newest: whatever it is.
+Kind = Literal["running", "newest", "training", "resume"]
+_MOST_NAMED = 3
+# How long a launcher may take to write the job into its new run folder.
+_LAUNCHED_WITHIN_S = 5.0
+
+
+def choose_run(which: str | None, root: Path, kind: Kind, *, only_one: bool = False) -> RunFolder:
+    """Find a run by id or folder, or the last one of a kind; print which one was taken, and why.
+
+    ``only_one`` refuses to choose between several running ones if no run is named.
+    """
+    if which is not None and (which != "last" or RunFolder(Path(which).resolve()).marker.is_file()):
+        return find_run(which, root)
+    runs = sorted(list_runs(root), key=_last_change_unix_s, reverse=True)
+    if not runs:
+        raise NoSuchRun(
+            f"there are no runs in {root}",
+            fix="start one: muster run script.py; runs in another folder: --runs DIR",
+        )
+    if kind in ("training", "resume"):
+        run, why = _last_trained(runs, root, of_muster_train=kind == "resume")
+    else:
+        run, why = _last(runs, kind, only_one=only_one and which is None)
+    output.say(f"muster: {run.id}: {why}")
+    return run
+
+
+def _last(runs: Sequence[RunFolder], kind: Kind, *, only_one: bool) -> tuple[RunFolder, str]:
+    running = [run for run in runs if _is_active(run)]
+    if kind == "newest":
+        others = [run.id for run in running if run != runs[0]]
+        return runs[0], f"the newest run{f'; {others[0]} is running' if others else ''}"
+    if len(running) > 1 and only_one:
+        raise Impossible(
+            f"{len(running)} runs are running",
+            why=", ".join(run.id for run in running[:_MOST_NAMED]),
+            fix=f"name one, for example the newest: {running[0].id}",
+        )
+    if running:
+        return running[0], "it is running" if len(running) == 1 else (
+            f"the newest of {len(running)} running runs"
+        )
+    real = [run for run in runs if not _is_test(run)]
+    return (real or runs)[0], "the newest run; none is running"
+
+
+def _last_trained(
+    runs: Sequence[RunFolder], root: Path, *, of_muster_train: bool
+) -> tuple[RunFolder, str]:
+    left_out: dict[str, str] = {}
+    for run in runs:
+        if reason := _is_test(run):
+            left_out[run.id] = reason
+        elif of_muster_train and not run.config.is_file():
+            left_out[run.id] = "not of muster train"
+        elif _has_trained(run):
+            return run, f"the last training run{_without(left_out)}"
+        elif of_muster_train and not _has_failed(run):
+            # Stopped or killed before its first step line: it still is what the user started last.
+            return run, f"the last training run, without a step line yet{_without(left_out)}"
+        else:
+            left_out[run.id] = "no step line and no checkpoint"
+    raise NoSuchRun(
+        f"no training run in {root} can be resumed"
+        if of_muster_train
+        else f"no run in {root} has trained",
+        why="; ".join(f"{name}: {reason}" for name, reason in [*left_out.items()][:_MOST_NAMED]),
+        fix="start one: muster train --config config.yaml; to see all: muster runs",
+    )
+
+
+def _without(left_out: dict[str, str]) -> str:
+    """Return which newer runs do not count."""
+    if not left_out:
+        return ""
+    if len(left_out) > 1:
+        return f"; {plural(len(left_out), 'newer run')} did not train"
+    ((name, reason),) = left_out.items()
+    return f"; {name} does not count: {reason}"
+
+
+def _last_change_unix_s(run: RunFolder) -> float:
+    """Return when a run ended or entered its phase: one that was resumed is newer than its id."""
+    state = run_state.read_state(run)
+    return run.marker.stat().st_mtime if state is None else state.since_unix_s
+
+
+def _is_active(run: RunFolder) -> bool:
+    """Return whether a run is not over, also if it is so new that it has no state yet."""
+    state = run_state.read_state(run)
+    if state is not None:
+        return state.active
+    job = run_state.read_job(run)
+    if job is not None:
+        return job.launcher.process() is not None
+    return 0 <= time.time() - run.marker.stat().st_mtime < _LAUNCHED_WITHIN_S
+
+
+def _is_test(run: RunFolder) -> str:
+    """Return what kind of test a run is; nothing for a run that a user's script is in."""
+    job = run_state.read_job(run)
+    typed = job.typed[0] if job and job.typed else ""
+    if typed == "train" and not run.config.is_file():
+        return "a check"  # of muster train --check
+    return {"check": "a check", "smoke": "a smoke test"}.get(typed, "")
+
+
+def _has_trained(run: RunFolder) -> bool:
+    """Return whether a run has a step or a checkpoint, or still may get one."""
+    for name in ("steps", "evaluations"):
+        path = run.metrics / f"{name}.jsonl"
+        if path.is_file() and path.stat().st_size:
+            return True
+    state = run_state.read_state(run) if run.config.is_file() else None
+    if state is not None and (state.active or state.phase in ("finished", "saved")):
+        return True
+    return run.checkpoints.is_dir() and bool(committed_manifests(FolderStore(run.checkpoints)))
+
+
+def _has_failed(run: RunFolder) -> bool:
+    state = run_state.read_state(run)  # none: its launcher was killed before it wrote one
+    return state is not None and state.phase == "failed"

@@ -1,0 +1,1 @@
+"""``muster hang``: which rank keeps a job waiting that muster did not start."""

@@ -1,0 +1,164 @@
+"""What ``last`` means: the last run of the kind that a command is about, and it is named."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from made_up_runs import add_lines
+from muster_command import Muster
+from torchmuster.cli.which_run import Kind, choose_run
+from torchmuster.errors import Impossible, NoSuchRun
+from torchmuster.launch.history import run_state
+from torchmuster.launch.job import JobSpec
+from torchmuster.runfolder import RunFolder, create_run_folder
+
+
+def made(
+    root: Path, command: str, phase: str = "finished", *, steps: int = 0, since: float = 2.0
+) -> RunFolder:
+    """Make a run of a command of muster; only one that is running has a living launcher."""
+    count = len(list(root.iterdir())) if root.is_dir() else 0
+    run = create_run_folder(root, f"{command}-{count}")
+    # Runs of one second are ordered by the time of their marker.
+    os.utime(run.marker, (count, count))
+    run_state.write_job(run, JobSpec(name=command, command=("x",), typed=(command,), folder="/"))
+    if phase != "running":
+        job = json.loads(run.job.read_text())
+        gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "created_unix_s": 1.0}
+        run.job.write_text(json.dumps({**job, "launcher": gone}))
+    run.state.write_text(
+        json.dumps({"phase": phase, "since_unix_s": since, "started_unix_s": 1.0, "exit_code": 1})
+    )
+    if command == "train":
+        run.config.write_text("train:\n  steps: 10\n")
+    if steps:
+        add_lines(run, steps)
+    return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def chosen(root: Path, kind: Kind, which: str | None = "last") -> str:
+    return choose_run(which, root, kind).path.name
+
+
+def test_running_before_newer(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = made(root, "run", "running")
+    newer = made(root, "train", "failed")
+    assert chosen(root, "running") == chosen(root, "running", None) == older.id
+    assert chosen(root, "newest") == chosen(root, "newest", None) == newer.id
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(f"muster: {older.id}: ")
+    assert said[2].startswith(f"muster: {newer.id}: ")
+    assert older.id in said[2]  # the one that is left out
+    third = made(root, "run", "running")
+    assert chosen(root, "running") == third.id
+    with pytest.raises(Impossible) as caught:
+        choose_run(None, root, "running", only_one=True)
+    assert third.id in caught.value.fix
+    assert choose_run("last", root, "running", only_one=True).id == third.id
+
+
+def test_checks_and_smoke_tests_do_not_count(root: Path) -> None:
+    run = made(root, "run", "failed")
+    made(root, "check")
+    made(root, "smoke")
+    unnamed = made(root, "train")
+    unnamed.config.unlink()  # of muster train --check
+    assert chosen(root, "running") == run.id
+    assert chosen(root, "newest") == unnamed.id
+
+
+def test_a_run_that_was_resumed_is_newer_than_its_id(root: Path) -> None:
+    resumed = made(root, "train", steps=1, since=9.0)
+    made(root, "train", "failed", steps=1)
+    kinds: tuple[Kind, ...] = ("running", "newest", "training", "resume")
+    assert {chosen(root, kind) for kind in kinds} == {resumed.id}
+
+
+def test_nothing_but_checks_is_better_than_nothing(root: Path) -> None:
+    run = made(root, "check")
+    assert chosen(root, "running") == run.id
+
+
+def test_resume_takes_what_has_trained(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained = made(root, "train", "failed", steps=3)
+    check = made(root, "check")
+    assert chosen(root, "resume") == trained.id
+    assert f"{check.id} does not count: a check" in capsys.readouterr().err
+    made(root, "train", "failed")
+    made(root, "run", "finished")
+    assert chosen(root, "resume") == trained.id
+    assert "3 newer runs did not train" in capsys.readouterr().err
+    active = made(root, "train", "running")
+    assert chosen(root, "resume") == active.id
+
+
+@pytest.mark.parametrize("phase", ["died", "stopped"])
+def test_a_training_that_was_stopped_before_its_first_step_line_is_the_last_one(
+    root: Path, phase: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(root, "train", "finished", steps=2)
+    run = made(root, "train", phase)
+    assert chosen(root, "resume") == run.id
+    assert "without a step line" in capsys.readouterr().err
+
+
+def test_a_launcher_killed_before_it_wrote_a_state_is_resumed(root: Path) -> None:
+    run = made(root, "train")
+    run.state.unlink()
+    assert chosen(root, "resume") == run.id
+
+
+def test_a_failed_launch_is_not_resumed(root: Path, snapshot: SnapshotAssertion) -> None:
+    run = made(root, "train", "failed")
+    made(root, "run")
+    with pytest.raises(NoSuchRun) as caught:
+        choose_run("last", root, "resume")
+    assert run.id in caught.value.why
+    told = str(caught.value).replace(str(root), "runs")
+    for one in root.iterdir():
+        told = told.replace(one.name, one.name.split("-")[2])
+    assert told == snapshot
+
+
+def test_metrics_of_a_script_count_for_export(root: Path) -> None:
+    script = made(root, "run", steps=2)
+    made(root, "run", "finished")
+    assert chosen(root, "training") == script.id
+
+
+def test_a_name_is_taken_without_a_word(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(root, "run")
+    made(root, "run")
+    assert chosen(root, "running", run.id) == run.id
+    assert chosen(root, "running", str(run.path)) == run.id
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["running", "newest", "training", "resume"])
+def test_no_runs_at_all(root: Path, kind: Kind) -> None:
+    with pytest.raises(NoSuchRun):
+        choose_run(None, root, kind)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["watch", "--once"], ["explain"], ["attach"], ["stop"], ["top", "last", "--once"]],
+    ids=" ".join,
+)
+def test_every_command_names_the_run_it_took(
+    muster: Muster, own_machine: Path, words: list[str]
+) -> None:
+    run = made(own_machine / "runs", "run", "failed")
+    made(own_machine / "runs", "check")
+    done = muster(*words)
+    newest = "explain" in words
+    assert (f"muster: {run.id}: " in done.err) != newest, done

@@ -1,0 +1,267 @@
+"""Who keeps whom waiting, from looks at the ranks second by second; healthy jobs are not accused."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from torchmuster.diagnose.hang import report
+from torchmuster.diagnose.hang.job_watch import JobWatch, SeenRank
+from torchmuster.diagnose.hang.rank_processes import RankProcess, RanksHere
+from torchmuster.diagnose.hang.rank_stacks import RankLook, WorkerLook
+from torchmuster.errors import Impossible
+from torchmuster.finding import Finding, Status
+
+HOSTS = ("a", "a", "b", "b")
+Facts = dict[str, object]
+
+WAITS: Facts = {
+    "doing": "all_reduce",
+    "place": "train.py:88 in step",
+    "source": "dist.all_reduce(total)",
+    "stack": ("all_reduce (torch/distributed/distributed_c10d.py:3252)", "step (train.py:88)"),
+    "waiting": True,
+}
+SLEEPS: Facts = {
+    "doing": "time.sleep",
+    "place": "data.py:41 in load",
+    "source": "time.sleep(600)",
+    "stack": ("load (data.py:41)", "main (train.py:7)"),
+}
+BUSY: Facts = {"doing": "inv", "place": "train.py:5", "stack": ("main (train.py:5)",), "busy": 1.0}
+
+
+def process(rank: int, world_size: int, **facts: object) -> RankProcess:
+    known: Facts = {
+        "job": "a:29500",
+        "local_rank": rank % 2,
+        "local_world_size": 2,
+        "pid": 100 + rank,
+        "command": "python train.py",
+        "started_unix_s": 0.0,
+        "related": (),
+    }
+    return RankProcess(rank=rank, world_size=world_size, **(known | facts))  # type: ignore[arg-type]
+
+
+class Job:
+    """A job whose ranks are looked at once a second; ``facts(second, rank)`` are what a look shows."""
+
+    def __init__(self, seen: list[int], *, world_size: int = 4, **facts: object) -> None:
+        self.now_s = 0.0
+        ranks = [
+            SeenRank(host=HOSTS[rank], process=process(rank, world_size, **facts)) for rank in seen
+        ]
+        self.watch = JobWatch(ranks, clock=lambda: self.now_s)
+
+    def live(self, facts: Callable[[int, int], Facts], seconds: int = 90) -> Finding | None:
+        """Look until there is a hang, the ranks move, or the time is over; return the hang."""
+        for second in range(1, seconds + 1):
+            self.now_s = float(second)
+            for host in self.watch.hosts:
+                own = [one for one in self.watch.ranks if one.host == host]
+                shown = [look(one.process.pid, **facts(second, one.rank)) for one in own]
+                self.watch.heard(host, shown)
+            if finding := self.watch.judge():
+                return finding
+            if self.watch.moving or self.watch.exited:
+                break
+        return None
+
+    def result(self, hang: Finding | None) -> Finding:
+        return report.conclusion(self.watch, hang, self.now_s)
+
+
+def look(pid: int, **facts: object) -> RankLook:
+    known: Facts = {"state": "S", "thread": pid, "wakeups": (5, 5, 5)}
+    return RankLook(pid=pid, **(known | facts))  # type: ignore[arg-type]
+
+
+def awake(second: int) -> tuple[int, int, int]:
+    """Return the counts of a thread that runs between all looks."""
+    return (second * 9, second * 9 + 3, second * 9 + 4)
+
+
+def one_against_all(culprit: int, facts: Facts) -> Callable[[int, int], Facts]:
+    return lambda _, rank: facts if rank == culprit else WAITS
+
+
+def test_the_rank_that_differs_is_named_with_its_line_and_source(
+    snapshot: SnapshotAssertion,
+) -> None:
+    job = Job([0, 1, 2, 3])
+    told = job.result(job.live(one_against_all(3, SLEEPS)))
+    assert (told.name, told.status) == ("rank-idle", Status.FAILURE)
+    assert told.what.startswith("rank 3 on b ")
+    assert 12 <= job.now_s <= 14
+    assert told == snapshot
+
+
+def test_a_loader_worker_is_named_with_its_own_line(snapshot: SnapshotAssertion) -> None:
+    worker = WorkerLook(
+        pid=900, place="data.py:41 in load", doing="time.sleep", stack=("load (data.py:41)",)
+    )
+    loads: Facts = {"doing": "DataLoader.__next__", "place": "train.py:7", "workers": (worker,)}
+    job = Job([0, 1], world_size=2)
+    told = job.result(job.live(one_against_all(1, {**loads, "phase": "loading data"})))
+    assert told.name == "rank-idle"
+    assert "data.py:41 in load" in told.what
+    assert told == snapshot
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "at_s"),
+    [
+        ("rank-stopped", {**SLEEPS, "state": "T"}, (3, 6)),
+        ("rank-exited", {"state": "X"}, (5, 8)),
+        ("rank-blocked-on-io", {**SLEEPS, "state": "D"}, (12, 15)),
+        ("rank-busy", BUSY, (60, 63)),
+        ("collectives-differ", {**WAITS, "doing": "barrier", "place": "train.py:90"}, (12, 15)),
+        ("collectives-out-of-step", {**WAITS, "place": "train.py:90 in step"}, (12, 15)),
+        ("collective-does-not-end", WAITS, (60, 63)),
+    ],
+)
+def test_each_kind_of_hang_has_its_name_and_its_time(
+    name: str, facts: Facts, at_s: tuple[float, float], snapshot: SnapshotAssertion
+) -> None:
+    job = Job([0, 1, 2, 3])
+    told = job.result(job.live(one_against_all(1, facts)))
+    assert (told.name, told.status) == (name, Status.FAILURE)
+    assert at_s[0] <= job.now_s <= at_s[1]
+    assert told.what == snapshot
+
+
+def test_a_rank_that_looks_for_something_again_and_again_does_not_move() -> None:
+    def polls(second: int, rank: int) -> Facts:
+        return {**SLEEPS, "wakeups": awake(second)} if rank == 1 else WAITS
+
+    job = Job([0, 1])
+    told = job.result(job.live(polls))
+    assert told.name == "rank-idle"
+
+
+def test_a_rank_that_exited_before_the_first_look_is_missed() -> None:
+    job = Job([0, 2, 3])  # host a has two ranks
+    told = job.result(job.live(lambda *_: WAITS))
+    assert told.name == "rank-exited"
+    assert told.what.startswith("rank 1 on a ")
+
+
+def test_ranks_that_wait_for_hosts_that_were_not_looked_at(snapshot: SnapshotAssertion) -> None:
+    job = Job([0, 1])
+    told = job.result(job.live(lambda *_: WAITS))
+    assert told.name == "ranks-not-seen"
+    assert "ranks 2-3" in told.what
+    assert told == snapshot
+
+
+def test_native_frames_are_asked_for_once_and_what_they_showed_is_kept() -> None:
+    job = Job([0, 1], world_size=2)
+    backward: Facts = {"place": "train.py:21", "stack": ("backward (train.py:21)",)}
+
+    def facts(second: int, rank: int) -> Facts:
+        if rank == 1:
+            return SLEEPS
+        asked = job.watch.request_for("a", nonblocking=False).native_if_idle
+        assert asked == ((100, 101) if second == 1 else ())
+        native = {"doing": "all_reduce", "waiting": True} if second == 1 else {"doing": "backward"}
+        return {**backward, **native}
+
+    told = job.result(job.live(facts))
+    assert told.name == "rank-idle"
+    assert "rank 0 waits in all_reduce" in told.what
+
+
+# ---- healthy
+
+
+def steps(second: int, rank: int) -> Facts:
+    return {
+        **WAITS,
+        "wakeups": awake(second),
+        "stack": (f"step (train.py:{80 + (second + rank) % 3})",),
+    }
+
+
+def slow_steps(second: int, rank: int) -> Facts:
+    """Rank 1 needs 11 s for its part of a step, asleep; rank 0 wakes up after each."""
+    count = second // 11
+    if rank == 1:
+        return {**SLEEPS, "wakeups": (count, count, count)}
+    return {**WAITS, "wakeups": (count, count, count)}
+
+
+def same_line(second: int, rank: int) -> Facts:
+    """All are always seen in the same collective, which they call again and again."""
+    return {**WAITS, "wakeups": awake(second)}
+
+
+@pytest.mark.parametrize("facts", [steps, slow_steps, same_line, lambda *_: BUSY])
+def test_ranks_that_move_are_not_accused(facts: Callable[[int, int], Facts]) -> None:
+    job = Job([0, 1], world_size=2)
+    told = job.result(job.live(facts))
+    assert (told.name, told.status) == ("ranks-move", Status.OK)
+
+
+def test_the_last_move_before_a_hang_is_not_enough() -> None:
+    def facts(second: int, rank: int) -> Facts:
+        if rank == 1:
+            return {**SLEEPS, "wakeups": awake(second)}
+        return WAITS if second > 1 else BUSY | {"busy": 0.0}
+
+    job = Job([0, 1], world_size=2)
+    assert job.result(job.live(facts)).name == "rank-idle"
+
+
+def test_ranks_that_all_sleep_are_neither_accused_nor_cleared() -> None:
+    job = Job([0, 1], world_size=2)
+    told = job.result(job.live(lambda *_: SLEEPS))
+    assert (told.name, told.status) == ("hang-not-certain", Status.NOTE)
+    assert "ranks 0-1" in told.what
+
+
+def test_a_job_that_ends_while_it_is_watched() -> None:
+    job = Job([0, 1], world_size=2)
+    told = job.result(job.live(lambda *_: {"state": "X"}))
+    assert told.name == "job-exited"
+
+
+def test_a_stack_that_cannot_be_read_is_no_evidence() -> None:
+    problem: Facts = {"problem": "py-spy: Failed to find python version from target process"}
+    job = Job([0, 1], world_size=2)
+    hang = job.live(one_against_all(1, problem))
+    with pytest.raises(Impossible) as raised:
+        job.result(hang)
+    assert raised.value.what.endswith("rank 1")
+    assert "py-spy dump --pid 101" in raised.value.fix
+    late = Job([0, 1], world_size=2)  # one failed attempt does not matter
+    hang = late.live(lambda second, rank: problem if second == 5 else [WAITS, SLEEPS][rank])
+    assert late.result(hang).name == "rank-idle"
+
+
+# ---- notes about GPUs
+
+
+def noted(job: Job, *, ras: bool = False) -> Iterator[tuple[str, str]]:
+    ranks = tuple(one.process for one in job.watch.ranks)
+    for told in report.notes(job.watch, {"a": RanksHere(ranks=ranks, nccl_ras=ras)}):
+        assert told.status is Status.NOTE
+        yield told.name, told.fix
+
+
+def test_what_else_is_known_about_gpus() -> None:
+    on_cpus = Job([0, 1], world_size=2)
+    on_cpus.live(one_against_all(1, SLEEPS))
+    assert list(noted(on_cpus)) == []
+    off = Job([0, 1], world_size=2, uses_gpu=True)
+    assert list(noted(off)) == []  # nothing hangs
+    off.live(one_against_all(1, SLEEPS))
+    ((name, fix), ras) = noted(off, ras=True)
+    assert name == "flight-recorder-off"
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE=2000" in fix
+    assert ras == ("nccl-ras", "ncclras -v")
+    dumped = Job([0, 1], world_size=2, uses_gpu=True, recorder_file="/tmp/traces/rank_0")
+    dumped.live(one_against_all(1, SLEEPS))
+    assert list(noted(dumped)) == [
+        ("flight-recorder-dumped", "torchfrtrace --prefix rank_ /tmp/traces")
+    ]
