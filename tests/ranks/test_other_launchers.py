@@ -140,6 +140,9 @@ def test_what_accelerate_refuses_starts_nothing(own_machine: Path, muster: Muste
     done = muster("run", "accelerate", "launch", "--multi_gpu", "--cpu", "train.py")
     assert done.code == 2
     assert "You can only use one of" in " ".join(done.err.split())
+    done = muster("run", "accelerate", "launch", "--tpu", "train.py")
+    assert done.code == 2
+    assert "TPUs" in done.err
     assert not (own_machine / "runs").exists()
 
 

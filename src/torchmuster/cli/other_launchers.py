@@ -422,7 +422,7 @@ def _ask_accelerate(words: Sequence[str]) -> dict[str, Any]:
     unknown = re.search(r"unrecognized arguments: --([\w-]+)", answer["error"])
     suggestion = _suggest_flag(unknown[1].replace("-", "_"), known) if unknown else ""
     raise Impossible(
-        "accelerate launch does not accept this command",
+        "muster cannot start this command of accelerate launch",
         why=redact_text(answer["error"].rpartition("error: ")[2]),
         fix=suggestion or "correct it, or start the script without accelerate: muster run train.py",
     )

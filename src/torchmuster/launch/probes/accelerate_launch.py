@@ -1,7 +1,7 @@
 """Print what ``accelerate launch`` would start with these arguments, as JSON; start nothing.
 
-Accelerate itself reads its flags and its settings file; only the two calls with which it starts processes are
-replaced: torchrun's, and that of a single process.
+Accelerate itself reads its flags and its settings file; only the calls with which it starts processes are
+replaced: torchrun's and that of a single process are recorded, all others are refused.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ def accelerate_launch(words: list[str]) -> dict[str, Any]:
 
     torchrun.run = take_torchrun
     launch.subprocess = SimpleNamespace(Popen=take_process)
+    _refuse_other_launchers()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             launch.launch_command(args)
@@ -55,6 +57,30 @@ def accelerate_launch(words: list[str]) -> dict[str, Any]:
         "no_python": bool(args.no_python),
         "script": [args.training_script, *args.training_script_args],
     }
+
+
+def _refuse_other_launchers() -> None:
+    """Replace what starts something else: on TPUs, at SageMaker, or with DeepSpeed's own launcher."""
+    prepare_deepspeed = launch.prepare_deepspeed_cmd_env
+
+    def refuse(what: str) -> Callable[[Any], None]:
+        def launcher(*_: Any) -> None:
+            raise ValueError(f"muster does not start {what}")
+
+        return launcher
+
+    def prepared(args: Any) -> Any:
+        command, environment = prepare_deepspeed(args)
+        if command:
+            raise ValueError(
+                f"muster does not use DeepSpeed's launcher {args.deepspeed_multinode_launcher}; "
+                "choose --deepspeed_multinode_launcher standard"
+            )
+        return command, environment
+
+    launch.tpu_launcher = launch.tpu_pod_launcher = refuse("processes on TPUs")
+    launch.sagemaker_launcher = refuse("jobs at SageMaker")
+    launch.prepare_deepspeed_cmd_env = prepared
 
 
 if __name__ == "__main__":
