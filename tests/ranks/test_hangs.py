@@ -70,9 +70,9 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
     own_machine: Path,
 ) -> None:
     kinds = {
-        "loader": r"in time.sleep for \d+ s at train.py:\d+ in hold \(loading data\)",
-        "forward": r"in time.sleep for \d+ s at train.py:\d+ in hold \(forward\)",
-        "user_code": r"in time.sleep for \d+ s at train.py:\d+ in hold",
+        "loader": r"in time.sleep for \d+ s at train.py:\d+ in hold \(loading data, step \d+\)",
+        "forward": r"in time.sleep for \d+ s at train.py:\d+ in hold \(forward, step \d+\)",
+        "user_code": r"in time.sleep for \d+ s at train.py:\d+ in hold(?: \(step \d+\))?",
     }
     with hanging(own_machine / "asleep", *kinds, "stopped") as command:
         for place, (kind, words) in enumerate(kinds.items()):

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from torchmuster.integrations import recorder as recording
 
-_NOT_RESULTS = ("_runtime", "_per_second", "_preparation_time")
+_NOT_RESULTS = ("runtime", "per_second", "preparation_time")
 _SUMMARY = "train_"  # figures of the whole run, at its end
 
 

@@ -75,6 +75,7 @@ def test_the_whole_command() -> None:
         "world_size": 20,
         "attempt": 2,
         "max_restarts": 3,
+        "first_step": 0,
         "module": False,
     }
     assert engines.agent_command(share(socket=7)) == [

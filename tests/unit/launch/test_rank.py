@@ -48,6 +48,7 @@ def run(tmp_path: Path) -> Run:
             "world_size": 4,
             "attempt": 1,
             "max_restarts": 2,
+            "first_step": 0,
             "module": module,
         }
         env = {**os.environ, "RANK": "3", "WORLD_SIZE": str(world_size)}
@@ -295,6 +296,7 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         "world_size": 1,
         "attempt": 0,
         "max_restarts": 0,
+        "first_step": 0,
         "module": False,
     }
     done = subprocess.run(

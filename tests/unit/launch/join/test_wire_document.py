@@ -35,7 +35,7 @@ def test_the_numbers_in_the_page_are_those_of_the_code() -> None:
         f"within {connection_handler.HANDSHAKE_S} s",
         f"within {connection_handler.JOIN_S:g} s",
         f"{connection_handler.LISTENED_TO} connections",
-        f"{connection_handler.CHANCE_S:g} s if others wait",
+        f"from each for at most {connection_handler.CHANCE_S:g} s",
         f"{code.FINGERPRINT_BYTES} bytes of its SHA-256",
         f"for {stream.SEND_S:g} s",
         f"at most every {service.NEWS_EVERY_S:g} s",
