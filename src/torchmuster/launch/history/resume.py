@@ -92,7 +92,7 @@ def _arguments(
     if checkpoint is None or checkpoint.library not in _FLAGS:
         return (), False
     own = job.command[1:]
-    if flag := resume_flag(_source(job), own, checkpoint.library):
+    if flag := resume_flag(_script_source(job), own, checkpoint.library):
         return (flag, checkpoint.path), True
     names = {word[2:].partition("=")[0].replace("-", "_") for word in own if word[:2] == "--"}
     if checkpoint.library == "transformers" and names & _TRAINING_ARGUMENTS:
@@ -100,7 +100,7 @@ def _arguments(
     return (), False
 
 
-def _source(job: JobSpec | RunJob) -> str:
+def _script_source(job: JobSpec | RunJob) -> str:
     """Return the script's code; "" if it is not here."""
     file = Path(job.folder, job.command[0])
     with contextlib.suppress(OSError, ValueError):
