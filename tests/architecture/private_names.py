@@ -19,7 +19,10 @@ _NOT_TORCHS = {
     "_fields": "named tuples",
     "_formatting": "datasets",
     "_option_string_actions": "argparse",
+    "_per_second": "transformers, in names of metrics",
+    "_preparation_time": "transformers, in names of metrics",
     "_replace": "named tuples",
+    "_runtime": "transformers, in names of metrics",
     "_v2": "NVML",
     "_v3": "NVML",
 }

@@ -401,3 +401,14 @@ def test_a_script_that_finished_need_not_resume(
     run_state.EventLog(run).ended("finished", 0, "finished")
     assert list(found(explained)) == ["run-finished"]
     assert "last.pt (complete)" in explained()
+
+
+def test_a_copy_without_the_checkpoints_says_what_the_launcher_said(
+    run: RunFolder, explained: Explain
+) -> None:
+    record(run, "/scratch/of/another/host/step=10.ckpt", 10, library="lightning")
+    failed(run)
+    event_log = run_state.EventLog(run)
+    event_log.resume = "muster run train.py --ckpt_path /scratch/of/another/host/step=10.ckpt"
+    event_log.ended("failed", 1, headline(1))
+    assert found(explained)["checkpoint-to-resume"]["fix"] == event_log.resume

@@ -388,6 +388,15 @@ def _to_resume(story: Timeline) -> Iterator[Finding]:
     with contextlib.suppress(OSError):
         if finding := resume_finding(job, plan_resume(job, story.run.metrics)):
             yield finding
+            return
+    if state.resume:  # a copy of the folder, without the checkpoints
+        yield Finding(
+            name="checkpoint-to-resume",
+            status=Status.NOTE,
+            what="the script could be resumed when the run ended",
+            why="its checkpoints are not accessible from this host",
+            fix=state.resume,
+        )
 
 
 def _after_failures(story: Timeline) -> str:

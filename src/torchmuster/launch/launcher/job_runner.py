@@ -434,6 +434,8 @@ class JobRunner:
         missed = session.registry.left_out
         try:
             is_changed = session.resume_script(now.resume, again=number > 0)
+            if is_changed and number == 0 and now.resume is not None:  # a requeued job
+                self._console.say(restart_text(now.resume))
             if back := await session.registry.call_back_the_lost():
                 await self._prepare(back, again=True)
             if is_changed:
