@@ -150,6 +150,12 @@ def _waits(pid: int, tid: int) -> int:
     return int(found[1]) if found else 0
 
 
+def _id_inside(pid: int, tid: int) -> int:
+    """Return the number of a thread in its own process namespace."""
+    found = re.search(r"^NSpid:.*?(\d+)$", _text_of(f"/proc/{pid}/task/{tid}/status"), re.MULTILINE)
+    return int(found[1]) if found else tid
+
+
 def _text_of(path: str) -> str:
     with contextlib.suppress(OSError):
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
@@ -243,7 +249,12 @@ async def _dump_stacks(
             return await _dump_stacks(spy, pid, native=False, nonblocking=nonblocking)
         lines = [line.strip() for line in err.decode(errors="replace").splitlines()]
         return [], "py-spy: " + next(iter(lines), f"exit code {process.returncode}")
-    return parse_dump(out), ""
+    # A process in a container counts its threads from 1, and py-spy shows these numbers.
+    outside = {_id_inside(pid, tid): tid for tid in _thread_ids(pid)}
+    threads = [replace(one, tid=outside.get(one.tid, 0)) for one in parse_dump(out)]
+    if not any(one.tid == pid for one in threads):
+        return [], "py-spy does not show its main thread"
+    return threads, ""
 
 
 def parse_dump(text: bytes) -> list[ThreadStack]:

@@ -100,6 +100,18 @@ def test_a_source_that_has_changed_since_the_start_is_not_quoted(tmp_path: Path)
     assert (look.place, look.source, look.doing) == ("train.py:4 in load", "", "time.sleep")
 
 
+@root_only
+def test_a_process_in_a_container_is_read_from_outside(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IN_A_THREAD)
+    inside = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    with started(tmp_path / "train.py", port=41016, before=inside) as (outer, number):
+        assert number == 1  # as it counts itself
+        (process,) = psutil.Process(outer).children()
+        look = look_at(process.pid)
+    assert (look.place, look.doing) == ("train.py:5 in work", "time.sleep")
+    assert look.thread > 2
+
+
 def test_a_process_that_has_exited_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait(GIVE_UP_S)
