@@ -123,20 +123,19 @@ class Recorder:
         """Record numbers of a step; tensors on a device are read when they are ready, without waiting."""
         if self._path is None:
             return
-        self._take_finished()
-        if step is not None and self._counts:
-            self._offset = int(step) - max(self._counts.values())
-        line = self._line() | {"step": int(step if step is not None else self.step or 0)}
-        self._add(line, {_FIELDS.get(name, name): value for name, value in numbers.items()})
+        with contextlib.suppress(Exception):  # a device that cannot copy must not stop the script
+            self._take_finished()
+            if step is not None and self._counts:
+                self._offset = int(step) - max(self._counts.values())
+            line = self._line() | {"step": int(step if step is not None else self.step or 0)}
+            self._add(line, {_FIELDS.get(name, name): value for name, value in numbers.items()})
 
     def evaluated(self, numbers: Mapping[str, Any], step: int | None = None) -> None:
         """Record the results of an evaluation."""
         if self._path is not None:
-            line = {
-                "file": "evaluations",
-                "step": int(step if step is not None else self.step or 0),
-            }
-            self._add(line, numbers)
+            at = int(step if step is not None else self.step or 0)
+            with contextlib.suppress(Exception):
+                self._add({"file": "evaluations", "step": at}, numbers)
 
     def saved(
         self, path: str, *, library: str, step: int | None = None, seconds: float | None = None

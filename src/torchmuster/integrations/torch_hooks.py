@@ -5,9 +5,10 @@ Each function gets the module of torch that was just imported, and uses its publ
 
 import contextlib
 import functools
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -56,7 +57,8 @@ def _timed(read: Callable[[Any], Any], recorder: Recorder) -> Callable[[Any], An
     def timed(self: Any) -> Any:
         began = time.perf_counter()
         batch = read(self)
-        recorder.batch_read(id(self), time.perf_counter() - began, samples_of(batch))
+        with contextlib.suppress(Exception):
+            recorder.batch_read(id(self), time.perf_counter() - began, samples_of(batch))
         return batch
 
     return timed
@@ -75,14 +77,11 @@ def _entries(batch: Any) -> Iterator[Any]:
     if hasattr(batch, "shape"):
         yield batch
         return
-    values = batch.values() if hasattr(batch, "values") and hasattr(batch, "keys") else batch
-    if isinstance(values, str | bytes):
-        return
-    with contextlib.suppress(TypeError):
-        for number, value in enumerate(values):
-            if number >= _MOST_LOOKED_AT:
-                return
-            yield value
+    # Only containers that can be read twice: reading an iterator would take the script's samples.
+    if isinstance(batch, Mapping):
+        yield from itertools.islice(batch.values(), _MOST_LOOKED_AT)
+    elif isinstance(batch, list | tuple):
+        yield from batch[:_MOST_LOOKED_AT]
 
 
 def _watch_saves(torch: ModuleType, recorder: Recorder) -> None:

@@ -167,6 +167,25 @@ def test_log_does_nothing_without_a_recorder(monkeypatch: pytest.MonkeyPatch) ->
     recording.log_evaluation(accuracy=1.0)
 
 
+def test_an_iterator_is_not_read() -> None:
+    batch = iter([Shaped(8, 3), Shaped(8)])
+    assert samples_of(batch) == 0
+    assert len(list(batch)) == 2
+
+
+def test_a_tensor_that_cannot_be_copied_does_not_stop_the_script(one: Recorded) -> None:
+    class Broken:
+        def numel(self) -> int:
+            return 1
+
+        def detach(self) -> None:
+            raise RuntimeError("no such device")
+
+    one.recorder.log({"loss": Broken()})
+    one.recorder.evaluated({"loss": Broken()})
+    assert one.lines() == one.lines("evaluations") == []
+
+
 @pytest.mark.parametrize(
     ("batch", "samples"),
     [
@@ -177,6 +196,7 @@ def test_log_does_nothing_without_a_recorder(monkeypatch: pytest.MonkeyPatch) ->
         ("text", 0),
         (Shaped(), 0),
         (None, 0),
+        (object(), 0),
     ],
 )
 def test_samples_of_a_batch(batch: object, samples: int) -> None:

@@ -199,7 +199,7 @@ def test_how_often_a_run_saves_is_known_after_three_checkpoints(watched: Watched
 
 
 def test_a_script_that_never_saves_has_an_age_too(watched: Watched) -> None:
-    """A training of torchmuster that is told not to save has none."""
+    """A run of muster train without checkpoints has none."""
     watched.state("running")
     watched.line()
     assert "checkpoint_age_seconds" not in watched.look()
