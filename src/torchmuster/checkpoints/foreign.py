@@ -1,6 +1,6 @@
 """Find out whether a checkpoint that a script wrote is complete, by looking at its files.
 
-Knows the files of ``torch.save``, Hugging Face's Trainer, Lightning, Accelerate and ``torch.distributed.checkpoint`` (DCP).
+Knows the files of ``torch.save``, Hugging Face's Trainer, Lightning, Accelerate, DeepSpeed and ``torch.distributed.checkpoint`` (DCP).
 Nothing is ever unpickled; tensors are not read, so a checkpoint of any size is checked in milliseconds.
 """
 
@@ -51,7 +51,7 @@ class Condition:
 
 
 def condition_of(path: str, library: str) -> Condition:
-    """Return the condition of a checkpoint that this library wrote: transformers, lightning, accelerate, DCP, torch.save."""
+    """Return the condition of a checkpoint that this library wrote, such as transformers, deepspeed or DCP."""
     if "://" in path:
         return Condition(state=Completeness.UNKNOWN, why="it is in object storage")
     place = Path(path)
@@ -164,6 +164,8 @@ def _required(folder: Path, library: str) -> Iterator[str]:
         yield from _trainer_problems(folder, names)
     elif library == "accelerate":
         yield _missing_number(names, "random_states_{}.pkl", "which is written last")
+    elif library == "deepspeed" and not any(name.endswith("model_states.pt") for name in names):
+        yield "the model's weights are missing"
     elif library == "lightning" and _METADATA in names and "meta.pt" not in names:
         yield "meta.pt is missing, which is written last"
 

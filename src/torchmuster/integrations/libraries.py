@@ -14,6 +14,8 @@ def record_script(rank: int, records: Path, world_size: int) -> Recorder:
     watch_torch(recorder)
     when_imported("transformers.trainer", _watch_transformers)
     when_imported("accelerate.accelerator", _watch_accelerate)
+    when_imported("deepspeed.runtime.engine", _watch_deepspeed)
+    when_imported("torchtitan.components.metrics", _watch_torchtitan)
     return recorder
 
 
@@ -27,3 +29,15 @@ def _watch_accelerate(module: ModuleType) -> None:
     from torchmuster.integrations.accelerate import watch_accelerator
 
     watch_accelerator(module)
+
+
+def _watch_deepspeed(module: ModuleType) -> None:
+    from torchmuster.integrations.deepspeed import watch_engine
+
+    watch_engine(module)
+
+
+def _watch_torchtitan(module: ModuleType) -> None:
+    from torchmuster.integrations.torchtitan import watch_metrics
+
+    watch_metrics(module)

@@ -19,7 +19,7 @@ def test_of_several_jobs_one_must_be_given(own_machine: Path, muster: Muster) ->
         listed = re.findall(
             r"muster hang (127.0.0.1:4102\d)   # 1 of 2 ranks on .*train.py", several.err
         )
-        assert listed == ["127.0.0.1:41021", "127.0.0.1:41022"]
+        assert listed == ["127.0.0.1:41021", "127.0.0.1:41022"], several.err
         both = muster("hang", "127.0.0.1:4102")
         assert both.code == 2
         assert "there are 2 distributed jobs" in both.err

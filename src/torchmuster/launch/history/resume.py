@@ -39,6 +39,7 @@ _LINES = {
     "transformers": "trainer.train(resume_from_checkpoint={path})",
     "accelerate": "accelerator.load_state({path})",
     "lightning": "trainer.fit(model, ckpt_path={path})",
+    "deepspeed": "engine.load_checkpoint(*os.path.split({path}))",
     "DCP": "torch.distributed.checkpoint.load(state_dict, checkpoint_id={path})",
     "torch.save": "torch.load({path})",
 }

@@ -21,7 +21,7 @@ class ScriptCheckpoint:
 
     step: int
     path: str
-    library: str  # transformers, lightning, accelerate, DCP, torch.save
+    library: str  # transformers, lightning, accelerate, deepspeed, DCP, torch.save
     at_unix_s: float
     size_bytes: int | None = None
 

@@ -20,6 +20,8 @@ from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.rank import heartbeat, stack
 from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL, HeartbeatWriter
 
+# From 3.12 on, Python warns of a fork in a process with threads.
+_FORKS_ON_PURPOSE = "ignore:This process:DeprecationWarning"
 _BEGIN = """\
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -48,7 +50,7 @@ def run(folder: Path, script: str, *flags: str) -> str:
     """Run a script with a heartbeat in a process of its own; return what it printed."""
     (folder / "script.py").write_text(_BEGIN + textwrap.dedent(script))
     done = subprocess.run(
-        [sys.executable, *flags, str(folder / "script.py"), str(folder)],
+        [sys.executable, "-W", _FORKS_ON_PURPOSE, *flags, str(folder / "script.py"), str(folder)],
         capture_output=True,
         text=True,
         timeout=GIVE_UP_S,
