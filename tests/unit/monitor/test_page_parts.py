@@ -171,6 +171,21 @@ def test_phases_and_restarts_in_their_order(run: RunFolder) -> None:
     assert "2 ranks started: a 2" in shown
 
 
+def test_until_the_first_step_of_an_attempt_the_ranks_are_loading(run: RunFolder) -> None:
+    for name, at in (("running", 80), ("restart", 40), ("running", 30)):
+        add_event(run, name, NOW - at)
+    times = ((1, 60), (2, 58), (3, 20))  # a line is written when its step is over
+    lines = [{**LINE, "step": step, "step_s": 2.0, "at_unix_s": NOW - at} for step, at in times]
+    write_lines(run, lines)
+    assert re.findall(r"<li>(.*?)</li>", _shown(run)["happened"]) == [
+        "loading 18.0 s",
+        "running 22.0 s",
+        "restart",
+        "loading 8.00 s",
+        "running 22.0 s",
+    ]
+
+
 def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     run = a_run(tmp_path, EVIL, "failed", EVIL)
     add_lines(run, verdict=EVIL)

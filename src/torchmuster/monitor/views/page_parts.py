@@ -194,7 +194,14 @@ def _phases(picture: RunPicture) -> Iterator[str]:
     shown = [one for one in picture.events if one.name in _CHIPS]
     ends = [*(one.at_unix_s for one in shown[1:]), picture.until_unix_s]
     for one, end_s in list(zip(shown, ends, strict=False))[-_MOST_EVENTS:]:
-        lasted = _lasted(max(0.0, end_s - one.at_unix_s))
+        begun_s = one.at_unix_s
+        if one.name == "running":
+            first_s = picture.first_steps.get(begun_s)
+            if first_s is not None and begun_s < first_s < end_s:
+                # The ranks' processes run, but import torch and build the model.
+                yield f"loading {_lasted(first_s - begun_s)}"
+                begun_s = first_s
+        lasted = _lasted(max(0.0, end_s - begun_s))
         yield f"{one.name} {lasted}" if one.name in run_state.ACTIVE else one.name
     if picture.is_over and (not shown or shown[-1].name != picture.phase):
         yield picture.phase

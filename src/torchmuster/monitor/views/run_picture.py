@@ -5,6 +5,7 @@ import math
 import shutil
 import socket
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,9 @@ class RunPicture:
     curves: Mapping[str, LongCurve]  # by field, over steps
     ranks: Sequence[tuple[str, Heartbeat]]  # with their hosts
     events: Sequence[run_state.RunEvent]  # the last of them
+    first_steps: Mapping[
+        float, float
+    ]  # by the time of a "running" event, when its first step began
     alerts: Sequence[AlertNews]
     news: Sequence[AlertNews]  # since the last look
     checkpoint: ScriptCheckpoint | None = None  # the newest one of the user's own script
@@ -168,6 +172,7 @@ class RunWatch:
         self._forget()
         self._events_file = GrowingFile(run.path / run_state.EVENTS)
         self._events: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
+        self._running_unix_s: list[float] = []  # the times of "running" events
         self._watching = AlertWatch()
         self._complete: ScriptCheckpoint | None = None
 
@@ -176,6 +181,7 @@ class RunWatch:
         self._spent_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._last_step = 0
         self._remark = ""
+        self._first_steps: dict[float, float] = {}
 
     @property
     def is_behind(self) -> bool:
@@ -185,6 +191,7 @@ class RunWatch:
     def catch_up(self, within_s: float) -> None:
         """Read the existing data before the first poll, for at most this time."""
         give_up_s = time.monotonic() + within_s
+        self._follow_events()
         self._metrics.catch_up()
         while self.is_behind and time.monotonic() < give_up_s:
             self._metrics.catch_up()
@@ -192,13 +199,13 @@ class RunWatch:
     def look(self, now_unix_s: float) -> RunPicture:
         """Return the current state of the run."""
         state = run_state.read_state(self._run)
+        self._follow_events()
         samples = list(self._metrics.samples(now_unix_s))
         nodes = node_records.read_node_ranks(self._run, now_unix_s)
         labels = (self._job, self._run.id)
         samples += [*collector.rank_number(nodes, labels), *collector.rank_samples(nodes, labels)]
         samples += _run_picture_room(self._run)
         news = self._watching.look(samples, now_unix_s)
-        self._follow_events()
         until = now_unix_s if state is None or state.active else state.since_unix_s
         heard = self._heard_unix_s(nodes)
         checkpoint = self._metrics.script_checkpoint
@@ -221,6 +228,7 @@ class RunWatch:
                 key=lambda one: one[1].rank,
             ),
             events=tuple(self._events),
+            first_steps=dict(self._first_steps),
             # That a run has finished is news for a chat, and no alert where its phase is shown.
             alerts=[one for one in self._watching.raised if one.alert.name != RUN_FINISHED],
             news=news,
@@ -248,6 +256,7 @@ class RunWatch:
                 if name in line:
                     curve.add(step, line[name])
             self._count_time(line, step)
+            self._note_first_step(line)
             self._remark = str(line.get("verdict") or "")
             self._on_line(line)
 
@@ -258,11 +267,22 @@ class RunWatch:
             self._spent_s[part] += took_s * _run_picture_number(line.get(f"{part}_share"))
         self._last_step = step
 
+    def _note_first_step(self, line: dict[str, Any]) -> None:
+        """Remember when the first step of an attempt began, as far as its line tells."""
+        at_unix_s = _run_picture_number(line.get("at_unix_s"))
+        attempt = bisect_right(self._running_unix_s, at_unix_s) - 1
+        if attempt >= 0:
+            began_unix_s = at_unix_s - _run_picture_number(line.get("step_s"))
+            self._first_steps.setdefault(self._running_unix_s[attempt], began_unix_s)
+
     def _follow_events(self) -> None:
         anew, lines = self._events_file.new_lines()
         if anew:
             self._events.clear()
         self._events.extend(event for line in lines if (event := run_state.event_of(line)))
+        if lines:
+            running = [one.at_unix_s for one in self._events if one.name == "running"]
+            self._running_unix_s = sorted(running)
 
     def _heard_unix_s(self, nodes: Sequence[node_records.NodeRanks]) -> float | None:
         """Return when the launcher, rank 0 or a host last wrote something."""
