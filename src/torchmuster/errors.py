@@ -7,7 +7,7 @@
     │   ├── ConfigError                     settings are wrong (carries every mistake, not the first)
     │   ├── NoSuchDevice                    an id, UUID or prefix names no device, or several
     │   ├── TooFewDevices                   fewer devices meet the conditions than requested
-    │   ├── CudaAlreadyInitialised          too late to choose GPUs in this process
+    │   ├── CudaAlreadyInitialized          too late to choose GPUs in this process
     │   ├── NotTrusted                      a joined machine rejects what the hosting one requests
     │   └── NoSuchRun                       a run id or folder that does not exist
     ├── MachineLost                         a host of the run no longer sends heartbeats
@@ -107,7 +107,7 @@ class TooFewDevices(Impossible):
     """Fewer devices meet the conditions than requested, and waiting would not change that."""
 
 
-class CudaAlreadyInitialised(Impossible):
+class CudaAlreadyInitialized(Impossible):
     """CUDA has already read ``CUDA_VISIBLE_DEVICES`` in this process: a change has no effect."""
 
 

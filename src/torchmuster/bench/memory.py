@@ -215,7 +215,7 @@ def _figures(one: RecomputeMode) -> str:
 
 PROGRAM = "torchmuster.bench.probes.memory"
 # Uses of memory, in order of allocation; the last one is the remainder.
-PARTS = ("parameters", "gradients", "optimiser states", "activations and others")
+PARTS = ("parameters", "gradients", "optimizer states", "activations and others")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class MemoryRequest:
 class StageTaken:
     """Memory of tensors in one stage of a step."""
 
-    name: str  # model built, forward, loss, backward, optimiser step
+    name: str  # model built, forward, loss, backward, optimizer step
     step: int  # 1, 2; 0 before the first
     micro_batch: int  # 1, 2; 0 outside of them
     before_bytes: int

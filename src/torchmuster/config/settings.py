@@ -177,14 +177,14 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Length of the training, batch sizes, optimiser and precision."""
+    """Length of the training, batch sizes, optimizer and precision."""
 
     epochs: Annotated[
         Count | None,
         Meta(description="Number of epochs; 1 if steps is left out."),
     ] = None
     steps: Annotated[
-        Count | None, Meta(description="Number of optimiser steps, instead of epochs.")
+        Count | None, Meta(description="Number of optimizer steps, instead of epochs.")
     ] = None
     global_batch_size: Annotated[
         Count | None,
@@ -205,7 +205,7 @@ class Train:
         Annotated[float, Meta(gt=0)], Meta(description="Peak learning rate.")
     ] = 1e-3
     weight_decay: Annotated[
-        Annotated[float, Meta(ge=0)], Meta(description="Weight decay of the optimiser.")
+        Annotated[float, Meta(ge=0)], Meta(description="Weight decay of the optimizer.")
     ] = 0.01
     schedule: Annotated[
         Literal["constant", "linear", "cosine"],

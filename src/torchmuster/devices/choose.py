@@ -221,7 +221,7 @@ def device_load(device: Device) -> tuple[bool, int, int]:
     """Return a coarse load of a device (in use, busy, full), so that noise does not decide."""
     return (
         bool(in_use_by(device)),
-        (device.utilisation_percent or 0) // 10,
+        (device.utilization_percent or 0) // 10,
         (device.used_bytes or 0) // GiB,
     )
 

@@ -122,7 +122,7 @@ def _emptied(node: Node) -> Node:
     return dataclasses.replace(
         node,
         accelerators=tuple(
-            dataclasses.replace(one, used_bytes=0, utilisation_percent=0, processes=())
+            dataclasses.replace(one, used_bytes=0, utilization_percent=0, processes=())
             for one in node.accelerators
         ),
     )

@@ -71,12 +71,12 @@ RULES = (
             r"loaded state dict has a different number of parameter groups",
             r"optimizer state[^\n]{0,60}(?:mismatch|does not match|doesn't match)",
         ),
-        what="the saved optimiser state does not match the model's parameters",
+        what="the saved optimizer state does not match the model's parameters",
         why="weights were frozen, added or grouped differently since it was saved",
         confirm='print([len(g["params"]) for g in optimizer.param_groups], '
         '[len(g["params"]) for g in saved["param_groups"]])',
-        fix="build the optimiser as it was when saved, with the same weights frozen\n"
-        "or start with a new optimiser: load only the model",
+        fix="build the optimizer as it was when saved, with the same weights frozen\n"
+        "or start with a new optimizer: load only the model",
     ),
     Rule(
         name="weights-only-load",

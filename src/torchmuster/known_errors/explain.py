@@ -117,7 +117,7 @@ _OCCURRENCES_LOOKED_AT = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What an error text means; ``evidence`` is the line by which it was recognised."""
+    """What an error text means; ``evidence`` is the line by which it was recognized."""
 
     name: str
     role: Role

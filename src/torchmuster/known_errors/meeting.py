@@ -113,7 +113,7 @@ RULES = (
         role=Role.PEER_LATE,
         what="not all hosts joined the rendezvous in time, or they cannot reach it",
         why="torchrun's agents meet at the rendezvous endpoint, by default port 29400. It is blocked or closed, the "
-        "first host was not started or does not recognise the endpoint as its own (its host name resolves to "
+        "first host was not started or does not recognize the endpoint as its own (its host name resolves to "
         "127.0.1.1), or the hosts have different --nnodes, --rdzv-id or endpoints",
         confirm=_TRY_THE_WAY,
         fix=_OPEN_THE_WAY,

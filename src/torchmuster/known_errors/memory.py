@@ -35,7 +35,7 @@ RULES = (
             r"No available memory for the cache blocks",
         ),
         what="the GPU has not enough free memory for this step",
-        why="the model's weights, gradients, optimiser state and activations, or another process, use it",
+        why="the model's weights, gradients, optimizer state and activations, or another process, use it",
         confirm="nvidia-smi   # who uses it? muster gpus shows the owners\n"
         "print(torch.cuda.memory_summary())   # before the step that failed",
         fix="use a smaller batch with gradient accumulation, bf16, activation checkpointing or FSDP; "

@@ -200,7 +200,7 @@ RULES = (
         ),
         role=Role.PEER_LATE,
         what="a collective timed out: another rank did not reach the same point",
-        why="that rank hangs, exited silently, does something else (saves, evaluates, tokenises), has more or fewer "
+        why="that rank hangs, exited silently, does something else (saves, evaluates, tokenizes), has more or fewer "
         "batches, or the network drops large packets (MTU)",
         confirm="py-spy dump --pid PID   # on each host, while it hangs: where is the rank that does not wait?\n"
         f"{_ALL_WAYS}, and path MTU",

@@ -226,7 +226,7 @@ RANK_WAITING = _gauge(
 )
 
 # ---- accelerators
-GPU_UTILISATION = _gauge(
+GPU_UTILIZATION = _gauge(
     "muster_gpu_utilization_ratio",
     "ratio",
     "share of the time in which a kernel ran",

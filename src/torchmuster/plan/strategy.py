@@ -1,6 +1,6 @@
 """Decide whether every rank can hold a copy of a model: by its states if clear, else by a trace.
 
-The size of the states (parameters, gradients, optimiser) is known without a trace. If they are a
+The size of the states (parameters, gradients, optimizer) is known without a trace. If they are a
 small part of the memory, a copy fits; if they exceed it, none does. In between the activations
 decide, which are traced.
 """

@@ -1,4 +1,4 @@
-"""One optimiser step over any number of micro-batches and ranks, equal to one process with the whole batch.
+"""One optimizer step over any number of micro-batches and ranks, equal to one process with the whole batch.
 
 Each loss is weighted by its count relative to the count of *all* ranks in *all* micro-batches of
 the step; a mean of means would differ wherever counts differ::
@@ -11,7 +11,7 @@ the step; a mean of means would differ wherever counts differ::
         outcome = update.apply()
 
 The device decides whether a step is applied, so the host need not wait: torch's fused Adam and
-AdamW read the decision from a tensor. For every other optimiser the host reads it in every step.
+AdamW read the decision from a tensor. For every other optimizer the host reads it in every step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -360,7 +360,7 @@ class TrainStep:
         return None if self._scale is None else self._scale.value()
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save besides those of optimiser and schedule: plain JSON types."""
+        """Return the state to save besides those of optimizer and schedule: plain JSON types."""
         self.settle()
         return {"loss_scale": None if self._scale is None else self._scale.state()}
 
@@ -371,7 +371,7 @@ class TrainStep:
 
 
 def _decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether an optimiser reads from a device tensor whether to apply a step."""
+    """Return whether an optimizer reads from a device tensor whether to apply a step."""
     # Not SGD: if its first step is skipped, torch's fused SGD uses an uninitialized momentum
     # buffer.
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(

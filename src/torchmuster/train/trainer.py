@@ -134,7 +134,7 @@ class Trainer:
         )
         self.reports = reports or Reports(world)
         self.epoch = 0
-        self.step = 0  # optimiser steps so far, over all epochs
+        self.step = 0  # optimizer steps so far, over all epochs
         self._position: dict[str, Any] | None = None  # of the loader, in an unfinished epoch
         self.evaluated = 0  # the step of the last evaluation
         self._goes_on = False  # resumed from another process's checkpoint

@@ -1,4 +1,4 @@
-"""One optimiser step in one process: what it gives, and what it says when it is used wrongly."""
+"""One optimizer step in one process: what it gives, and what it says when it is used wrongly."""
 
 import json
 from collections.abc import Callable

@@ -36,7 +36,7 @@ def interleaved(
     """Return seconds per call of each turn, one sample per round.
 
     Each turn is warmed up for ``warm_up_s``, and called in a sample until it lasts
-    ``least_sample_s``. The device is synchronised before and after each sample. Python's garbage
+    ``least_sample_s``. The device is synchronized before and after each sample. Python's garbage
     collector is paused.
     """
 

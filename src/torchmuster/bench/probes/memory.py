@@ -214,7 +214,7 @@ def followed_stages(built: BuiltStep, look: Look, begin_bytes: int = 0) -> tuple
                 note("backward")
             where["micro_batch"] = 0
             built.update.apply()
-            note("optimiser step")
+            note("optimizer step")
     return tuple(found)
 
 

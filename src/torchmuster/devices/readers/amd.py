@@ -132,7 +132,7 @@ def read_amd(
             numa_node=sysfs.numa_node(node.pci),
             total_bytes=total,
             used_bytes=used,
-            utilisation_percent=sysfs.read_percent(node.pci / "gpu_busy_percent"),
+            utilization_percent=sysfs.read_percent(node.pci / "gpu_busy_percent"),
             temperature_c=temperature,
             slowdown_temperature_c=limit,
             power_w=sysfs.watts(sensors, "power1_average", "power1_input"),

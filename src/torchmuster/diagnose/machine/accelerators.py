@@ -150,7 +150,7 @@ def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
     width, widest = health.pcie_width, health.pcie_max_width
     speed, fastest = health.pcie_generation, health.pcie_max_generation
     awake = health.performance_state == 0
-    busy = awake and (device.utilisation_percent or 0) >= _BUSY_PERCENT
+    busy = awake and (device.utilization_percent or 0) >= _BUSY_PERCENT
     narrow = awake and width is not None and widest is not None and width < widest
     slow = busy and speed is not None and fastest is not None and speed < fastest
     if narrow or slow:

@@ -173,7 +173,7 @@ def _describe(error: BaseException) -> dict[str, object]:
 def _start_parts(error: BaseException) -> dict[str, str]:
     """Return what, why and fix of an error that has them.
 
-    That is a ``MusterError``; it is recognised by its attributes, as only the standard library is imported.
+    That is a ``MusterError``; it is recognized by its attributes, as only the standard library is imported.
     """
     parts = {name: getattr(error, name, None) for name in ("what", "why", "fix")}
     if all(isinstance(part, str) for part in parts.values()) and parts["what"]:

@@ -98,8 +98,8 @@ def device_samples(node: Node) -> Iterator[Sample]:
 
 
 def _collector_values(device: Device) -> Iterator[tuple[Metric, float | None]]:
-    percent = device.utilisation_percent
-    yield catalogue.GPU_UTILISATION, None if percent is None else percent / 100
+    percent = device.utilization_percent
+    yield catalogue.GPU_UTILIZATION, None if percent is None else percent / 100
     yield catalogue.GPU_MEMORY_USED, device.used_bytes
     yield catalogue.GPU_MEMORY_USABLE, device.usable_bytes
     yield catalogue.GPU_TEMPERATURE, device.temperature_c

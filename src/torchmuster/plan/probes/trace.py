@@ -180,7 +180,7 @@ class _Followed:
         return shards | roles.gradients | roles.optimizer | frozenset(updating)
 
     def _sizes(self, roles: Roles) -> dict[str, int]:
-        """Return the bytes of the model's and the optimiser's states, and of the gradients."""
+        """Return the bytes of the model's and the optimizer's states, and of the gradients."""
         largest: dict[int, int] = {}
         for event in self.seen.log.events:
             if isinstance(event, Sized):

@@ -11,7 +11,7 @@ from torchmuster.runfolder import write_atomically
 from torchmuster.units import format_bytes
 
 FILE = "plan.json"
-COMPARED_AFTER = 3  # steps: the first ones create the optimiser's states and warm up
+COMPARED_AFTER = 3  # steps: the first ones create the optimizer's states and warm up
 # Step times on a busy machine vary by this much from one minute to the next.
 TIME_BAND = 0.25
 MEMORY_BAND = 0.05

@@ -2,7 +2,7 @@
 
 Operations are linear in the micro-batch size, and the middle blocks of a model all do the same. So
 the step of a model of any depth is that of a traced one with middle blocks inserted; work outside
-blocks, such as the optimiser's on all parameters, is linear in the depth.
+blocks, such as the optimizer's on all parameters, is linear in the depth.
 """
 
 import dataclasses
@@ -144,7 +144,7 @@ def _of_size(records: Sequence[TraceRecord], depth: int, size: int) -> list[Time
     if len(sizes) > 1 and [one[:4] for one in low] == [one[:4] for one in high]:
         at = (size - sizes[0]) / (sizes[-1] - sizes[0])
         return [_pace(one.loads, two, at) for one, two in zip(low, high, strict=True)]
-    # All work except the optimiser's is assumed to scale with the samples.
+    # All work except the optimizer's is assumed to scale with the samples.
     at = size / sizes[-1]
     return [_pace({} if one.phase in _OF_MICRO_BATCHES else one.loads, one, at) for one in high]
 

@@ -274,7 +274,7 @@ class Checkpointer:
         """Prepare to save; nothing is written yet.
 
         ``buffers`` names the model's tensors that a forward changes, of which rank 0's are saved;
-        by default all tensors that the optimiser does not train, including frozen weights.
+        by default all tensors that the optimizer does not train, including frozen weights.
 
         ``on_saved`` is called for every save, committed or failed, in the training thread, on the
         next call of one of these methods; ranks call it at different steps, so it must not
@@ -330,7 +330,7 @@ class Checkpointer:
     def save(self, state: dict[str, Any], *, step: int, own: dict[str, Any]) -> None:
         """Save a state; returns when everything that changes before the next update is copied.
 
-        Parameters and optimiser states are copied while the next forward and backward run, until
+        Parameters and optimizer states are copied while the next forward and backward run, until
         :meth:`before_update`. ``own`` is this rank's own, as JSON types.
         """
         begun = time.perf_counter()
@@ -370,7 +370,7 @@ class Checkpointer:
             self._hear()
 
     def before_update(self) -> None:
-        """Wait until parameters and optimiser states, which an update changes, are copied."""
+        """Wait until parameters and optimizer states, which an update changes, are copied."""
         save = self._save
         if save is None:
             return

@@ -114,7 +114,7 @@ _SHOWN = 5  # differences named in an error; the rest is counted
 def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
     """Return the name prefixes missing in a checkpoint because a parameter never had a gradient.
 
-    ``saved`` and ``wanted`` are states without their tensors. An optimiser has no state for such a
+    ``saved`` and ``wanted`` are states without their tensors. An optimizer has no state for such a
     parameter until its first step. If it has no state at all, it may also have been of another
     kind.
     """
@@ -128,7 +128,7 @@ def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
 
 
 def _options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return an optimiser's options except its learning rate, which may have changed since."""
+    """Return an optimizer's options except its learning rate, which may have changed since."""
     changing = ("params", "lr", "initial_lr")
     return [
         {name: value for name, value in group.items() if name not in changing}
@@ -159,7 +159,7 @@ def refuse_incompatible_state(
     raise Impossible(
         f"the checkpoint {name} does not match this training: its tensors differ",
         why="\n".join([*shown, f"and {more} more"] if more else shown),
-        fix="use the model and the optimiser that it was saved with, or start a new run",
+        fix="use the model and the optimizer that it was saved with, or start a new run",
     )
 
 
@@ -180,11 +180,11 @@ def _difference(
 
 
 def _other_optimizer(saved: Iterable[str], wanted: Iterable[str]) -> str:
-    """Describe the difference of optimiser states, if any; each kind has its own state names."""
+    """Describe the difference of optimizer states, if any; each kind has its own state names."""
     was, now = _kept(saved), _kept(wanted)
     if was == now:
         return ""
-    return f"the optimiser was {_loading_kind(was)}, this one is {_loading_kind(now)}"
+    return f"the optimizer was {_loading_kind(was)}, this one is {_loading_kind(now)}"
 
 
 def _kept(names: Iterable[str]) -> frozenset[str]:

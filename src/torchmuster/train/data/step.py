@@ -1,4 +1,4 @@
-"""The items that a loader yields: one optimiser step at a time, as this rank's micro-batches."""
+"""The items that a loader yields: one optimizer step at a time, as this rank's micro-batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -103,7 +103,7 @@ def sync_gradients(model: nn.Module) -> None:
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for parameter, ranks in zip(parameters, holders, strict=True):
         if ranks == 0:
-            continue  # unused everywhere: an optimiser must not see it
+            continue  # unused everywhere: an optimizer must not see it
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         alike[parameter.grad.dtype, parameter.grad.device].append(parameter.grad)

@@ -200,7 +200,7 @@ def train_epoch(
 class DDPTrainer:
     """Trains a model with a copy on every rank. All ranks call every method.
 
-    Call ``model``, and create the optimiser from it: it is the given model wrapped in DDP, on this
+    Call ``model``, and create the optimizer from it: it is the given model wrapped in DDP, on this
     rank's device. Initialize the process group first (``setup_distributed``); without one, a single
     process trains alone.
     """
@@ -236,7 +236,7 @@ class DDPTrainer:
     ) -> None:
         """Write one file on rank 0, and wait for it: afterwards any rank may read it.
 
-        It holds the model under its own names, the optimiser and the epoch, without pickle. It
+        It holds the model under its own names, the optimizer and the epoch, without pickle. It
         replaces an older file only when it is complete.
         """
         tree = {

@@ -38,7 +38,7 @@ class ModelSizes:
 
     @property
     def states_bytes(self) -> int:
-        """All parameters, and the gradients and optimiser states of the trained ones."""
+        """All parameters, and the gradients and optimizer states of the trained ones."""
         return self.parameter_bytes + (TRAINING_STATES_PER_WEIGHT - 1) * self.trained_bytes
 
 

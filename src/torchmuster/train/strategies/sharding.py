@@ -14,7 +14,7 @@ Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 class Sharding:
     """The sharding kind, with FSDP's names.
 
-    ``full_shard``: parameters, gradients and optimiser states. ``shard_grad_op``: parameters stay
+    ``full_shard``: parameters, gradients and optimizer states. ``shard_grad_op``: parameters stay
     whole between forward and backward, which saves communication and costs memory.
     ``hybrid_shard``: like full_shard among ``shard_size`` ranks, by default those of one host, and
     replicated across these groups. ``no_shard`` is ddp.
@@ -22,7 +22,7 @@ class Sharding:
 
     kind: Kind = "full_shard"
     shard_size: int | None = None
-    cpu_offload: bool = False  # shards are in host memory, and the optimiser runs there
+    cpu_offload: bool = False  # shards are in host memory, and the optimizer runs there
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Check each exercise and recognise its mistakes."""
+"""Check each exercise and recognize its mistakes."""
 
 import time
 from collections.abc import Iterator
@@ -117,7 +117,7 @@ def save_checkpoint(bench: Bench) -> None:
 
 
 def load_checkpoint(bench: Bench) -> None:
-    """Weights and optimiser as they were saved, on every rank."""
+    """Weights and optimizer as they were saved, on every rank."""
     trainer, optimizer, _ = _trainer(bench, momentum=0.9)
     inner = nn.Linear(2, 1)
     other = torch.optim.SGD(inner.parameters(), lr=0.5, momentum=0.9)

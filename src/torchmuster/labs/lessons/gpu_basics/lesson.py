@@ -17,7 +17,7 @@ LESSON = Lesson(
             "time.time() is the wall clock: it can jump, and is coarser",
             "begin = time.perf_counter()",
         ),
-        "no-synchronise": Word(
+        "no-synchronize": Word(
             "the clock is read before the device has finished",
             "GPU calls only queue work: without waiting you measure the queueing, 1000 times too "
             "fast",
