@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nThe exit code is 1 if something is worse. One record per side "
         "detects large "
-        "changes; several\ninterleaved records (muster bench turns) detect small ones."
+        "changes; several\ninterleaved records (muster bench ab) detect small ones."
     )
     parsers.show_examples(
         parser,
