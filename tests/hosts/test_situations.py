@@ -122,13 +122,13 @@ SITUATIONS = [
         name="clocks a minute apart",
         faults=[ClockSkew(host="node2", seconds=60), ClockSkew(host="node3", seconds=-60)],
         hosts="node1,node2,node3",
-        says="clocks differ from that of node1: node2 is",
+        says="clocks differ from the clock of node1: node2 is",
     ),
     Situation(
         name="clocks an hour apart",
         faults=[ClockSkew(host="node2", seconds=-3600), ClockSkew(host="node3", seconds=3600)],
         hosts="node1,node2,node3",
-        says="clocks differ from that of node1: node2 is",
+        says="clocks differ from the clock of node1: node2 is",
     ),
     Situation(
         name="the usual port is taken",

@@ -28,7 +28,7 @@ _PROGRESS_EVERY_S = 2.0
 
 
 class Tail:
-    """One rank's log, read from its end at the start of the attempt."""
+    """One rank's log, read from where it ended when the attempt started."""
 
     def __init__(self, rank: int, path: Path) -> None:
         self.rank = rank
@@ -143,7 +143,7 @@ def _attempt_evidence(
 ) -> Iterator[protocol.Evidence]:
     for rank in asked:
         if rank in silent:
-            why = "Python cannot run in it, so it did not answer"
+            why = "Python code cannot run in this process, so it did not answer"
             stacks = _faults(records, rank)
             shown = (
                 f"its stacks, innermost call first:\n{stacks}" if stacks else "no stacks available"

@@ -130,7 +130,7 @@ class MemoryWatch:
             return f"{KERNEL_KILLED_IT}; the limit is {room}"
         together = ""
         if peaks and peaks.together_bytes > 1.1 * peak:
-            together = f", with the other ranks {format_bytes(peaks.together_bytes)},"
+            together = f" ({format_bytes(peaks.together_bytes)} with the other ranks)"
         return f"{KERNEL_KILLED_IT}; its peak was {format_bytes(peak)}{together} of {room}"
 
     def _victims(self) -> Iterator[_Victim]:
