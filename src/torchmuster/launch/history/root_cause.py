@@ -323,7 +323,7 @@ def _root_cause_code(failure: protocol.Failure) -> int:
 def _blamed(
     reports: Sequence[_Report], ours_from_s: float, killed: Collection[int]
 ) -> dict[_Report, _Blame]:
-    """Classify each report; a kill after ``ours_from_s`` is our own, as are those of the ``killed`` ranks."""
+    """Classify each report; a kill after ``ours_from_s``, or of one of the ``killed`` ranks, is our own."""
     late = [report.at_s for report in reports if _role(report) is Role.PEER_LATE]
     # A rank that kept others waiting until they timed out was killed after that, not before.
     ours_from_s = min([ours_from_s, *(at_s + _WITH_THE_FIRST_S for at_s in late)])
@@ -481,7 +481,8 @@ def _aftermath(
     if peers:
         lines.append(f"{rank_text(peers)} then lost {_its(peers)} connection to it")
     if ended and nobody_failed:
-        lines.append(f"{rank_text(ended)} had not failed but had to be killed: check there first")
+        logs = "its log" if len(ended) == 1 else "their logs"
+        lines.append(f"{rank_text(ended)} had not failed but had to be killed: read {logs} first")
         return lines
     slow = [rank for rank in ended if rank in killed]
     if stopped := [rank for rank in ended if rank not in killed]:

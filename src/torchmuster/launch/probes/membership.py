@@ -1,7 +1,7 @@
 """This process's rank and group, from the arguments and the launcher's environment.
 
 ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are
-honoured as torchrun sets them. Missing values get defaults, which are logged.
+honored as torchrun sets them. Missing values get defaults, which are logged.
 """
 
 import ipaddress
@@ -160,7 +160,7 @@ def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decisi
     if asked not in _LIBRARIES.values():
         raise Impossible(
             f"unknown backend {asked!r}",
-            why="supported: nccl (GPUs; xccl for Intel GPUs) and gloo (CPU)",
+            why="supported backends: nccl (GPUs; xccl for Intel GPUs) and gloo (CPU)",
             fix="setup_distributed(rank, world_size, backend='gloo'), or call "
             "torch.distributed.init_process_group yourself",
         )

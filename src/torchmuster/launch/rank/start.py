@@ -8,7 +8,7 @@ failures are reported whatever is installed on the host. It
 - writes a record of its process, and of an uncaught exception, for the node agent,
 - sends the node agent a heartbeat every second,
 - records the steps, losses and checkpoints of a script that is not torchmuster's own,
-- refuses to run in a group with another world size than the launcher's.
+- refuses to run in a group whose world size differs from the launcher's.
 """
 
 import atexit
