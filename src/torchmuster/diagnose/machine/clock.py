@@ -69,8 +69,9 @@ def _kept(surroundings: Surroundings) -> Iterator[Finding]:
             name="clock-unsynchronized",
             status=Status.NOTE,
             what="the clock of this host is not synchronized",
-            why="clocks drift apart by seconds per week; torchrun's rendezvous fails at 16 s, and "
-            "logs of several hosts cannot be correlated; muster check compares the clocks",
+            why="clocks drift apart by seconds per week; torchrun's rendezvous fails if they "
+            "differ by 16 s, and logs of several hosts cannot be correlated. muster check compares "
+            "the clocks",
             fix="sudo timedatectl set-ntp true  # with systemd\n"
             "sudo apt-get install chrony  # or a separate service",
             evidence="adjtimex: STA_UNSYNC; in a virtual machine the hypervisor may set the clock",
