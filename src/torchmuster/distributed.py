@@ -163,7 +163,7 @@ def setup_gpu_environment(
 
 
 def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device":
-    """Return the least loaded of these GPUs (or of all) as a torch device; the CPU without any."""
+    """Return the least loaded of these GPUs (or of all) as a torch device; the CPU if there is none."""
     import torch
 
     node = snapshot.take_snapshot()
@@ -179,7 +179,7 @@ def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device"
 def setup_distributed(
     rank: int, world_size: int, backend: str = "nccl", *, timeout_s: float = 600.0
 ) -> "torch.device":
-    """Create the process group and return this rank's device, which is set before the group.
+    """Create the process group and return this rank's device, which is set before the group is created.
 
     Uses the variables of torchrun (``RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT``) and
     rejects arguments that contradict them. One process without a launcher is a group of 1; several
@@ -398,7 +398,7 @@ def _refuse_if_cuda_has_started(devices: Sequence[Device]) -> None:
     raise CudaAlreadyInitialized(
         f"cannot select GPUs {names}: CUDA is already initialized in this process",
         why="CUDA reads CUDA_VISIBLE_DEVICES once, at initialization; a later change has no effect",
-        fix="select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
+        fix="select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, including "
         "torch.cuda.is_available()), or start the program with: "
         "muster gpus pick --gpu-ids … -- python …",
     )

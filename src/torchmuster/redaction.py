@@ -99,7 +99,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_command(arguments: Iterable[str]) -> list[str]:
-    """Hide secrets in an argument vector, also if the value follows its flag."""
+    """Hide secrets in an argument vector, even if the value follows its flag."""
     shown: list[str] = []
     previous, value_is_secret = "", False
     for argument in arguments:

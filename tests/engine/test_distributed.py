@@ -144,7 +144,7 @@ def test_set_visible_gpus_to_none_means_cpu(machine: Machine) -> None:
 TOO_LATE = [
     "cannot select GPUs 0, 2: CUDA is already initialized in this process",
     "CUDA reads CUDA_VISIBLE_DEVICES once, at initialization; a later change has no effect",
-    "select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
+    "select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, including "
     "torch.cuda.is_available()), or start the program with: "
     "muster gpus pick --gpu-ids … -- python …",
 ]

@@ -129,7 +129,7 @@ _REASONS = {
     "Priority": "waiting behind jobs of higher priority",
     "BeginTime": "its earliest start time is in the future (after a requeue, a few minutes)",
     "Dependency": "waiting for another job to end",
-    "Licenses": "waiting for a licence to become free",
+    "Licenses": "waiting for a license to become free",
     "Reservation": "waiting for its reservation to begin",
     "ReqNodeNotAvail": "a required node is down, drained, or reserved (perhaps for maintenance)",
     "Nodes_required_for_job_are_DOWN": "required nodes are down, drained, or reserved for jobs in a"
