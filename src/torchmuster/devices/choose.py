@@ -1,6 +1,6 @@
 """Choose devices: pure functions from a snapshot to a choice and its reason.
 
-Conditions are hard: a device that breaks one is never chosen. Of the remaining devices the least
+Conditions are hard: a device that violates one is never chosen. Of the remaining devices the least
 loaded are chosen; ties are broken by: same model and best connected, then more free memory, then
 newer architecture, then lowest numbers.
 """

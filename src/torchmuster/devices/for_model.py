@@ -44,7 +44,7 @@ class Placement:
 
 
 def states_decide(states_bytes: int, memory_bytes: int) -> bool:
-    """Return whether the size of the states alone decides if a training fits on a device."""
+    """Return whether the size of the states alone decides if a training run fits on a device."""
     return not _CLEARLY_SMALL < states_bytes / memory_bytes <= USABLE_SHARE
 
 
@@ -150,7 +150,7 @@ def _too_large(
         have = f"one usable GPU has {format_bytes(sizes[0])}"
     return TooFewDevices(
         what,
-        why=f"with a 10 % reserve {format_bytes(whole)} are needed in equal parts, and the {have}",
+        why=f"with a 10 % reserve, {format_bytes(whole)} are needed in equal parts, but the {have}",
         fix=f"use {plural(math.ceil(whole / sizes[0]), 'GPU')} of {format_bytes(sizes[0])}, "
         "a smaller dtype, LoRA, or fsdp_cpu_offload: true",
     )

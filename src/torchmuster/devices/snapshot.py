@@ -183,7 +183,8 @@ def _memory_errors(device: Device) -> Iterator[Finding]:
             name="ecc-uncorrected",
             status=Status.WARNING,
             what=f"{device.label} has had {plural(count, 'uncorrected memory error')}",
-            why="since the driver was loaded; affected programs crashed or computed wrong results",
+            why="they are counted since the driver was loaded; affected programs crashed or computed "
+            "wrong results",
             fix=f"sudo {reset}  # when idle; if the errors return, replace the GPU",
         )
 

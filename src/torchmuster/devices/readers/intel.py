@@ -1,7 +1,7 @@
 """Read Intel GPUs, as the kernel drivers xe and i915 describe them.
 
 The kernel has no stable UUID for them (only Level Zero creates one), so ``XPU-`` and the PCI
-address replace it; they are valid until the GPU is moved to another slot. The numbers are those of
+address replace it; they are valid until the GPU is moved to another slot. The numbers match
 torch.xpu, in PCI order; as in torch, an integrated GPU (Arc class only) counts only if there is no
 discrete one.
 
