@@ -23,7 +23,7 @@ NAMES = (
     PrivateName(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
         "detect that a module was returned by torch.compile",
-        without="the same as without _compiled_call_impl",
+        without="a compiled module is not detected, and the operation count is too low",
     ),
     PrivateName(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper._checkpoint_wrapped_module",

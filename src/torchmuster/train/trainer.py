@@ -99,8 +99,7 @@ class Trainer:
         if evaluation is not None and evaluation.loader is loader:
             raise Impossible(
                 "training and evaluation use the same loader",
-                why="a loader has one position: an evaluation would change the position of the "
-                "training",
+                why="a loader has a single position, which an evaluation would change",
                 fix="give Evaluation its own loader, which may read the same dataset",
             )
         self.world = world
@@ -302,7 +301,7 @@ class Trainer:
 
     @contextmanager
     def _reporting(self, epochs: int | None) -> Iterator[None]:
-        """Print the banner, and clean up at the end, also after an error."""
+        """Print the banner, and clean up at the end, even after an error."""
         in_epoch = self.loader.steps_in_epoch()
         ends = [self._last_step] if self._last_step is not None else []
         if epochs is not None and in_epoch is not None:
@@ -356,7 +355,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state` returned, also on another number of ranks."""
+        """Restore what :meth:`state` returned, even on another number of ranks."""
         progress = state["progress"]
         self._unsettled = None
         defaults.refuse_another_schedule(self.schedule, progress["schedule"])

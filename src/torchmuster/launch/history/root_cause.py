@@ -128,9 +128,9 @@ _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|h|hpp):\d+\] |(?<=enforce fail at
 # Errors of ranks that only waited for another rank (train/first.py, train/data/stream.py). They quote the other rank's error,
 # so that text must not be analysed.
 _ONLY_WAITED = re.compile(
-    r"(?:[\w.]+: )?(?:what rank \d+ waited for failed on rank \d+: "
+    r"(?:[\w.]+: )?(?:rank \d+ waited for work that failed on rank \d+: "
     r"|rank \d+ could not read its data: "
-    r"|the ranks' store is gone while waiting for the first rank)"
+    r"|the ranks' store became unreachable while waiting for the first rank)"
 )
 # Gloo prints its ports in the wrong byte order; an address that is wrong is worse than none.
 _GLOO_ADDRESS = re.compile(r" \[[0-9a-fA-F.:]+\]:\d+")

@@ -304,13 +304,13 @@ class BatchLoader:
         return {"epoch": epoch, "sample": sample, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the last yielded step, also with other ranks or batch sizes."""
+        """Continue after the last yielded step, even with other numbers of ranks or batch sizes."""
         identity = self._identity()
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
             raise Impossible(
                 f"the position was saved with {_loader_message(saved)}; this loader has {_loader_message(identity)}",
-                why="the samples would have another order: some read twice, some never",
+                why="the order of samples would change: some would be read twice, and others never",
                 fix="restore with the same dataset, seed and shuffle, or restart the epoch",
             )
         self._position = self._resume = (int(state["epoch"]), int(state["sample"]))

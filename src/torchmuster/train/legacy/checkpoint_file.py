@@ -230,14 +230,15 @@ def _packed(
     own = [[names[n] for n in group["params"]] for group in optimizer.state_dict()["param_groups"]]
     difference = ""
     if saved["kind"] != type(optimizer).__name__:
-        difference = f"it is of {saved['kind']}, and this is {type(optimizer).__name__}"
+        difference = f"it was saved by {saved['kind']}, but this is {type(optimizer).__name__}"
     elif own != [group["params"] for group in saved["groups"]]:
-        difference = "its parameter groups differ from those of this optimizer"
+        difference = "its parameter groups differ from this optimizer's"
     if difference:
         raise Impossible(
             f"the optimizer state in {path} does not match this optimizer",
             why=difference,
-            fix="create the optimizer as when the checkpoint was saved",
+            fix="create the optimizer with the class and parameter groups used when the checkpoint was "
+            "saved",
         )
     numbers = {name: number for number, name in names.items()}
     return {

@@ -176,7 +176,7 @@ def create_distributed_dataloader(
     than ranks remain, they are skipped in this epoch; with ``shuffle=False``, for evaluation, they
     are not, and some ranks have one more batch. Workers of different ranks draw different random
     numbers. ``options`` are other options of torch's DataLoader: ``num_workers``, ``drop_last``,
-    ``collate_fn`` … Rank and number of ranks default to those of the group.
+    ``collate_fn`` … Rank and number of ranks default to the group's.
     """
     if rank is None or world_size is None:
         world = present_world(rank, world_size)

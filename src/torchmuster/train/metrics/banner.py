@@ -30,7 +30,7 @@ def banner(
 ) -> str:
     """Return the lines; ``strategy`` and ``precision`` are names with their reasons.
 
-    ``seed`` is that of the initial weights, if they are random.
+    ``seed`` is the seed of the initial weights, if they are random.
     """
     portions = portions_of(loader)
     drawn = "" if seed is None else f", initialized with seed {seed}"

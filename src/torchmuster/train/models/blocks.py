@@ -109,7 +109,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
             # torch skips its own code unless other code calls it, and then compiles nothing.
             block.forward = partial(_call_blocks, block.forward)
         block.compile()
-    what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the model as one"
+    what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the whole model"
     return Decision(value=len(blocks), reason=f"{what} {possible.reason}")
 
 

@@ -70,7 +70,7 @@ class Fsdp:
         if self._sharding.cpu_offload and precision.needs_scaler and world.device.type != "cpu":
             raise Impossible(
                 f"fsdp_cpu_offload was requested with precision {precision.name}",
-                why="the loss scale checks gradients for overflows where they are, in host memory, "
+                why="the loss scale checks the offloaded gradients in host memory, "
                 f"and {world.backend} cannot communicate the result from there",
                 fix="use precision bf16 or fp32, or remove fsdp_cpu_offload",
             )

@@ -147,7 +147,7 @@ class Tokenized:
             f"a sample has no text in the field {self._field}: it "
             + (there or f"is of the type {type(sample).__name__}"),
             why=f"the field holds {type(found).__name__}" if there and found is not None else "",
-            fix="name the field that holds the text",
+            fix="set data.text_field to the field that holds the text",
         )
 
 
