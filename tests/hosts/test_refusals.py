@@ -168,14 +168,14 @@ CODE = [
     Refusal(
         name="another script",
         faults=[OtherFiles(host="node2", files={"train.py": "print('other')\n"})],
-        what="train.py on node2 differs from node1",
+        what="train.py on node2 differs from the copy on node1",
         why="ranks that run different code can hang in different collectives",
         fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
     ),
     Refusal(
         name="other code beside the script",
         faults=[OtherFiles(host="node2", files={"train.py": TRAIN, "model.py": "SIZE = 2\n"})],
-        what="the code next to train.py on node2 differs from node1",
+        what="the code next to train.py on node2 differs from the copy on node1",
         why="Python files in {lab}/work differ: 1 files on node1, 2 files on node2",
         fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
     ),
@@ -189,7 +189,7 @@ CODE = [
     Refusal(
         name="another torch",
         faults=[OtherTorch(host="node2", version="2.12.0+cpu")],
-        what="torch differs: {torch} on node1; 2.12.0 on node2",
+        what="torch versions differ: {torch} on node1; 2.12.0 on node2",
         why="different versions may connect and then hang, or compute different results",
         fix="python -m pip install torch=={torch} # on node2",
     ),
@@ -208,14 +208,14 @@ NETWORK = [
         name="a firewall refuses",
         faults=[OnlyOpenPorts(host="node1", ports=(2222,), verdict="refuse")],
         what="node2 does not reach node1 on port 29400",
-        why="10.77.0.11 (eth0): node2: refused: a firewall rejects it",
+        why="10.77.0.11 (eth0): node2: refused: a firewall rejects the connection",
         fix=FIREWALL_FIX,
     ),
     Refusal(
         name="a firewall prohibits",
         faults=[OnlyOpenPorts(host="node1", ports=(2222,), verdict="prohibit")],
         what="node2 does not reach node1 on port 29400",
-        why="10.77.0.11 (eth0): node2: unreachable: a firewall or router rejects it",
+        why="10.77.0.11 (eth0): node2: unreachable: a firewall or router rejects the connection",
         fix=FIREWALL_FIX,
     ),
     Refusal(

@@ -208,7 +208,7 @@ TROUBLES = [
         cause="connection-reset",
         next_line=_CHECK,
         finding="torch-version",
-        says=["torch differs", "2.12.0 on node2"],
+        says=["torch versions differ", "2.12.0 on node2"],
     ),
     Trouble(
         name="the ssh key is refused",

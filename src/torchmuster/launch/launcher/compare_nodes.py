@@ -109,7 +109,7 @@ def _torchmuster(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="torchmuster-version",
             status=Status.WARNING,
-            what=f"torchmuster differs: {_shares(groups)}",
+            what=f"torchmuster versions differ: {_shares(groups)}",
             why="the versions are compatible, but may behave differently",
             fix=_install(next(iter(groups)), "torchmuster", _others(groups)),
         )
@@ -141,7 +141,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="torch-version",
             status=Status.FAILURE,
-            what=f"torch differs: {_shares(releases)}",
+            what=f"torch versions differ: {_shares(releases)}",
             why="different versions may connect and then hang, or compute different results",
             fix=_install(next(iter(releases)), "torch", _others(releases)),
         )
@@ -152,7 +152,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="torch-build",
             status=Status.WARNING,
-            what=f"the builds of torch differ: {_shares(builds)}",
+            what=f"torch builds differ: {_shares(builds)}",
             why=why,
         )
 
@@ -178,7 +178,7 @@ def _pythons(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="python-version",
             status=Status.WARNING,
-            what=f"Python differs: {_shares(groups)}",
+            what=f"Python versions differ: {_shares(groups)}",
             why="objects pickled by one rank may not unpickle on a rank with another Python version",
         )
 
@@ -241,7 +241,7 @@ def _different_code(
         yield Finding(
             name="script-differs",
             status=Status.FAILURE,
-            what=f"{script} on {name_several(other_script)} differs from {first.name}",
+            what=f"{script} on {name_several(other_script)} differs from the copy on {first.name}",
             why="ranks that run different code can hang in different collectives",
             fix=_copy(first, other_script, folder),
         )
@@ -250,7 +250,7 @@ def _different_code(
         yield Finding(
             name="code-differs",
             status=Status.FAILURE,
-            what=f"the code next to {script} on {name_several(names)} differs from {first.name}",
+            what=f"the code next to {script} on {name_several(names)} differs from the copy on {first.name}",
             why=f"Python files in {folder} differ: {_compare_nodes_files(first)}, {_compare_nodes_files(other_code[0])}",
             fix=_copy(first, names, folder),
         )
@@ -297,7 +297,7 @@ def _packages(
         yield Finding(
             name="packages-differ",
             status=Status.WARNING,
-            what=f"installed packages on {name_several(different)} differ from {first.name}",
+            what=f"installed packages on {name_several(different)} differ from those on {first.name}",
             why="\n".join([text for text in told.values() if text][:_VALUES_SHOWN]),
             fix=f"pip freeze > requirements.txt  # on {first.name}; then on the other hosts:\n"
             "pip install -r requirements.txt",

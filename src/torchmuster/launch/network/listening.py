@@ -238,7 +238,7 @@ def open_port(
         sockets = _bind_all(where, _checked(port))
         if sockets is None:
             raise _listening_taken(port)
-        reason = f"port {port}: as requested"
+        reason = f"port {port}, as requested"
     elif port is None:
         sockets, reason = _bind_usual(where)
     else:
@@ -315,7 +315,7 @@ def _bind_usual(
         if sockets is None:
             continue
         if port == USUAL_PORT:
-            return sockets, f"port {port}: the default, and it is free"
+            return sockets, f"port {port}, the default"
         holder = holder_of(USUAL_PORT) or "a process that has just exited"
         return sockets, f"port {port}: the next free one, because {USUAL_PORT} is used by {holder}"
     sockets = _bind_any(where)

@@ -369,8 +369,8 @@ def meaning_of_errno(problem: str, timeout_s: float) -> str:
     """Return the meaning of a problem."""
     meanings = {
         "timeout": f"no answer in {timeout_s:g} s: a firewall drops the packets or the link is down",
-        "refused": "refused: a firewall rejects it, or the address belongs to another host",
-        "unreachable": "unreachable: a firewall or router rejects it",
+        "refused": "refused: a firewall rejects the connection, or the address belongs to another host",
+        "unreachable": "unreachable: a firewall or router rejects the connection",
         "no-route": "no route: the host is not connected to this network",
         "impostor": "another host answered: the same address is in use there too (docker0, a "
         "bridge, a copied virtual machine)",

@@ -112,7 +112,7 @@ class NodeAgent:
 
     def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
         if name == "SIGINT" and self._own_terminal:
-            self._give_up(over, "left by Ctrl-C", ExitCode.INTERRUPTED)
+            self._give_up(over, "left the run after Ctrl-C", ExitCode.INTERRUPTED)
         elif self._running is None:
             self._give_up(over, name)
         elif not self._ending:

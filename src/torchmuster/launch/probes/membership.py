@@ -156,7 +156,7 @@ def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decisi
     """Return the requested backend, or gloo if that is impossible in this process."""
     if asked == "gloo":
         value = BackendChoice(backend="gloo", device="cpu")
-        return Decision(value=value, reason="gloo, on the CPU: as requested")
+        return Decision(value=value, reason="gloo on the CPU, as requested")
     if asked not in _LIBRARIES.values():
         raise Impossible(
             f"unknown backend {asked!r}",

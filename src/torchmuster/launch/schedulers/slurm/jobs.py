@@ -160,7 +160,7 @@ _HOPELESS = {
     "InvalidAccount": "the account does not exist, or you are not allowed to use it",
     "InvalidQOS": "the QOS does not exist, or you are not allowed to use it",
     "DependencyNeverSatisfied": "the job that it depends on did not end as required",
-    "JobHeldUser": "it is held by its owner; scontrol release releases it",
+    "JobHeldUser": "it is held by its owner; release it with: scontrol release JOB",
     "JobHeldAdmin": "it is held by an administrator",
     "QOSMaxWallDurationPerJobLimit": "it requests more time than your QOS allows",
     "QOSMaxGRESPerJob": "it requests more GPUs than your QOS allows for one job",
