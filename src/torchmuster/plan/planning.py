@@ -116,7 +116,7 @@ def _planning_findings(best: Forecast, asked: PlanRequest, explored: Explored) -
         yield Finding(
             name="not-traced",
             status=Status.WARNING,
-            what="this model cannot be traced: memory is estimated by a formula, time is unknown",
+            what="this model cannot be traced: memory is estimated by a formula, and time is unknown",
             why=explored.refused.what,
             fix=explored.refused.fix,
         )

@@ -93,13 +93,13 @@ def strategy_for(question: Question, by_states: Decision[Name], look: Look) -> D
     try:
         needed = _needed(question, look)
     except MusterError as error:
-        reason = f"{by_states.reason} (by its states alone: {error.what})"
+        reason = f"{by_states.reason} (based on its states alone: {error.what})"
         return Decision(value=Spread(name=by_states.value), reason=reason)
     return _by_trace(question, needed)
 
 
 def _needed(question: Question, look: Look) -> memory.Memory:
-    precision = Decision(value=question.precision, reason="as the training has it")
+    precision = Decision(value=question.precision, reason="set by the training run")
     asked = PlanRequest(work=question.work, hardware=question.hardware, precision=precision)
     records = Traces(asked, look).of(question.copies)
     if isinstance(records, TraceRefused):
@@ -121,11 +121,11 @@ def _by_trace(question: Question, needed: memory.Memory) -> Decision[Spread]:
     if needed.high_bytes <= question.memory_bytes:
         return Decision(
             value=Spread(name="ddp", promise=promise),
-            reason=f"ddp: traced, a whole copy {takes}",
+            reason=f"ddp: according to a trace, a full copy {takes}",
         )
     return Decision(
         value=Spread(name="fsdp"),
-        reason=f"fsdp: traced, a whole copy {takes}, up to {format_bytes(needed.high_bytes)}: "
-        f"too much; sharded over {question.ranks} ranks the states take "
+        reason=f"fsdp: according to a trace, a full copy {takes}, up to "
+        f"{format_bytes(needed.high_bytes)}: too much; sharded over {question.ranks} ranks the states take "
         f"{format_bytes(question.states_bytes // question.ranks)}",
     )

@@ -124,7 +124,7 @@ def _refuse_too_few(node: Node, devices: Sequence[Device], ranks: int | None) ->
         raise Impossible(
             "cannot plan for this machine",
             why="its GPUs are split into MIG slices, and a process sees at most one slice",
-            fix="plan for one slice: --num-gpus 1, or by its number, such as --gpu-ids 0:0",
+            fix="plan for one slice: --num-gpus 1, or select one, such as --gpu-ids 0:0",
         )
     if ranks and len(devices) < ranks:
         whole = sum(

@@ -36,7 +36,7 @@ def fake_process_group(
     """Act as rank 0 of ``ranks``; ``reduced`` receives the reductions that DDP would start."""
     if dist.is_initialized():
         raise MusterError(
-            "a training cannot be traced in a process that has joined a process group",
+            "training cannot be traced in a process that has joined a process group",
             why="torch has only one default process group",
             fix="plan in a separate process",
         )

@@ -246,7 +246,7 @@ def trial_verdict(
         return Trial(micro_batch_size=micro_batch_size, fits=False, ranks=out)
     if trouble is not None or len(told) < ranks:
         raise MusterError(
-            f"a trial with micro-batches of {micro_batch_size} failed, but not out of memory",
+            f"a trial with micro-batches of {micro_batch_size} failed, but not for lack of memory",
             why=_trials_text(trouble)
             if trouble
             else f"{len(told)} of {ranks} ranks reported a result",
@@ -326,7 +326,7 @@ def find_batch_size(
     on_cpu = hardware.card.kind == "cpu"
     if limits_bytes is not None and len(limits_bytes) != ranks:
         raise Impossible(
-            f"{len(limits_bytes)} memory limits for {ranks} ranks",
+            f"{len(limits_bytes)} memory limits were given for {ranks} ranks",
             why="each rank needs one limit",
             fix=f"give {ranks} limits",
         )

@@ -159,7 +159,7 @@ def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardw
         return hardware, as_usual
     if other := _of_something_else(calibration, hardware):
         source = (
-            f"{as_usual.source}; the calibration of {calibration.date} is ignored, as it was made "
+            f"{as_usual.source}; the calibration of {calibration.date} is ignored, because it was made "
             f"{other} (muster plan --calibrate makes a new one)"
         )
         return hardware, dataclasses.replace(as_usual, source=source)

@@ -57,7 +57,7 @@ def fit_rates(run: RealRun, known: Rates, *, both: bool = False) -> Rates:
         raise MusterError(
             f"the rates cannot be fitted to a step of {run.step_s:.3g} s",
             why=f"with any share of the rates a step takes from {least:.3g} to {most:.3g} s",
-            fix="calibrate with a run that computes more and sends less",
+            fix="calibrate with a run that computes more and communicates less",
         )
     return dataclasses.replace(fitted, source=f"{known.source}, fitted to {run.words}")
 
