@@ -182,7 +182,7 @@ def root_cause_of(
 ) -> Finding:
     """Return the finding with the root cause of a failed attempt.
 
-    ``noticed_s`` is when the launcher noticed the failure and requested the other ranks to stop, ``grace_s``
+    ``noticed_s`` is when the launcher noticed the failure and asked the other ranks to stop, ``grace_s``
     is the time it gave them; ``logs`` is the folder of the ranks' logs. ``hang`` is the reported hang that was
     not over.
     """

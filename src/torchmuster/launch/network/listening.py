@@ -342,7 +342,7 @@ def _bind_any(where: Sequence[protocol.Address]) -> dict[protocol.Address, socke
 def _bind_all(
     where: Sequence[protocol.Address], port: int
 ) -> dict[protocol.Address, socket.socket] | None:
-    """Return listening sockets on one port; None if it is in use at one of the addresses."""
+    """Return listening sockets on one port; None if it is in use on one of the addresses."""
     with contextlib.ExitStack() as undo:
         sockets: dict[protocol.Address, socket.socket] = {}
         trouble: OSError | None = None

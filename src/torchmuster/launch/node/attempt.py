@@ -246,7 +246,7 @@ class RunningAttempt:
         return protocol.Started(attempt=self._share.start.attempt, pid=pid)
 
     def stop(self, grace_s: float, asked: str = "") -> None:
-        """Request the ranks to stop, and kill them after the grace period. A later call can only shorten it.
+        """Ask the ranks to stop, and kill them after the grace period. A later call can only shorten it.
 
         ``asked`` is the signal of a request that did not come from the launcher.
         """

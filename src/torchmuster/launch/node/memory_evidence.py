@@ -165,7 +165,7 @@ def _of_others(kills: int) -> str:
 
 
 def _kills(proc_root: Path, sys_root: Path) -> int | None:
-    """Return the kill count of this process's own cgroup; kills in other cgroups are counted above it.
+    """Return the kill count of this process's own cgroup; its parents also count kills in other cgroups.
 
     cgroup v2 counts in memory.events, v1 in memory.oom_control.
     """

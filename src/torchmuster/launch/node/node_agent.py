@@ -48,7 +48,7 @@ class _AgentJob:
 
 
 class NodeAgent:
-    """Runs one host's ranks of a run."""
+    """Runs the ranks of a run on one host."""
 
     def __init__(
         self,

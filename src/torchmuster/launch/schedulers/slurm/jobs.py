@@ -71,7 +71,7 @@ def require_slurm(
         raise Impossible(
             f"Slurm's {command[0]} is not installed on this host",
             why="it is not in any folder of PATH",
-            fix="run this on a login node of the cluster (if needed after: module load slurm)\n"
+            fix="run this on a login node of the cluster (if needed, run first: module load slurm)\n"
             "for hosts without Slurm use --hosts",
         )
     return answer

@@ -93,7 +93,7 @@ def _gpus_per_node(spec: JobSpec, request: SlurmRequest) -> int | None:
         if asked:
             raise Impossible(
                 f"--device cpu and --gpus-per-node {asked} contradict each other",
-                why="GPUs would be reserved and not used",
+                why="GPUs would be reserved but not used",
                 fix="remove one of them",
             )
         return None
