@@ -377,7 +377,9 @@ def _unreachable(
         )
         fix = "start muster host again and use the new code"
     elif kinds & {"timeout", "unreachable", "refused"}:
-        meaning = "a firewall blocks the connection, the networks are not connected, or the host is off"
+        meaning = (
+            "a firewall blocks the connection, the networks are not connected, or the host is off"
+        )
         commands = {open_firewall(problem.target.port): None for problem in problems}
         fix = "\n".join(["on the host:", *commands])
     else:
