@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{parser.description}\nBoth commands run at the same time and alternate sample by "
         "sample, so that a "
         "busy machine affects\nboth. Repeats this --pairs times with new processes, and "
-        "compares like "
-        "muster bench compare.\nThe exit code is 1 if something is worse."
+        "compares the results "
+        "like\nmuster bench compare. The exit code is 1 if something is worse."
     )
     parsers.show_examples(
         parser,
@@ -27,16 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument("before", metavar="BEFORE", help="a muster bench command, quoted")
-    parser.add_argument("after", metavar="AFTER", help="the command to compare with it")
+    parser.add_argument("after", metavar="AFTER", help="the command to compare with BEFORE")
     parser.add_argument(
         "--pairs",
         type=size,
         default=PAIRS,
         metavar="N",
-        help=f"repetitions with new processes ({PAIRS})",
+        help=f"number of repetitions, each with new processes (default: {PAIRS})",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to save the records (bench/ab-DATE-TIME)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the records (default: bench/ab-DATE-TIME)",
     )
     compare.add_output_flags(parser)
 

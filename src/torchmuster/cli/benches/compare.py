@@ -28,9 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "before", type=Path, metavar="BEFORE", help="a record, its folder, or a folder of those"
+        "before",
+        type=Path,
+        metavar="BEFORE",
+        help="a record, its folder, or a folder that contains several of these",
     )
-    parser.add_argument("after", type=Path, metavar="AFTER", help="the same, to compare with it")
+    parser.add_argument(
+        "after", type=Path, metavar="AFTER", help="the record or folder to compare with BEFORE"
+    )
     add_output_flags(parser)
 
 
