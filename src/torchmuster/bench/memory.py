@@ -193,7 +193,7 @@ def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[Rec
         )
     return Decision(
         value=nothing,
-        reason="if memory suffices: no mode saves much memory for little time "
+        reason="if the memory is sufficient: no mode saves much memory for little time "
         f"({least.name}: {_against(least, nothing)}); --limit SIZE finds the fastest mode that "
         "fits",
     )
@@ -391,7 +391,7 @@ def memory_pictures(measured: MeasuredMemory) -> Iterator[Picture]:
             title="memory by stage",
             svg=stacked_chart("Peak memory of each stage, and what remains after it", "B", bars),
             caption=f"In {main.precision}"
-            + "".join(f", and below the second step in {of.precision}" for of in others)
+            + "".join(f", and below it the second step in {of.precision}" for of in others)
             + ". All later steps are like the second one.",
         )
     curve = [one for one in answer.ways if one.peak_bytes is not None and one.step_s]

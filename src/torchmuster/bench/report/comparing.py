@@ -171,7 +171,7 @@ def _doubts(compared: ComparedSides) -> Iterator[Finding]:
         yield Finding(
             name="not-in-turns",
             status=Status.WARNING,
-            what=f"all records of one side are older than all of the other ({before.name}, {after.name})",
+            what=f"all records of one side are older than all records of the other ({before.name}, {after.name})",
             why="a change of the host in between would look like a difference",
             fix=ab_command,
         )

@@ -200,7 +200,7 @@ def profile_remarks(analysis: Analysis) -> Iterator[str]:
             if factor > 1.05
             else "did not slow the steps down"
         )
-        yield f"the shares are of steps {which} the profiler, which {cost}"
+        yield f"the shares come from steps {which} the profiler, which {cost}"
     for one in analysis.ranks:
         yield from _of_trace(one)
         yield from (f"rank {one.facts.rank}: {text}" for text in one.facts.trouble)
