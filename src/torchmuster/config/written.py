@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-folder",
         type=Path,
         metavar="DIR",
-        help="where checkpoints, metrics and weights go (runs/…); a run in it is resumed",
+        help="folder for checkpoints, metrics and weights (default: runs/…); a run in it is resumed",
     )
 
 
