@@ -1,8 +1,8 @@
 """Decide whether every rank can hold a copy of a model: by its states if clear, else by a trace.
 
 The size of the states (parameters, gradients, optimizer) is known without a trace. If they are a
-small part of the memory, a copy fits; if they exceed it, none does. In between the activations
-decide, which are traced.
+small part of the memory, a copy fits; if they exceed it, none does. In between, the choice depends
+on the activations, which are traced.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Question:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the states alone decide."""
+        """Whether the size of the states is enough to decide."""
         return states_decide(self.states_bytes, self.memory_bytes)
 
     @property
@@ -86,7 +86,7 @@ class Spread:
 def strategy_for(question: Question, by_states: Decision[Name], look: Look) -> Decision[Spread]:
     """Decide between ddp and fsdp; ``by_states`` is the decision by sizes, kept if it is clear.
 
-    ``look`` traces. If that fails for any reason, the sizes decide and the reason says so.
+    ``look`` traces. If tracing fails, the decision by sizes is used, and the reason says so.
     """
     if question.is_clear:
         return Decision(value=Spread(name=by_states.value), reason=by_states.reason)

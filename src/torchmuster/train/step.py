@@ -63,8 +63,8 @@ class StepResult:
     """The result of a step; the same on every rank.
 
     ``applied`` and ``overflowed`` wait until the device has computed the step; ``norm`` and
-    ``counted`` wait for all queued work. After the next step's ``apply()``, the first two are available
-    without waiting.
+    ``counted`` wait for all queued work. After the next step's ``apply()``, the first two are
+    available without waiting.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TrainStep:
         self._unsettled: StepResult | None = None  # of the last step: the host may not know it yet
 
     def accumulate(self, step: Step) -> Iterator[MicroBatch]:
-        """Yield the micro-batches; ranks synchronize gradients only in the backward of the last one."""
+        """Yield the micro-batches; ranks synchronize gradients only in the last backward."""
         if self._step is not None:
             raise MusterError("a step was started before the previous one was applied", fix=_LOOP)
         self._step = step
@@ -195,8 +195,8 @@ class TrainStep:
     def backward(self, loss: torch.Tensor, count: int | torch.Tensor | None = None) -> None:
         """Run the backward of a micro-batch's weighted loss.
 
-        Without ``count`` the loss is the mean over the micro-batch's samples. With ``count`` it is a sum
-        over that many items (tokens); the ranks add up both sums and counts.
+        Without ``count`` the loss is the mean over the micro-batch's samples. With ``count`` it is a
+        sum over that many items (tokens); the ranks add up both sums and counts.
         """
         step, micro = self._step, self._micro
         if step is None or micro is None:

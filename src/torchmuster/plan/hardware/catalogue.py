@@ -5,7 +5,7 @@ multiplies by default. Memory is what torch reports in its out-of-memory message
 seen over several drivers: less than the advertised size.
 
 No data sheets were available: a GPU's ``source`` names the publication that quotes the vendor's
-figures, and the figures without one. The publications:
+figures, and the figures that no publication confirms. The publications:
 
 - torchtitan: ``torchtitan/tools/utils.py`` (0258167)
 - Lightning: ``fabric/utilities/throughput.py`` (0810121)

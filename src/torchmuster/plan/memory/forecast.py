@@ -190,8 +190,8 @@ def predict_memory(
 ) -> Memory:
     """Return what a rank of this candidate needs, from the records of its family.
 
-    ``blocks`` is the depth, if not the model's own. ``allocator`` is torch's segment mode, if not
-    that of ``muster train``.
+    ``blocks`` is the depth (default: the model's own). ``allocator`` is torch's segment mode
+    (default: the mode that ``muster train`` uses).
     """
     allocator = allocator or _segments(hardware)
     usable = _usable(records)

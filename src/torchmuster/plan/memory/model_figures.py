@@ -23,7 +23,7 @@ def model_configuration(work: Work) -> Mapping[str, Any] | None:
 
 
 def weights_dtype(work: Work) -> str:
-    """Return the dtype of a model's weights in a training: default float32; auto: the files'."""
+    """Return the dtype of a model's weights in training (default: float32; auto: the files')."""
     if work.torch_dtype != "auto":
         return work.torch_dtype or "float32"
     told = model_configuration(work) or {}

@@ -43,7 +43,7 @@ def too_large(candidate: Candidate, asked: PlanRequest, record: TraceRecord) -> 
 
 
 def _over_some(name: str, candidate: Candidate, asked: PlanRequest) -> str:
-    """Name a candidate that uses only some GPUs with their number: over all of them it may fit."""
+    """Return the name, with the number of GPUs if only some are used: on all of them it may fit."""
     ranks = candidate.layout.ranks
     return (
         name

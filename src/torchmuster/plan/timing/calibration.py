@@ -1,7 +1,7 @@
 """Rates measured on this machine instead of taken from the catalogue, stored with date and host.
 
 The ranks measure their peak rates (products, memory, collectives; ``probes/rates.py``); the share
-of them that a training reaches is fitted to real steps (``fitting.py``).
+of them that training reaches is fitted to real steps (``fitting.py``).
 """
 
 import dataclasses
@@ -240,8 +240,8 @@ def _for(calibration: Calibration, ranks: int) -> RankRates:
     """Return the rates of a rank among this many others, or among the nearest measured number.
 
     Ranks on the CPU share its cores; a GPU belongs to one rank. More ranks than cores take turns:
-    in a measurement a rank gets less than its share of a core, since it is preempted, while in a
-    training it gets its share.
+    in a measurement a rank gets less than its share of a core, since it is preempted; in training
+    it gets its share.
     """
     known = calibration.by_ranks
     on_cpu, cores = calibration.device == "cpu", calibration.cores

@@ -1,4 +1,4 @@
-"""Fit the shares of a machine's rates that a training reaches to real steps.
+"""Fit the shares of a machine's rates that training reaches to real steps.
 
 On the CPU three runs of a few blocks are used. One process with all cores shows the share of the
 memory bandwidth that operations reach; DDP shows the same for ranks with a part of the cores each,
@@ -29,7 +29,7 @@ _LOWEST_SHARE, _HIGHEST_SHARE = 0.001, 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RealRun:
-    """A timed training with its traces."""
+    """A timed training run with its traces."""
 
     records: tuple[TraceRecord, ...]
     candidate: Candidate

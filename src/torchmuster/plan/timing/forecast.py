@@ -140,7 +140,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class CostForecast:
-    """A whole training, without interruptions, saves and evaluations."""
+    """A whole training run, without interruptions, saves and evaluations."""
 
     hours: float
     card_hours: float

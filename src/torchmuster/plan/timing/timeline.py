@@ -1,7 +1,7 @@
 """Build a whole model's step from traces of a few blocks: its compute and collectives, in order.
 
-Operations are linear in the micro-batch size, and the middle blocks of a model all do the same. So
-the step of a model of any depth is that of a traced one with middle blocks inserted; work outside
+Operations are linear in the micro-batch size, and the middle blocks of a model are identical. So
+the step of a model of any depth equals a traced step with middle blocks inserted; work outside
 blocks, such as the optimizer's on all parameters, is linear in the depth.
 """
 
@@ -301,5 +301,5 @@ def gradient_bytes(record: TraceRecord) -> dict[int | None, int]:
 
 
 def traced_like(block: int | None, record: TraceRecord) -> int | None:
-    """Return the traced block whose parameters are those of a block of the whole model."""
+    """Return the traced block whose parameters match a block of the whole model."""
     return None if block is None else _like(block, record, 1)

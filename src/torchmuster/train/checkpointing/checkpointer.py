@@ -124,8 +124,8 @@ class AsyncSave:
     ) -> None:
         """Copy what changes before the next update, if ``staging``; else nothing changes meanwhile.
 
-        Values may differ between ranks, as each rank's BatchNorm has seen different samples. Rank 0's
-        values are saved, so only rank 0 writes these unsharded tensors.
+        Values may differ between ranks, as each rank's BatchNorm has seen different samples. Rank
+        0's values are saved, so only rank 0 writes these unsharded tensors.
         """
         if not world.is_first:
             gone = {one for one in changing if not isinstance(tensors[one], DTensor)}

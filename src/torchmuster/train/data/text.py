@@ -152,7 +152,7 @@ _TOKEN_FILES = ".safetensors"  # noqa: S105  # tokens of text, and no secret
 
 
 def holds_tokens(places: str | Sequence[str] | None) -> bool:
-    """Say whether files hold tokens, and not text."""
+    """Return whether files hold tokens rather than text."""
     named = [places] if isinstance(places, str) else places or ()
     return bool(named) and all(one.endswith(_TOKEN_FILES) for one in named)
 

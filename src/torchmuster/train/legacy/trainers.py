@@ -99,8 +99,8 @@ def loss_and_count(
 ) -> tuple[torch.Tensor, torch.Tensor | int | None]:
     """Return ``(total, count)`` if the criterion has its own count, else ``(mean, None)``.
 
-    Cross entropy ignores targets (``ignore_index``) and weights classes, so its mean is not one
-    over the samples: the means of two batches must be weighted by their counts.
+    Cross entropy ignores targets (``ignore_index``) and weights classes, so its mean is not the
+    mean over the samples: the means of two batches must be weighted by their counts.
     """
     if (
         isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -397,7 +397,7 @@ class ProductionTrainer:
         return path
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> int:
-        """Resume from a file of ``save_checkpoint``; return its epoch, so the next one is that + 1.
+        """Resume from a file of ``save_checkpoint``; return its epoch; the next epoch is one higher.
 
         With the same number of ranks, training continues exactly as without an interruption.
         """
