@@ -46,7 +46,7 @@ def reduce_mean(bench: Bench) -> None:
 
 
 def sync_gradients(bench: Bench) -> None:
-    """Means of gradients, also with a parameter without gradient."""
+    """Means of gradients, including with a parameter that has no gradient."""
     model = nn.Linear(2, 1)
     model.register_parameter("unused", nn.Parameter(torch.ones(1)))
     model.weight.grad = torch.full((1, 2), 1.0 + 2 * bench.rank)
