@@ -186,11 +186,11 @@ _PHASES = (
     ("/torch/autograd/", "in the backward"),
     ("/torch/_tensor.py", "in the backward"),
     ("/torch/optim/", "in the optimizer step"),
-    ("/torch/nn/utils/clip_grad.py", "in gradient clipping"),
+    ("/torch/nn/utils/clip_grad.py", "during gradient clipping"),
     ("/torch/nn/parallel/distributed.py", "in the forward"),
     ("/torch/nn/modules/", "in the forward"),
-    ("/torch/distributed/", "in communication"),
-    ("/torch/utils/data/", "in data loading"),
+    ("/torch/distributed/", "during communication"),
+    ("/torch/utils/data/", "during data loading"),
 )
 
 
