@@ -88,7 +88,7 @@ def _look_precision(device: torch.device) -> dict[str, Any]:
 
 
 def choose_precision(asked: str, of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
-    """Choose one precision for all ranks: the least capable GPU decides, and is named."""
+    """Choose the precision that all ranks' GPUs support; the reason names the least capable GPU."""
     if asked == "auto":
         return _automatic(of_ranks)
     if asked not in PRECISIONS:

@@ -138,7 +138,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a sparse tensor, in which a position may have several."""
+    """Return the values of a sparse tensor, which may have several values per position."""
     return tensor._values() if hasattr(tensor, "_values") else tensor.coalesce().values()
 
 

@@ -244,7 +244,7 @@ class Explored:
 
 
 def explore_candidates(asked: PlanRequest, look: Look, *, rates: Rates) -> Explored:
-    """Forecast the candidates that are worth it."""
+    """Forecast the candidates that could be chosen."""
     explored = Explored(traces=Traces(asked, look))
     ways = search_order(asked)
     shown = explored.traces.first(scout(ways, asked))

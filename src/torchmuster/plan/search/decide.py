@@ -75,7 +75,7 @@ def _portion(one: Forecast) -> int:
 
 
 def candidate_text(candidate: Candidate) -> Way:
-    """Return what identifies a candidate in the table: how the model is spread, over how many."""
+    """Return what identifies a candidate in the table: how the model is spread, and over how many GPUs."""
     return (
         candidate.strategy,
         candidate.reshard,

@@ -213,7 +213,7 @@ def lost_updates(model: nn.Module) -> str:
 
 
 def with_weights_of(model: nn.Module, chosen: Decision[Precision]) -> Decision[Precision]:
-    """Add a note to precision fp32 if weights have fewer bits: then they decide the dtype."""
+    """Add a note to precision fp32 if weights have fewer bits: they then determine the dtype."""
     types = {one.dtype for one in model.parameters()} & _SIXTEEN_BITS
     if not types or chosen.value.compute is not torch.float32:
         return chosen
