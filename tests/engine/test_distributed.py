@@ -339,10 +339,10 @@ def test_gpu_info_has_an_id_to_ask_further_with(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("size_gb", "count", "expected", "words"),
     [
-        (14, None, [0], "they fit on one GPU, so single"),
-        (14, 4, [0, 1, 2, 3], "a copy fits on each GPU, so ddp"),
-        (140, None, list(range(8)), "so fsdp"),
-        (30, 2, [0, 1], "so fsdp"),
+        (14, None, [0], "they fit on one GPU (strategy: single)"),
+        (14, 4, [0, 1, 2, 3], "a copy fits on each GPU (strategy: ddp)"),
+        (140, None, list(range(8)), "strategy: fsdp"),
+        (30, 2, [0, 1], "strategy: fsdp"),
     ],
 )
 def test_gpus_for_a_model(

@@ -175,7 +175,7 @@ def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[Rec
     if slowest_s <= EQUALLY_FAST * nothing.usual_s:
         return Decision(
             value=least,
-            reason=f"it saves most, and no mode is slower by more than "
+            reason=f"it saves the most, and no mode is slower by more than "
             f"{EQUALLY_FAST * 100:.0f} %; {_against(least, nothing)}",
         )
 

@@ -139,7 +139,7 @@ def stability_pictures(courses: Sequence[Course]) -> Iterator[Picture]:
         yield Picture(
             title="loss scale of fp16",
             svg=line_chart(
-                "fp16's loss scale: halved when a gradient overflows, doubled after steps without",
+                "fp16's loss scale: halved when a gradient overflows, doubled after steps without overflow",
                 Axis(title="step"),
                 Axis(title="scale", log=True),
                 [Curve(name=one.case, points=list(enumerate(one.scales))) for one in scaled],

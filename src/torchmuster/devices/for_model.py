@@ -106,14 +106,14 @@ def _shapes(node: Node, whole: int, request: DeviceRequest) -> Iterator[tuple[Sh
         return Shape(request=asked, strategy=strategy)
 
     if request.count is None or request.count == 1:
-        yield shape(1, whole, "single"), "they fit on one GPU, so single"
+        yield shape(1, whole, "single"), "they fit on one GPU (strategy: single)"
     else:
-        yield shape(request.count, whole, "ddp"), "a copy fits on each GPU, so ddp"
+        yield shape(request.count, whole, "ddp"), "a copy fits on each GPU (strategy: ddp)"
     counts = range(2, len(node.accelerators) + 1) if request.count is None else [request.count]
     for count in counts:
         if count > 1:
             each = math.ceil(whole / count)
-            words = f"too much for one GPU but {format_bytes(each)} on each of {count}, so fsdp"
+            words = f"too much for one GPU, but {format_bytes(each)} on each of {count} (strategy: fsdp)"
             yield shape(count, each, "fsdp"), words
 
 

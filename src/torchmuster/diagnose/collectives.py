@@ -209,7 +209,7 @@ def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
             what=f"{record.where} finishes the same work {late_s:.1f} s later than the others",
             why="in a distributed run all ranks wait for the slowest, at every step",
             fix=f"check for other processes on {record.host}\ntop",
-            evidence=f"the others wait {others:.2f} s for it, it waits {waits[last]:.2f} s",
+            evidence=f"the others wait {others:.2f} s for this rank, which waits {waits[last]:.2f} s",
         )
 
 

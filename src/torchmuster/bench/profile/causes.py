@@ -169,8 +169,8 @@ def _idling_device(analysis: Analysis) -> Cause | None:
                 why="a kernel finishes before the host has launched the next one: fewer, larger "
                 "kernels would keep "
                 "the device busy",
-                fix=f"a larger batch, or model = torch.compile(model)\nmuster profile tries {BATCH_TIMES} times the batch "
-                "without --no-trials",
+                fix=f"a larger batch, or model = torch.compile(model)\nwithout --no-trials, muster profile "
+                f"tries {BATCH_TIMES} times the batch",
                 evidence=f"{small.calls:,.0f} kernels per step, the median takes "
                 f"{amount_text(small.median_s, 's')}",
                 change=TriedChange(kind="batch", value=BATCH_TIMES),

@@ -222,7 +222,7 @@ ALERTS: tuple[Alert, ...] = (
         name="MusterGpuError",
         severity="critical",
         condition=Compared(Now(catalogue.GPU_XID, {"kind": "device"}), ">", 0),
-        summary="{host}: the driver reported a critical error of GPU {gpu_uuid} (Xid {xid})",
+        summary="{host}: the driver reported a critical error on GPU {gpu_uuid} (Xid {xid})",
         why="the GPU, its memory, its links or its firmware failed; programs on it fail or hang",
         fix="sudo dmesg | grep -i xid shows the error; reset the GPU or reboot the host, then "
         "restart "
