@@ -36,7 +36,7 @@ _MODULES = {
     "accelerate.commands.launch": ("accelerate", "launch"),
     "accelerate.commands.accelerate_cli": ("accelerate",),
 }
-# Commands that start scripts in ways that muster does not translate, and what to type instead.
+# Commands that start scripts in ways that Muster does not translate, and what to type instead.
 _OTHERS = {
     "deepspeed": "muster run --num-gpus 2 train.py …  # DeepSpeed reads the rank from the environment",
     "mpirun": "muster run --hosts a,b train.py …",
@@ -53,7 +53,7 @@ _OTHERS = {
         for tool in ("uv", "poetry", "pipenv", "pdm", "hatch", "conda", "micromamba")
     },
 }
-# Variables that accelerate sets and muster chooses by itself.
+# Variables that accelerate sets and Muster chooses itself.
 _MUSTERS_OWN = ("MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 # How people know torchrun's flags in a command of accelerate.
 _ACCELERATES = {
@@ -68,7 +68,7 @@ _ACCELERATES_FLAGS = (
     *("--num-processes", "--use-deepspeed", "--use-fsdp", "--num-cpu-threads-per-process"),
 )
 _OFF = ("no", "false", "default")
-_ACCELERATES_PORT = "29500"  # also if none is given
+_ACCELERATES_PORT = "29500"  # even if none is given
 
 
 @dataclass

@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=count,
         metavar="N",
-        help="samples per step on one rank (default: train.global_batch_size, or 2 for each of the "
-        "most ranks)",
+        help="samples per step on one rank (default: train.global_batch_size, or twice "
+        "the largest number of ranks)",
     )
     parser.add_argument(
         "--strategy",
