@@ -1,10 +1,10 @@
-r"""Test whether ``muster bench turns`` detects 3 % more work, and reports nothing where nothing changed.
+r"""Test whether ``muster bench ab`` detects 3 % more work, and reports nothing where nothing changed.
 
     python benchmarks/bench_compare.py --equal 20 --slowed 5 --pairs 16 --folder /tmp/pairs \
         --out docs/measured/bench-compare.md
 
 Each comparison has N pairs of fresh processes. The two processes of a pair time four operations, interleaved, as in ``muster bench
-turns``. On the slowed side one of the four does 3 % more work: its matrices have 3 % more rows. The results are those of the command
+ab``. On the slowed side one of the four does 3 % more work: its matrices have 3 % more rows. The results come from the command
 itself, with all four compared at once. Pairs that are already in the folder are not measured again.
 """
 
@@ -82,7 +82,7 @@ def _things(rows: int) -> dict[str, Callable[[], object]]:
 
 
 def compared(folder: Path, *, slowed: bool, pairs: int) -> Comparison:
-    """Measure two sides in turns, as often as asked for; return what the comparison says."""
+    """Measure pairs of two interleaved sides; return the result of the comparison."""
     words = (sys.executable, __file__, "--measure")
     one_thread = {"OMP_NUM_THREADS": "1"}
     commands = {
@@ -135,7 +135,7 @@ def _lines(
         if [x.series.name for x in one.changes if x.verdict == "worse"] == [SLOWED]
         and not any(x.verdict == "better" for x in one.changes)
     ]
-    yield "# `muster bench turns`: detected changes and false alarms"
+    yield "# `muster bench ab`: detected changes and false alarms"
     yield ""
     yield (
         f"Written by `benchmarks/bench_compare.py` on {first.date[:10]}, on {where.cpu} with {where.cores} cores and torch {where.torch}. Each comparison "

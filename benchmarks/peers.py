@@ -5,7 +5,7 @@
     python benchmarks/peers.py --python /tmp/venv-peers/bin/python [--out peers.json]
 
 Each one runs in a process of its own, in the other environment; torchmuster runs in this one, for comparison. All
-have the same model, data, batch and optimiser, without DDP, gradient clipping, checkpoints and progress bars. Each
+have the same model, data, batch and optimizer, without DDP, gradient clipping, checkpoints and progress bars. Each
 reads with a DataLoader as its documentation shows it. "metrics" says what is logged: nothing, or the loss every 50
 steps in the framework's own way.
 """

@@ -56,7 +56,7 @@ def data() -> Any:
 
 
 def _note_steps() -> None:
-    """Write down the time of every optimiser step: one clock for all processes of the machine."""
+    """Write down the time of every optimizer step: one clock for all processes of the machine."""
     notes = Path(os.environ["RECOVERY_FOLDER"]) / f"steps-{os.environ['RANK']}.txt"
     stream = notes.open("a", buffering=1)
 

@@ -82,7 +82,7 @@ class SimulatedNode:
                 total_bytes=80 * 2**30,
                 used_bytes=70 * 2**30 + draw.randrange(1000) * 2**21,
                 reserved_bytes=2**29,
-                utilisation_percent=draw.randint(80, 100),
+                utilization_percent=draw.randint(80, 100),
                 temperature_c=draw.randint(60, 75),
                 slowdown_temperature_c=90,
                 power_w=draw.uniform(300, 400),

@@ -1,4 +1,4 @@
-"""What every loop in these benchmarks computes: the same model, data, batch and optimiser.
+"""What every loop in these benchmarks computes: the same model, data, batch and optimizer.
 
 Only torch is imported, so that other environments can use it.
 """
@@ -52,7 +52,7 @@ def build_dataset(workload: Workload) -> TensorDataset:
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Return the optimiser."""
+    """Return the optimizer."""
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 

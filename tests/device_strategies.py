@@ -25,7 +25,7 @@ def gpu(index: int, **fields: Any) -> Device:
         "name": A100,
         "total_bytes": 80 * GiB,
         "used_bytes": 0,
-        "utilisation_percent": 0,
+        "utilization_percent": 0,
         "compute_capability": (8, 0),
     }
     return Device(**{**usual, **fields})
@@ -33,7 +33,7 @@ def gpu(index: int, **fields: Any) -> Device:
 
 def split(parent: Device, *sizes: int) -> list[Device]:
     """A GPU in MIG mode, and its slices."""
-    whole = replace(parent, mig_enabled=True, utilisation_percent=None)
+    whole = replace(parent, mig_enabled=True, utilization_percent=None)
     slices = [
         gpu(
             parent.index,
@@ -43,7 +43,7 @@ def split(parent: Device, *sizes: int) -> list[Device]:
             parent_uuid=parent.uuid,
             mig_enabled=True,
             total_bytes=size,
-            utilisation_percent=None,
+            utilization_percent=None,
         )
         for number, size in enumerate(sizes)
     ]
@@ -69,7 +69,7 @@ def busy(device: Device, *users: str | None, used: int = 20 * GiB, **fields: Any
         )
         for number, user in enumerate(users)
     )
-    return replace(device, processes=processes, used_bytes=used, utilisation_percent=90)
+    return replace(device, processes=processes, used_bytes=used, utilization_percent=90)
 
 
 def claim(user: str = "carol", pid: int = 77, command: str = "python train.py") -> Claim:
@@ -108,7 +108,7 @@ def emptied(machine: Node) -> Node:
         replace(
             one,
             used_bytes=None if one.used_bytes is None else 0,
-            utilisation_percent=0,
+            utilization_percent=0,
             processes=(),
         )
         for one in machine.accelerators
@@ -162,7 +162,7 @@ def _quiet_gpu(draw: st.DrawFn, index: int) -> Device:
         name=draw(st.sampled_from([A100, A100, RTX_4090])),
         total_bytes=draw(st.sampled_from([80 * GiB, 80 * GiB, 40 * GiB])),
         used_bytes=draw(st.sampled_from([0, 0, 500 * MiB, GiB])),
-        utilisation_percent=draw(st.sampled_from([None, 0, 0, 7, 40])),
+        utilization_percent=draw(st.sampled_from([None, 0, 0, 7, 40])),
         compute_capability=draw(st.sampled_from([(8, 0), (8, 0), (8, 9)])),
     )
 
@@ -175,7 +175,7 @@ def _any_gpu(draw: st.DrawFn, index: int) -> Device:
         name=draw(st.sampled_from([A100, A100, RTX_4090])),
         total_bytes=total,
         used_bytes=draw(_used(total)),
-        utilisation_percent=draw(st.sampled_from([None, 0, 0, 7, 40, 100])),
+        utilization_percent=draw(st.sampled_from([None, 0, 0, 7, 40, 100])),
         compute_capability=draw(st.sampled_from([None, (8, 0), (8, 9), (12, 0)])),
         compute_prohibited=draw(st.integers(0, 9)) == 9,
         trouble=draw(st.sampled_from([None] * 8 + ["GPU is lost"])),

@@ -17,7 +17,7 @@ from patience import BUSY_S
 
 # Variables that pytest itself changes from test to test.
 _PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
-# Set by torch with the first optimiser; another user of the machine could not write there.
+# Set by torch with the first optimizer; another user of the machine could not write there.
 _TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
 # What is on its way out; a busy machine takes its time.
 _END_WITHIN_S = 5.0 + BUSY_S
@@ -75,7 +75,7 @@ def leaks(before: Traces, after: Traces) -> list[str]:
     if made := {name for name in after.folder - before.folder if not name.startswith(".")}:
         found.append(f"files left in the working folder: {', '.join(sorted(made))}")
     if after.process_group and not before.process_group:
-        found.append("torch.distributed process group left initialised")
+        found.append("torch.distributed process group left initialized")
     return found
 
 

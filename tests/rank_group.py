@@ -24,7 +24,7 @@ _PRELOADED = [
     "torch",
     "torch.distributed",
     "torch.distributed.fsdp",
-    "torch._dynamo",  # a second of work that the first optimiser of each rank would do
+    "torch._dynamo",  # a second of work that the first optimizer of each rank would do
     "torchmuster.train.trainer",
     "torchmuster.train.data.stream",
 ]

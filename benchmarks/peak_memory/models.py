@@ -80,7 +80,7 @@ next_byte_loss = example.next_byte_loss
 
 
 class _Residual(nn.Module):
-    """Two convolutions with batch normalisation, around which the input goes too."""
+    """Two convolutions with batch normalization, around which the input goes too."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

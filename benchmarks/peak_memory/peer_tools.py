@@ -125,7 +125,7 @@ def llm_analysis(case: Case, shape: Shape | None) -> float | None:
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what a loop asks tensors without memory: nothing overflowed, ranks agree; an optimiser is at step 1."""
+    """Answers what a loop asks tensors without memory: nothing overflowed, ranks agree; an optimizer is at step 1."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

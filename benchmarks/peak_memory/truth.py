@@ -106,7 +106,7 @@ class Truth:
 def _serve() -> None:
     """Read cases, one a line, and answer each with a line; runs under the counter."""
     import torch
-    import torch._dynamo  # a second of work that the first optimiser of each rank would do
+    import torch._dynamo  # a second of work that the first optimizer of each rank would do
     import torch.distributed.fsdp
     import transformers  # noqa: F401
 

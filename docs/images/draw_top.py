@@ -150,8 +150,8 @@ def _earlier(node: Node, look: int) -> Node:
     devices = tuple(
         dataclasses.replace(
             one,
-            utilisation_percent=max(
-                0, (one.utilisation_percent or 0) - (look * 29 + one.index * 7) % 31
+            utilization_percent=max(
+                0, (one.utilization_percent or 0) - (look * 29 + one.index * 7) % 31
             ),
         )
         for one in node.accelerators

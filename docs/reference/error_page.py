@@ -40,7 +40,7 @@ def page() -> str:
 
 
 def _texts_by_rule() -> dict[tuple[str, int], list[tuple[str, str]]]:
-    """Return the lines by which texts were recognised, with their threads, for each rule that explained one first."""
+    """Return the lines by which texts were recognized, with their threads, for each rule that explained one first."""
     found: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for case in YAML(typ="safe").load(TEXTS.read_text(encoding="utf-8")):
         explanations = explain_text(case["text"])

@@ -22,7 +22,7 @@ from torchmuster.devices.identify import find_device
 from torchmuster.devices.model import Device, DeviceKind, Node
 from torchmuster.devices.request import Claim, DeviceRequest, GpuId
 from torchmuster.devices.visibility import variables_for, visible
-from torchmuster.errors import CudaAlreadyInitialised, MusterError
+from torchmuster.errors import CudaAlreadyInitialized, MusterError
 from torchmuster.finding import Finding
 from torchmuster.units import MiB
 
@@ -138,7 +138,7 @@ def auto_select_gpus_for_model(model_size_gb: float, num_gpus: int | None = None
 def set_visible_gpus(gpu_ids: Sequence[GpuId]) -> None:
     """Make only these GPUs visible to this process and its children. An empty list means the CPU.
 
-    Call it before anything uses CUDA; it raises an error if CUDA is already initialised.
+    Call it before anything uses CUDA; it raises an error if CUDA is already initialized.
     """
     node = snapshot.take_snapshot()
     _hide_all_but([find_device(node, one, os.environ) for one in gpu_ids])
@@ -163,7 +163,7 @@ def setup_gpu_environment(
 
 
 def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device":
-    """Return the least loaded of these GPUs (or of all) as a torch device; the CPU without any."""
+    """Return the least loaded of these GPUs (or of all) as a torch device; the CPU if there is none."""
     import torch
 
     node = snapshot.take_snapshot()
@@ -179,7 +179,7 @@ def get_optimal_device(gpu_ids: Sequence[GpuId] | None = None) -> "torch.device"
 def setup_distributed(
     rank: int, world_size: int, backend: str = "nccl", *, timeout_s: float = 600.0
 ) -> "torch.device":
-    """Create the process group and return this rank's device, which is set before the group.
+    """Create the process group and return this rank's device, which is set before the group is created.
 
     Uses the variables of torchrun (``RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT``) and
     rejects arguments that contradict them. One process without a launcher is a group of 1; several
@@ -215,7 +215,7 @@ def benchmark_matmul(
 ) -> dict[str, Any]:
     """Multiply two square float32 matrices; return ``seconds`` and ``tflops`` of one product.
 
-    It warms up first and synchronises the device. ``iterations`` is the number of samples:
+    It warms up first and synchronizes the device. ``iterations`` is the number of samples:
     ``seconds`` is their median, and ``noise`` its relative uncertainty. ``muster bench matmul``
     covers all sizes and dtypes, and shows the share of the GPU's peak.
     """
@@ -311,7 +311,7 @@ def get_gpu_info() -> list[dict[str, Any]]:
             "total_memory_mb": _mb(device.total_bytes),
             "used_memory_mb": _mb(device.used_bytes),
             "free_memory_mb": _mb(device.free_bytes),
-            "utilization_percent": device.utilisation_percent,
+            "utilization_percent": device.utilization_percent,
             "temperature_c": device.temperature_c,
             "compute_capability": device.compute_capability,
             "processes": [process.pid for process in device.processes],
@@ -395,10 +395,10 @@ def _refuse_if_cuda_has_started(devices: Sequence[Device]) -> None:
     if not cuda_driver.cuda_has_started() and not (loaded and loaded.cuda.is_initialized()):
         return
     names = ", ".join(device.number for device in devices) or "none"
-    raise CudaAlreadyInitialised(
-        f"cannot select GPUs {names}: CUDA is already initialised in this process",
-        why="CUDA reads CUDA_VISIBLE_DEVICES once, at initialisation; a later change has no effect",
-        fix="select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
+    raise CudaAlreadyInitialized(
+        f"cannot select GPUs {names}: CUDA is already initialized in this process",
+        why="CUDA reads CUDA_VISIBLE_DEVICES once, at initialization; a later change has no effect",
+        fix="select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, including "
         "torch.cuda.is_available()), or start the program with: "
         "muster gpus pick --gpu-ids … -- python …",
     )

@@ -2,12 +2,12 @@
 
 ::
 
-    MusterError                    exit 1   something was tried and failed
+    MusterError                    exit 1   an operation failed
     ├── Impossible                 exit 2   the request cannot be met here
-    │   ├── ConfigError                     settings are wrong (carries every mistake, not the first)
+    │   ├── ConfigError                     settings are wrong (lists every mistake, not only the first)
     │   ├── NoSuchDevice                    an id, UUID or prefix names no device, or several
     │   ├── TooFewDevices                   fewer devices meet the conditions than requested
-    │   ├── CudaAlreadyInitialised          too late to choose GPUs in this process
+    │   ├── CudaAlreadyInitialized          too late to choose GPUs in this process
     │   ├── NotTrusted                      a joined machine rejects what the hosting one requests
     │   └── NoSuchRun                       a run id or folder that does not exist
     ├── MachineLost                         a host of the run no longer sends heartbeats
@@ -37,8 +37,8 @@ class ExitCode(enum.IntEnum):
 
 
 EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
-    ExitCode.GOOD: "done, and nothing is wrong",
-    ExitCode.FAILED: "tried and failed, or a check found a failure",
+    ExitCode.GOOD: "success: no failure was found",
+    ExitCode.FAILED: "the command failed, or a check found a failure",
     ExitCode.IMPOSSIBLE: "the request cannot be met here: wrong usage, wrong settings, too few GPUs",
     ExitCode.NOT_NOW: "the requested resource is in use; add --wait or try again later",
     ExitCode.SAVED: "checkpointed after a stop request; rerun to resume",
@@ -107,7 +107,7 @@ class TooFewDevices(Impossible):
     """Fewer devices meet the conditions than requested, and waiting would not change that."""
 
 
-class CudaAlreadyInitialised(Impossible):
+class CudaAlreadyInitialized(Impossible):
     """CUDA has already read ``CUDA_VISIBLE_DEVICES`` in this process: a change has no effect."""
 
 

@@ -14,9 +14,9 @@ _SECRET_ENDINGS += ("apikey", "apikeys", "accesskey", "secretkey", "privatekey",
 _SECRET_WORDS = {"secret", "secrets", "credential", "credentials"}
 _KEY_OWNERS = {"api", "access", "private", "secret", "account", "auth", "encryption"}
 _KEY_OWNERS |= {"signing", "storage", "master"}
-# eos_token, loss_per_token, token_id and token_type are about a tokeniser's tokens
-_TOKENISER_WORDS = {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "image", "stop"}
-_TOKENISER_WORDS |= {"audio", "video", "start", "end", "first", "next", "last", "per"}
+# eos_token, loss_per_token, token_id and token_type are about a tokenizer's tokens
+_TOKENIZER_WORDS = {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "image", "stop"}
+_TOKENIZER_WORDS |= {"audio", "video", "start", "end", "first", "next", "last", "per"}
 _AFTER_TOKEN = {"", "value", "key", "file"}
 
 _SHAPES = re.compile(
@@ -78,7 +78,7 @@ def is_secret_name(name: str) -> bool:
             return True
         # max_tokens is a number, so only the singular counts
         last = after in _AFTER_TOKEN or after.isdigit()
-        if word == "token" and last and before not in _TOKENISER_WORDS:
+        if word == "token" and last and before not in _TOKENIZER_WORDS:
             return True
     return False
 
@@ -99,7 +99,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_command(arguments: Iterable[str]) -> list[str]:
-    """Hide secrets in an argument vector, also if the value follows its flag."""
+    """Hide secrets in an argument vector, even if the value follows its flag."""
     shown: list[str] = []
     previous, value_is_secret = "", False
     for argument in arguments:

@@ -173,7 +173,7 @@ def find_run(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
     raise NoSuchRun(
         f"there is no run {str(run)!r}",
         why=f"the newest runs in {root} are: {newest}" if known else f"{root} contains no runs",
-        fix="give a run's id, its folder, or: last",
+        fix="pass a run's id or its folder, or last for the newest run",
     )
 
 

@@ -53,7 +53,7 @@ LINES = [
     ["plan", "--help"],
     ["bench", "--help"],
     ["bench", "compare", "--help"],
-    ["bench", "turns", "--help"],
+    ["bench", "ab", "--help"],
     ["bench", "matmul", "--help"],
     ["profile", "--help"],
     ["run", "--dry-run", "train.py"],

@@ -21,7 +21,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario, gpu_uuid
 from torchmuster import distributed
 from torchmuster.errors import (
-    CudaAlreadyInitialised,
+    CudaAlreadyInitialized,
     DevicesBusy,
     MusterError,
     NoSuchDevice,
@@ -142,21 +142,21 @@ def test_set_visible_gpus_to_none_means_cpu(machine: Machine) -> None:
 
 
 TOO_LATE = [
-    "cannot select GPUs 0, 2: CUDA is already initialised in this process",
-    "CUDA reads CUDA_VISIBLE_DEVICES once, at initialisation; a later change has no effect",
-    "select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, also "
+    "cannot select GPUs 0, 2: CUDA is already initialized in this process",
+    "CUDA reads CUDA_VISIBLE_DEVICES once, at initialization; a later change has no effect",
+    "select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, including "
     "torch.cuda.is_available()), or start the program with: "
     "muster gpus pick --gpu-ids … -- python …",
 ]
 
 
-def test_set_visible_gpus_refuses_when_torch_has_initialised_cuda(
+def test_set_visible_gpus_refuses_when_torch_has_initialized_cuda(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # C1
     machine(scenarios.eight_a100_idle())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(CudaAlreadyInitialised) as caught:
+    with pytest.raises(CudaAlreadyInitialized) as caught:
         distributed.set_visible_gpus([0, 2])
     assert str(caught.value).splitlines() == TOO_LATE
     assert visible_now() is None
@@ -166,7 +166,7 @@ def test_set_visible_gpus_refuses_when_torch_has_initialised_cuda(
 def test_set_visible_gpus_asks_the_driver_itself(
     machine: Machine, own_machine: Path, answer: int, too_late: bool
 ) -> None:
-    # torch.cuda.is_available() starts the driver, and torch does not call that initialised.
+    # torch.cuda.is_available() starts the driver, and torch does not call that initialized.
     machine(scenarios.eight_a100_idle())
     source = own_machine / "cuda.c"
     source.write_text(f"int cuDeviceGetCount(int *count) {{ *count = 8; return {answer}; }}\n")
@@ -339,10 +339,10 @@ def test_gpu_info_has_an_id_to_ask_further_with(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("size_gb", "count", "expected", "words"),
     [
-        (14, None, [0], "they fit on one GPU, so single"),
-        (14, 4, [0, 1, 2, 3], "a copy fits on each GPU, so ddp"),
-        (140, None, list(range(8)), "so fsdp"),
-        (30, 2, [0, 1], "so fsdp"),
+        (14, None, [0], "they fit on one GPU (strategy: single)"),
+        (14, 4, [0, 1, 2, 3], "a copy fits on each GPU (strategy: ddp)"),
+        (140, None, list(range(8)), "strategy: fsdp"),
+        (30, 2, [0, 1], "strategy: fsdp"),
     ],
 )
 def test_gpus_for_a_model(

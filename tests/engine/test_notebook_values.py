@@ -96,5 +96,5 @@ def test_what_is_no_data_is_refused_by_name(value: object, what: str) -> None:
     with pytest.raises(Impossible) as refused:
         values.encode_value("x", value)
     assert what in refused.value.what
-    assert "torch tensors and numpy arrays" in refused.value.why
+    assert "torch tensors, numpy arrays" in refused.value.why
     assert "state_dict" in refused.value.fix

@@ -168,14 +168,14 @@ CODE = [
     Refusal(
         name="another script",
         faults=[OtherFiles(host="node2", files={"train.py": "print('other')\n"})],
-        what="train.py on node2 differs from node1",
+        what="train.py on node2 differs from the copy on node1",
         why="ranks that run different code can hang in different collectives",
         fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
     ),
     Refusal(
         name="other code beside the script",
         faults=[OtherFiles(host="node2", files={"train.py": TRAIN, "model.py": "SIZE = 2\n"})],
-        what="the code next to train.py on node2 differs from node1",
+        what="the code next to train.py on node2 differs from the copy on node1",
         why="Python files in {lab}/work differ: 1 files on node1, 2 files on node2",
         fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
     ),
@@ -189,7 +189,7 @@ CODE = [
     Refusal(
         name="another torch",
         faults=[OtherTorch(host="node2", version="2.12.0+cpu")],
-        what="torch differs: {torch} on node1; 2.12.0 on node2",
+        what="torch versions differ: {torch} on node1; 2.12.0 on node2",
         why="different versions may connect and then hang, or compute different results",
         fix="python -m pip install torch=={torch} # on node2",
     ),
@@ -199,7 +199,7 @@ NETWORK = [
     Refusal(
         name="a firewall drops",
         faults=[OnlyOpenPorts(host="node1", ports=(2222,))],
-        what="node2 does not reach node1 at port 29400",
+        what="node2 does not reach node1 on port 29400",
         why="10.77.0.11 (eth0): node2: no answer in 5 s: a firewall drops the packets or the link is down",
         fix=FIREWALL_FIX,
         within_s=30.0,
@@ -207,15 +207,15 @@ NETWORK = [
     Refusal(
         name="a firewall refuses",
         faults=[OnlyOpenPorts(host="node1", ports=(2222,), verdict="refuse")],
-        what="node2 does not reach node1 at port 29400",
-        why="10.77.0.11 (eth0): node2: refused: a firewall rejects it",
+        what="node2 does not reach node1 on port 29400",
+        why="10.77.0.11 (eth0): node2: refused: a firewall rejects the connection",
         fix=FIREWALL_FIX,
     ),
     Refusal(
         name="a firewall prohibits",
         faults=[OnlyOpenPorts(host="node1", ports=(2222,), verdict="prohibit")],
-        what="node2 does not reach node1 at port 29400",
-        why="10.77.0.11 (eth0): node2: unreachable: a firewall or router rejects it",
+        what="node2 does not reach node1 on port 29400",
+        why="10.77.0.11 (eth0): node2: unreachable: a firewall or router rejects the connection",
         fix=FIREWALL_FIX,
     ),
     Refusal(
@@ -224,7 +224,7 @@ NETWORK = [
             OnlyOpenPorts(host="node1", ports=(2222, 29400)),
             OnlyOpenPorts(host="node2", ports=(2222,)),
         ],
-        what="node2 does not reach node1 at the ports that ranks use",
+        what="node2 does not reach node1 on the ports that ranks use",
         why="no answer in 5 s: a firewall drops the packets or the link is down "
         "ranks use ephemeral ports; port 29400 alone is not enough",
         fix="allow connections from node2 on node1: "
@@ -234,24 +234,24 @@ NETWORK = [
     Refusal(
         name="the head does not have the address",
         flags=["--address", "10.77.0.12"],
-        what="cannot listen at 10.77.0.12",
+        what="cannot listen on 10.77.0.12",
         why="it is not an address of node1; this host has 10.77.0.11 (eth0)",
-        fix="give one of these, or none: then the address that all other hosts reach is used",
+        fix="pass one of these with --address, or omit it to use an address that all other hosts reach",
     ),
     Refusal(
         name="an address that leads every host to itself",
         flags=["--address", "127.0.0.1"],
         what="the other hosts cannot reach node1 at 127.0.0.1",
-        why="this is the host itself on every host; node1 has 10.77.0.11 (eth0)",
-        fix="omit --address: then the address that all other hosts reach is used",
+        why="this is a loopback address, which always means the local host; node1 has 10.77.0.11 (eth0)",
+        fix="omit --address to use an address that all other hosts reach",
     ),
     Refusal(
         name="a name that leads its host to itself",
         faults=[own_name_is_loopback("node1")],
         flags=["--address", "node1"],
         what="the other hosts cannot reach node1 at node1",
-        why="on node1 this resolves to 127.0.1.1, which is the host itself on every host",
-        fix="omit --address: then the address that all other hosts reach is used",
+        why="on node1 this resolves to 127.0.1.1, a loopback address, which always means the local host",
+        fix="omit --address to use an address that all other hosts reach",
     ),
     Refusal(
         name="the given port is taken",
@@ -259,7 +259,7 @@ NETWORK = [
         flags=["--port", "29500"],
         what="port 29500 was requested, but it is in use",
         why="0.0.0.0 29500 (pid",
-        fix="give no port: then the next free one is used; or stop that program",
+        fix="omit --port to use the next free port, or stop that program",
     ),
     Refusal(
         name="an interface that one host lacks",
@@ -267,7 +267,7 @@ NETWORK = [
         what="node2: GLOO_SOCKET_IFNAME=ens5 cannot work on this host",
         why="ens5 does not exist; gloo would fail with “Unable to find address for: ens5” "
         "interfaces here: lo (127.0.0.1, ::1), eth0 (10.77.0.12",
-        fix="unset GLOO_SOCKET_IFNAME # then the interface that reaches the other hosts is used",
+        fix="unset GLOO_SOCKET_IFNAME # Muster then uses the interface that reaches the other hosts",
     ),
     Refusal(
         name="an etcd that is not there",

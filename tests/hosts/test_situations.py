@@ -122,13 +122,13 @@ SITUATIONS = [
         name="clocks a minute apart",
         faults=[ClockSkew(host="node2", seconds=60), ClockSkew(host="node3", seconds=-60)],
         hosts="node1,node2,node3",
-        says="clocks differ from that of node1: node2 is",
+        says="clocks differ from the clock of node1: node2 is",
     ),
     Situation(
         name="clocks an hour apart",
         faults=[ClockSkew(host="node2", seconds=-3600), ClockSkew(host="node3", seconds=3600)],
         hosts="node1,node2,node3",
-        says="clocks differ from that of node1: node2 is",
+        says="clocks differ from the clock of node1: node2 is",
     ),
     Situation(
         name="the usual port is taken",
@@ -139,7 +139,7 @@ SITUATIONS = [
     Situation(
         name="a firewall that lets nobody in at one host",
         faults=[OnlyOpenPorts(host="node2", ports=(2222,))],
-        says="node1 does not reach node2 at the ports that ranks use; gloo does not need that",
+        says="node1 does not reach node2 on the ports that ranks use; gloo does not need that",
     ),
     Situation(name="packets are lost", faults=[Loss(percent=5)]),
     Situation(name="a long way", faults=[Delay(host="node2", round_trip_ms=100)]),

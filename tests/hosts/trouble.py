@@ -99,7 +99,7 @@ TROUBLES = [
         cause="rendezvous-timeout",
         next_line=_CHECK,
         finding="meeting-port-blocked",
-        says=["does not reach 10.77.0.11 at the rendezvous port 29400", "dropped"],
+        says=["does not reach 10.77.0.11 on the rendezvous port 29400", "dropped"],
         mended_by="iptables",
     ),
     Trouble(
@@ -111,7 +111,7 @@ TROUBLES = [
         cause="gloo-connect-failed",
         next_line=_CHECK,
         finding="data-ports-blocked",
-        says=["node2 does not reach node1 except at the rendezvous port 29400", "dropped"],
+        says=["node2 does not reach node1 except on the rendezvous port 29400", "dropped"],
         mended_by="iptables",
     ),
     Trouble(
@@ -178,7 +178,7 @@ TROUBLES = [
         cause="no-error-text",
         next_line=_CHECK,
         finding="meeting-port-taken",
-        says=["node1: port 29400 is in use; muster uses 29401 instead", "without a message"],
+        says=["node1: port 29400 is in use; Muster uses 29401 instead", "without a message"],
     ),
     Trouble(
         name="a clock is behind, and torchrun trains alone",
@@ -208,7 +208,7 @@ TROUBLES = [
         cause="connection-reset",
         next_line=_CHECK,
         finding="torch-version",
-        says=["torch differs", "2.12.0 on node2"],
+        says=["torch versions differ", "2.12.0 on node2"],
     ),
     Trouble(
         name="the ssh key is refused",

@@ -47,7 +47,7 @@ def train_sharded(world: World, kind: Kind) -> dict[str, int]:
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
         update = TrainStep(model, optimizer, strategy, world)
 
-        _backward(model, update, world)  # makes the optimiser's states
+        _backward(model, update, world)  # makes the optimizer's states
         update.apply()
         kept = found.live
         found.begin_again()

@@ -60,7 +60,7 @@ class Kinds(nn.Module):
 
 
 class Training:
-    """A model and its optimiser under a strategy, and plain steps."""
+    """A model and its optimizer under a strategy, and plain steps."""
 
     def __init__(
         self, world: World, way: str, *, seed: int = 0, width: int = 6, kind: str = "AdamW"
@@ -99,7 +99,7 @@ class Training:
         self.step = loaded.state["progress"]["step"]
 
     def digest(self) -> str:
-        """Return a hash over every value of model and optimiser, with rank 0's buffers; all ranks call it."""
+        """Return a hash over every value of model and optimizer, with rank 0's buffers; all ranks call it."""
         found = hashlib.sha256()
         _add(found, {k: v for k, v in self.state().items() if k != "progress"})
         return str(all_gather_object(found.hexdigest(), self.world)[0])

@@ -1,4 +1,4 @@
-"""A small model, and steps for it: what programs about one optimiser step need."""
+"""A small model, and steps for it: what programs about one optimizer step need."""
 
 from collections.abc import Sequence
 

@@ -212,8 +212,8 @@ def half_precision(world: World) -> dict[str, Any]:
     return told
 
 
-def normalised_batches(world: World) -> dict[str, Any]:
-    """Train a model with batch normalisation in bf16; say what it came to, and what is whole between steps."""
+def normalized_batches(world: World) -> dict[str, Any]:
+    """Train a model with batch normalization in bf16; say what it came to, and what is whole between steps."""
     told: dict[str, Any] = {}
     for strategy in _strategies(world, BF16):
         torch.manual_seed(0)

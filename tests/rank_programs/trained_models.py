@@ -85,7 +85,7 @@ def load(world: World, folders: Mapping[str, str]) -> dict[str, dict[str, torch.
     return answers
 
 
-def tokenise(world: World, folders: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def tokenize(world: World, folders: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return what the tokenizer of each folder makes of texts and of a chat."""
     from transformers import AutoTokenizer
 

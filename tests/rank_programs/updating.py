@@ -1,4 +1,4 @@
-"""Optimiser steps with scheduled rates, half precision and losses of two kinds."""
+"""Optimizer steps with scheduled rates, half precision and losses of two kinds."""
 
 import logging
 from typing import Any

@@ -123,7 +123,7 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
         stacks = {rank: _stacks(hang.folder, rank) for rank in range(4)}
         assert "dist.all_reduce(torch.ones(4, 5))" in stacks[0]
         assert "if place: time.sleep(600)" in stacks[1]
-        assert "Python cannot run in it" in stacks[2]
+        assert "Python code cannot run in this process" in stacks[2]
         assert 'train.py", line 33 in <module>' in stacks[2]
         assert "process state: T" in stacks[3]
         flight = json.loads((hang.folder / "rank-0.flight.json").read_text())

@@ -42,7 +42,7 @@ raise SystemExit(3 if len(sys.argv) > 3 else 0)
 """
 
 
-# As when a run resumes: torch makes the optimiser's states by a step of its own.
+# As when a run resumes: torch makes the optimizer's states by a step of its own.
 STATES_MADE = """
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 get_optimizer_state_dict(model, optimizer)
@@ -132,7 +132,7 @@ def test_a_change_that_nothing_uses_is_no_trial(tmp_path: Path) -> None:
     assert any("had no effect" in line for line in said)
 
 
-def test_a_step_that_only_makes_the_optimisers_states_is_not_counted(tmp_path: Path) -> None:
+def test_a_step_that_only_makes_the_optimizers_states_is_not_counted(tmp_path: Path) -> None:
     script = TRAINING.replace("loader = iter", STATES_MADE + "loader = iter")
     with pytest.raises(Impossible) as caught:  # counted with it there are ten, as many as asked for
         capture.record_profile(asked(tmp_path, "9", str(tmp_path / "weights.pt"), script=script))

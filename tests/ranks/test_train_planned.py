@@ -29,7 +29,7 @@ def test_where_sizes_do_not_decide_the_first_rank_traces_for_all(
     assert clear == ["ddp", "ddp: by its states"]
     assert roomy[0] == "ddp"
     assert re.fullmatch(
-        r"ddp: traced, a whole copy takes 3\d\d MiB of the 1\.0 GiB of each rank with micro-batches of 4 "
+        r"ddp: according to a trace, a full copy takes 3\d\d MiB of 1\.0 GiB per rank with micro-batches of 4 "
         r"\(280 MiB of it states\)",
         roomy[1],
     )

@@ -133,7 +133,7 @@ def test_tokenizer_and_generation_files_come_along(
         generation = json.loads((folder / "generation_config.json").read_text())
         assert generation["temperature"] == 0.5
     paths = {name: str(folder) for name, folder in {"source": source, **folders}.items()}
-    (made,) = run_ranks(trained_models.tokenise, 1, paths)
+    (made,) = run_ranks(trained_models.tokenize, 1, paths)
     assert made["final"] == made["export"] == made["source"]
     assert (made["final"]["chat"] is not None) == (source.name == "byte-level")
 

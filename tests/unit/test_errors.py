@@ -11,7 +11,7 @@ from torchmuster import errors
 from torchmuster.errors import (
     EXIT_CODE_MEANINGS,
     ConfigError,
-    CudaAlreadyInitialised,
+    CudaAlreadyInitialized,
     DevicesBusy,
     ExitCode,
     Impossible,
@@ -32,7 +32,7 @@ EXIT_CODES = {
     ConfigError: 2,
     NoSuchDevice: 2,
     TooFewDevices: 2,
-    CudaAlreadyInitialised: 2,
+    CudaAlreadyInitialized: 2,
     NotTrusted: 2,
     NoSuchRun: 2,
     MachineLost: 1,
@@ -104,7 +104,7 @@ def test_the_text_is_what_why_and_fix(error: MusterError, text: str) -> None:
     [
         (MusterError(""), "muster-error"),
         (NoSuchDevice(""), "no-such-device"),
-        (CudaAlreadyInitialised(""), "cuda-already-initialised"),
+        (CudaAlreadyInitialized(""), "cuda-already-initialized"),
         (ConfigError([]), "config-error"),
     ],
 )

@@ -20,7 +20,7 @@ from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.timing import rates as links
 from torchmuster.plan.timing.rates import Rates
 
-_UPDATE = 7 * FP32  # what the optimiser reads and writes of a weight
+_UPDATE = 7 * FP32  # what the optimizer reads and writes of a weight
 _ATTENTION_BACKWARD = 2.5  # times its forward: it computes the scores again (FlashAttention-2)
 
 

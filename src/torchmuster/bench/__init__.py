@@ -1,1 +1,1 @@
-"""Benchmarks of hosts and trainings, their records and reports."""
+"""Benchmarks of hosts and training runs, their records and reports."""

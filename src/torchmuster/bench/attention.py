@@ -23,10 +23,10 @@ LONGEST_S = 0.5
 KINDS: Mapping[str, str] = {
     "plain": "softmax(QK')V, written out",
     "sdpa": "scaled_dot_product_attention with the backend that torch chooses",
-    "math": "its backend MATH",
-    "flash": "its backend FLASH_ATTENTION",
-    "efficient": "its backend EFFICIENT_ATTENTION",
-    "cudnn": "its backend CUDNN_ATTENTION",
+    "math": "scaled_dot_product_attention with the backend MATH",
+    "flash": "scaled_dot_product_attention with the backend FLASH_ATTENTION",
+    "efficient": "scaled_dot_product_attention with the backend EFFICIENT_ATTENTION",
+    "cudnn": "scaled_dot_product_attention with the backend CUDNN_ATTENTION",
     "flex": "flex_attention, compiled",
 }
 

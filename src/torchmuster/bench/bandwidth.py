@@ -1,8 +1,8 @@
 """The bandwidths of messages between ranks, in the terms of nccl-tests.
 
-Algorithm bandwidth is the size of a message divided by its time. Bus bandwidth is that times a
-factor that makes it the traffic of the narrowest link for any number of ranks: it can be compared
-with the hardware. Sizes and factors are those of nccl-tests' PERFORMANCE.md.
+Algorithm bandwidth is the size of a message divided by its time. Bus bandwidth is the
+algorithm bandwidth times a factor per collective, so that it does not depend on the number of
+ranks and can be compared with the hardware. Sizes and factors follow nccl-tests' PERFORMANCE.md.
 """
 
 import itertools
@@ -213,5 +213,5 @@ def algorithm_bytes_s(size_bytes: int, seconds: float) -> float:
 
 
 def bus_bytes_s(operation: str, size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth: the traffic of the narrowest link."""
+    """Return the bus bandwidth: the algorithm bandwidth times the factor of the collective."""
     return algorithm_bytes_s(size_bytes, seconds) * OPERATIONS[operation].bus_factor(ranks)

@@ -1,6 +1,6 @@
 """Times of messages between ranks, by operation and size, on one or several hosts.
 
-A time is that of the slowest rank, for which all others wait. (nccl-tests reports the mean over the
+Each time is the time of the slowest rank, for which all others wait. (nccl-tests reports the mean over the
 ranks by default.)
 """
 

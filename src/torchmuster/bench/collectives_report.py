@@ -113,7 +113,7 @@ def _collectives_report_values(measured: MeasuredCollective) -> Iterator[Finding
         status=Status.FAILURE,
         what=f"{sum(one.wrong for one in measured.wrong):,} of {measured.compared:,} values are wrong, "
         f"on rank {', '.join(map(str, ranks))}",
-        why="ranks receive other values than were sent: a training would silently use wrong "
+        why="ranks receive values that differ from the ones sent; training would silently use wrong "
         "gradients",
         fix="muster check  # finds the rank, device or link that corrupts values",
         evidence="\n".join(
@@ -147,12 +147,11 @@ def _oddities(one: _Seen) -> Iterator[Finding]:
         yield Finding(
             name="dip",
             status=Status.WARNING,
-            what=f"{one.operation} of {format_bytes(dip.size_bytes)} has {dip.share:.0%} of the "
-            "bandwidth that smaller and larger ones have",
-            why="the library uses another algorithm for this size, or something disturbed this "
-            "size in most "
-            "rounds",
-            fix="measure again; if it stays, avoid messages of this size (DDP: bucket_cap_mb), or try "
+            what=f"{one.operation} of {format_bytes(dip.size_bytes)} reaches {dip.share:.0%} of the "
+            "bandwidth of smaller and larger messages",
+            why="the library uses another algorithm for this size, or other load disturbed it in "
+            "most rounds",
+            fix="measure again; if the dip remains, avoid messages of this size (DDP: bucket_cap_mb), or try "
             "other algorithms (NCCL_ALGO, NCCL_PROTO)",
         )
     last = one.shape.falls_to
@@ -162,7 +161,7 @@ def _oddities(one: _Seen) -> Iterator[Finding]:
         yield Finding(
             name="falls",
             status=Status.NOTE,
-            what=f"{one.operation}: {format_bytes(last.size_bytes)} has {share:.0%} of the bandwidth "
+            what=f"{one.operation}: {format_bytes(last.size_bytes)} reaches {share:.0%} of the bandwidth "
             f"of {format_bytes(peak.size_bytes)}",
             why="messages no longer fit into a cache; normal on the CPU",
         )
@@ -170,7 +169,7 @@ def _oddities(one: _Seen) -> Iterator[Finding]:
         yield Finding(
             name="no-line",
             status=Status.NOTE,
-            what=f"{one.operation}: latency and bandwidth alone do not describe it "
+            what=f"{one.operation}: a fit of latency and bandwidth does not describe the times well "
             f"(fit error {one.fit.misfit:.0%})",
             why="libraries switch algorithms with the message size; use the curve instead",
         )
@@ -279,9 +278,9 @@ def _collectives_report_pictures(seen: list[_Seen]) -> Iterator[Picture]:
         svg=line_chart(
             "Bus bandwidth by size", size, Axis(title="bus bandwidth", unit="B/s"), curves
         ),
-        caption="Traffic of the narrowest link. It should grow with the size and then stay "
-        "constant: a dip is "
-        "a size to avoid. Bars are 95 % intervals.",
+        caption="Bus bandwidth does not depend on the number of ranks, so it can be compared with "
+        "the hardware. It should grow with the size and then stay constant: a dip is a size to "
+        "avoid. Bars are 95 % intervals.",
     )
     taken = [
         Curve(

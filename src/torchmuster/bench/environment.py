@@ -11,7 +11,7 @@ from typing import Literal
 import psutil
 
 from torchmuster import __version__
-from torchmuster.bench.interleaved import id_of_turns
+from torchmuster.bench.interleaved import interleaved_pair_id
 from torchmuster.devices import snapshot
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.visibility import visible
@@ -65,7 +65,7 @@ def environment_here(device: Literal["cpu", "gpu"] = "cpu") -> Environment:
         python=platform.python_version(),
         torchmuster=__version__,
         busy_before_cores=_busy_cores(),
-        in_turns=id_of_turns(),
+        in_turns=interleaved_pair_id(),
     )
 
 

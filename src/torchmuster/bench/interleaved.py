@@ -24,7 +24,7 @@ _WANT, _GO, _DONE = b"want\n", b"go\n", b"done\n"
 _ANY_CORE = -1
 
 
-def id_of_turns() -> str:
+def interleaved_pair_id() -> str:
     """Return the common id of the two records of a pair.
 
     Empty if this process is not interleaved.

@@ -144,7 +144,7 @@ def best_type(rates: Sequence[Rate]) -> Decision[str]:
         value=best,
         reason=f"multiplies these shapes {gains[best]:.3g} times as fast as float32"
         + (f" ({others})" if len(gains) > 1 else "")
-        + "; muster bench precision measures the gain of a whole training",
+        + "; muster bench precision measures the gain of whole training steps",
     )
 
 
@@ -220,7 +220,7 @@ def matmul_report(
     name = environment.cpu if answer.device == "cpu" else answer.device_name
     chosen = best_type(rates)
     on_cpu = answer.device == "cpu"
-    question = f"how fast are matrices multiplied on {name}"
+    question = f"how fast is matrix multiplication on {name}"
     if on_cpu:
         question += f", with {answer.threads} {'thread' if answer.threads == 1 else 'threads'}"
     return Report(
@@ -330,9 +330,8 @@ def _of_peak(rates: Sequence[Rate], card: Gpu | None, name: str) -> Iterator[Fin
             status=Status.FAILURE,
             what=f"{most.product.number_type} at {most.product.shape.name} reached {most.share:.0%} of "
             f"{name}'s peak",
-            why="no device exceeds its peak: the catalogue's figure is not that of this GPU, or "
-            "the "
-            "measurement is wrong",
+            why="no device exceeds its peak: the catalogue's figure does not apply to this GPU, or "
+            "the measurement is wrong",
             fix="compare the peak with the vendor's data sheet; until then do not trust shares "
             "and MFU",
             evidence=f"peak {amount_text(most.peak_flops_s or 0.0, 'FLOP/s')} ({card.source if card else ''}), "

@@ -175,7 +175,7 @@ def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[Rec
     if slowest_s <= EQUALLY_FAST * nothing.usual_s:
         return Decision(
             value=least,
-            reason=f"it saves most, and no mode is slower by more than "
+            reason=f"it saves the most, and no mode is slower by more than "
             f"{EQUALLY_FAST * 100:.0f} %; {_against(least, nothing)}",
         )
 
@@ -193,7 +193,7 @@ def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[Rec
         )
     return Decision(
         value=nothing,
-        reason="if memory suffices: no mode saves much memory for little time "
+        reason="if the memory is sufficient: no mode saves much memory for little time "
         f"({least.name}: {_against(least, nothing)}); --limit SIZE finds the fastest mode that "
         "fits",
     )
@@ -215,7 +215,7 @@ def _figures(one: RecomputeMode) -> str:
 
 PROGRAM = "torchmuster.bench.probes.memory"
 # Uses of memory, in order of allocation; the last one is the remainder.
-PARTS = ("parameters", "gradients", "optimiser states", "activations and others")
+PARTS = ("parameters", "gradients", "optimizer states", "activations and others")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class MemoryRequest:
 class StageTaken:
     """Memory of tensors in one stage of a step."""
 
-    name: str  # model built, forward, loss, backward, optimiser step
+    name: str  # model built, forward, loss, backward, optimizer step
     step: int  # 1, 2; 0 before the first
     micro_batch: int  # 1, 2; 0 outside of them
     before_bytes: int
@@ -391,7 +391,7 @@ def memory_pictures(measured: MeasuredMemory) -> Iterator[Picture]:
             title="memory by stage",
             svg=stacked_chart("Peak memory of each stage, and what remains after it", "B", bars),
             caption=f"In {main.precision}"
-            + "".join(f", and below the second step in {of.precision}" for of in others)
+            + "".join(f", and below it the second step in {of.precision}" for of in others)
             + ". All later steps are like the second one.",
         )
     curve = [one for one in answer.ways if one.peak_bytes is not None and one.step_s]

@@ -42,7 +42,7 @@ class PrecisionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionRun:
-    """A training in one precision."""
+    """A training run in one precision."""
 
     precision: str
     step_s: tuple[float, ...]
@@ -313,7 +313,7 @@ def _precision_findings(
                 name=f"precision-{name}-other-loss",
                 status=Status.WARNING,
                 what=f"{name}: after {len(one.way.losses)} steps the loss differs by "
-                f"{one.loss_difference:+.1%} from that of fp32",
+                f"{one.loss_difference:+.1%} from the fp32 loss",
                 why=f"another order of the same data changes it by {_of_order(answer)}",
                 fix="train longer in both precisions before deciding",
             )

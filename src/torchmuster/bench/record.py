@@ -125,7 +125,7 @@ def records_at(path: Path) -> list[BenchRecord]:
     return sorted(map(read_record, found), key=lambda one: one.date)
 
 
-def take_turns(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> bool:
+def measured_alternately(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> bool:
     """Return whether two sides were measured alternately, which cancels drift."""
     return not (
         max(one.date for one in a) <= min(one.date for one in b)

@@ -188,15 +188,15 @@ def check_scaling_request(study: ScalingStudy) -> None:
     if study.ranks[0] != 1 or list(study.ranks) != sorted(set(study.ranks)) or most < 2:
         raise Impossible(
             f"invalid numbers of ranks: {', '.join(map(str, study.ranks))}",
-            why="the first number must be 1, as speed-up is over one rank, and numbers must "
-            "increase",
+            why="the first number must be 1, as speed-up is relative to one rank, and the numbers "
+            "must increase",
             fix="--ranks 1,2,4",
         )
     uneven = [number for number in study.ranks if study.whole % number]
     if uneven:
         raise Impossible(
             f"{study.whole} samples cannot be split evenly over {uneven[0]} ranks",
-            why="with strong scaling every rank gets the same number",
+            why="with strong scaling every rank gets the same number of samples",
             fix=f"--batch-size {most * max(1, study.whole // most)}",
         )
 

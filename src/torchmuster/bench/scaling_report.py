@@ -229,8 +229,8 @@ def _speed_table(seen: Sequence[Scaled]) -> Table:
             )
             for one in seen
         ),
-        note="strong: the ranks share the samples of one rank; weak: each rank has as many as one "
-        "rank",
+        note="strong: the ranks share the samples of one rank; weak: each rank has as many "
+        "samples as a single rank",
     )
 
 

@@ -1,4 +1,4 @@
-"""Deliberately unstable trainings in each precision: results and findings."""
+"""Deliberately unstable training runs in each precision: results and findings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,24 +57,24 @@ def _of_fp16(course: Course) -> Finding:
         return Finding(
             name=name,
             status=Status.NOTE,
-            what=f"{course.case}: fp16 lost {lost} of {steps} steps: {where}, already in the forward",
-            why=f"fp16 overflows above 65504; {scale}; no loss scale can fix the forward",
+            what=f"{course.case}: fp16 skipped {lost} of {steps} steps: {where}, in the forward pass itself",
+            why=f"fp16 overflows above 65504; {scale}; no loss scale can fix the forward pass",
             fix="use bf16; or compute that layer in fp32, or add a normalization before it",
         )
     return Finding(
         name=name,
         status=Status.NOTE,
-        what=f"{course.case}: fp16 lost {lost} of {steps} steps until the loss scale fitted",
+        what=f"{course.case}: fp16 skipped {lost} of {steps} steps before the loss scale was low enough",
         why=f"{where}; {scale}"
-        + ("" if course.learnt else "; it did not learn, since too few steps were left"),
-        fix="lost steps at the beginning are normal; bf16 needs no loss scale",
+        + ("" if course.learnt else "; the model did not learn, since too few steps were left"),
+        fix="skipped steps at the beginning are normal; bf16 needs no loss scale",
     )
 
 
 def _of_bf16(course: Course) -> Finding:
     name = f"stability-{course.case.replace(' ', '-')}-bf16"
     if course.skipped or not course.learnt:
-        lost = f"{len(course.skipped)} of {len(course.losses)} steps were lost"
+        lost = f"{len(course.skipped)} of {len(course.losses)} steps were skipped"
         return Finding(
             name=name,
             status=Status.WARNING,
@@ -85,17 +85,17 @@ def _of_bf16(course: Course) -> Finding:
     return Finding(
         name=name,
         status=Status.OK,
-        what=f"{course.case}: bf16 lost none of {len(course.losses)} steps and learned without a "
+        what=f"{course.case}: bf16 skipped none of {len(course.losses)} steps and learned without a "
         "loss scale",
-        why="it has the range of fp32 with fewer digits",
+        why="bf16 has the range of fp32 with fewer digits",
     )
 
 
 def stability_table(courses: Sequence[Course]) -> Table:
-    """Return the table of all trainings."""
+    """Return the table of all training runs."""
     return Table(
         title="two deliberately unstable models",
-        head=("model", "precision", "first loss", "last loss", "lost steps", "first not finite"),
+        head=("model", "precision", "first loss", "last loss", "skipped steps", "first not finite"),
         rows=tuple(
             (
                 one.case,
@@ -139,7 +139,7 @@ def stability_pictures(courses: Sequence[Course]) -> Iterator[Picture]:
         yield Picture(
             title="loss scale of fp16",
             svg=line_chart(
-                "fp16's loss scale: halved when a gradient overflows, doubled after steps without",
+                "fp16's loss scale: halved when a gradient overflows, doubled after steps without overflow",
                 Axis(title="step"),
                 Axis(title="scale", log=True),
                 [Curve(name=one.case, points=list(enumerate(one.scales))) for one in scaled],

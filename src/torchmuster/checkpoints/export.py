@@ -155,7 +155,7 @@ def _export_weights(store: Store, name: str) -> Index:
         raise Impossible(
             f"{name} has no weights to export",
             why=f"none of its {len(index.tensors)} tensors has a name that begins with {_MODEL}",
-            fix="use a checkpoint of a training run",
+            fix="export a checkpoint that a training run saved: muster checkpoint ls shows them",
         )
     return Index(tensors=tensors)
 
@@ -185,9 +185,9 @@ def _without_adapter(store: Store, name: str, index: Index) -> Index:
             why=f"{len(lora)} of its {len(index.tensors)} tensors belong to LoRA, such as "
             f"{lora[0]}; without that file "
             "no program can load them",
-            fix="export the run instead of its checkpoints: muster checkpoint export RUN; a run of "
-            "an older version "
-            "writes the file once it is resumed: muster train --resume RUN",
+            fix="export the run instead of its checkpoints: muster checkpoint export RUN; if an "
+            "older version started the run, "
+            "resume it first, which writes the file: muster train --resume RUN",
         )
     return index
 
@@ -210,7 +210,7 @@ def _refuse_what_cannot_be(folder: Path, index: Index) -> None:
     if needed_bytes > free_bytes:
         raise Impossible(
             f"not enough space for the weights in {folder}",
-            why=f"they take {format_bytes(needed_bytes)}, {format_bytes(free_bytes)} are free",
+            why=f"they take {format_bytes(needed_bytes)}, but {format_bytes(free_bytes)} are free",
             fix="free disk space there, or use another folder: --to",
         )
 
@@ -318,7 +318,7 @@ def _write_map(folder: Path, index: Index, places: Mapping[str, _Place]) -> None
 
 
 def _exported(folder: Path) -> Exported:
-    """Read back from the files what was written."""
+    """Read the written files back, and verify them."""
     tensors, size_bytes = 0, 0
     files = sorted(folder.glob("*.safetensors"))
     for file in files:

@@ -28,6 +28,7 @@ _STATE = "trainer_state.json"
 _WEIGHTS = re.compile(r".+\.safetensors|(?:pytorch|adapter)_model.*\.bin")
 # Hugging Face's Trainer puts it into a folder that it is still writing after SIGTERM.
 _UNFINISHED = "checkpoint-is-incomplete.txt"
+_WRITTEN_LAST = ": it is written last, so the save did not finish"
 
 
 class Completeness(enum.StrEnum):
@@ -51,7 +52,7 @@ class Condition:
 
 
 def condition_of(path: str, library: str) -> Condition:
-    """Return the condition of a checkpoint that this library wrote, such as transformers, deepspeed or DCP."""
+    """Return the condition of a checkpoint that ``library`` wrote, such as transformers, deepspeed or DCP."""
     if "://" in path:
         return Condition(state=Completeness.UNKNOWN, why="it is in object storage")
     place = Path(path)
@@ -72,7 +73,7 @@ def condition_of(path: str, library: str) -> Condition:
 
 
 def file_problem(path: Path) -> str:
-    """Return why a file is not whole, such as ``model.pt is truncated: …``; "" if nothing shows that."""
+    """Return why a file is incomplete, such as ``model.pt is truncated: …``; "" if it seems whole."""
     size = path.stat().st_size
     if size == 0:
         return f"{path.name} is empty"
@@ -85,7 +86,7 @@ def file_problem(path: Path) -> str:
     if begin.startswith(_ZIP_BEGIN):
         return _named(path, _zip_problem(path, size))
     # The format before torch 1.6 has no directory; another program's file is not ours to judge.
-    return "" if any(begin) else f"{path.name} begins with zeros: it was not written to the end"
+    return "" if any(begin) else f"{path.name} begins with zeros: the write did not finish"
 
 
 def _named(path: Path, problem: str) -> str:
@@ -93,18 +94,18 @@ def _named(path: Path, problem: str) -> str:
 
 
 def _zip_problem(path: Path, size: int) -> str:
-    """Compare a file of torch.save with its directory, which is at its end."""
+    """Compare a torch.save file with the zip directory at its end."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except OSError:
         raise
     except Exception:  # BadZipFile, and others for damaged numbers
-        return f"is truncated: {size:,} bytes, without the directory that a zip file ends with"
+        return f"is truncated: {size:,} bytes, without the zip directory at the end"
     if not any(entry.filename.endswith("/data.pkl") for entry in entries):
-        return "is not a file of torch.save: it contains no data.pkl"
+        return "was not written by torch.save: it contains no data.pkl"
     if any(entry.header_offset + entry.compress_size > size for entry in entries):
-        return f"is truncated: its directory refers to more than its {size:,} bytes"
+        return f"is truncated: its zip directory refers to data beyond its {size:,} bytes"
     return ""
 
 
@@ -116,7 +117,7 @@ def _safetensors_problem(path: Path, size: int) -> str:
             return "does not begin with the header of a safetensors file"
         text = stream.read(min(length, size))
     if len(text) < length:
-        return f"is truncated: {size:,} bytes, less than its header"
+        return f"is truncated: its {size:,} bytes are less than its header"
     try:
         content = json.loads(text)
         ends = [int(one["data_offsets"][1]) for key, one in content.items() if key[:2] != "__"]
@@ -145,7 +146,7 @@ def _folder_problem(folder: Path, library: str) -> str:
     if not files:
         return "the folder is empty"
     if (folder / _UNFINISHED).exists():
-        return f"{_UNFINISHED} is there: the save was not finished"
+        return f"{_UNFINISHED} exists: the save did not finish"
     sharded = {folder} if library == "DCP" else set()
     sharded |= {path.parent for path in files if path.name == _METADATA or path.suffix == ".distcp"}
     checks: list[Iterable[str]] = [
@@ -163,16 +164,16 @@ def _required(folder: Path, library: str) -> Iterator[str]:
     if library == "transformers":
         yield from _trainer_problems(folder, names)
     elif library == "accelerate":
-        yield _missing_number(names, "random_states_{}.pkl", "which is written last")
+        yield _missing_number(names, "random_states_{}.pkl", _WRITTEN_LAST)
     elif library == "deepspeed" and not any(name.endswith("model_states.pt") for name in names):
         yield "the model's weights are missing"
     elif library == "lightning" and _METADATA in names and "meta.pt" not in names:
-        yield "meta.pt is missing, which is written last"
+        yield f"meta.pt is missing{_WRITTEN_LAST}"
 
 
 def _trainer_problems(folder: Path, names: set[str]) -> Iterator[str]:
     if _STATE not in names:
-        yield f"{_STATE} is missing, which is written last: the save was not finished"
+        yield f"{_STATE} is missing{_WRITTEN_LAST}"
         return
     state = _read_json(folder / _STATE)
     if not isinstance(state, dict) or "global_step" not in state:
@@ -210,7 +211,7 @@ def _missing_number(names: set[str], pattern: str, note: str = "") -> str:
     missing = next(number for number in range(len(numbers) + 1) if number not in numbers)
     if numbers and missing == len(numbers):
         return ""
-    return f"{pattern.format(missing)} is missing" + (f", {note}" if note else "")
+    return f"{pattern.format(missing)} is missing{note}"
 
 
 def _index_problem(path: Path) -> str:
@@ -237,7 +238,7 @@ def _sharded_problem(folder: Path) -> str:
     if not described:
         if not shards and any(folder.glob("*.safetensors")):  # DCP in Hugging Face's format
             return ""
-        return f"{_METADATA} is missing, which is written last: the save was not finished"
+        return f"{_METADATA} is missing{_WRITTEN_LAST}"
     for path in described:
         size = path.stat().st_size
         if size > _MOST_METADATA_BYTES:
@@ -261,9 +262,9 @@ _FRAMES = {"FRAME", "PROTO"}
 
 
 def sizes_in_metadata(data: bytes) -> dict[str, int]:
-    """Return the files that DCP's ``.metadata`` refers to, with the size that each must at least have.
+    """Return the files that DCP's ``.metadata`` refers to, with the minimum size of each.
 
-    It is a pickle, whose instructions are listed here and never executed. ValueError if it is truncated.
+    The metadata is a pickle that is parsed, never executed. ValueError if it is truncated.
     """
     found: dict[str, int] = {}
     memo: dict[int, str | int | None] = {}

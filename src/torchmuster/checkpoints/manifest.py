@@ -41,7 +41,7 @@ class ForeignVersion(Exception):
 
     def __init__(self, version: object) -> None:
         super().__init__(
-            f"its format is {harmless(repr(version))[:40]}, this version reads {FORMAT}"
+            f"its format is {harmless(repr(version))[:40]}, but this version reads {FORMAT}"
         )
 
 
@@ -56,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The description of a checkpoint.
 
     ``serial`` is set by :func:`commit`: one more than the largest of the store. It identifies the
-    newest checkpoint, also after a restart from an earlier step, and if clocks differ.
+    newest checkpoint, even after a restart from an earlier step, or if clocks differ.
     """
 
     name: _Word
@@ -152,9 +152,9 @@ def _read_back(
         raise MusterError(
             f"{file} was written to {store.where}/{name}, but reading it back gives different "
             "content",
-            why=f"{record.size_bytes} bytes were written, {size_bytes} were read"
+            why=f"{record.size_bytes} bytes were written, but {size_bytes} were read"
             if size_bytes != record.size_bytes
-            else "the size matches, the hash does not: the disk, its controller or memory is "
+            else "the size matches, but the hash does not: the disk, its controller or memory is "
             "faulty",
             fix="save to another location, and check the disk",
         )
@@ -186,7 +186,7 @@ def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
         raise MusterError(
             f"cannot commit {manifest.name}: {absent[0]} is missing or differs from what was "
             "written",
-            why=f"{len(absent)} of {len(manifest.files)} files are not in {store.where} as seen from here",
+            why=f"{len(absent)} of {len(manifest.files)} files are not in {store.where} as seen from this host",
             fix="save to a folder that all hosts share, or to object storage",
         )
     newest = max((one.serial for one in committed_manifests(store)), default=0)

@@ -109,7 +109,7 @@ def _problem(tensor: StoredTensor) -> str:
             return "has a piece outside of its shape"
         covered += math.prod(chunk.shape)
     if covered != math.prod(tensor.shape):
-        return f"has {math.prod(tensor.shape)} elements, its pieces have {covered}"
+        return f"has {math.prod(tensor.shape)} elements, but its pieces have {covered}"
     return ""
 
 

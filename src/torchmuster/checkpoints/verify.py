@@ -18,8 +18,8 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 
 _FIX = (
-    "delete it and use an older one (runs do so automatically); if it was not changed, "
-    "check the disk"
+    "delete it and use an older checkpoint (a resumed run uses one automatically); if no program "
+    "changed the file, check the disk"
 )
 
 
@@ -71,7 +71,7 @@ def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[F
         elif sizes[file] < record.size_bytes:
             findings.append(_truncated(store, name, file, sizes[file], record))
         elif sizes[file] > record.size_bytes:
-            grown = f"it has {sizes[file]} bytes, {record.size_bytes} were written"
+            grown = f"it has {sizes[file]} bytes, but {record.size_bytes} were written"
             findings.append(_changed(store, name, file, grown))
     return manifest, findings
 
@@ -92,7 +92,7 @@ def verify_file(
     except OSError as error:
         return [_unreadable(store, name, file, error.strerror or str(error))]
     if sha256 != record.sha256:
-        why = f"its SHA-256 is {sha256[:16]}…, expected {record.sha256[:16]}…"
+        why = f"its SHA-256 is {sha256[:16]}…, but {record.sha256[:16]}… was expected"
         return [_changed(store, name, file, why)]
     return []
 
@@ -157,7 +157,7 @@ def _truncated(store: Store, name: str, file: str, size_bytes: int, record: File
         name="checkpoint-file-truncated",
         status=Status.FAILURE,
         what=f"{name} is damaged: {file} is truncated",
-        why=f"it has {size_bytes} bytes, {record.size_bytes} were written",
+        why=f"it has {size_bytes} bytes, but {record.size_bytes} were written",
         fix=_FIX,
         evidence=f"{store.where}/{name}/{file}",
     )
@@ -199,10 +199,10 @@ def _foreign(store: Store, name: str, why: str) -> Finding:
 def keep_newest(store: Store, keep: int, *, just_committed: str = "") -> list[str]:
     """Delete all but the newest ``keep`` checkpoints, and unfinished older saves.
 
-    Nothing is deleted before a good one is found, from the newest on; newer ones are kept for
-    inspection. A checkpoint is good if all its files were read and match; for ``just_committed``,
-    whose files this process has already read back, only the sizes are compared. Returns the deleted
-    names; failed deletions are retried the next time.
+    Nothing is deleted before a good checkpoint is found, newest first; damaged newer ones are kept
+    for inspection. A checkpoint is good if all its files were read and match. For
+    ``just_committed``, whose files this process has already read back, only the sizes are compared.
+    Returns the deleted names; failed deletions are retried the next time.
     """
     if keep < 1:
         raise ValueError("keep must be at least 1")

@@ -16,18 +16,17 @@ _LOOK_EVERY_S = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster attach``."""
     parser.description = (
-        f"{parser.description}\nPrints its earlier output first. Ctrl-C detaches and does not "
-        "stop the "
-        "run;\nthe exit code is that of the run."
+        f"{parser.description}\nPrints the earlier output first. Ctrl-C detaches without stopping "
+        "the run.\nThe exit code is the run's."
     )
     parsers.show_examples(
         parser,
         [
-            "muster attach                      the running one of ./runs, else the newest",
-            "muster attach 20260131-1200        a unique part of its id",
+            "muster attach                      the running run in ./runs, else the newest",
+            "muster attach 20260131-1200        a unique part of the run's id",
         ],
     )
-    parsers.add_run_argument(parser, default="the running one, else the newest")
+    parsers.add_run_argument(parser, default="the running run, else the newest")
     parser.set_defaults(run=_run_attach)
 
 
@@ -48,8 +47,8 @@ def follow(run: RunFolder) -> int:
     job = run_state.await_job(run)
     if job is not None and not job.launcher.is_of_this_machine:
         output.say(
-            f"muster: launched on {job.launcher.host}; if its launcher is killed there, "
-            "this is detected here some minutes later"
+            f"muster: the run was launched on {job.launcher.host}; if its launcher is killed there, "
+            "this command notices after some minutes"
         )
     while True:
         state = run_state.read_state(

@@ -29,14 +29,14 @@ BENCHES = {
     "data": ("torchmuster.cli.benches.data", "data loading: workers, prefetching, pinning"),
     "collectives": ("torchmuster.cli.benches.collectives", "collectives by operation and size"),
     "scaling": ("torchmuster.cli.benches.scaling", "speed-up and efficiency on 1, 2, 4, … ranks"),
-    "compare": ("torchmuster.cli.benches.compare", "two measurements: better, worse or within noise"),
-    "turns": ("torchmuster.cli.benches.turns", "interleaved A/B run of two commands"),
+    "compare": ("torchmuster.cli.benches.compare", "compare two results: better, worse or within noise"),
+    "ab": ("torchmuster.cli.benches.ab", "interleaved A/B run of two commands"),
 }  # fmt: skip
 _EXAMPLES = (
     "muster bench matmul                    speed of matrix products",
     "muster bench collectives --ranks 4     latency and bandwidth between ranks",
     "muster bench compare before after      better, worse, or within the noise",
-    'muster bench turns "muster bench data" "new/bin/muster bench data"    interleaved A/B run',
+    'muster bench ab "muster bench data" "new/bin/muster bench data"    interleaved A/B run',
 )
 _WIDTH = 100
 
@@ -55,11 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every benchmark: device, duration and output."""
     parser.add_argument(
-        "--device", choices=("cpu", "gpu"), help="where to measure (a GPU if there is one)"
+        "--device",
+        choices=("cpu", "gpu"),
+        help="device to measure on (default: a GPU if there is one)",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases, in seconds")
+    parser.add_argument("--quick", action="store_true", help="measure fewer cases; takes seconds")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to save it (bench/NAME-DATE-TIME)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the results (default: bench/NAME-DATE-TIME)",
     )
     parsers.add_json_flag(parser)
 

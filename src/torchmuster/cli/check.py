@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="check hosts and connections, start no ranks"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report to FILE")
     parsers.add_json_flag(parser)
     parsers.add_runs_flag(parser)
     job_flags.add_machine_flags(parser)
@@ -83,7 +84,7 @@ def _run_check(options: argparse.Namespace) -> int:
         raise Impossible(
             f"cannot write {options.html}",
             why="its folder does not exist",
-            fix="create the folder first",
+            fix=f"mkdir -p {shlex.quote(str(options.html.parent))}",
         )
     script = Script(command=(_PROBE,), module=True)
     if options.command or options.stray:

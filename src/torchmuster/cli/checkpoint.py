@@ -158,8 +158,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster checkpoint ls                           list those of the last run",
-            "muster checkpoint verify s3://bucket/run       read and compare every byte",
+            "muster checkpoint ls                           list the checkpoints of the last run",
+            "muster checkpoint verify s3://bucket/run       read every file and check its hash",
             "muster checkpoint export last --to my-model    export the newest good checkpoint",
         ],
     )
@@ -179,8 +179,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = parsers.add_action(
         parts,
         "verify",
-        "read checkpoints and compare every file with what was written",
-        more="The exit code is 1 if one is damaged, or if the given one is unfinished.",
+        "read checkpoints and check the hash of every file",
+        more="The exit code is 1 if a checkpoint is damaged, or if the checkpoint NAME is unfinished.",
         examples=["muster checkpoint verify", "muster checkpoint verify last 120"],
     )
     _add_place(check)
@@ -207,7 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--merge",
         action="store_true",
-        help="LoRA: add the adapter to the base model's weights (needs memory for the whole model)",
+        help="LoRA: merge the adapter into the base model's weights (needs memory for the whole model)",
     )
     export.set_defaults(run=_export)
 
@@ -218,7 +218,7 @@ def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
         nargs="?",
         default="last",
         metavar="PLACE",
-        help="a run's id or folder, a folder or URL with checkpoints, or one of them (last)",
+        help="a run's id or folder, a folder or URL with checkpoints, or a checkpoint (default: last)",
     )
     if name:
         parser.add_argument(
@@ -321,7 +321,7 @@ def _checkpoint_verdict(findings: list[Finding]) -> str:
 def _show_verdict(name: str, manifest: Manifest | None, findings: list[Finding]) -> None:
     if manifest is not None and not findings:
         size = format_bytes(manifest.size_bytes)
-        print(f"{name}  good: {len(manifest.files)} files, {size}, all as written", flush=True)
+        print(f"{name}  good: {len(manifest.files)} files, {size}, all hashes match", flush=True)
     else:
         output.show_findings(findings, sys.stdout)
 
@@ -332,7 +332,7 @@ def _export(options: argparse.Namespace) -> int:
     if options.merge and (beside is None or not (beside / ADAPTER_CONFIG).is_file()):
         raise Impossible(
             "there is no LoRA adapter to merge",
-            why=f"no {ADAPTER_CONFIG} is known for {meant.store.where}: a run that trains the whole model has none",
+            why=f"there is no {ADAPTER_CONFIG} for {meant.store.where}; only LoRA runs have one",
             fix="leave out --merge, or give a LoRA run",
         )
     name = _good_one(meant)
@@ -342,7 +342,7 @@ def _export(options: argparse.Namespace) -> int:
     def finish(folder: Path) -> None:
         nonlocal unchecked
         if options.merge:
-            output.say("adding the adapter to the base model's weights")
+            output.say("merging the adapter into the base model's weights")
             merge(folder, dtype=meant.dtype())
         elif any((folder / one).is_file() for one in ("config.json", ADAPTER_CONFIG)):
             output.say("checking the export with the library that loads it")
@@ -362,7 +362,7 @@ def _export(options: argparse.Namespace) -> int:
     size = format_bytes(done.size_bytes)
     print(f"{options.to}: {files}, {tensors}, {size}, from {name}")
     if done.beside:
-        print(f"next to {'it' if len(done.files) == 1 else 'them'}: {', '.join(done.beside)}")
+        print(f"also written: {', '.join(done.beside)}")
     if unchecked:
         output.say(f"warning: not checked with the library that loads it: {unchecked}")
     print(_how_to_load(options.to, done.beside))
@@ -374,7 +374,7 @@ def _how_to_load(folder: Path, beside: Sequence[str]) -> str:
         return f'load it with: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
     if "config.json" in beside:
         return f'load it with: transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
-    return "no config.json is known for this model; transformers needs it next to the weights"
+    return "there is no config.json for this model; transformers needs one next to the weights"
 
 
 def _good_one(meant: Meant) -> str:

@@ -14,11 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             'eval "$(muster completion bash)"          # in ~/.bashrc',
-            "muster completion zsh > ~/.zfunc/_muster   # a folder of $fpath",
+            "muster completion zsh > ~/.zfunc/_muster   # a folder in $fpath",
             "muster completion fish > ~/.config/fish/completions/muster.fish",
         ],
     )
-    parser.add_argument("shell", choices=SHELLS, help="which shell")
+    parser.add_argument("shell", choices=SHELLS, help="shell to print the script for")
     parser.set_defaults(run=_run_completion)
 
 

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every command that takes settings."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of settings")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings file (YAML)")
     parser.add_argument("--num-gpus", metavar="N", help="use N GPUs")
     parser.add_argument(
         "--gpu-ids", nargs="+", metavar="ID", help="use these GPUs: indices or UUIDs"
@@ -144,7 +144,7 @@ def _check_config(options: argparse.Namespace) -> ExitCode:
     if options.json:
         output.print_json({"file": str(options.file), "given": given, "of": total, "findings": []})
     else:
-        print(f"{options.file}: good, {given} of {total} settings given")
+        print(f"{options.file}: valid, {given} of {total} settings given")
     return ExitCode.GOOD
 
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain", metavar="TEXT", help="explain an error text instead (-: read from stdin)"
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--list", action="store_true", help="list the checks, and run none")
+    how.add_argument("--list", action="store_true", help="list the checks without running them")
     parsers.add_json_flag(how)
     parser.set_defaults(run=_run_doctor)
 

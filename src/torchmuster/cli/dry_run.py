@@ -25,16 +25,16 @@ from torchmuster.units import plural
 _RANKS, _WORLD, _SOCKET = 999_999_001, 999_999_002, 999_999_003
 _NUMBERS = {_RANKS: "RANKS", _WORLD: "WORLD_SIZE", _SOCKET: "SOCKET"}
 _MEANINGS = {
-    "ADDRESS": "of the first host, as all others reach it",
-    "LOCAL_ADDRESS": "of the host itself",
+    "ADDRESS": "address of the first host that all other hosts can reach",
+    "LOCAL_ADDRESS": "address of the host itself",
     "INTERFACE": "the network interface to the other hosts",
-    "PORT": "a port that is free at the start",
-    "RANKS": "one for each GPU of the host",
-    "WORLD_SIZE": "the ranks of all hosts",
-    "SOCKET": "of the store: opened in advance, and passed on",
+    "PORT": "a port that is free when the run starts",
+    "RANKS": "number of ranks on the host: one per GPU",
+    "WORLD_SIZE": "total number of ranks on all hosts",
+    "SOCKET": "file descriptor of the store's socket, opened in advance",
     "RUN": "the run's id",
     "RECORDS": "a temporary folder on the host",
-    "TOKEN": "identifies all processes of the run",
+    "TOKEN": "token that identifies the processes of the run",
 }
 
 
@@ -79,7 +79,7 @@ def show(spec: JobSpec, remote_python: str, runs: Path, *, as_json: bool) -> int
     if spec.max_restarts:
         times = "once" if spec.max_restarts == 1 else f"up to {spec.max_restarts} times"
         print(f"after a failure all ranks are restarted, {times}")
-    print("known only when it starts:")
+    print("known only when the run starts:")
     for word in words:
         print(f"  {word:<14} {_MEANINGS[word]}")
     print("nothing was started or claimed")
@@ -92,7 +92,7 @@ def _print(machine: Machine) -> None:
     for reason in machine.reasons:
         print(f"  {reason}")
     print(f"  node agent:\n    {shlex.join(machine.reached_by)}")
-    print(f"  it starts, in {machine.folder}:")
+    print(f"  which starts, in {machine.folder}:")
     print("    " + " \\\n      ".join(map(shlex.join, _dry_run_lines(machine.command))))
     print("  with these variables:")
     for name, value in machine.environment.items():
@@ -153,7 +153,7 @@ def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
             devices=(),
             variables={},
             threads=0,
-            reasons=("its devices and threads are chosen when it joins",),
+            reasons=("devices and threads are chosen when the host joins",),
         )
         machine = _dry_run_machine(
             spec,

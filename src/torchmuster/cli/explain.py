@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster explain                     the newest run in ./runs",
-            "muster explain 20260131-1200       a unique part of its id",
+            "muster explain 20260131-1200       a unique part of the run's id",
             "muster explain /mnt/copied/20260131-120000-train-1a2b",
             "muster explain --dumps FOLDER      compare flight recorder dumps: rank-<n>.json",
         ],
     )
     parsers.add_run_argument(parser, default="the newest")
     parser.add_argument(
-        "--dumps", type=Path, metavar="DIR", help="compare these flight recorder dumps instead"
+        "--dumps", type=Path, metavar="DIR", help="compare the flight recorder dumps in DIR instead"
     )
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_run_explain)
@@ -113,7 +113,7 @@ def _compare_dumps(folder: Path, *, as_json: bool) -> int:
     if not dumps:
         raise Impossible(
             f"there are no flight recorder dumps in {folder}",
-            why="their names are rank-<n>.json or rank-<n>.flight.json, and they contain JSON",
+            why="dumps are JSON files named rank-<n>.json or rank-<n>.flight.json",
             fix="in each rank, write torch._C._distributed_c10d._dump_fr_trace_json() to a file",
         )
     findings = analyse_flight_records(dumps) or [

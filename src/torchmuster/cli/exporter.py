@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster exporter                       serve on 127.0.0.1, for a Prometheus on this machine",
-            "muster exporter --runs /shared/runs   the runs of another folder",
+            "muster exporter --runs /shared/runs   serve the runs in another folder",
             "muster exporter --once                print the metrics, and exit",
             "muster exporter --address 0.0.0.0 --token-file token --certificate node.pem",
         ],

@@ -48,19 +48,31 @@ def add_parser(actions: Any) -> None:
         ],
     )
     parser.add_argument(
-        "--num", type=_gpus_count, metavar="N", help="number of GPUs (1, or all of --gpu-ids)"
+        "--num",
+        type=_gpus_count,
+        metavar="N",
+        help="number of GPUs (default: 1, or all of --gpu-ids)",
     )
     parser.add_argument(
         "--gpu-ids", nargs="+", metavar="ID", help="choose from these: indices or UUIDs"
     )
     parser.add_argument(
-        "--min-free", type=_gpus_size, metavar="SIZE", help="free memory on each GPU: 30GiB"
+        "--min-free",
+        type=_gpus_size,
+        metavar="SIZE",
+        help="minimum free memory of each GPU, such as 30GiB",
     )
     parser.add_argument(
-        "--min-total", type=_gpus_size, metavar="SIZE", help="total memory of each GPU: 40GiB"
+        "--min-total",
+        type=_gpus_size,
+        metavar="SIZE",
+        help="minimum total memory of each GPU, such as 40GiB",
     )
     parser.add_argument(
-        "--for-model", type=_gpus_size, metavar="SIZE", help="enough to train weights of this size"
+        "--for-model",
+        type=_gpus_size,
+        metavar="SIZE",
+        help="enough GPUs to train a model whose weights have this size",
     )
     parser.add_argument("--share", action="store_true", help="allow GPUs that are already in use")
     parser.add_argument(
@@ -70,7 +82,7 @@ def add_parser(actions: Any) -> None:
         const=math.inf,
         default=0.0,
         metavar="DURATION",
-        help="wait until they are free: without limit, or at most 10m, 2h, …",
+        help="wait until GPUs are free: without limit, or for at most DURATION, such as 10m or 2h",
     )
     # No default: ``muster gpus --json pick`` has already set it.
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
@@ -160,7 +172,7 @@ def _print(decision: Decision[tuple[Device, ...]], story: _Story, as_json: bool)
         output.print_json({**answer, "reason": reason})
         return ExitCode.GOOD
     output.say(reason)
-    output.say("not claimed: to claim them for a run, put the command after --")
+    output.say("the GPUs are not claimed; to claim them for a command, put it after --")
     # The value of the vendor's variable, which may not accept UUIDs.
     print(next(iter(variables.values()), None) or ",".join(one.uuid for one in decision.value))
     return ExitCode.GOOD
@@ -250,7 +262,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parsers.interval,
         default=1.0,
         metavar="SECONDS",
-        help="refresh interval of --watch (1)",
+        help="refresh interval of --watch (default: 1)",
     )
     parser.add_argument("--links", action="store_true", help="show the links between GPUs")
     parser.add_argument("--uuids", action="store_true", help="show each GPU's UUID")

@@ -131,7 +131,7 @@ def _columns(uuids: bool, width: int) -> Iterator[_Column]:
         yield _Column("memory", "left", _bar)
     yield _Column("" if roomy else "memory", "right", lambda one: Text(_gpus_table_memory(one)))
     if roomy:
-        yield _Column("busy", "right", lambda one: _gpus_table_percent(one.utilisation_percent))
+        yield _Column("busy", "right", lambda one: _gpus_table_percent(one.utilization_percent))
     if wide:
         yield _Column("temp", "right", _temperature)
         yield _Column("power", "right", lambda one: Text(_power(one)))

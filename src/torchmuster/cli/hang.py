@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{parser.description}\nFor jobs that torchrun, accelerate or another launcher started; "
         "muster run reports hangs by itself.\nReads the ranks' stacks with py-spy "
         "(pip install 'torchmuster[hang]') and compares them.\nDoes not change or stop the job. "
-        "The exit code is 1 if it hangs, 0 if its ranks move."
+        "The exit code is 1 if it hangs, 0 if its ranks make progress."
     )
     parsers.show_examples(
         parser,
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="HOST",
-        help="the job's other hosts by their ssh names: a,b",
+        help="ssh names of the job's other hosts, such as a,b",
     )
     parser.add_argument(
         "--remote-python",
         metavar="PATH",
         default=sys.executable,
-        help="Python with torchmuster and py-spy on the other hosts (the same path as here)",
+        help="Python with torchmuster and py-spy on the other hosts (default: the same path as here)",
     )
     parser.add_argument(
         "--for",
@@ -60,12 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=job_flags.duration,
         default=_WITHIN_S,
         metavar="DURATION",
-        help=f"watch for at most DURATION, until it is clear ({_WITHIN_S:.0f}s)",
+        help=f"watch until the result is clear, for at most DURATION (default: {_WITHIN_S:.0f}s)",
     )
     parser.add_argument(
         "--nonblocking",
         action="store_true",
-        help="read stacks without stopping the ranks for milliseconds; less reliable",
+        help="do not pause the ranks (for milliseconds) to read their stacks; less reliable",
     )
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_run_hang)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_range,
         required=True,
         metavar="N",
-        help="machines, including this one; 2:4 continues with 2 if others are lost",
+        help="number of machines, including this one; with 2:4, the run continues on 2 if others are lost",
     )
     job_flags.add_machine_flags(parser)
     many = job_flags.add_rendezvous_flags(parser)
@@ -49,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--join-port",
         type=job_flags.port,
         metavar="N",
-        help="port that others join at (a free one)",
+        help="port on which others join (default: a free one)",
     )
     found = many.add_mutually_exclusive_group()
     found.add_argument(
         "--short-codes",
         action="store_true",
-        help="codes without addresses: the host is found on the local network",
+        help="print codes without addresses; others find this host on the local network",
     )
     found.add_argument(
         "--no-announce", action="store_true", help="do not announce this host on the local network"
@@ -71,7 +71,8 @@ def _run_host(options: argparse.Namespace) -> int:
     spec = job_flags.job_from(options, resolved, script)
     if spec.hosts:
         raise Impossible(
-            "muster host waits for machines to join; launch.hosts connects to them over ssh",
+            "muster host does not work with launch.hosts",
+            why="it waits for machines to join; launch.hosts is for connections over ssh",
             fix="use muster run for ssh, or leave out launch.hosts",
         )
     if options.nnodes.most < 2:

@@ -50,7 +50,10 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         help="auto (default): GPUs if there are any, else the CPU",
     )
     give.add_argument(
-        "--ranks", type=count, metavar="N", help="processes on each host (one per GPU; CPU: 1)"
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="processes per host (default: one per GPU, or 1 on the CPU)",
     )
     give.add_argument("--share", action="store_true", help="allow GPUs that are already in use")
     give.add_argument(
@@ -60,7 +63,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         const=_FOREVER_S,
         default=0.0,
         metavar="DURATION",
-        help="if GPUs are in use, wait for them: without limit, or at most 10m, 2h, …",
+        help="if GPUs are in use, wait for them: without limit, or for at most DURATION, such as 10m",
     )
     give.add_argument(
         "--env",
@@ -88,14 +91,14 @@ def add_rendezvous_flags(parser: argparse.ArgumentParser) -> Any:
         type=duration,
         default=120.0,
         metavar="DURATION",
-        help="fail if not all hosts have joined after DURATION (2m)",
+        help="fail if not all hosts have joined after DURATION (default: 2m, or 30m with join codes)",
     )
     many.add_argument(
         "--lost-after",
         type=_silence,
         default=10.0,
         metavar="DURATION",
-        help="declare a host lost after DURATION without a heartbeat (10s)",
+        help="declare a host lost after DURATION without a heartbeat (default: 10s)",
     )
     return many
 
@@ -111,7 +114,7 @@ def add_host_flags(many: Any) -> None:
     many.add_argument(
         "--remote-python",
         metavar="PATH",
-        help="Python on the other hosts (the same path as here)",
+        help="Python on the other hosts (default: the same path as here)",
     )
 
 
@@ -129,24 +132,28 @@ def add_run_flags(
         "--restarts",
         metavar="N",
         help="restart all ranks after a failure, at most N times without a newer checkpoint "
-        f"({usual_restarts})",
+        f"(default: {usual_restarts})",
     )
     when.add_argument(
         "--grace",
         type=duration,
         metavar="DURATION",
-        help=f"kill ranks that have not exited DURATION after SIGTERM ({Limits.grace_s:.0f}s, or less if Slurm or "
+        help=f"kill ranks that have not exited DURATION after SIGTERM (default: {Limits.grace_s:.0f}s, or less if Slurm or "
         "Kubernetes kills them earlier)",
     )
     when.add_argument(
         "--end-hangs-after",
         type=_patience,
         metavar="DURATION",
-        help="kill ranks that hang for DURATION, or: never (1m if they cannot recover)",
+        help="kill ranks that hang for DURATION, or: never (default: 1m if they cannot recover)",
     )
     when.add_argument("--name", help=f"name the run (default: {named})")
     when.add_argument(
-        "--runs", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="where run folders go (runs)"
+        "--runs",
+        type=Path,
+        default=DEFAULT_ROOT,
+        metavar="DIR",
+        help="folder for the run folders (default: runs)",
     )
     return when
 
@@ -261,7 +268,7 @@ def _job_flags_device(options: argparse.Namespace, resolved: Resolved) -> Any:
     if any(source.strength is Strength.FLAG for source in sources):
         raise Impossible(
             "--device cpu uses no GPUs, but GPUs were requested",
-            why=f"by {next(one.where for one in sources if one.strength is Strength.FLAG)}",
+            why=f"requested by {next(one.where for one in sources if one.strength is Strength.FLAG)}",
             fix="leave out one of the two; set the number of CPU processes with --ranks 2",
         )
     return "cpu"
@@ -302,7 +309,8 @@ def named_variables(words: list[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals and name not in os.environ:
             raise Impossible(
-                f"--env {name} is not set here", fix=f"--env {name}=VALUE, or export it first"
+                f"cannot forward --env {name}: the variable is not set here",
+                fix=f"export {name} first, or give its value: --env {name}=VALUE",
             )
         chosen[name] = value if equals else os.environ[name]
     return chosen

@@ -29,16 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster join CODE                 the command that muster host printed",
-            "muster join --trust-host CODE    run any command of the host, as this user",
+            "muster join --trust-host CODE    run any command that the host sends, as this user",
         ],
     )
-    parser.add_argument("code", nargs="+", metavar="CODE", help="as the host printed it")
+    parser.add_argument("code", nargs="+", metavar="CODE", help="the code that the host printed")
     parser.add_argument(
         "--patience",
         type=duration,
         default=120.0,
         metavar="DURATION",
-        help="give up if the host cannot be reached for DURATION (2m)",
+        help="give up if the host cannot be reached for DURATION (default: 2m)",
     )
     parser.add_argument(
         "--no-discovery", action="store_true", help="do not look for the host on the local network"

@@ -30,27 +30,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind",
         choices=("job", "jobset", "trainjob"),
         default="job",
-        help="an Indexed Job with its Service, a JobSet, or Kubeflow's TrainJob (job)",
+        help="an Indexed Job with its Service, a JobSet, or Kubeflow's TrainJob (default: job)",
     )
     parser.add_argument("--image", required=True, help="the container image")
-    parser.add_argument("--name", help="of the job (default: the script's)")
-    parser.add_argument("--namespace", help="(default: the one kubectl is set to)")
+    parser.add_argument("--name", help="name of the job (default: the script's name)")
+    parser.add_argument(
+        "--namespace", help="namespace of the job (default: kubectl's current namespace)"
+    )
     pods = parser.add_argument_group("each pod")
-    pods.add_argument("--nodes", type=job_flags.count, default=1, metavar="N", help="pods (1)")
-    pods.add_argument("--gpus-per-node", type=job_flags.count, default=0, metavar="N", help="GPUs")
+    pods.add_argument(
+        "--nodes", type=job_flags.count, default=1, metavar="N", help="number of pods (default: 1)"
+    )
+    pods.add_argument(
+        "--gpus-per-node", type=job_flags.count, default=0, metavar="N", help="GPUs per pod"
+    )
     pods.add_argument(
         "--gpu-resource",
         choices=("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe"),
         default="nvidia.com/gpu",
-        help="resource name of the GPUs",
+        help="resource name of the GPUs (default: nvidia.com/gpu)",
     )
-    pods.add_argument("--ranks", type=job_flags.count, metavar="N", help="processes (one per GPU)")
-    pods.add_argument("--cpu", type=job_flags.count, metavar="N", help="cores")
-    pods.add_argument("--memory", type=_kubernetes_size, metavar="SIZE", help="memory: 64GiB")
     pods.add_argument(
-        "--shm", type=_kubernetes_size, metavar="SIZE", help="shared memory (half of the memory)"
+        "--ranks",
+        type=job_flags.count,
+        metavar="N",
+        help="processes per pod (default: one per GPU)",
     )
-    pods.add_argument("--secret", metavar="NAME", help="the Secret with the secret variables")
+    pods.add_argument("--cpu", type=job_flags.count, metavar="N", help="CPU cores per pod")
+    pods.add_argument(
+        "--memory", type=_kubernetes_size, metavar="SIZE", help="memory per pod, such as 64GiB"
+    )
+    pods.add_argument(
+        "--shm",
+        type=_kubernetes_size,
+        metavar="SIZE",
+        help="size of /dev/shm (default: half of --memory, or 8GiB)",
+    )
+    pods.add_argument(
+        "--secret", metavar="NAME", help="Kubernetes Secret that holds the secret variables"
+    )
     pods.add_argument(
         "--run-as-non-root", action="store_true", help="reject an image that runs as root"
     )
@@ -61,13 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="set a variable on all ranks; NAME alone forwards its current value",
     )
-    parser.add_argument("--port", type=job_flags.port, metavar="N", help="rendezvous port (29400)")
+    parser.add_argument(
+        "--port", type=job_flags.port, metavar="N", help="rendezvous port (default: 29400)"
+    )
     parser.add_argument(
         "--max-restarts",
         type=_kubernetes_restarts,
         default=0,
         metavar="N",
-        help="restarts of the whole group (jobset)",
+        help="restart all pods after a failure, at most N times (only with --kind jobset)",
     )
     parser.set_defaults(run=_run_kubernetes, command=None)
 

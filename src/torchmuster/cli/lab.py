@@ -43,8 +43,8 @@ def _add_start(actions: Any) -> None:
         actions,
         "start",
         "copy a lab into your folder",
-        more="Contains a text to read, a file with gaps to fill, and questions for the report.",
-        examples=["muster lab start ddp", "muster lab start ddp --solution    only print it"],
+        more="A lab has a text to read, a file with gaps to fill, and questions for the report.",
+        examples=["muster lab start ddp", "muster lab start ddp --solution    print the solution"],
     )
     parser.add_argument("name", metavar="NAME", help="a lab's name, from muster lab list")
     parser.add_argument(
@@ -64,7 +64,9 @@ def _add_check(actions: Any) -> None:
         examples=["muster lab check", "muster lab check ddp --only train_epoch"],
     )
     _add_name_argument(parser)
-    parser.add_argument("--only", metavar="EXERCISE", help="grade one exercise, and save no grade")
+    parser.add_argument(
+        "--only", metavar="EXERCISE", help="grade only this exercise, without saving the grade"
+    )
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_check_lab)
 
@@ -83,7 +85,7 @@ def _add_report(actions: Any) -> None:
 
 def _add_name_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a lab's name (the one you changed last)"
+        "name", metavar="NAME", nargs="?", help="name of a lab (default: the one you changed last)"
     )
     _add_labs_flag(parser)
 
@@ -94,7 +96,7 @@ def _add_labs_flag(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=workspace.DEFAULT_ROOT,
         metavar="DIR",
-        help="where your labs are (labs)",
+        help="folder that contains your labs (default: labs)",
     )
 
 

@@ -1,7 +1,7 @@
 """Commands and flags of other launchers in ``muster run``: torchrun, accelerate launch, python.
 
 Everything is translated into flags of ``muster run`` and a script, one line on stderr for each flag.
-The flags are those of :mod:`torchmuster.cli.torchrun_flags`; accelerate itself translates its own.
+The flags are listed in :mod:`torchmuster.cli.torchrun_flags`; accelerate translates its own flags.
 """
 
 import importlib.util
@@ -36,16 +36,16 @@ _MODULES = {
     "accelerate.commands.launch": ("accelerate", "launch"),
     "accelerate.commands.accelerate_cli": ("accelerate",),
 }
-# Commands that start scripts in ways that muster does not translate, and what to type instead.
+# Commands that start scripts in ways that Muster does not translate, and what to type instead.
 _OTHERS = {
-    "deepspeed": "muster run --num-gpus 2 train.py …  # DeepSpeed finds the ranks by their variables",
+    "deepspeed": "muster run --num-gpus 2 train.py …  # DeepSpeed reads the rank from the environment",
     "mpirun": "muster run --hosts a,b train.py …",
     "mpiexec": "muster run --hosts a,b train.py …",
     "horovodrun": "muster run --hosts a,b train.py …",
     "srun": "in the Slurm job, without srun: muster run train.py …  # starts ranks on all its nodes",
     "sbatch": "muster run --slurm --nodes 2 train.py …",
     "nohup": "muster run --detach train.py …",
-    "fabric": "muster run train.py …  # Fabric() finds the ranks by their variables",
+    "fabric": "muster run train.py …  # Fabric() reads the rank from the environment",
     "bash": "in the shell script, write muster run in front of torchrun or python",
     "sh": "in the shell script, write muster run in front of torchrun or python",
     **{
@@ -53,7 +53,7 @@ _OTHERS = {
         for tool in ("uv", "poetry", "pipenv", "pdm", "hatch", "conda", "micromamba")
     },
 }
-# Variables that accelerate sets and muster chooses by itself.
+# Variables that accelerate sets and Muster chooses itself.
 _MUSTERS_OWN = ("MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 # How people know torchrun's flags in a command of accelerate.
 _ACCELERATES = {
@@ -68,7 +68,7 @@ _ACCELERATES_FLAGS = (
     *("--num-processes", "--use-deepspeed", "--use-fsdp", "--num-cpu-threads-per-process"),
 )
 _OFF = ("no", "false", "default")
-_ACCELERATES_PORT = "29500"  # also if none is given
+_ACCELERATES_PORT = "29500"  # even if none is given
 
 
 @dataclass
@@ -142,7 +142,7 @@ def hint_for(flag: str, known: Collection[str], *, takes_torchruns: bool) -> str
     """Return a hint for an unknown flag: the nearest one, or which launcher has it."""
     if takes_torchruns and flag in _ACCELERATES_FLAGS:
         name = f"--{flag[2:].replace('-', '_')}"
-        return f"accelerate has it: muster run accelerate launch {name} …"
+        return f"this is a flag of accelerate: muster run accelerate launch {name} …"
     torchruns = [one.name for one in TORCHRUN_FLAGS] if takes_torchruns else []
     return _suggest_flag(flag, [*known, *torchruns])
 
@@ -216,13 +216,13 @@ def _unwrapped(pasted: Pasted, command: Sequence[str], folder: Path) -> list[str
             no_python = False
         elif name == "accelerate":
             raise Impossible(
-                f"{shlex.join(left[:2])} starts no training",
-                fix=f"without muster: {shlex.join(left[:2])}; a training: muster run accelerate launch train.py",
+                f"{shlex.join(left[:2])} does not start training",
+                fix=f"run it without muster: {shlex.join(left[:2])}; to train: muster run accelerate launch train.py",
             )
         elif name in _OTHERS:
             raise Impossible(
                 f"muster run cannot start {name}",
-                why="it starts ranks or their environment by itself",
+                why=f"{name} itself starts the ranks, or sets up their environment",
                 fix=_OTHERS[name],
             )
         else:
@@ -275,7 +275,7 @@ def _take_torchrun(pasted: Pasted, words: Sequence[str], *, legacy: bool) -> lis
     if legacy and "--use-env" not in pasted.given:
         raise Impossible(
             "torch.distributed.launch without --use-env passes --local-rank to the script",
-            why="muster, like torchrun, sets the variable LOCAL_RANK instead",
+            why="Muster, like torchrun, sets the variable LOCAL_RANK instead",
             fix='read int(os.environ["LOCAL_RANK"]) in the script, and add --use-env',
         )
     return ["-m", *left] if "--module" in pasted.given else left
@@ -294,13 +294,13 @@ def _take_python(pasted: Pasted, words: Sequence[str]) -> list[str]:
         else:
             raise Impossible(
                 f"muster run cannot pass {option} to Python",
-                why="ranks run in the Python that muster starts",
+                why="Muster starts the Python of each rank itself",
                 fix="leave it out, or set the variable that does the same: --env PYTHON…=…",
             )
         if variable:
             pasted.add(("--env", variable), f"python {option}")
     if not left or left[0] in ("-c", "-"):
-        raise Impossible("python without a script is not a run", fix="muster run train.py")
+        raise Impossible("there is no script or module after python", fix="muster run train.py")
     if left[0] == "-m" and left[1:2] and left[1] in _MODULES:
         return [*_MODULES[left[1]], *left[2:]]
     return left
@@ -313,8 +313,8 @@ def _compare_interpreters(pasted: Pasted, word: str) -> None:
     if "/" in word:
         raise Impossible(
             f"muster run starts ranks with {sys.executable}, not with {word}",
-            why="ranks run in the Python that muster is installed for",
-            fix=f"install torchmuster there, and type: {word} -m torchmuster run …",
+            why="ranks run with the Python that torchmuster is installed in",
+            fix=f"{word} -m pip install torchmuster, then {word} -m torchmuster run …",
         )
     pasted.lines.append(f"{word}: the ranks run with {sys.executable}")
 
@@ -335,7 +335,7 @@ def _python_program(command: Sequence[str], folder: Path) -> list[str]:
 
 def _not_python(command: Sequence[str]) -> Impossible:
     return Impossible(
-        f"--no-python {shlex.join(command[:1])}".rstrip() + ": muster runs Python code only",
+        f"--no-python {shlex.join(command[:1])}".rstrip() + ": Muster runs only Python code",
         why="each rank is a Python process, which reports failures and hangs of the script",
         fix="muster run train.py; to start another program, write a script with "
         "subprocess.run([…], check=True)",
@@ -382,7 +382,7 @@ def _take_accelerate(pasted: Pasted, words: Sequence[str]) -> list[str]:
     pasted.words[1:1] = [word for one in environment.items() for word in ("--env", "=".join(one))]
     shown = {k: v for k, v in redact_mapping(environment).items() if str(v).lower() not in _OFF}
     listed = ", ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
-    pasted.lines.append(f"settings of accelerate for the ranks: {listed}")
+    pasted.lines.append(f"accelerate's settings for the ranks: {listed}")
     script: list[str] = answer["script"]
     return ["-m", *script] if answer["module"] else script
 
@@ -405,7 +405,7 @@ def _ask_accelerate(words: Sequence[str]) -> dict[str, Any]:
     if importlib.util.find_spec("accelerate") is None:
         raise Impossible(
             "accelerate is not installed",
-            why=f"not for {sys.executable}; accelerate itself reads its flags and its settings file",
+            why=f"{sys.executable} does not find it, and only accelerate can read its flags and settings file",
             fix="pip install accelerate, or without it: muster run --ranks 2 train.py",
         )
     done = subprocess.run(
@@ -422,7 +422,7 @@ def _ask_accelerate(words: Sequence[str]) -> dict[str, Any]:
     unknown = re.search(r"unrecognized arguments: --([\w-]+)", answer["error"])
     suggestion = _suggest_flag(unknown[1].replace("-", "_"), known) if unknown else ""
     raise Impossible(
-        "muster cannot start this command of accelerate launch",
+        "cannot start this accelerate launch command",
         why=redact_text(answer["error"].rpartition("error: ")[2]),
         fix=suggestion or "correct it, or start the script without accelerate: muster run train.py",
     )

@@ -47,12 +47,13 @@ def show_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> N
 
 
 def add_run_argument(parser: argparse.ArgumentParser, *, default: str = "") -> None:
-    """Add ``RUN`` and ``--runs``, for the commands that take one run; it is required if it has no default."""
+    """Add ``RUN`` and ``--runs``, for commands that take one run; without a default, ``RUN`` is required."""
     parser.add_argument(
         "which",
         metavar="RUN",
         nargs="?" if default else None,
-        help="a run's id, part of it, its folder, or: last" + f" ({default})" * bool(default),
+        help="a run's id, a unique part of it, its folder, or: last"
+        + f" (default: {default})" * bool(default),
     )
     add_runs_flag(parser)
 
@@ -64,7 +65,7 @@ def add_runs_flag(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=DEFAULT_ROOT,
         metavar="DIR",
-        help="where run folders are (runs)",
+        help="folder that contains the run folders (default: runs)",
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -58,7 +59,7 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
             raise Impossible(
                 f"--{flag.replace('_', '-')} is for this machine, but the plan is for "
                 f"{options.hardware}",
-                fix="leave out one of the two; write the number of other GPUs in front: 8xH100",
+                fix="leave out one of the two; give the number of GPUs in --hardware: 8xH100",
             )
     for path in (options.write, options.html):
         if path is not None:
@@ -68,7 +69,7 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
         raise Impossible(
             f"--write {options.write} is the file that --config reads",
             why="its content would be overwritten",
-            fix="write another file, such as --write plan.yaml",
+            fix="write to another file: --write plan.yaml",
         )
 
 
@@ -77,7 +78,7 @@ def _refuse_to_write(path: Path) -> None:
     if path.is_dir():
         why, fix = "it is a folder", f"name a file, such as {path / 'plan.yaml'}"
     elif not path.absolute().parent.is_dir():
-        why, fix = "its folder does not exist", "create the folder first"
+        why, fix = "its folder does not exist", f"mkdir -p {shlex.quote(str(path.parent))}"
     if why:
         raise Impossible(f"cannot write {path}", why=why, fix=fix)
 
@@ -140,7 +141,7 @@ def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
         yield Finding(
             name="other-machines",
             status=Status.WARNING,
-            what=f"launch.hosts names {len(hosts)}, but this plan is for {one}",
+            what=f"launch.hosts names {plural(len(hosts), 'host')}, but this plan is for {one}",
             why=f"a plan ignores launch.hosts ({resolved.sources['launch.hosts'].where})",
             fix=f"--hardware {len(hosts)}x8xH100, with the number and type of GPUs of each host",
         )
@@ -165,8 +166,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nTraces a few layers of the model without its weights and without a GPU, "
         "predicts memory and time of\nevery configuration, and reports the fastest that fits, the "
-        "reason, and what would change it.\nSettings that are given are fixed, the rest is "
-        "searched."
+        "reason, and what would change it.\nSettings that you give are fixed; the plan searches over "
+        "the others."
     )
     parsers.show_examples(
         parser,
@@ -181,9 +182,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_setting_flags(parser)
     what = parser.add_argument_group("training (all of these are also settings)")
-    what.add_argument("--model", metavar="MODEL", help="a folder, or a name on the hub")
-    what.add_argument("--build", metavar="MODULE:FUNCTION", help="a model of your own")
-    what.add_argument("--dataset", metavar="MODULE:FUNCTION", help="your dataset, for its sample")
+    what.add_argument(
+        "--model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub"
+    )
+    what.add_argument(
+        "--build", metavar="MODULE:FUNCTION", help="your function that returns the model"
+    )
+    what.add_argument(
+        "--dataset",
+        metavar="MODULE:FUNCTION",
+        help="your dataset; a sample of it gives the input shapes",
+    )
     what.add_argument("--sequence-length", metavar="N", help="tokens per sample")
     what.add_argument("--global-batch-size", metavar="N", help="samples per step over all ranks")
     what.add_argument("--precision", metavar="TYPE", help="auto, fp32, bf16 or fp16")
@@ -193,17 +202,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         default="here",
         metavar="WHAT",
-        help="8xH100, 2x8xA100-80GB, a cluster file, or: here (this machine, the default)",
+        help="8xH100, 2x8xA100-80GB, a cluster file, or: here (default: here, this machine)",
     )
-    on.add_argument("--ranks", type=count, metavar="N", help="ranks on the CPU of this machine")
-    on.add_argument("--tokens", type=_amount, metavar="N", help="of the whole training: 300B, 1T")
-    on.add_argument("--price", type=_price, metavar="X", help="of one GPU per hour")
+    on.add_argument(
+        "--ranks", type=count, metavar="N", help="number of ranks on this machine's CPU"
+    )
+    on.add_argument(
+        "--tokens",
+        type=_amount,
+        metavar="N",
+        help="tokens of the whole training run, such as 300B or 1T",
+    )
+    on.add_argument("--price", type=_price, metavar="X", help="price of one GPU per hour")
     how = parser.add_argument_group("actions and output")
     how.add_argument("--verify", action="store_true", help="compare with a few real steps here")
     how.add_argument(
         "--find-batch-size",
         action="store_true",
-        help="find the plan's largest micro-batch by trial runs here",
+        help="find the largest micro-batch size for the plan, with trial runs here",
     )
     how.add_argument("--calibrate", action="store_true", help="measure this machine's rates first")
     how.add_argument("--write", type=Path, metavar="FILE", help="write settings for muster train")

@@ -46,44 +46,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster profile train.py --lr 1e-4              one rank, or one on each GPU",
-            "muster profile --ranks 2 config.yaml           the training of a settings file",
-            "muster profile --verify train.py               apply the first advice, and measure",
+            "muster profile train.py --lr 1e-4              one rank per GPU, or one on the CPU",
+            "muster profile --ranks 2 config.yaml           a settings file of muster train",
+            "muster profile --verify train.py               apply the top recommendation, and measure",
             "muster profile --steps 50:53 --on-ranks 0 train.py    other steps, one rank's trace",
             "muster profile --of profile/2026-01-31-120000  report on an existing profile",
         ],
     )
     add_setting_flags(parser)
     what = parser.add_argument_group("recording")
-    what.add_argument("--ranks", type=count, metavar="N", help="processes (one per GPU; CPU: 1)")
-    what.add_argument("--device", choices=("cpu", "gpu"), help="GPUs if there are any, else cpu")
+    what.add_argument(
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="number of ranks (default: one per GPU, or 1 on the CPU)",
+    )
+    what.add_argument(
+        "--device",
+        choices=("cpu", "gpu"),
+        help="device of the ranks (default: GPUs if there are any, else the CPU)",
+    )
     what.add_argument(
         "--steps",
         type=_steps,
         default=_USUAL_STEPS,
         metavar="A:B",
-        help="first and last step to trace (20:23); the steps before are timed",
+        help="first and last step to trace (default: 20:23); earlier steps are timed",
     )
     what.add_argument(
-        "--on-ranks", type=_on_ranks, metavar="R,…", help="ranks whose traces are kept (all)"
+        "--on-ranks",
+        type=_on_ranks,
+        metavar="R,…",
+        help="ranks whose traces are kept (default: all)",
     )
     what.add_argument(
         "--most",
         type=_profile_size,
         default=ProfileRequest.trace_most_bytes,
         metavar="SIZE",
-        help="max size of a rank's uncompressed trace; above it, fewer steps are traced (256MiB)",
+        help="max size of a rank's uncompressed trace; above it, fewer steps are traced (default: 256MiB)",
     )
     what.add_argument("--memory", action="store_true", help="also trace memory allocations")
     then = parser.add_argument_group("analysis and output")
     then.add_argument(
-        "--verify", action="store_true", help="apply the first advice, and measure the speed-up"
+        "--verify",
+        action="store_true",
+        help="apply the top recommendation, and measure the speed-up",
     )
     then.add_argument(
         "--no-trials", action="store_true", help="skip short trial runs of possible changes"
     )
     then.add_argument("--of", type=Path, metavar="DIR", help="report on an existing profile")
-    then.add_argument("--out", type=Path, default=Path("profile"), metavar="DIR", help="profile/")
+    then.add_argument(
+        "--out",
+        type=Path,
+        default=Path("profile"),
+        metavar="DIR",
+        help="folder for profiles (default: profile)",
+    )
     parsers.add_json_flag(then)
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_profile, command=None)
@@ -207,7 +227,7 @@ def _config(options: argparse.Namespace) -> Path | None:
     if options.config is not None and options.command:
         raise Impossible(
             "a settings file and a script were both given",
-            why="muster train runs the training of a settings file; a script has its own settings",
+            why="a settings file is for muster train's own training loop; a script has its own settings",
             fix="give one of the two",
         )
     config: Path | None = options.config
@@ -223,7 +243,7 @@ def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[s
     if steps is not None and steps < last:
         raise Impossible(
             f"a trace of step {last} was requested, but the training has {steps} steps",
-            why=f"train.steps is {steps}, by {resolved.sources['train.steps'].where}",
+            why=f"train.steps is {steps} ({resolved.sources['train.steps'].where})",
             fix=f"--set train.steps={last}",
         )
     # A profile is not sent to trackers.
@@ -244,16 +264,16 @@ def _record(asked: ProfileRequest) -> None:
 
 
 def _proof(asked: ProfileRequest, advised: Sequence["Advice"]) -> "ChangeTrial | None":
-    """Apply the first advice and measure; None if it cannot be applied from here."""
+    """Apply the top recommendation and measure; None if it cannot be applied from here."""
     from torchmuster.bench.profile import capture
 
     if not advised:
-        output.say("there is no advice to verify")
+        output.say("there is no recommendation to verify")
         return None
     change = advised[0].change
     if change is None:
         output.say(
-            "the first advice cannot be applied from here: change the training's code or its host"
+            "the top recommendation cannot be applied from here: change the training code or the host"
         )
         return None
     found = capture.try_changes(asked, (change,), rounds=_PROOF_ROUNDS, say=output.say)
@@ -261,7 +281,7 @@ def _proof(asked: ProfileRequest, advised: Sequence["Advice"]) -> "ChangeTrial |
         raise MusterError(
             f"cannot verify {change}",
             why="the training failed with it, or the change had no effect",
-            fix="apply the advice by hand and profile again",
+            fix="apply the change by hand, and profile again",
         )
     return found[0]
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster run --slurm --nodes 2 --gpus-per-node 8 train.py    as a Slurm job",
             "muster run --detach train.py                  run in the background",
             "muster run --dry-run train.py                 show what would be started",
-            "muster run torchrun --nproc-per-node 2 train.py    a command, pasted whole",
+            "muster run torchrun --nproc-per-node 2 train.py    a pasted torchrun command",
         ],
     )
     job_flags.add_machine_flags(parser)
@@ -39,9 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rdzv-backend",
         choices=("muster", "c10d", "etcd-v2"),
         default="muster",
-        help="rendezvous of torchrun's agents (muster: static rendezvous)",
+        help="rendezvous backend of torchrun's agents (default: muster, a static rendezvous)",
     )
-    many.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of your etcd server")
+    many.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="endpoint of your etcd server (only with etcd-v2)",
+    )
     slurm_run.add_flags(parser)
     when = job_flags.add_run_flags(parser)
     job_flags.add_resume_flag(when)

@@ -82,7 +82,7 @@ def _run_export(options: argparse.Namespace) -> int:
                 fix="run the same command again: it continues where this one stopped",
             ) from error
         sending.close(finished=_has_finished(run))
-    named = f", as its run {sending.run}" if sending.run else ""
+    named = f", as run {sending.run}" if sending.run else ""
     lines = plural(count, "line")
     output.say(f"{lines} of {run.id} sent to {options.to}{named}")
     return ExitCode.GOOD

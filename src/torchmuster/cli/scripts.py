@@ -151,18 +151,18 @@ def script_from(options: argparse.Namespace, folder: Path) -> Script:
         raise Impossible(
             "there is no script to run",
             why="a script is a file whose name ends in .py, or a module after -m",
-            fix="muster run train.py  # a script with another name follows --",
+            fix="muster run train.py  # a file with another suffix goes after --",
         )
     if (folder / words[0]).is_dir():
         raise Impossible(
             f"{words[0]!r} is a folder, not a script",
-            why="muster runs one file, as python does",
+            why="Muster runs a single file, as python does",
             fix=f"give the file in it: muster run {Path(words[0]) / 'train.py'}",
         )
     if not (folder / words[0]).is_file():
         raise Impossible(
             f"there is no script {words[0]!r}",
-            why=f"searched in {folder}",
+            why=f"{folder / words[0]} does not exist",
             fix="check the name; flags of muster come before the script, its own after it",
         )
     return Script(command=tuple(words), module=False)

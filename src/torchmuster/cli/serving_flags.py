@@ -21,10 +21,12 @@ def add_serving_flags(parser: argparse._ActionsContainer, *, port: int) -> None:
         "--address",
         "--bind",
         default=HERE_ONLY,
-        help=f"address to listen on ({HERE_ONLY}: this machine only)",
+        help=f"address to listen on (default: {HERE_ONLY}, this machine only)",
     )
-    usual = f"{port}; 0: a free one" if port else "a free one"
-    parser.add_argument("--port", type=int, default=port, help=f"port to listen on ({usual})")
+    usual = f"{port}; 0 picks a free port" if port else "a free port"
+    parser.add_argument(
+        "--port", type=int, default=port, help=f"port to listen on (default: {usual})"
+    )
     parser.add_argument(
         "--token-file",
         type=Path,

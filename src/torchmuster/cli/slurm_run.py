@@ -19,7 +19,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], object], str, str]] = {
         "nodes",
         job_flags.nodes,
         "N",
-        "nodes (1); 2:4 continues with 2 if others are lost",
+        "number of nodes (default: 1); with 2:4, the run continues on 2 if others are lost",
     ),
     "--gpus-per-node": ("gpus_per_node", job_flags.count, "N", "GPUs per node"),
     "--cpus-per-node": ("cpus_per_node", job_flags.count, "N", "cores per node"),
@@ -41,7 +41,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the Slurm flags."""
     group = parser.add_argument_group("Slurm")
     group.add_argument(
-        "--slurm", action="store_true", help="submit it as a Slurm job, and follow the job"
+        "--slurm",
+        action="store_true",
+        help="submit this command as a Slurm job, and follow the job",
     )
     for flag, (name, kind, metavar, text) in _VALUES.items():
         group.add_argument(flag, dest=name, type=kind, metavar=metavar, help=text)
@@ -135,7 +137,7 @@ def _hosts_unknown(command: str, nodes: NodeCounts) -> Impossible:
     }
     return Impossible(
         f"--nodes {nodes}, but only this host is known",
-        why="muster starts the ranks of all hosts with one command: over ssh, in a Slurm job, or "
+        why="Muster starts the ranks of all hosts with one command: over ssh, in a Slurm job, or "
         "on hosts that join",
         fix=f"muster {command} --slurm --nodes {nodes} …, or muster {command} --hosts a,b …"
         f"{join.get(command, '')}",

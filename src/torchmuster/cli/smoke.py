@@ -14,7 +14,7 @@ PROGRAM = "torchmuster.launch.probes.smoke"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster smoke``."""
     parser.description = (
-        f"{parser.description}\nEach rank prints its number, device and host name, runs an "
+        f"{parser.description}\nEach rank prints its number, device and host name, and runs an "
         "all-gather and "
         f"a barrier.\nThe same under torchrun: torchrun --nproc-per-node 2 -m {PROGRAM}"
     )

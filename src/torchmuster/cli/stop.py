@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster stop                        the running one of ./runs",
-            "muster stop 20260131-1200          a unique part of its id",
+            "muster stop                        the running run in ./runs",
+            "muster stop 20260131-1200          a unique part of the run's id",
             "muster stop /data/runs/20260131-120000-train-1a2b",
         ],
     )
-    parsers.add_run_argument(parser, default="the running one, if there is only one")
+    parsers.add_run_argument(parser, default="the running run, if there is only one")
     parser.add_argument(
         "--within",
         type=duration,
@@ -50,7 +50,7 @@ def _run_stop(options: argparse.Namespace) -> int:
     if job is None:
         raise Impossible(
             f"{run.id} was never launched",
-            why="its folder does not contain the launcher process",
+            why="its folder does not name a launcher process",
             fix="muster runs  # lists all runs",
         )
     active = state is None or state.active
@@ -82,7 +82,7 @@ def _how_it_ended(state: run_state.RunState | None) -> str:
     if state is None or state.active:
         return "has stopped"
     if state.phase == "died":
-        return f"had died: {state.headline}; no processes of it are left on this host"
+        return f"had died: {state.headline}; none of its processes are left on this host"
     return f"had already stopped: {state.headline}"
 
 
@@ -127,6 +127,6 @@ def _sweep(run: RunFolder, job: run_state.RunJob) -> None:
     if left:
         raise MusterError(
             f"cannot kill processes of {run.id}: {', '.join(str(one.pid) for one in left)}",
-            why="they do not react to SIGKILL: they are blocked in a driver or on a disk",
-            fix="see dmesg for what they wait for, or restart the host",
+            why="they do not react to SIGKILL because they are blocked in a driver or in disk I/O",
+            fix="run dmesg to see what they wait for, or reboot the host",
         )

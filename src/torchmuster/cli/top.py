@@ -23,33 +23,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from torchmuster.monitor.views.top_picture import ORDERS
 
     parser.description = (
-        f"{parser.description}\nWithout RUN: this machine and its active runs. Read-only: it "
-        "does not "
+        f"{parser.description}\nWithout RUN, shows this machine and its active runs. Does not "
         "affect runs.\nThe keys are shown at the bottom of the screen."
     )
     parsers.show_examples(
         parser,
         [
             "muster top                    this machine's GPUs, and the ranks of all runs",
-            "muster top last               the running one, else the newest, on all its hosts",
-            "muster top --once             print it once, as text",
+            "muster top last               the running run, else the newest, on all its hosts",
+            "muster top --once             print a snapshot as text",
             "muster top --sort others      ranks that wait most for others first",
         ],
     )
-    parsers.add_run_argument(parser, default="all that are running")
-    parser.add_argument("--once", action="store_true", help="print it once as text, and exit")
+    parsers.add_run_argument(parser, default="all active runs")
+    parser.add_argument("--once", action="store_true", help="print a snapshot as text, and exit")
     parser.add_argument(
         "--sort",
         choices=ORDERS,
         default="rank",
-        help="order of the ranks: by rank, or largest value first",
+        help="order of the ranks: by rank (default), or largest value first",
     )
     parser.add_argument(
         "--interval",
         type=parsers.interval,
         default=2.0,
         metavar="SECONDS",
-        help="refresh interval (2)",
+        help="refresh interval (default: 2)",
     )
     parser.set_defaults(run=_run_top)
 

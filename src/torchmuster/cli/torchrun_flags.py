@@ -9,13 +9,13 @@ from torchmuster.cli.job_flags import sees_gpus
 from torchmuster.errors import Impossible
 
 Given = Mapping[str, str]  # flags by name, with hyphens; a switch has the value ""
-_CHOSEN = "no effect: muster finds a free port, and an address that all hosts reach"
+_CHOSEN = "no effect: Muster finds a free port, and an address that all hosts can reach"
 _LOGS = "no effect: all output is on the console and in logs/rank-N.log of the run folder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a flag becomes: flags of muster, or a note why it has no effect; neither: accepted."""
+    """What a flag becomes: flags of muster, or a note on why it has no effect, or neither."""
 
     words: tuple[str, ...] = ()
     note: str = ""
@@ -23,7 +23,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunFlag:
-    """A flag of torchrun: its value in the help (none: a switch), and its meaning for muster."""
+    """A flag of torchrun: its value in the help (none: a switch), and its effect in ``muster run``."""
 
     name: str
     short: str = ""
@@ -56,7 +56,7 @@ def _ranks(value: str, _: Given) -> Outcome:
         return Outcome(words=("--device", "cpu", "--ranks", str(_cores())))
     raise Impossible(
         f"--nproc-per-node {value} is not a number of ranks",
-        why="it is a number, gpu, cpu or auto",
+        why="the value must be a number, gpu, cpu or auto",
         fix="--nproc-per-node 2",
     )
 
@@ -73,8 +73,8 @@ def _node_rank(value: str, given: Given) -> Outcome:
     nodes = given.get("--nnodes", "2")
     ranks = given.get("--nproc-per-node", "4")
     raise Impossible(
-        f"--node-rank {value}: muster starts the ranks of all hosts with one command",
-        why="torchrun is started on each host; muster run only on the first, and it connects to "
+        f"--node-rank {value}: Muster starts the ranks of all hosts with one command",
+        why="torchrun is started on every host, but muster run only on the first; it connects to "
         "the others",
         fix=f"on the first host: muster run --hosts a,b --ranks {ranks} train.py  # over ssh; or: "
         f"muster host --nnodes {nodes} --ranks {ranks} train.py, and here the muster join command "
@@ -84,7 +84,7 @@ def _node_rank(value: str, given: Given) -> Outcome:
 
 def _backend(value: str, given: Given) -> Outcome:
     if value == "static" or "--standalone" in given:
-        return Outcome(note="no effect: muster's own rendezvous is static")
+        return Outcome(note="no effect: Muster's own rendezvous is static")
     return Outcome(words=("--rdzv-backend", "etcd-v2" if value == "etcd" else value))
 
 
@@ -126,7 +126,7 @@ def _conf(value: str, _: Given) -> Outcome:
     pairs = dict(one.partition("=")[::2] for one in value.split(",") if "=" in one)
     seconds = pairs.get("join_timeout") or pairs.get("timeout")
     if seconds is None:
-        return Outcome(note="no effect: muster configures the rendezvous")
+        return Outcome(note="no effect: Muster configures the rendezvous")
     return Outcome(words=("--join-timeout", f"{seconds}s"))
 
 
@@ -181,17 +181,17 @@ TORCHRUN_FLAGS = (
         "`--hosts a,b`; or use `muster host` and `muster join`",
         apply=_node_rank,
     ),
-    TorchrunFlag(name="--standalone", does="accepted: the default of muster", apply=_accepted),
+    TorchrunFlag(name="--standalone", does="accepted: this is Muster's default", apply=_accepted),
     TorchrunFlag(
         name="--max-restarts",
         value="N",
-        does="the same flag; muster restarts all ranks, with an empty store",
+        does="the same flag; Muster restarts all ranks, with an empty store",
         apply=_becomes("--max-restarts"),
     ),
     TorchrunFlag(
         name="--rdzv-backend",
         value="NAME",
-        does="`c10d` and `etcd-v2` are the same; `static` is muster's default",
+        does="the same flag for `c10d` and `etcd-v2`; `static` is Muster's default",
         apply=_backend,
     ),
     TorchrunFlag(
@@ -218,7 +218,7 @@ TORCHRUN_FLAGS = (
     TorchrunFlag(
         name="--local-addr",
         value="ADDR",
-        does="as `--master-addr`",
+        does="like `--master-addr`",
         apply=_address_flag,
     ),
     TorchrunFlag(
@@ -229,10 +229,10 @@ TORCHRUN_FLAGS = (
     ),
     TorchrunFlag(
         name="--no-python",
-        does="accepted before `python` or a Python program; others are refused: muster runs Python",
+        does="accepted before `python` or a Python program; others are refused: Muster runs only Python code",
         apply=_accepted,
     ),
-    TorchrunFlag(name="--run-path", does="accepted: muster always does this", apply=_accepted),
+    TorchrunFlag(name="--run-path", does="accepted: Muster always does this", apply=_accepted),
     TorchrunFlag(
         name="--log-dir",
         value="DIR",
@@ -253,16 +253,16 @@ TORCHRUN_FLAGS = (
         usual="null",
     ),
     _unused("--role", "no effect: all ranks have the role default", value="NAME", usual="default"),
-    _unused("--monitor-interval", "no effect: muster looks every 0.1 s", value="S"),
+    _unused("--monitor-interval", "no effect: Muster checks every 0.1 s", value="S"),
     _unused("--start-method", "no effect: ranks are new processes, as with torchrun", value="NAME"),
     _unused(
         "--numa-binding",
-        "no effect: ranks are not bound to cores; muster divides the threads among them",
+        "no effect: ranks are not bound to cores; Muster divides the threads among them",
         value="MODE",
     ),
     _unused(
         "--signals-to-handle",
-        "no effect: SIGTERM and Ctrl-C reach the ranks, and Slurm's warning signal",
+        "no effect: SIGTERM, Ctrl-C and Slurm's warning signal always reach the ranks",
         value="NAME,…",
     ),
     TorchrunFlag(
@@ -273,7 +273,7 @@ TORCHRUN_FLAGS = (
     ),
     _refused(
         "--virtual-local-rank",
-        "muster makes all GPUs of a host visible to its ranks, and LOCAL_RANK is the index",
+        "Muster makes all GPUs of a host visible to its ranks, and LOCAL_RANK is the index",
         "leave it out, and use the device LOCAL_RANK",
     ),
     _refused(
@@ -284,7 +284,7 @@ TORCHRUN_FLAGS = (
     ),
     TorchrunFlag(
         name="--use-env",
-        does="(of `torch.distributed.launch`) accepted, and required: muster sets `LOCAL_RANK`",
+        does="(of `torch.distributed.launch`) accepted, and required: Muster sets `LOCAL_RANK`",
         apply=_accepted,
     ),
 )

@@ -116,7 +116,7 @@ def take_run(options: argparse.Namespace) -> RunFolder:
         raise Impossible(
             f"--resume {options.resume} and --config {options.config} were both given",
             why=f"a run is resumed with its own settings, {run.config}",
-            fix="leave out --config; change single settings with --set",
+            fix="leave out --config; change individual settings with --set",
         )
     if not run.config.is_file():
         raise Impossible(
@@ -153,8 +153,8 @@ def _await_processes_left(run: RunFolder) -> None:
     if left := process_cleanup.kill_processes(job.token, within_s=_KILLED_WITHIN_S):
         raise NotNow(
             f"processes of {run.id} are still running: {', '.join(str(process.pid) for process in left)}",
-            why="they do not react to SIGKILL: they are blocked in a driver or on a disk",
-            fix="see dmesg for what they wait for, or restart the host",
+            why="they do not react to SIGKILL because they are blocked in a driver or in disk I/O",
+            fix="run dmesg to see what they wait for, or reboot the host",
         )
 
 
@@ -222,7 +222,7 @@ def _refuse(
             raise Impossible(
                 f"{path} is {_train_shown(value)} ({resolved.sources[path].where}), but {run.id} has "
                 f"{_train_shown(before[path])}",
-                why="a resumed run cannot change this setting: it would be a different training",
+                why="this setting defines the training run, so a resumed run cannot change it",
                 fix="leave it out, or start a new run: muster train --config "
                 f"{shlex.quote(str(run.config))} --set {path}=…",
             )
@@ -262,14 +262,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster train --config config.yaml                    all free GPUs of this machine",
-            "muster train --config config.yaml --num-gpus 2       two of them",
+            "muster train --config config.yaml --num-gpus 2       two free GPUs",
             "muster train --config config.yaml --device cpu --ranks 2    two ranks on the CPU",
             "muster train --config config.yaml --set train.steps=100     override a setting",
             "muster train --config config.yaml --hosts a,b        two hosts over ssh",
             "muster train --config config.yaml --plan             plan for this machine first",
             "muster train --config config.yaml --dry-run          show what would be started",
-            "muster train --resume last                           resume the last training",
-            "muster train --resume last --set train.steps=2000    resume it and train longer",
+            "muster train --resume last                           resume the last training run",
+            "muster train --resume last --set train.steps=2000    resume it, and train longer",
         ],
     )
     parser.add_argument(
@@ -291,7 +291,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument(
         "--plan",
         action="store_true",
-        help="plan for this machine, train with the plan, and compare both after step 3",
+        help="plan for this machine, train with the plan, and report its accuracy after step 3",
     )
     when.add_argument("--detach", action="store_true", help="run in the background")
     when.add_argument("--dry-run", action="store_true", help="show what would be started, and exit")
@@ -341,7 +341,7 @@ def _job(options: argparse.Namespace, resolved: Resolved) -> JobSpec:
         if (options.ranks or 1) > 1 or resolved.settings.launch.hosts:
             raise Impossible(
                 "several processes were requested, but distributed.enabled is false",
-                why=f"by {resolved.sources['distributed.enabled'].where}",
+                why=f"set by {resolved.sources['distributed.enabled'].where}",
                 fix="leave out --ranks and the hosts, or --set distributed.enabled=true",
             )
         options.ranks = 1
@@ -365,8 +365,8 @@ def _choose_device(options: argparse.Namespace, resolved: Resolved) -> None:
         name = "num_gpus" if resolved.settings.distributed.num_gpus else "gpu_ids"
         raise Impossible(
             "model.device_map is cpu, but GPUs were requested",
-            why=f"by {resolved.sources['model.device_map'].where} and by distributed.{name} "
-            f"({resolved.sources[f'distributed.{name}'].where})",
+            why=f"model.device_map is set by {resolved.sources['model.device_map'].where}, "
+            f"distributed.{name} by {resolved.sources[f'distributed.{name}'].where}",
             fix="leave out one of the two; --device cpu overrides both",
         )
 

@@ -33,23 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster watch                       curves, where the time goes, ranks, alerts",
-            "muster watch --once                print it once, as text",
-            "muster watch --browser             show it as a live page",
+            "muster watch --once                print a snapshot as text",
+            "muster watch --browser             show the run as a live page",
             "muster watch --report r.html       write a self-contained page, for a ticket",
             "muster watch --lines --webhook https://hooks.example/…   send alerts to a chat",
         ],
     )
-    parsers.add_run_argument(parser, default="the running one, else the newest")
+    parsers.add_run_argument(parser, default="the running run, else the newest")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print it once, and exit")
+    how.add_argument("--once", action="store_true", help="print a snapshot as text, and exit")
     how.add_argument(
         "--lines",
         action="store_true",
         help="print only alerts, one per line: for a log, or in the background",
     )
-    how.add_argument(
-        "--browser", action="store_true", help="serve it as a live page, and print its URL"
-    )
+    how.add_argument("--browser", action="store_true", help="serve a live page, and print its URL")
     how.add_argument(
         "--report",
         type=Path,

@@ -69,14 +69,17 @@ def _last_trained(
         if reason := _is_test(run):
             left_out[run.id] = reason
         elif of_muster_train and not run.config.is_file():
-            left_out[run.id] = "not of muster train"
+            left_out[run.id] = "not started by muster train"
         elif _has_trained(run):
             return run, f"the last training run{_without(left_out)}"
         elif of_muster_train and not _has_failed(run):
             # Stopped or killed before its first step line: it still is what the user started last.
-            return run, f"the last training run, without a step line yet{_without(left_out)}"
+            return (
+                run,
+                f"the last training run, which has not logged a step yet{_without(left_out)}",
+            )
         else:
-            left_out[run.id] = "no step line and no checkpoint"
+            left_out[run.id] = "it has logged no step and saved no checkpoint"
     raise NoSuchRun(
         f"no training run in {root} can be resumed"
         if of_muster_train
@@ -103,7 +106,7 @@ def _last_change_unix_s(run: RunFolder) -> float:
 
 
 def _is_active(run: RunFolder) -> bool:
-    """Return whether a run is not over, also if it is so new that it has no state yet."""
+    """Return whether a run is not over, even if it is so new that it has no state yet."""
     state = run_state.read_state(run)
     if state is not None:
         return state.active
@@ -114,7 +117,7 @@ def _is_active(run: RunFolder) -> bool:
 
 
 def _is_test(run: RunFolder) -> str:
-    """Return what kind of test a run is; nothing for a run that a user's script is in."""
+    """Return what kind of test a run is; "" for a run of a user's script."""
     job = run_state.read_job(run)
     typed = job.typed[0] if job and job.typed else ""
     if typed == "train" and not run.config.is_file():

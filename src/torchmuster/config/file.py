@@ -122,8 +122,8 @@ def _is_empty(node: "Node") -> bool:
 def _file_written(key: "Node", value: "Node") -> "Node":
     """Return the node whose position is reported.
 
-    The position of an alias is that of its anchor, and the position of an empty value is that of
-    the next node; for both, the key's position is reported.
+    ruamel.yaml gives an alias the position of its anchor, and an empty value the position of the
+    next node; for both, the key's position is reported.
     """
     begin, end = value.start_mark.index, value.end_mark.index
     return key if begin < key.start_mark.index or begin == end else value

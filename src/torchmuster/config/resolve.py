@@ -91,7 +91,9 @@ def _reconcile_gpus(chosen: dict[str, SettingValue]) -> list[Mistake]:
     if count.source.strength > ids.source.strength and wanted < listed:
         return []
     what = f"distributed.num_gpus is {wanted}, but gpu_ids lists {listed} ({ids.source.where})"
-    return [Mistake(where=count.source.where, what=what, fix="change one, or leave one out")]
+    return [
+        Mistake(where=count.source.where, what=what, fix="change one of them, or leave one out")
+    ]
 
 
 def _build(chosen: Mapping[str, SettingValue]) -> Settings:
@@ -174,7 +176,7 @@ def _hint(accepts: str, value: object) -> str:
 
 
 def _other_setting(value: object) -> str:
-    """Return the setting that takes a value like this one: ``hybrid`` is fsdp_sharding_strategy's."""
+    """Return the setting that takes a value like this one: ``hybrid`` belongs to fsdp_sharding_strategy."""
     if not isinstance(value, str) or len(value) < 4:
         return ""
     for path in fields.leaves():

@@ -23,11 +23,11 @@ class Distributed:
     ] = True
     num_gpus: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="How many GPUs to use; all visible ones if left out."),
+        Meta(description="Number of GPUs to use; all visible ones if left out."),
     ] = None
     gpu_ids: Annotated[
         Annotated[tuple[GpuId, ...], Meta(min_length=1)] | None,
-        Meta(description="Which GPUs: nvidia-smi indices, UUIDs or unique prefixes of UUIDs."),
+        Meta(description="GPUs to use: nvidia-smi indices, UUIDs or unique prefixes of UUIDs."),
     ] = None
     strategy: Annotated[
         Literal["auto", "ddp", "fsdp"],
@@ -40,16 +40,16 @@ class Distributed:
     fsdp_shard_size: Annotated[
         Count | None,
         Meta(
-            description="hybrid_shard: ranks that share one copy of the model; the ranks of one "
-            "host if left out."
+            description="With hybrid_shard, the number of ranks that share one copy of the model; "
+            "all ranks of a host if left out."
         ),
     ] = None
     fsdp_cpu_offload: Annotated[
-        bool, Meta(description="Keep fsdp's shards in host memory: slower, fits larger models.")
+        bool, Meta(description="Keep fsdp's shards in host memory: slower, but fits larger models.")
     ] = False
     find_unused_parameters: Annotated[
         bool,
-        Meta(description="Allow ddp steps that do not use all parameters: slower."),
+        Meta(description="Allow ddp steps that do not use all parameters; this is slower."),
     ] = False
     master_port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)] | None,
@@ -70,12 +70,14 @@ class Model:
     ] = None
     build: Annotated[
         Text | None,
-        Meta(description="Your module:function that returns the model, instead of a name."),
+        Meta(
+            description="Your module:function that returns the model, instead of model_name_or_path."
+        ),
     ] = None
     device_map: Annotated[
         Literal["auto", "cuda", "cpu"],
         Meta(
-            description="Type of device to train on; each rank has one. "
+            description="Type of device to train on; each rank uses one. "
             "auto uses GPUs if there are any."
         ),
     ] = "auto"
@@ -135,7 +137,7 @@ class Data:
         Text | None,
         Meta(description="Text dataset: a local folder, or its name on the Hugging Face hub."),
     ] = None
-    split: Annotated[Text, Meta(description="Which split of the Hugging Face dataset.")] = "train"
+    split: Annotated[Text, Meta(description="Split of the Hugging Face dataset.")] = "train"
     text_field: Annotated[
         Text, Meta(description="The field that holds the text, if a record has several fields.")
     ] = "text"
@@ -163,7 +165,7 @@ class Data:
         Meta(description="Worker processes per rank that read ahead; 0 reads in the rank itself."),
     ] = 0
     prefetch: Annotated[
-        Count, Meta(description="Batches that each worker keeps ready; needs workers.")
+        Count, Meta(description="Batches that each worker loads ahead; only used with workers.")
     ] = 2
     evaluation_dataset: Annotated[
         Text | None,
@@ -171,20 +173,20 @@ class Data:
     ] = None
     evaluation_files: Annotated[
         Text | tuple[Text, ...] | None,
-        Meta(description="Text files to evaluate on, as data.files."),
+        Meta(description="Text files to evaluate on, given like data.files."),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Length of the training, batch sizes, optimiser and precision."""
+    """Length of training, batch sizes, optimizer and precision."""
 
     epochs: Annotated[
         Count | None,
         Meta(description="Number of epochs; 1 if steps is left out."),
     ] = None
     steps: Annotated[
-        Count | None, Meta(description="Number of optimiser steps, instead of epochs.")
+        Count | None, Meta(description="Number of optimizer steps, instead of epochs.")
     ] = None
     global_batch_size: Annotated[
         Count | None,
@@ -192,7 +194,9 @@ class Train:
     ] = None
     micro_batch_size: Annotated[
         Count | None,
-        Meta(description="Samples that a rank computes at once; 8 if nothing else sets it."),
+        Meta(
+            description="Samples per forward pass of a rank; 8 unless other settings determine it."
+        ),
     ] = None
     micro_batch_sizes: Annotated[
         Annotated[tuple[Count, ...], Meta(min_length=1)] | None,
@@ -205,7 +209,7 @@ class Train:
         Annotated[float, Meta(gt=0)], Meta(description="Peak learning rate.")
     ] = 1e-3
     weight_decay: Annotated[
-        Annotated[float, Meta(ge=0)], Meta(description="Weight decay of the optimiser.")
+        Annotated[float, Meta(ge=0)], Meta(description="Weight decay of the optimizer.")
     ] = 0.01
     schedule: Annotated[
         Literal["constant", "linear", "cosine"],
@@ -231,7 +235,7 @@ class Train:
         Literal["none", "full", "selective"] | Count,
         Meta(
             description="Recompute activations in the backward pass to save memory: "
-            "full for every block, 2 for every second block, selective keeps matrix products."
+            "full recomputes every block, 2 every second block, selective all but matrix products."
         ),
     ] = "none"
     compile: Annotated[bool, Meta(description="Compile each block with torch.compile.")] = False
@@ -252,7 +256,7 @@ class Checkpoint:
 
     enabled: Annotated[
         bool,
-        Meta(description="Save checkpoints during the training and at its end; false: never."),
+        Meta(description="Save checkpoints during training and at its end; false saves none."),
     ] = True
     every: Annotated[
         Count | Text,
@@ -264,15 +268,15 @@ class Checkpoint:
     folder: Annotated[
         Text | None,
         Meta(
-            description="Where to save them, in a subfolder named after the run: a folder, or a "
-            "URL such as s3://bucket/place; the run folder if left out."
+            description="Folder or URL (such as s3://bucket/path) for checkpoints, in a subfolder "
+            "named after the run; the run folder if left out."
         ),
     ] = None
     mode: Annotated[
         Literal["auto", "async", "sync"],
         Meta(
-            description="async writes while the training continues, which takes host memory; "
-            "auto does so if there is enough."
+            description="async writes while training continues, which needs host memory; "
+            "auto uses async if there is enough memory."
         ),
     ] = "auto"
 
@@ -284,16 +288,16 @@ class Metrics:
     sinks: Annotated[
         tuple[Literal["tensorboard", "parquet", "mlflow", "wandb"], ...],
         Meta(
-            description="Where to send metrics, by a process next to rank 0: tensorboard and "
-            "parquet are files in the run folder, mlflow and wandb are trackers."
+            description="Where to send metrics: tensorboard and parquet write files into the run "
+            "folder, mlflow and wandb are trackers. A sidecar process of rank 0 sends them."
         ),
     ] = ()
     mlflow_uri: Annotated[
         Text | None,
         Meta(
-            description="MLflow tracking URI: http://…, or sqlite:///… on a disk; "
-            "MLFLOW_TRACKING_URI of rank 0's environment if left out. Passwords belong in the "
-            "environment."
+            description="MLflow tracking URI, such as http://… or sqlite:///…; "
+            "MLFLOW_TRACKING_URI in rank 0's environment if left out. Put passwords into the "
+            "environment, not here."
         ),
     ] = None
     mlflow_experiment: Annotated[
@@ -306,7 +310,7 @@ class Metrics:
         Literal["offline", "online"],
         Meta(
             description="offline writes files into the run folder, which wandb sync uploads later; "
-            "online uploads during the run, with WANDB_API_KEY of rank 0's environment."
+            "online uploads during the run, with WANDB_API_KEY from rank 0's environment."
         ),
     ] = "offline"
 
@@ -322,8 +326,8 @@ class Launch:
     max_restarts: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="Restarts of the whole run after consecutive failures, counted anew after "
-            "each checkpoint; if left out, 3 for muster train, else 0."
+            description="Max restarts of the whole run after consecutive failures; each new "
+            "checkpoint resets the count. If left out, 3 for muster train, else 0."
         ),
     ] = None
     remote_python: Annotated[

@@ -1,4 +1,4 @@
-"""Check that the settings describe a training that can run, and report every contradiction."""
+"""Check that the settings describe a training run that can start; report every contradiction."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -136,8 +136,8 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
     if not distributed.enabled and (distributed.num_gpus or 1) > 1:
         yield Mistake(
             where=resolved.sources["distributed.num_gpus"].where,
-            what=f"{distributed.num_gpus} GPUs, but distributed.enabled is false "
-            f"({resolved.sources['distributed.enabled'].where}): one process has one device",
+            what=f"distributed.num_gpus is {distributed.num_gpus}, but distributed.enabled is false "
+            f"({resolved.sources['distributed.enabled'].where}): one process uses one device",
             fix="leave out one of the two",
         )
 
@@ -154,7 +154,7 @@ def _no_functions(resolved: Resolved) -> Iterator[Mistake]:
             yield Mistake(
                 where=resolved.sources[path].where,
                 what=f"{path} is {name!r}, which is not module:function{known}",
-                fix="write the dotted module, a colon, the function: my_project.models:make",
+                fix="write the dotted module name, a colon and the function: my_project.models:make",
             )
 
 
@@ -195,7 +195,7 @@ def _training_times(resolved: Resolved) -> Iterator[Mistake]:
         return
     try:
         too_short = parse_seconds(every) <= 0
-        what = f"checkpoint.every is {every!r}, which is not longer than 0 s"
+        what = f"checkpoint.every is {every!r}, which is not greater than 0 s"
     except ValueError as error:
         too_short, what = True, f"checkpoint.every: {error}"
     if too_short:

@@ -42,14 +42,14 @@ def json_schema() -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the worker's arguments to a parser."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of settings")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings file (YAML)")
     parser.add_argument("--set", action="append", type=_setting, default=[], metavar="KEY=VALUE")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument(
         "--run-folder",
         type=Path,
         metavar="DIR",
-        help="where checkpoints, metrics and weights go (runs/…); a run in it is resumed",
+        help="folder for checkpoints, metrics and weights (default: runs/…); a run in it is resumed",
     )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _MOST_VALUES = 10_000
 _MOST_LEVELS = 20
-_TOO_DEEP = f"is nested too deeply: more than {_MOST_LEVELS} levels, aliases counted"
+_TOO_DEEP = f"is nested too deeply: more than {_MOST_LEVELS} levels, including aliases"
 _TAGS = "tag:yaml.org,2002:"
 _PLAIN = {"map", "seq", "str", "int", "float", "bool", "null"}
 _PLAIN |= {"timestamp", "merge", "value"}  # given to 2026-01-01, << and =, which stay strings
@@ -105,7 +105,7 @@ def _refuse_excess(root: "Node") -> None:
         elif level > _MOST_LEVELS:
             problem = _TOO_DEEP
         elif values > _MOST_VALUES:
-            problem = f"is too large: more than {_MOST_VALUES} values, aliases counted"
+            problem = f"is too large: more than {_MOST_VALUES} values, including aliases"
         if problem:
             mark = node.start_mark
             raise Unreadable(problem, mark.line + 1, mark.column + 1)

@@ -49,7 +49,7 @@ def _as_json_plain(device: Device) -> dict[str, Any]:
 def device_numbers(device: Device) -> dict[str, float]:
     """Return the current measurements of a device; unreadable ones are left out."""
     numbers = {
-        "utilisation_percent": device.utilisation_percent,
+        "utilization_percent": device.utilization_percent,
         "temperature_c": device.temperature_c,
         "power_w": device.power_w,
         "used_memory_mb": None if device.used_bytes is None else device.used_bytes / MiB,

@@ -1,6 +1,6 @@
 """Choose devices: pure functions from a snapshot to a choice and its reason.
 
-Conditions are hard: a device that breaks one is never chosen. Of the remaining devices the least
+Conditions are hard: a device that violates one is never chosen. Of the remaining devices the least
 loaded are chosen; ties are broken by: same model and best connected, then more free memory, then
 newer architecture, then lowest numbers.
 """
@@ -221,7 +221,7 @@ def device_load(device: Device) -> tuple[bool, int, int]:
     """Return a coarse load of a device (in use, busy, full), so that noise does not decide."""
     return (
         bool(in_use_by(device)),
-        (device.utilisation_percent or 0) // 10,
+        (device.utilization_percent or 0) // 10,
         (device.used_bytes or 0) // GiB,
     )
 

@@ -209,7 +209,7 @@ class Claims:
             os.close(lock)
             raise NotNow(
                 f"the lock of {uuid} was taken without the gate",
-                why=f"a program other than muster holds {place.path}",
+                why=f"a program other than Muster holds {place.path}",
                 fix=f"sudo lslocks | grep {uuid}  # shows the process",
             )
         if place.outermost is None:
@@ -255,7 +255,7 @@ class Claims:
             raise Impossible(
                 "GPUs cannot be claimed on this operating system",
                 why="claims need flock, which Windows does not have",
-                fix="pick without a command and without --wait, which claims nothing",
+                fix="run muster gpus pick without a command and without --wait, which claims nothing",
             )
         self._make_folders()
         gate = open_shared(self._folder / "gate.lock")
@@ -288,7 +288,7 @@ class Claims:
                     f"GPUs cannot be claimed: {path} cannot be created",
                     why=error.strerror or str(error),
                     fix="set TORCHMUSTER_CLAIMS_DIR, for every user of this host, to the same "
-                    "local folder, which all of them can write",
+                    "local folder, to which all users can write",
                 ) from error
 
 

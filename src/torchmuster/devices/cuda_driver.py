@@ -3,7 +3,7 @@
 import ctypes
 import os
 
-_NOT_INITIALISED = 3  # CUDA_ERROR_NOT_INITIALIZED
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def cuda_has_started() -> bool:
@@ -19,4 +19,4 @@ def cuda_has_started() -> bool:
     except OSError:
         return False
     count = ctypes.c_int()
-    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALISED)
+    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED)

@@ -44,7 +44,7 @@ class Placement:
 
 
 def states_decide(states_bytes: int, memory_bytes: int) -> bool:
-    """Return whether the size of the states alone decides if a training fits on a device."""
+    """Return whether the size of the states alone decides if a training run fits on a device."""
     return not _CLEARLY_SMALL < states_bytes / memory_bytes <= USABLE_SHARE
 
 
@@ -106,14 +106,14 @@ def _shapes(node: Node, whole: int, request: DeviceRequest) -> Iterator[tuple[Sh
         return Shape(request=asked, strategy=strategy)
 
     if request.count is None or request.count == 1:
-        yield shape(1, whole, "single"), "they fit on one GPU, so single"
+        yield shape(1, whole, "single"), "they fit on one GPU (strategy: single)"
     else:
-        yield shape(request.count, whole, "ddp"), "a copy fits on each GPU, so ddp"
+        yield shape(request.count, whole, "ddp"), "a copy fits on each GPU (strategy: ddp)"
     counts = range(2, len(node.accelerators) + 1) if request.count is None else [request.count]
     for count in counts:
         if count > 1:
             each = math.ceil(whole / count)
-            words = f"too much for one GPU but {format_bytes(each)} on each of {count}, so fsdp"
+            words = f"too much for one GPU, but {format_bytes(each)} on each of {count} (strategy: fsdp)"
             yield shape(count, each, "fsdp"), words
 
 
@@ -122,7 +122,7 @@ def _emptied(node: Node) -> Node:
     return dataclasses.replace(
         node,
         accelerators=tuple(
-            dataclasses.replace(one, used_bytes=0, utilisation_percent=0, processes=())
+            dataclasses.replace(one, used_bytes=0, utilization_percent=0, processes=())
             for one in node.accelerators
         ),
     )
@@ -150,7 +150,7 @@ def _too_large(
         have = f"one usable GPU has {format_bytes(sizes[0])}"
     return TooFewDevices(
         what,
-        why=f"with a 10 % reserve {format_bytes(whole)} are needed in equal parts, and the {have}",
+        why=f"with a 10 % reserve, {format_bytes(whole)} are needed in equal parts, but the {have}",
         fix=f"use {plural(math.ceil(whole / sizes[0]), 'GPU')} of {format_bytes(sizes[0])}, "
         "a smaller dtype, LoRA, or fsdp_cpu_offload: true",
     )

@@ -33,7 +33,7 @@ class DeviceProcess:
     pid: int
     compute: bool
     memory_bytes: int | None = None
-    utilisation_percent: int | None = None
+    utilization_percent: int | None = None
     user: str | None = None
     command: str | None = None
     started_unix_s: float | None = None
@@ -73,7 +73,7 @@ class Device:
     total_bytes: int | None = None
     used_bytes: int | None = None
     reserved_bytes: int | None = None
-    utilisation_percent: int | None = None
+    utilization_percent: int | None = None
     temperature_c: int | None = None
     slowdown_temperature_c: int | None = None
     power_w: float | None = None

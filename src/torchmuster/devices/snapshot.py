@@ -75,7 +75,7 @@ def _key(process: DeviceProcess) -> str | None:
 
 def _worked(device: Device, process: DeviceProcess, before: Sighting, now: float) -> bool:
     """Return whether a process has worked since the last snapshot."""
-    if process.utilisation_percent or _busy_alone(device, process):
+    if process.utilization_percent or _busy_alone(device, process):
         return True
     elapsed = max(now - before.seen_unix_s, 0.001)
     return ((process.cpu_s or 0.0) - before.cpu_s) / elapsed > IDLE_CORE_SHARE
@@ -83,7 +83,7 @@ def _worked(device: Device, process: DeviceProcess, before: Sighting, now: float
 
 def _busy_alone(device: Device, process: DeviceProcess) -> bool:
     """Return whether a busy device has a single process, which then causes the load."""
-    return bool(device.utilisation_percent) and device.compute_processes == (process,)
+    return bool(device.utilization_percent) and device.compute_processes == (process,)
 
 
 def sightings_path(environment: Mapping[str, str], hostname: str) -> Path | None:
@@ -183,7 +183,8 @@ def _memory_errors(device: Device) -> Iterator[Finding]:
             name="ecc-uncorrected",
             status=Status.WARNING,
             what=f"{device.label} has had {plural(count, 'uncorrected memory error')}",
-            why="since the driver was loaded; affected programs crashed or computed wrong results",
+            why="they are counted since the driver was loaded; affected programs crashed or computed "
+            "wrong results",
             fix=f"sudo {reset}  # when idle; if the errors return, replace the GPU",
         )
 

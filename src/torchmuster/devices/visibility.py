@@ -191,7 +191,7 @@ def _ignored(restriction: str, problem: str, chosen: Sequence[Device]) -> Findin
 def _order_is_ambiguous(
     text: str, family: Sequence[Device], environment: Mapping[str, str]
 ) -> bool:
-    """Return whether CUDA may number these GPUs in another order than nvidia-smi does."""
+    """Return whether CUDA may number these GPUs in a different order than nvidia-smi."""
     return (
         bool(re.match(r"\s*\d", text))
         and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
@@ -204,8 +204,8 @@ def _ambiguous(restriction: str, chosen: Sequence[Device]) -> Finding:
     return Finding(
         name="visible-devices-order",
         status=Status.WARNING,
-        what=f"muster reads {restriction} as nvidia-smi's numbers: {names}",
+        what=f"Muster reads {restriction} as nvidia-smi's numbers: {names}",
         why="these GPUs differ, and CUDA's default order is fastest first, so a program started "
-        "without muster may get other GPUs for the same numbers",
+        "without Muster may get other GPUs for the same numbers",
         fix="export CUDA_VISIBLE_DEVICES=" + ",".join(one.uuid for one in chosen),
     )

@@ -1,6 +1,6 @@
 """A check: a question about a host, its cost, and the function that answers it.
 
-Checks are data. Each file in ``machine/`` has those of one subject, in a tuple ``CHECKS``. They are
+Checks are data. Each file in ``machine/`` holds the checks of one subject, in a tuple ``CHECKS``. They are
 independent of each other, read only what ``Surroundings`` provides, and need neither torch nor
 root.
 """

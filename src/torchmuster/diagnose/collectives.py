@@ -68,7 +68,7 @@ def _collectives_slow(
 ) -> Finding:
     first = guilty[0]
     if first.device_uuid:
-        fix = f"check its clocks on {first.host}\nnvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE"
+        fix = f"check the clocks of the GPU on {first.host}\nnvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE"
     else:
         fix = f"check other processes and the CPU clock on {first.host}\ntop\nlscpu"
     return Finding(
@@ -209,7 +209,7 @@ def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
             what=f"{record.where} finishes the same work {late_s:.1f} s later than the others",
             why="in a distributed run all ranks wait for the slowest, at every step",
             fix=f"check for other processes on {record.host}\ntop",
-            evidence=f"the others wait {others:.2f} s for it, it waits {waits[last]:.2f} s",
+            evidence=f"the others wait {others:.2f} s for this rank, which waits {waits[last]:.2f} s",
         )
 
 
@@ -316,7 +316,7 @@ def _backend(records: Sequence[RankRecord]) -> Iterator[Finding]:
         status=Status.WARNING,
         what=f"{len(with_gpu)} of {len(records)} ranks have a GPU, but all use gloo instead of NCCL",
         why=f"{with_gpu[0].backend_reason}. Gloo copies all data through host memory",
-        fix=f"give every rank its own GPU, also on {', '.join(sorted({o.host for o in without}))}"
+        fix=f"give every rank its own GPU, including on {', '.join(sorted({o.host for o in without}))}"
         if without
         else "give every rank its own GPU and use a torch that is built with NCCL",
     )

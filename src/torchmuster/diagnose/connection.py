@@ -48,7 +48,7 @@ def check_connection(address: str, port: int, timeout_s: float) -> Finding:
 
 
 def problem_of(error: OSError, seconds: float) -> str:
-    """Return the problem that a connection error means, given after how many seconds it came."""
+    """Return the problem that a connection error means, if it came after ``seconds``."""
     if isinstance(error, socket.gaierror):
         return "no-name"
     if isinstance(error, TimeoutError):
@@ -64,7 +64,7 @@ def _why(problem: str, address: str, port: int, timeout_s: float) -> str:
     words = {
         "refused": f"{address} is up, but no program listens on port {port}, or a firewall rejects "
         "the connection; other ports may work",
-        "prohibited": "a firewall on it or on the path replies at once that this is prohibited",
+        "prohibited": "a firewall on that host or on the path prohibits the connection (ICMP)",
         "absent": "no reply from that address: the host is off, or on another network",
     }
     return words.get(problem) or meaning_of_errno(problem, timeout_s)
@@ -72,9 +72,9 @@ def _why(problem: str, address: str, port: int, timeout_s: float) -> str:
 
 def _fix_connection(problem: str, address: str, port: int) -> str:
     if problem in ("timeout", "prohibited", "refused"):
-        start = f"start the program that listens there first, or open the port on {address}\n"
+        start = f"first start the program that listens on it, or open the port on {address}\n"
         opened = f"open the port on {address}\n"
         return (start if problem == "refused" else opened) + firewall.open_command_anywhere(port)
     if problem == "no-name":
-        return f"use the address instead of the name, or add it to /etc/hosts: … {address}"
+        return f"use the IP address instead of the name, or add the name to /etc/hosts: … {address}"
     return f"compare the networks of both hosts\nip route get {address}"

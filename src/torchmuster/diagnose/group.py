@@ -344,16 +344,18 @@ class GroupCheck:
 
     async def _try_ranks(self, ready: Sequence[NodeHandle]) -> None:
         if self._quick:
-            self._not_tried.append("ranks: skipped by --quick")
+            self._not_tried.append("ranks (skipped by --quick)")
             return
         able = [node for node in ready if self._has_torch(node)]
         if unable := [node.name for node in ready if node not in able]:
-            self._not_tried.append(f"ranks on {name_several(unable)}: torch cannot be used there")
+            self._not_tried.append(
+                f"ranks on {name_several(unable)}, because torch cannot be used there"
+            )
         groups = able_together(able, self._apart)
         if len(groups) > 1:
             names = "; ".join(name_several([node.name for node in group]) for group in groups)
             self._not_tried.append(
-                f"ranks on all hosts together: the findings separate them ({names})"
+                f"ranks on all hosts together, because of the findings (groups: {names})"
             )
         for group in groups:
             await self._probe(group)

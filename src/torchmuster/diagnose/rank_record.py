@@ -48,7 +48,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective: its values, the ranks whose parts were wrong, and its best times.
 
     The values of a sum come from all ranks, so ``wrong_from`` is empty. ``small`` and ``large`` are
-    the two message sizes; a time is that of the whole call.
+    the two message sizes; each time covers the whole call.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """The exchange with another rank: ``values`` are those that arrived here."""
+    """The exchange with another rank: ``values`` are the values that arrived here."""
 
     peer: int
     values: Values

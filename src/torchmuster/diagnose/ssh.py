@@ -207,7 +207,7 @@ async def find_ssh_problem(way: Destination) -> SshProblem:
     if answers_ping:
         alive = "it answers ping"
     elif other.problem in ("", "refused"):
-        alive = f"it answers at port {_UNUSED_PORT}"
+        alive = f"it answers on port {_UNUSED_PORT}"
     elif card == "REACHABLE" and knocked.problem:
         alive = "its network adapter answers"
     passing, frame_bytes = await _smaller(address, way.port, knocked)

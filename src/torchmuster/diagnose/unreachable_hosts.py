@@ -140,14 +140,14 @@ def _absent(host: str, seen: SshProblem, trouble: Finding) -> Finding:
 
 def _kept_out(host: str, seen: SshProblem, trouble: Finding, problem: str) -> Finding:
     if problem == "prohibited":
-        name, words = "ssh-port-prohibited", "a firewall replies that this is prohibited"
+        name, words = "ssh-port-prohibited", "a firewall prohibits the connection (ICMP)"
     else:
         name, words = "ssh-port-dropped", f"a firewall drops the packets, although {seen.alive}"
     return Finding(
         name=name,
         status=Status.FAILURE,
         what=f"{host} is up, but its port {seen.port} (ssh) is closed to this host: {words}",
-        why=f"it is up, but a firewall on it or on the path blocks ssh at port {seen.port}",
+        why=f"it is up, but a firewall on it or on the path blocks ssh on port {seen.port}",
         fix=_let_in(host, seen),
         evidence=_unreachable_hosts_evidence(seen, trouble),
     )
@@ -201,8 +201,8 @@ def _says_nothing(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         status=Status.FAILURE,
         what=f"{host} accepts connections on port {seen.port} (ssh), but its ssh server does not "
         "respond",
-        why="its kernel responds, its programs do not: it is out of memory, or waits for a disk, "
-        "or another program than ssh listens there",
+        why="its kernel responds, but its programs do not: the host is out of memory or waits for a "
+        "disk, or a program other than ssh listens on that port",
         fix=f"on the console of {host}, check the load:\nuptime\nfree -h\n"
         f"sudo ss -ltnp 'sport = :{seen.port}'",
         evidence=_unreachable_hosts_evidence(seen, trouble),

@@ -55,20 +55,20 @@ def record_values(values: dict[str, Any], step: int | None = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the tracker's class when it is asked for: its base class is Accelerate's."""
+    """Create the tracker class on first use, because its base class comes from Accelerate."""
     if name != "MusterTracker":
         raise AttributeError(name)
     from accelerate.tracking import GeneralTracker
 
     class MusterTracker(GeneralTracker):  # type: ignore[misc]
-        """A tracker of Accelerate that records for ``muster run``."""
+        """An Accelerate tracker that records for ``muster run``."""
 
         name = "muster"
         requires_logging_directory = False
 
         @property
         def tracker(self) -> None:
-            """Nothing to hand out."""
+            """None: there is no underlying tracker object."""
 
         def store_init_configuration(self, values: dict[str, Any]) -> None:
             """Ignore the configuration: it is in the run folder."""

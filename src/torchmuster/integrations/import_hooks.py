@@ -29,7 +29,7 @@ _wanted: dict[str, list[OnImport]] = {}
 
 
 class _Finder(MetaPathFinder):
-    """Finds only modules that somebody waits for, with the help of the other finders."""
+    """Finds only modules with a registered function, using the other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -49,7 +49,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Notifier(Loader):
-    """Loads a module with its own loader, which it restores, and then calls the waiting functions."""
+    """Loads a module with its own loader, which it restores, and then calls the registered functions."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

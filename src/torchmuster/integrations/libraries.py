@@ -1,4 +1,4 @@
-"""Switch on the recording of a rank's script, with whatever libraries it imports."""
+"""Enable recording of a rank's script, for the libraries that it imports."""
 
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +9,7 @@ from torchmuster.integrations.torch_hooks import watch_torch
 
 
 def record_script(rank: int, records: Path, world_size: int) -> Recorder:
-    """Record steps, losses and checkpoints from now on; Lightning finds its callback by an entry point."""
+    """Record steps, losses and checkpoints from now on; Lightning finds its callback through an entry point."""
     recorder = begin_recording(rank, records, world_size)
     watch_torch(recorder)
     when_imported("transformers.trainer", _watch_transformers)

@@ -1,6 +1,6 @@
 """Record the losses, evaluations and checkpoints of Lightning's Trainer.
 
-Lightning finds the callback by its entry point (``lightning.pytorch.callbacks_factory``), so a script needs no change.
+Lightning finds the callback through its entry point (``lightning.pytorch.callbacks_factory``), so a script needs no change.
 """
 
 import importlib

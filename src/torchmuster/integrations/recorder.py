@@ -48,7 +48,7 @@ class Recorder:
         world_size: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``path`` gets the lines: of rank 0 only; None on other ranks."""
+        """Write lines to ``path``, which is None on all ranks except 0."""
         self._path = path
         self._world_size = world_size
         self._clock = clock
@@ -81,7 +81,7 @@ class Recorder:
 
     @property
     def step(self) -> int | None:
-        """The optimizer steps so far, with those before a resume where they are known; None before the first."""
+        """Number of optimizer steps, including those before a resume if known; None before the first step."""
         return self._offset + max(self._counts.values()) if self._counts else None
 
     # ---- called by the training thread
@@ -111,12 +111,12 @@ class Recorder:
         self._data_s += seconds
 
     def begin_at(self, step: int) -> None:
-        """Take over the step of a resumed training from the library that runs it, and reports its checkpoints."""
+        """Count from the step of a resumed run, given by the library that trains and reports its checkpoints."""
         self._library_saves = True
         self._offset = step - max(self._counts.values(), default=0)
 
     def resume_at(self, step: int) -> None:
-        """Count steps from that of the checkpoint that a restarted script loads."""
+        """Count from the step of the checkpoint that a restarted script loads."""
         self._offset = step
 
     def log(self, numbers: Mapping[str, Any], step: int | None = None) -> None:
@@ -161,7 +161,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def library_saves(self) -> Iterator[None]:
-        """Ignore single files while a library writes a checkpoint that it reports itself."""
+        """Ignore individual files while a library writes a checkpoint that it reports itself."""
         before, self._library_saves = self._library_saves, True
         try:
             yield
@@ -263,8 +263,8 @@ recorder: Recorder | None = None
 def log(step: int | None = None, **numbers: Any) -> None:
     """Record numbers of the current step, for example ``torchmuster.log(loss=loss)``.
 
-    Under ``muster run`` they appear in ``muster watch``, ``report.html`` and every experiment tracker; elsewhere nothing
-    happens. Only rank 0's numbers count. A tensor is read when its value has arrived, so a step does not wait for the
+    Under ``muster run`` they appear in ``muster watch``, ``report.html`` and every experiment tracker; elsewhere this
+    does nothing. Only rank 0's numbers count. A tensor is read when its value has arrived, so a step does not wait for the
     device. ``step`` is only needed by a script that was resumed: without it, optimizer steps are counted.
     """
     if recorder is not None:
@@ -278,7 +278,7 @@ def log_evaluation(step: int | None = None, **numbers: Any) -> None:
 
 
 def begin_recording(rank: int, records: Path, world_size: int) -> Recorder:
-    """Record from now on; rank 0 writes ``rank-0.metrics.jsonl`` among the records."""
+    """Record from now on; rank 0 writes ``rank-0.metrics.jsonl`` in the records folder."""
     global recorder  # one per process
     path = records / f"rank-{rank}.metrics.jsonl" if rank == 0 else None
     recorder = Recorder(path, world_size=world_size)

@@ -1,6 +1,6 @@
-"""Notice steps, batches and checkpoints of torch itself: every script has these.
+"""Detect steps, batches and checkpoints through torch itself, which every script uses.
 
-Each function gets the module of torch that was just imported, and uses its public names only.
+Each function gets the module of torch that was just imported, and uses only its public names.
 """
 
 import contextlib

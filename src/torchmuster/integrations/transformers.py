@@ -22,7 +22,7 @@ class MusterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """Forwards what the Trainer logs to ``muster run``; does nothing under other launchers."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take over the step of a resumed training."""
+        """Count from the step of a resumed run."""
         self._began_unix_s = time.time()
         self._saved: set[int] = set()
         if recording.recorder is not None:
@@ -53,7 +53,7 @@ class MusterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._record_checkpoint(args, int(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record a checkpoint that the Trainer made after SIGTERM (``enable_jit_checkpoint``): callbacks are not told."""
+        """Record a checkpoint made after SIGTERM (``enable_jit_checkpoint``), which does not call ``on_save``."""
         for step in (int(state.global_step) - 1, int(state.global_step)):
             written = Path(args.output_dir) / f"checkpoint-{step}" / "trainer_state.json"
             with contextlib.suppress(OSError):

@@ -31,10 +31,10 @@ RULES = (
         ),
         what="a GPU kernel accessed invalid memory",
         why="a bug in a custom kernel or extension, an index out of range, or a tensor used on another GPU than the "
-        "current one; if only on one host, perhaps a faulty GPU",
+        "current one; if it happens on one host only, perhaps a faulty GPU",
         confirm=f"{_EXACT}\ncompute-sanitizer --tool memcheck python train.py",
         fix="run it once with CUDA_LAUNCH_BLOCKING=1: the traceback is then exact\n"
-        "update or rebuild the extension that it names; set the device first: torch.cuda.set_device(local_rank)",
+        "update or rebuild the extension that the traceback names; set the device first: torch.cuda.set_device(local_rank)",
     ),
     Rule(
         name="launch-failure",
@@ -46,7 +46,7 @@ RULES = (
         what="a GPU kernel crashed, and the driver does not report why",
         why="a bug in a kernel, or a GPU hardware problem: heat, power, memory",
         confirm=f"sudo dmesg | grep -i xid\n{_EXACT}",
-        fix="inspect it: muster gpus and nvidia-smi -q on {host}; dmesg there shows Xid errors\n"
+        fix="inspect the GPU: muster gpus and nvidia-smi -q on {host}; dmesg there shows Xid errors\n"
         "if it is always the same line: update torch or the extension; if always the same GPU: exclude it",
     ),
     Rule(
@@ -73,7 +73,7 @@ RULES = (
         unless=(r"CUBLAS_STATUS_ALLOC_FAILED",),
         role=Role.SYMPTOM,
         what="a matrix product failed in cuBLAS",
-        why="most often the GPU's memory is full, shapes or indices are wrong, or another cuBLAS than torch's was "
+        why="most often the GPU's memory is full, shapes or indices are wrong, or a cuBLAS other than torch's was "
         "loaded",
         confirm=f"nvidia-smi   # is memory nearly full?\n{_EXACT}",
         fix="try a smaller batch first; then make sure that no other cuBLAS is loaded:\n"
@@ -98,7 +98,7 @@ RULES = (
         ),
         role=Role.SYMPTOM,
         what="a cuDNN call failed",
-        why="most often the GPU's memory is full, or another cuDNN than torch's was loaded",
+        why="most often the GPU's memory is full, or a cuDNN other than torch's was loaded",
         confirm='nvidia-smi; echo "$LD_LIBRARY_PATH"\n'
         'python -c "import torch; print(torch.backends.cudnn.version())"; ldconfig -p | grep cudnn',
         fix="unset LD_LIBRARY_PATH\n"

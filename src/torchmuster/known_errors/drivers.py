@@ -140,7 +140,7 @@ RULES = (
         "after CUDA was initialized",
         confirm="nvidia-smi; ls -l /dev/nvidia*; lsmod | grep nvidia_uvm",
         fix="sudo rmmod nvidia_uvm; sudo modprobe nvidia_uvm\n"
-        "else:\nsudo reboot\n"
+        "if that does not help:\nsudo reboot\n"
         "set CUDA_VISIBLE_DEVICES before Python starts, not in the script",
     ),
     Rule(
@@ -158,7 +158,7 @@ RULES = (
         what="the driver of {host} cannot enumerate its GPUs",
         confirm=f"ls -l /dev/nvidia*\n{_GPU_AND_TORCH}",
         fix="sudo rmmod nvidia_uvm; sudo modprobe nvidia_uvm\n"
-        "else:\nsudo reboot   # a container: restart it with --gpus all",
+        "if that does not help:\nsudo reboot   # a container: restart it with --gpus all",
     ),
     Rule(
         name="no-kernel-image",
@@ -176,9 +176,9 @@ RULES = (
         what="torch on {host}, or an extension, was not built for this GPU architecture",
         why="the GPU is newer than the build, or too old to be included",
         confirm='python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"',
-        fix="install a torch build that includes the GPU: torch.cuda.get_arch_list() lists them\n"
-        "new GPU: the newest torch, for the newest CUDA; old GPU: an older torch\n"
-        "extension: rebuild it here with TORCH_CUDA_ARCH_LIST set to the compute capability, such as 8.6",
+        fix="install a torch build that supports this GPU: torch.cuda.get_arch_list() lists the supported architectures\n"
+        "for a new GPU: the newest torch for the newest CUDA; for an old GPU: an older torch\n"
+        "for an extension: rebuild it here with TORCH_CUDA_ARCH_LIST set to the compute capability, such as 8.6",
     ),
     Rule(
         name="invalid-device-ordinal",
@@ -210,7 +210,7 @@ RULES = (
         confirm="nvidia-smi --query-gpu=index,compute_mode --format=csv\nmuster gpus   # shows who uses it",
         fix="wait for the other process, or use another GPU: muster run --num-gpus 1 train.py\n"
         "allow processes to share it again:\nsudo nvidia-smi -c DEFAULT\n"
-        "inspect it: muster gpus and nvidia-smi -q on {host}; dmesg there shows Xid errors",
+        "inspect the GPU: muster gpus and nvidia-smi -q on {host}; dmesg there shows Xid errors",
     ),
     Rule(
         name="container-no-gpu",
@@ -248,7 +248,7 @@ RULES = (
             r"GPU requires reset",
         ),
         what="a GPU of {host} no longer answers",
-        why="caused by power, heat, the slot or riser, or the GPU itself",
+        why="the cause is power, heat, the slot or riser, or the GPU itself",
         confirm="sudo dmesg | grep -i -E 'xid|nvrm'; nvidia-smi",
         fix="sudo reboot   # or power-cycle; if it happens again: reseat the GPU, check power and cooling, replace it\n"
         "until then exclude it: muster gpus shows the others",
@@ -264,6 +264,6 @@ RULES = (
         what="the GPU has a hardware fault: an uncorrectable memory error",
         confirm="nvidia-smi -q -d ECC,ROW_REMAPPER; sudo dmesg | grep -i xid",
         fix="sudo nvidia-smi --gpu-reset -i INDEX   # with no process running on it; or reboot\n"
-        "inspect it: muster gpus and nvidia-smi -q on {host}; if it happens again, have the GPU replaced",
+        "inspect the GPU: muster gpus and nvidia-smi -q on {host}; if it happens again, have the GPU replaced",
     ),
 )

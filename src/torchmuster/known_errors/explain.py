@@ -117,7 +117,7 @@ _OCCURRENCES_LOOKED_AT = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What an error text means; ``evidence`` is the line by which it was recognised."""
+    """What an error text means; ``evidence`` is the line by which it was recognized."""
 
     name: str
     role: Role
@@ -246,7 +246,7 @@ def _filled(text: str, details: dict[str, str]) -> str:
 
 _COLLECT = """\
 muster doctor                              # is this host healthy?
-muster check --hosts A,B                   # are the hosts and the connections between them?
+muster check --hosts A,B                   # are the hosts and their connections healthy?
 TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=WARN TORCH_SHOW_CPP_STACKTRACES=1 muster run train.py
 then look at the log of the rank that failed first: runs/<id>/logs/rank-<n>.log"""
 
@@ -291,16 +291,16 @@ def _silence() -> Finding:
         what="there is no text to explain",
         why="a run that hangs often prints nothing: torchrun waits silently for hosts that were not started, "
         "that have another rendezvous endpoint, or whose rendezvous port is used by another program",
-        fix="find out what it waits for:\n"
+        fix="find out what the run waits for:\n"
         "muster check --hosts A,B   # the hosts and the connections between them\n"
-        "or start it with a launcher that reports what it waits for:\n"
+        "or start the run with a launcher that reports what it waits for:\n"
         "muster run --hosts A,B train.py",
     )
 
 
 def _explain_unknown(text: str) -> Finding:
     mistake = own_mistake(text)
-    why = "it contains no known error text"
+    why = "the text contains no known error message"
     if mistake:
         why += (
             "; the first exception looks like a bug in the script, and later errors about lost or late "

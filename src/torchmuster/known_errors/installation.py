@@ -14,7 +14,7 @@ RULES = (
             r"module compiled against (?:API|ABI) version",
             r"numpy\.core\._multiarray_umath failed",
         ),
-        what="a package was built for another NumPy version than the one installed on {host}",
+        what="a package was built for a NumPy version other than the one installed on {host}",
         confirm='python -c "import numpy, torch; print(numpy.__version__, torch.__version__); '
         'torch.zeros(1).numpy()"',
         fix='python -m pip install "numpy<2"  # or a newer version of the package that reports the error',
@@ -26,7 +26,7 @@ RULES = (
         ),
         unless=(r"torch\._C\._distributed_c10d",),
         what="{module} is not installed in this rank's Python environment on {host}",
-        why="torchrun and ssh may start another Python than your shell does",
+        why="torchrun and ssh may start a different Python than your shell",
         confirm='python -c "import sys; print(sys.executable)"; python -m pip show {module}',
         fix="python -m pip install {module}  # on {host}; the package name can differ from the module name",
     ),
@@ -34,7 +34,7 @@ RULES = (
         name="module-missing",
         patterns=(r"No module named ['\"]?(?P<package>\w+)\.(?P<part>[\w.]+\w)",),
         unless=(r"torch\._C\._distributed_c10d",),
-        what="{package} on {host} has no submodule {part}: not installed, or another version",
+        what="{package} on {host} has no submodule {part}: it is not installed, or the version differs",
         why="modules move between versions; or a file of yours with the same name hides the package",
         confirm='python -m pip show {package}; python -c "import {package}; print({package}.__file__)"',
         fix="python -m pip install --upgrade {package}\n"
@@ -75,7 +75,7 @@ RULES = (
         fix="use the toolkit that matches torch:\nexport CUDA_HOME=/usr/local/cuda-12.4 "
         "PATH=/usr/local/cuda-12.4/bin:$PATH\n"
         "or install it:\nconda install -c nvidia cuda-toolkit=12.4\n"
-        "DeepSpeed, only if you know they are compatible:\nexport DS_SKIP_CUDA_CHECK=1",
+        "for DeepSpeed, only if you know that the versions are compatible:\nexport DS_SKIP_CUDA_CHECK=1",
     ),
     Rule(
         name="package-version-mismatch",

@@ -32,8 +32,8 @@ RULES = (
         confirm="ldconfig -p | grep {library}; python -m pip list | grep -i nvidia\n"
         'echo "$LD_LIBRARY_PATH"',
         fix="python -m pip install --force-reinstall torch   # includes libcudart, libcublas, libcudnn, libnccl\n"
-        "libGL:\nsudo apt-get install -y libgl1 libglib2.0-0\nlibcuda: install the driver\n"
-        "Windows: install the Microsoft Visual C++ Redistributable (x64)",
+        "for libGL:\nsudo apt-get install -y libgl1 libglib2.0-0\nfor libcuda: install the driver\n"
+        "on Windows: install the Microsoft Visual C++ Redistributable (x64)",
     ),
     Rule(
         name="symbol-mismatch",
@@ -55,7 +55,7 @@ RULES = (
         fix="unset LD_LIBRARY_PATH\n"
         "rebuild the extension for the installed torch:\npython -m pip install --no-build-isolation "
         "--no-cache-dir --force-reinstall PACKAGE\n"
-        "iJIT_NotifyEvent:\nconda install mkl=2024.0",
+        "for iJIT_NotifyEvent:\nconda install mkl=2024.0",
     ),
     Rule(
         name="glibcxx-missing",
@@ -67,8 +67,8 @@ RULES = (
         why="GLIBCXX comes with gcc's libstdc++, and conda often has a newer one than the system; GLIBC is part of the "
         "system, and only a newer system or an older build helps",
         confirm="strings /usr/lib/x86_64-linux-gnu/libstdc++.so.6 | grep GLIBCXX | tail -1; ldd --version | head -1",
-        fix="GLIBCXX:\nconda install -c conda-forge libstdcxx-ng\n"
+        fix="for GLIBCXX:\nconda install -c conda-forge libstdcxx-ng\n"
         "export LD_LIBRARY_PATH=$CONDA_PREFIX/lib:$LD_LIBRARY_PATH\n"
-        "GLIBC: run it in a container with a newer system, or install an older build of the package",
+        "for GLIBC: use a container with a newer system, or install an older build of the package",
     ),
 )

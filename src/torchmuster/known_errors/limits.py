@@ -40,7 +40,7 @@ RULES = (
             r"\bEMFILE\b|\[Errno 24\]",
         ),
         what="this rank reached its limit of open files and sockets",
-        why="DataLoader workers send tensors as open files; a list of them keeps them open",
+        why="DataLoader workers send tensors as open files, which stay open as long as the script keeps the tensors",
         confirm="ulimit -n; ls /proc/PID/fd | wc -l",
         fix="raise the limit on {host} (ulimit -n 65536), or use fewer DataLoader workers\n"
         'or send tensors by name: torch.multiprocessing.set_sharing_strategy("file_system")',
@@ -102,7 +102,7 @@ RULES = (
             r"shared memory",
         ),
         what="this user is not allowed to read or write a file or device on {host}",
-        why="on clusters it is often a cache or folder created by another user, or by root in a container",
+        why="on clusters, the file is often in a cache or folder that another user, or root in a container, created",
         confirm="id; ls -ld {path}",
         fix="write to your own folders:\nexport HF_HOME=$HOME/hf TORCH_HOME=$HOME/torch TMPDIR=$HOME/tmp\n"
         "sudo chown -R $USER {path}   # if it should belong to you\n"

@@ -50,7 +50,7 @@ RULES = (
         ),
         details=_PORT,
         what="the port is already in use by another program",
-        why="often by an earlier run that is still running, or two jobs use the same default port",
+        why="often an earlier run is still running, or two jobs use the same default port",
         confirm="ss -ltnp 'sport = :{port}'   # which process has it; Windows: netstat -ano | findstr :{port}",
         fix="find the process, and kill it if it is left over: ss -ltnp\n"
         "or use another port:\n"
@@ -68,7 +68,7 @@ RULES = (
         ),
         details=(r"\[(?P<address>[\w.:-]+)\]:\d+",),
         what="a program tried to use an address that {host} does not have",
-        why="the first host opens the port at MASTER_ADDR; this fails if that is the address of another host, a "
+        why="the first host listens on MASTER_ADDR; this fails if that is the address of another host, a "
         "public address behind NAT, or a name with an IPv6 address that is not configured",
         confirm="ip -brief address   # is {address} listed? Windows: ipconfig",
         fix="set MASTER_ADDR or --rdzv-endpoint to an address of rank 0's host that the other hosts can reach",
@@ -94,7 +94,7 @@ RULES = (
         role=Role.CAUSE,
         what="the etcd server of the rendezvous does not answer",
         confirm="curl http://HOST:2379/health",
-        fix="start it, or see its log; torch uses the v2 API:\n"
+        fix="start the etcd server, or see its log; torch uses the v2 API:\n"
         "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 --advertise-client-urls http://HOST:2379",
     ),
     Rule(
@@ -112,8 +112,8 @@ RULES = (
         details=_ENDPOINT,
         role=Role.PEER_LATE,
         what="not all hosts joined the rendezvous in time, or they cannot reach it",
-        why="torchrun's agents meet at the rendezvous endpoint, by default port 29400. It is blocked or closed, the "
-        "first host was not started or does not recognise the endpoint as its own (its host name resolves to "
+        why="torchrun's agents connect to the rendezvous endpoint, by default port 29400. The port is blocked or closed, the "
+        "first host was not started or does not recognize the endpoint as its own (its host name resolves to "
         "127.0.1.1), or the hosts have different --nnodes, --rdzv-id or endpoints",
         confirm=_TRY_THE_WAY,
         fix=_OPEN_THE_WAY,
@@ -161,7 +161,7 @@ RULES = (
         details=_ENDPOINT,
         role=Role.PEER_LATE,
         what="a rank could not connect to the store at {address}, port {port}, in time",
-        why="rank 0 opens MASTER_PORT at MASTER_ADDR. It was not started, exited, or listens at another address; or "
+        why="rank 0 listens on MASTER_ADDR and MASTER_PORT. It was not started, has exited, or listens on another address; or "
         "a firewall drops the packets",
         confirm=_TRY_THE_WAY,
         fix=_OPEN_THE_WAY,
@@ -185,7 +185,7 @@ RULES = (
         confirm="see the other ranks' logs: which one is missing, and what did it do last?\n"
         "muster check --hosts A,B   # can all hosts reach each other on all ports?",
         fix=f"{_LOOK_AT_PEERS}\n"
-        "if one is only slow: init_process_group(timeout=timedelta(minutes=30))",
+        "if a rank is only slow: init_process_group(timeout=timedelta(minutes=30))",
     ),
     Rule(
         name="hostname-is-loopback",
@@ -196,9 +196,9 @@ RULES = (
         ),
         details=(r"(?P<address>127\.[\d.]+\d)",),
         role=Role.PEER_GONE,
-        what="a rank tried to connect to {address}, which is the loopback address of every host",
+        what="a rank tried to connect to {address}, a loopback address, which on every host is the host itself",
         why="the name of a host resolves to a loopback address on it (a line 127.0.1.1 in /etc/hosts), so it sent that "
-        "address to the others. If all ranks are on one host, the other rank exited before instead",
+        "address to the others. If all ranks are on one host, the cause is another: a rank exited earlier",
         confirm='getent hosts "$(hostname)"   # on every host; must not be 127.…\n'
         "ip route get ADDRESS-OF-ANOTHER-HOST   # shows the right interface after dev",
         fix="export GLOO_SOCKET_IFNAME=IFACE NCCL_SOCKET_IFNAME=IFACE   # the interface to the other hosts\n"
@@ -225,8 +225,8 @@ RULES = (
         ),
         details=_ENDPOINT,
         role=Role.PEER_GONE,
-        what="nothing listens at the store's address, {address}, port {port}: the connection was refused",
-        why="rank 0 has not started yet, has exited, or listens at another address or port",
+        what="nothing listens on the store's address, {address}, port {port}: the connection was refused",
+        why="rank 0 has not started yet, has exited, or listens on another address or port",
         confirm="ss -ltn 'sport = :{port}'   # on rank 0's host, while the others try to connect\n"
         "nc -vz {address} {port}      # from the host that failed",
         fix="start rank 0 first, and give all ranks the same MASTER_ADDR and MASTER_PORT\n"

@@ -34,8 +34,8 @@ RULES = (
             r"Free memory on device[^\n]{0,80}is less than desired",
             r"No available memory for the cache blocks",
         ),
-        what="the GPU has not enough free memory for this step",
-        why="the model's weights, gradients, optimiser state and activations, or another process, use it",
+        what="the GPU does not have enough free memory for this step",
+        why="the model's weights, gradients, optimizer state and activations, or another process, use the memory",
         confirm="nvidia-smi   # who uses it? muster gpus shows the owners\n"
         "print(torch.cuda.memory_summary())   # before the step that failed",
         fix="use a smaller batch with gradient accumulation, bf16, activation checkpointing or FSDP; "
@@ -96,7 +96,7 @@ RULES = (
         ),
         unless=(r"oom_kill event|oom-kill|Out of memory: Kill|OOMKilled",),
         role=Role.SYMPTOM,
-        what="a process was killed by SIGKILL; the text does not say by whom",
+        what="a process was killed by SIGKILL; the text does not show what sent the signal",
         why="most often by the kernel because the host or the job ran out of memory; else by a scheduler's limit "
         "or by a user's kill -9",
         confirm=_WHO_WAS_KILLED,
@@ -128,8 +128,8 @@ RULES = (
         what="shared memory (/dev/shm) is full; DataLoader workers pass batches through it, and NCCL uses it too",
         why="containers get 64 MB of it by default",
         confirm="df -h /dev/shm; ls -l /dev/shm   # full, or with files of dead runs?",
-        fix="give it more shared memory:\ndocker run --shm-size=8g …   # or --ipc=host\nin Kubernetes an emptyDir "
-        "of medium Memory at /dev/shm; or use DataLoader(num_workers=0)\n"
+        fix="give the container more shared memory:\ndocker run --shm-size=8g …   # or --ipc=host\nin Kubernetes, mount an "
+        "emptyDir with medium: Memory at /dev/shm; or use DataLoader(num_workers=0)\n"
         "on your own host:\nsudo mount -o remount,size=90% /dev/shm",
     ),
     Rule(

@@ -76,8 +76,8 @@ RULES = (
             r"ProcessGroupNCCL is not available|NCCL is not available",
             r"NCCL[^\n]{0,40}not (?:supported|available) (?:on|for|in)",
         ),
-        what='the script requests the backend "nccl", which needs NVIDIA GPUs and a CUDA build of torch; the torch '
-        "on {host} is not one",
+        what='the script requests the backend "nccl", which needs NVIDIA GPUs and a CUDA build of torch; torch on '
+        "{host} is not a CUDA build",
         why="builds for the CPU, Windows and macOS have no NCCL",
         confirm='python -c "import torch; print(torch.__version__, torch.distributed.is_nccl_available())"',
         fix='init_process_group()  # without a name torch chooses the backend; or "gloo"\n'
@@ -118,7 +118,7 @@ RULES = (
         confirm="nvidia-smi topo -p2p r   # OK, or not supported?",
         fix="export NCCL_P2P_DISABLE=1\n"
         "in a container:\ndocker run --ipc=host …\n"
-        "newer NCCL without cuMem:\nexport NCCL_CUMEM_ENABLE=0",
+        "with a newer NCCL, disable cuMem:\nexport NCCL_CUMEM_ENABLE=0",
     ),
     Rule(
         name="infiniband-errors",
@@ -137,10 +137,10 @@ RULES = (
         why="a link is down or lossy, the GID index is wrong (RoCE), or locked memory is limited",
         confirm="ibstat; ibv_devinfo   # State: Active, Physical state: LinkUp?\n"
         "ulimit -l             # unlimited?",
-        fix="RoCE:\nexport NCCL_IB_GID_INDEX=3   # show_gids prints the index\n"
+        fix="for RoCE:\nexport NCCL_IB_GID_INDEX=3   # show_gids prints the index\n"
         "choose the adapter:\nexport NCCL_IB_HCA=mlx5_0\n"
         "allow locked memory:\nulimit -l unlimited\n"
-        "to continue without it:\nexport NCCL_IB_DISABLE=1",
+        "to continue without InfiniBand:\nexport NCCL_IB_DISABLE=1",
     ),
     Rule(
         name="backend-device-mismatch",

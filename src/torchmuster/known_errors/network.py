@@ -16,11 +16,11 @@ RULES = (
             r"remote worker crashing",
         ),
         role=Role.PEER_GONE,
-        what="another rank, or its host, went away while this rank was connected to it",
+        what="another rank exited, or its host became unreachable, while this rank was connected to it",
         why="the cause is in the last log lines of that rank, not in this error",
         confirm="grep -l Traceback runs/*/logs/rank-*.log   # which rank has an error of its own?\n"
-        "dmesg | grep -i 'killed process'           # on each host: did the kernel kill one?",
-        fix=f"{_LOOK_AT_PEERS}\nmuster run reports it automatically",
+        "dmesg | grep -i 'killed process'           # on each host: did the kernel kill a rank?",
+        fix=f"{_LOOK_AT_PEERS}\nmuster run names that rank automatically",
     ),
     Rule(
         name="connection-reset",
@@ -36,9 +36,9 @@ RULES = (
         unless=(r"ncclRemoteError",),
         role=Role.PEER_GONE,
         what="an open connection to the store or to another rank was closed",
-        why="the rank at the other end exited, often rank 0, which serves the store; or it ran alone to completion, as "
-        "torchrun does when the hosts' clocks differ by 16 s or more; or its torch is much older and "
-        "incompatible; or a device between the hosts drops idle connections",
+        why="the rank at the other end exited, often rank 0, which serves the store. Or it ran alone to completion, as "
+        "torchrun does when the hosts' clocks differ by 16 s or more. Or its torch is too old to be "
+        "compatible, or a device between the hosts drops idle connections",
         confirm="see rank 0's log first: did it exit before this? with how many ranks?\n"
         "muster check --hosts A,B   # compares versions and clocks, and tests the connections between hosts",
         fix=f"{_LOOK_AT_PEERS}\nif the versions differ: install the same torch on every host\n"
@@ -87,7 +87,7 @@ RULES = (
         "muster doctor --only names   # on {host}: checks its own name, and prints the line to add",
         fix="add the name to /etc/hosts on {host}, or use addresses:\n"
         "echo 'ADDRESS {name}' | sudo tee -a /etc/hosts\n"
-        "if it is the host's own name, this does not depend on it:\n"
+        "muster run does not depend on the host's own name:\n"
         "muster run --hosts A,B train.py",
     ),
     Rule(
@@ -103,7 +103,7 @@ RULES = (
         name="hostname-unresolvable",
         patterns=(r"^(?:Error: )?failed to connect to (?P<name>[a-z][\w-]*)\s*$",),
         role=Role.SYMPTOM,
-        what="a host could not be reached by its name, {name}",
+        what="cannot connect to {name}: the name may not resolve",
         why="names that only Windows or macOS announce on the local network do not resolve elsewhere",
         confirm="getent hosts {name}; ping -c 2 {name}   # Windows: nslookup {name}",
         fix="use its address instead of its name: MASTER_ADDR=192.168.1.10",
@@ -125,7 +125,7 @@ RULES = (
         details=(r"remote=\[(?P<address>[\d.]+)\]", r"(?:connect|timeout) \[(?P<address>[\d.]+)\]"),
         role=Role.PEER_GONE,
         what="the ranks could not connect to each other: gloo cannot reach {address}",
-        why="if no rank failed before, a firewall is between the hosts (every rank listens on its own random "
+        why="if no rank failed before, a firewall blocks the connection (every rank listens on its own random "
         "port), or gloo chose an interface that the others cannot reach, such as docker0 with 172.17.0.1",
         confirm=f"ip route get {{address}}   # on the host that failed\n{_ALL_WAYS}",
         fix="allow all TCP ports between the hosts, in both directions:\n"
@@ -167,7 +167,7 @@ RULES = (
             r"to (?P<address>\d+\.\d+\.\d+\.\d+)",
         ),
         what="{host} has no route to {address}",
-        why="there is no route, the host is down, or a firewall rejects with 'prohibited' (the default of firewalld "
+        why="there is no route, the host is down, or a firewall rejects the packets with 'prohibited' (the default of firewalld "
         "and RHEL); a closed port would report 'refused'",
         confirm="ip route get {address}\nping -c 2 {address}   # if ping works and the port does not: a firewall",
         fix="on {address}:\nsudo firewall-cmd --add-source=OTHER-ADDRESS --zone=trusted\n"
@@ -200,12 +200,12 @@ RULES = (
         ),
         role=Role.PEER_LATE,
         what="a collective timed out: another rank did not reach the same point",
-        why="that rank hangs, exited silently, does something else (saves, evaluates, tokenises), has more or fewer "
-        "batches, or the network drops large packets (MTU)",
+        why="that rank hangs, has exited, is busy (saving, evaluating, tokenizing) or has a different number of batches; "
+        "or the network drops large packets (MTU)",
         confirm="py-spy dump --pid PID   # on each host, while it hangs: where is the rank that does not wait?\n"
         f"{_ALL_WAYS}, and path MTU",
         fix="find out what the other ranks did in the meantime (their logs)\n"
-        "if one is only slow: init_process_group(timeout=timedelta(minutes=30))\n"
+        "if a rank is only slow: init_process_group(timeout=timedelta(minutes=30))\n"
         "if the number of batches differs: DistributedSampler(…, drop_last=True), or the Join context",
     ),
     Rule(

@@ -21,7 +21,7 @@ RULES = (
             r"has been marked as ready twice",
         ),
         what="DDP received a parameter's gradient twice in one backward pass",
-        why="it is used in several passes before one backward, or activation checkpointing runs the same layer again",
+        why="the parameter is used in several forward passes before one backward, or activation checkpointing runs the same layer again",
         confirm="TORCH_DISTRIBUTED_DEBUG=DETAIL muster run train.py   # names the parameter",
         fix="checkpoint(…, use_reentrant=False), without find_unused_parameters\n"
         "or, if the graph is the same in every step: DistributedDataParallel(model, static_graph=True)",

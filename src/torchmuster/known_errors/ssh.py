@@ -61,7 +61,7 @@ RULES = (
         what="no ssh server listens on {machine}, port {port}",
         confirm="nc -vz {machine} {port}\nsystemctl status ssh sshd   # on {machine}; in a container: is sshd running?",
         fix="sudo systemctl enable --now ssh || sudo systemctl enable --now sshd   # on {machine}\n"
-        "another port: ssh -p PORT, or Port in ~/.ssh/config, which muster reads too",
+        "for another port: ssh -p PORT, or Port in ~/.ssh/config, which Muster also uses",
     ),
     Rule(
         name="ssh-timeout",

@@ -60,7 +60,7 @@ RULES = (
             r"Expected object of type torch\.(?!cuda)\w+ but \w+ type torch\.cuda\.\w+",
         ),
         what="tensors of different dtypes were used together, or the operation does not support a dtype",
-        why="only part of the model is in half precision; or labels are not integers",
+        why="only part of the model is in half precision, or labels are not integers",
         confirm=_SHOW,
         fix='run the step under autocast: with torch.autocast("cuda", dtype=torch.bfloat16):\n'
         "or convert them: x.to(weight.dtype); labels: y.long()\n"
@@ -121,7 +121,7 @@ RULES = (
             r"is a view and is being modified inplace",
         ),
         what="a tensor that the backward pass needs was modified in place",
-        why="x += y, relu_(), inplace=True; under DDP also buffers (BatchNorm) when the model runs twice before backward",
+        why="common causes are x += y, relu_() and inplace=True; under DDP also buffers (BatchNorm) if the model runs twice before backward",
         confirm="torch.autograd.set_detect_anomaly(True)   # the traceback then names the operation",
         fix="write x = x + y instead of x += y, and inplace=False\n"
         "under DDP with several forward passes: DistributedDataParallel(model, broadcast_buffers=False)",

@@ -115,7 +115,7 @@ ANYWHERE: Mapping[str, Word] = {
     "not-done": Word(
         "not done yet",
         "a gap of the starter was reached",
-        "replace it by your code; see reading.md next to the file",
+        "replace it with your code; see reading.md next to the file",
     ),
     "missing": Word(
         "a required name is missing",
@@ -124,7 +124,7 @@ ANYWHERE: Mapping[str, Word] = {
     ),
     "raised": Word(
         "your code raised an error",
-        "the last line of the traceback is the error, the line of your file the location",
+        "the last line of the traceback is the error; the line of your file shows where it occurred",
         "fix the reported error; for more details, call the function from your own script",
     ),
     "ended": Word(
@@ -134,7 +134,7 @@ ANYWHERE: Mapping[str, Word] = {
     ),
     "died": Word(
         "the process died",
-        "nothing was raised: it was killed, ran out of memory, or called os._exit",
+        "no error was raised: the process was killed, ran out of memory, or called os._exit",
         "do not exit or kill the process in your code",
     ),
     "hangs": Word(

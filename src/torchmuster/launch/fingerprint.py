@@ -156,7 +156,7 @@ def _hooked(top: str) -> list[Path]:
 
 
 def packages() -> dict[str, str]:
-    """Return the normalised name and the version of every installed package."""
+    """Return the normalized name and the version of every installed package."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         try:

@@ -112,7 +112,7 @@ def parse_hosts(words: Sequence[str]) -> tuple[Host, ...]:
     if twice:
         raise Impossible(
             f"host {twice[0]!r} is listed more than once",
-            why="list each host once, with its number of ranks",
+            why="a host may be listed only once; its number of ranks follows a colon",
             fix=f"--hosts {twice[0]}:{names.count(twice[0])}",
         )
     return hosts
@@ -140,7 +140,7 @@ def parse_nodes(text: str) -> NodeCounts:
     if not _is_count(least) or not _is_count(most) or int(least) > int(most):
         raise Impossible(
             f"{text!r} is not a valid number of hosts",
-            why="it is N, or MIN:MAX",
+            why="expected a number N or a range MIN:MAX",
             fix="--nodes 4, or --nodes 2:4",
         )
     return NodeCounts(least=int(least), most=int(most))

@@ -181,7 +181,7 @@ class Signal(Message, frozen=True, kw_only=True, tag="signal"):
 
 
 class DumpStacks(Message, frozen=True, kw_only=True, tag="dump-stacks"):
-    """Request stack dumps and flight recorders of these ranks."""
+    """Request stack dumps and flight recorder dumps from these ranks."""
 
     ranks: tuple[Integer, ...]
 

@@ -28,17 +28,17 @@ NAMES = (
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._broadcast_oop",
-        "identify collectives in a flight recorder that need the same shapes on all ranks",
+        "identify recorded collectives that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._all_gather_base",
-        "identify collectives in a flight recorder that need the same shapes on all ranks",
+        "identify recorded collectives that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._reduce_scatter_base",
-        "identify collectives in a flight recorder that need the same shapes on all ranks",
+        "identify recorded collectives that need the same shapes on all ranks",
         without="ranks with different shapes are not reported",
     ),
     PrivateName(

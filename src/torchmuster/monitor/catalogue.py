@@ -226,7 +226,7 @@ RANK_WAITING = _gauge(
 )
 
 # ---- accelerators
-GPU_UTILISATION = _gauge(
+GPU_UTILIZATION = _gauge(
     "muster_gpu_utilization_ratio",
     "ratio",
     "share of the time in which a kernel ran",
@@ -312,10 +312,13 @@ HOST_NETWORK = _total(
 
 # ---- exporter
 EXPORTER_SERIES = _gauge(
-    "muster_exporter_series", "", "series in this response, without this one", _HOST
+    "muster_exporter_series", "", "number of series in this response, not counting this one", _HOST
 )
 EXPORTER_TIME = _gauge(
-    "muster_exporter_collect_seconds", "seconds", "duration of collecting them", _HOST
+    "muster_exporter_collect_seconds",
+    "seconds",
+    "time to collect the samples of this response",
+    _HOST,
 )
 
 METRICS: tuple[Metric, ...] = tuple(

@@ -82,7 +82,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "GPUs",
         (
-            _panel("utilisation", (catalogue.GPU_UTILISATION, "{{host}} {{gpu_uuid}}")),
+            _panel("utilization", (catalogue.GPU_UTILIZATION, "{{host}} {{gpu_uuid}}")),
             _panel("memory", (catalogue.GPU_MEMORY_USED, "{{host}} {{gpu_uuid}}")),
             _panel("temperature", (catalogue.GPU_TEMPERATURE, "{{host}} {{gpu_uuid}}")),
             _panel("power", (catalogue.GPU_POWER, "{{host}} {{gpu_uuid}}")),

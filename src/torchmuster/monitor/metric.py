@@ -36,7 +36,7 @@ class Level(enum.StrEnum):
 class Metric:
     """One metric: name, unit and meaning.
 
-    ``labels`` are those in addition to its scope's; each has few values, listed in ``help``.
+    ``labels`` are added to the labels of its scope; each has few values, listed in ``help``.
     """
 
     name: str

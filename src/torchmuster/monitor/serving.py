@@ -57,7 +57,7 @@ class Access:
 
 
 def check_access(access: Access) -> None:
-    """Refuse to listen on other addresses than loopback without a token and TLS."""
+    """Refuse to listen on addresses other than loopback without a token and TLS."""
     if access.is_loopback:
         return
     missing = [

@@ -36,9 +36,12 @@ def magic_parser() -> argparse.ArgumentParser:
     start.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
     start.add_argument("--gpu-ids", nargs="+", metavar="ID")
     where = start.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="A,B:4", help="hosts to connect to by ssh")
+    where.add_argument("--hosts", metavar="A,B:4", help="hosts to connect to over ssh")
     where.add_argument(
-        "--nnodes", type=_positive, metavar="N", help="number of hosts that join with a code"
+        "--nnodes",
+        type=_positive,
+        metavar="N",
+        help="number of hosts, including this one; the others join with a code",
     )
     commands.add_parser("stop", help="stop the ranks")
     commands.add_parser("restart", help="stop the ranks and start new ones")
@@ -46,7 +49,10 @@ def magic_parser() -> argparse.ArgumentParser:
     pull = commands.add_parser("pull", help="copy a variable into the notebook")
     pull.add_argument("name")
     pull.add_argument(
-        "--rank", type=int, metavar="N", help="from this rank only; default: a list, by rank"
+        "--rank",
+        type=int,
+        metavar="N",
+        help="copy from this rank only (default: a list of the values of all ranks)",
     )
     return words
 

@@ -14,7 +14,7 @@ from torchmuster.runfolder import RunFolder
 
 
 class LauncherOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What to launch: the first line. ``guests`` are hosts that join with a code."""
+    """The job to launch, sent as the first line. ``guests`` are hosts that join with a code."""
 
     spec: JobSpec
     run: str
@@ -97,7 +97,7 @@ class Launcher:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def tell(self, message: LauncherOrder | ToLauncher) -> None:
@@ -108,7 +108,7 @@ class Launcher:
             self._process.stdin.flush()
 
     def end(self) -> None:
-        """Make it stop all ranks, and wait for that."""
+        """Make it stop all ranks, and wait until it exits."""
         self.tell(EndLauncher())
         self.tell(EndLauncher())  # the second request kills the ranks
         assert self._process.stdin is not None

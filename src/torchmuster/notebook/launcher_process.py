@@ -157,7 +157,7 @@ def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
 
 
 def main() -> int:
-    """Launch the job of the first line; return the exit code."""
+    """Launch the job that the first line describes; return the exit code."""
     kernel = _Kernel(sys.stdin.fileno(), sys.stdout.buffer)
     line = kernel.line()
     if not line:

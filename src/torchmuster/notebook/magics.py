@@ -103,7 +103,7 @@ class Notebook:
     def _show_status(self) -> None:
         ranks = self._ranks
         if ranks is None or not ranks.alive:
-            print("no ranks running; %muster start --ranks 2")
+            print("no ranks running; to start some: %muster start --ranks 2")
             return
         print(f"{_magics_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
         if ranks.refused:
@@ -186,8 +186,8 @@ class Notebook:
         told = [errors] if errors else []
         told += [
             f"interrupted, but {where} and did not return",
-            "Ctrl-C does not interrupt a rank that waits in a collective; so all ranks were "
-            "restarted: their variables are lost",
+            "Ctrl-C does not interrupt a rank that waits in a collective, so all ranks were "
+            "restarted and their variables are lost",
             "rerun the cells that define what you need, starting with init_process_group",
         ]
         raise RanksError("\n".join(told))

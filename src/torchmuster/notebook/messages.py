@@ -1,6 +1,6 @@
 """The messages between the notebook and its ranks, and their authentication.
 
-A message is four bytes of length, big endian, and that many bytes of MessagePack, decoded into
+A message is a 4-byte big-endian length and that many bytes of MessagePack, decoded into
 these types only: nothing is unpickled. Before the first message both sides prove that they have the
 key, with a fixed number of bytes that need no parser. The key itself is never sent.
 """
@@ -21,7 +21,7 @@ _RANK_BYTES = 4
 
 
 class NotebookAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The notebook's addresses; with a fingerprint, TLS with that certificate."""
+    """The notebook's addresses; with a fingerprint, ranks connect over TLS and check the certificate."""
 
     addresses: tuple[tuple[str, int], ...]
     fingerprint: str = ""

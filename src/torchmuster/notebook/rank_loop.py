@@ -40,7 +40,7 @@ _NAMES_SHOWN = 8
 
 
 class _ToNotebook(io.TextIOBase):
-    """Standard output and error of cells. A child by fork writes to the rank's log instead."""
+    """Standard output and error of cells. A forked child writes to the rank's log instead."""
 
     encoding = "utf-8"
 
@@ -126,7 +126,7 @@ class RankLoop:
             if asked.name not in self._space:
                 raise Impossible(
                     f"there is no variable {asked.name!r}",
-                    why=f"defined by its cells: {self._defined()}",
+                    why=f"the cells of this rank have defined: {self._defined()}",
                     fix="define it in a cell that starts with %%ranks",
                 )
             content = values.encode_value(asked.name, self._space[asked.name])
@@ -169,9 +169,9 @@ def connect(meeting: NotebookAddress, secret: bytes, rank: int) -> Connection:
     raise Impossible(
         f"rank {rank} cannot connect to the notebook",
         why="; ".join(f"{place}: {error}" for place, error in tried.items()),
-        fix="open the network path from this host to the notebook's host: muster check --hosts … "
+        fix="allow connections from this host to the notebook's host; muster check --hosts … "
         "shows what "
-        "blocks it",
+        "blocks them",
     )
 
 
@@ -181,7 +181,7 @@ def _open(address: str, port: int, fingerprint: str, secret: bytes, rank: int) -
         if fingerprint:
             end = certificate.client_context().wrap_socket(end)
             if not certificate.is_known(end.getpeercert(True), bytes.fromhex(fingerprint)):
-                raise NotTheOther("its certificate is not that of the notebook")
+                raise NotTheOther("its certificate does not match the notebook's")
         introduce_rank(end, secret, rank)
     except BaseException:
         end.close()

@@ -280,7 +280,7 @@ class Ranks:
                 raise self._why_over("the ranks have exited")
 
     def _keep(self, findings: Sequence[Finding]) -> None:
-        """Store why the ranks exit; a hang that may recover is not a reason."""
+        """Store why the ranks exit; a hang that may recover does not count."""
         failures = [one for one in findings if one.status is Status.FAILURE]
         self._found = failures[-1] if failures else self._found
 

@@ -101,7 +101,7 @@ class CellShown:
         self._write(f"{render(findings)}\n")
         if self._done and any(one.name in KEEPS_WAITING.values() for one in findings):
             ended = progress_html(self._done, (), {})
-            self._write(f"{ended}, and {'comes' if len(self._done) == 1 else 'come'} no more\n")
+            self._write(f"{ended}, and will not join the collective\n")
 
     def passing(self, done: Mapping[int, Done]) -> None:
         """Update the display, given the ranks that have finished."""

@@ -13,7 +13,7 @@ from torchmuster.units import format_bytes
 _TUPLE, _TENSOR, _ARRAY = 1, 2, 3
 _PLAIN = (type(None), bool, int, float, str, bytes)
 CAN_BE_PULLED = (
-    "numbers, texts, bytes, lists, tuples and dicts of them, torch tensors and numpy arrays"
+    "numbers, strings, bytes, torch tensors, numpy arrays, and lists, tuples and dicts of these"
 )
 
 

@@ -98,7 +98,7 @@ def _round(value: float, step: float) -> float:
 
 
 def _charts_step(width: float) -> float:
-    """Return a round step, of which four to eight make the width."""
+    """Return a round step size that divides the width into four to eight steps."""
     rough = width / 5
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough * 0.999)

@@ -1,1 +1,1 @@
-"""Plan a training: whether it fits, how to split it, and how fast it will be."""
+"""Plan a training run: whether it fits, how to split it, and how fast it will be."""

@@ -1,4 +1,4 @@
-"""What is trained, and one candidate to spread it over ranks: plain values, stored as JSON."""
+"""The training job, and one way to spread it over ranks: plain values, stored as JSON."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -10,7 +10,7 @@ Recompute: TypeAlias = Literal["none", "full", "selective"] | int  # an integer 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained, without how it is spread; the names are those of the settings."""
+    """What is trained, without how it is spread; the names match the settings."""
 
     build: str | None = None  # module:function that returns the model
     model_name_or_path: str | None = None  # or a transformers model: folder, or name on the hub

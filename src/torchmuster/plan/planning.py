@@ -68,7 +68,7 @@ def make_plan(asked: PlanRequest, look: Look, *, rates: Rates, simulate: bool = 
 
 
 def cost_of(one: Forecast, asked: PlanRequest) -> forecast.CostForecast | None:
-    """Return hours and cost of the whole training; None if its length or speed is unknown."""
+    """Return hours and cost of the whole run; None if its length or speed is unknown."""
     if asked.tokens is None or one.time is None:
         return None
     # A candidate may use only some of the GPUs; unused ones cost nothing.
@@ -116,7 +116,7 @@ def _planning_findings(best: Forecast, asked: PlanRequest, explored: Explored) -
         yield Finding(
             name="not-traced",
             status=Status.WARNING,
-            what="this model cannot be traced: memory is estimated by a formula, time is unknown",
+            what="this model cannot be traced: memory is estimated by a formula, and time is unknown",
             why=explored.refused.what,
             fix=explored.refused.fix,
         )

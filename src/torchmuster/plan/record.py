@@ -1,6 +1,6 @@
 """The record of a trace of training steps: plain values, written by the probe, read without torch.
 
-Sizes are those of the traced rank (rank 0), which has the largest shards. A *block* is one of the
+Sizes are for the traced rank (rank 0), which has the largest shards. A *block* is one of the
 model's repeated layers; everything is recorded with its block, to compute other depths.
 """
 
@@ -109,7 +109,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRecord:
-    """A traced training: two steps of rank 0."""
+    """A trace of two training steps of rank 0."""
 
     request: TraceRequest
     torch: str

@@ -53,8 +53,8 @@ def request_from_settings(
         raise Impossible(
             "a plan does not support train.micro_batch_sizes",
             why=f"it gives each rank its own size "
-            f"({resolved.sources['train.micro_batch_sizes'].where}), and a plan needs equal ranks",
-            fix="--set train.micro_batch_sizes=null, and train.micro_batch_size for all ranks",
+            f"({resolved.sources['train.micro_batch_sizes'].where}), but a plan assumes equal ranks",
+            fix="--set train.micro_batch_sizes=null --set train.micro_batch_size=N",
         )
     return PlanRequest(
         work=work_from_settings(resolved, folder=folder),
@@ -143,7 +143,7 @@ def _precision(asked: Literal["auto", "fp32", "bf16", "fp16"], card: Gpu) -> Dec
         return Decision(value=chosen, reason=f"{chosen}: {why}{_of_speed(chosen, card)}")
     if asked == "bf16" and card.number_types is not None and "bfloat16" not in card.number_types:
         raise Impossible(
-            f"precision bf16 was requested, but {card.name} has no bf16",
+            f"precision bf16 was requested, but {card.name} does not support bf16",
             fix="use precision auto or fp16, or another GPU",
         )
     return Decision(value=asked, reason=f"{asked}: requested{_of_speed(asked, card)}")

@@ -1,8 +1,8 @@
 """Decide whether every rank can hold a copy of a model: by its states if clear, else by a trace.
 
-The size of the states (parameters, gradients, optimiser) is known without a trace. If they are a
-small part of the memory, a copy fits; if they exceed it, none does. In between the activations
-decide, which are traced.
+The size of the states (parameters, gradients, optimizer) is known without a trace. If they are a
+small part of the memory, a copy fits; if they exceed it, none does. In between, the choice depends
+on the activations, which are traced.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Question:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the states alone decide."""
+        """Whether the size of the states is enough to decide."""
         return states_decide(self.states_bytes, self.memory_bytes)
 
     @property
@@ -86,20 +86,20 @@ class Spread:
 def strategy_for(question: Question, by_states: Decision[Name], look: Look) -> Decision[Spread]:
     """Decide between ddp and fsdp; ``by_states`` is the decision by sizes, kept if it is clear.
 
-    ``look`` traces. If that fails for any reason, the sizes decide and the reason says so.
+    ``look`` traces. If tracing fails, the decision by sizes is used, and the reason says so.
     """
     if question.is_clear:
         return Decision(value=Spread(name=by_states.value), reason=by_states.reason)
     try:
         needed = _needed(question, look)
     except MusterError as error:
-        reason = f"{by_states.reason} (by its states alone: {error.what})"
+        reason = f"{by_states.reason} (based on its states alone: {error.what})"
         return Decision(value=Spread(name=by_states.value), reason=reason)
     return _by_trace(question, needed)
 
 
 def _needed(question: Question, look: Look) -> memory.Memory:
-    precision = Decision(value=question.precision, reason="as the training has it")
+    precision = Decision(value=question.precision, reason="set by the training run")
     asked = PlanRequest(work=question.work, hardware=question.hardware, precision=precision)
     records = Traces(asked, look).of(question.copies)
     if isinstance(records, TraceRefused):
@@ -121,11 +121,11 @@ def _by_trace(question: Question, needed: memory.Memory) -> Decision[Spread]:
     if needed.high_bytes <= question.memory_bytes:
         return Decision(
             value=Spread(name="ddp", promise=promise),
-            reason=f"ddp: traced, a whole copy {takes}",
+            reason=f"ddp: according to a trace, a full copy {takes}",
         )
     return Decision(
         value=Spread(name="fsdp"),
-        reason=f"fsdp: traced, a whole copy {takes}, up to {format_bytes(needed.high_bytes)}: "
-        f"too much; sharded over {question.ranks} ranks the states take "
+        reason=f"fsdp: according to a trace, a full copy {takes}, up to "
+        f"{format_bytes(needed.high_bytes)}: too much; sharded over {question.ranks} ranks the states take "
         f"{format_bytes(question.states_bytes // question.ranks)}",
     )

@@ -1,4 +1,4 @@
-"""The private torch names that the planner uses, in addition to those of training."""
+"""The private torch names that the planner uses, in addition to the ones that training uses."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

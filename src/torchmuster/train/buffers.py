@@ -1,4 +1,4 @@
-"""Tensors that no optimiser trains, such as BatchNorm's running means: all ranks use rank 0's."""
+"""Tensors that no optimizer trains, such as BatchNorm's running means: all ranks use rank 0's."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Count the floating-point operations of a training once, with torch's ``FlopCounterMode``.
+"""Count the floating-point operations of a training step once, with ``FlopCounterMode``.
 
 The count includes matrix products, convolutions and attention, forward and backward, and recomputed
 activations. Operations compiled by ``torch.compile`` are not visible: then nothing is counted.

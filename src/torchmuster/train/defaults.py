@@ -82,12 +82,12 @@ def micro_batch_size(loader: Loader, world: World) -> int | None:
 
 
 def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, Any] | None) -> None:
-    """Raise if a checkpoint has a schedule and this training has none, or vice versa."""
+    """Raise if a checkpoint has a schedule and this run has none, or vice versa."""
     if (schedule is None) == (saved is None):
         return
-    had, has = ("no schedule", "has one") if saved is None else ("a schedule", "has none")
+    had, has = ("without", "has one") if saved is None else ("with", "has none")
     raise Impossible(
-        f"the checkpoint was trained with {had}, and this training {has}",
+        f"the checkpoint was saved {had} a learning-rate schedule, but this run {has}",
         why="the learning rates would differ from here on",
         fix="use the same schedule, or start a new run",
     )

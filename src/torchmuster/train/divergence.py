@@ -81,9 +81,9 @@ class Divergence:
             what=f"the ranks' weights differ at step {step}: first {first}"
             + (f", and {count - 1} more" if count > 1 else ""),
             why=f"{' against '.join(parts)}; {since}",
-            fix="look for a difference between ranks: weights changed outside the optimiser, "
+            fix="look for a difference between ranks: weights changed outside the optimizer, "
             "another "
-            "seed or version, an optimiser step that some ranks skip, a faulty device; "
+            "seed or version, an optimizer step that some ranks skip, a faulty device; "
             "resume from an earlier checkpoint",
         )
 

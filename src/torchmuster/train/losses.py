@@ -2,7 +2,7 @@
 
 A loss is either the mean over the samples of a micro-batch, or ``(total, count)``: a sum over items
 such as tokens, and their number. :class:`torchmuster.train.step.TrainStep` weights both so
-that the step equals that of the whole batch.
+that the result equals one step on the whole batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,9 +28,10 @@ def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the mean cross entropy of ``(inputs, targets)`` over the samples."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise Impossible(
-            f"the loss cross_entropy takes batches of (inputs, targets); this one is {_losses_kind(batch)}",
-            why="a dataset for it returns pairs: (input, class)",
-            fix="return pairs from the dataset, or set your own loss: module:function",
+            "the loss cross_entropy needs batches of (inputs, targets), but this batch is "
+            f"{_losses_kind(batch)}",
+            why="its dataset must return pairs: (input, class)",
+            fix="return pairs from the dataset, or set your own loss (model.loss: module:function)",
         )
     inputs, targets = batch
     logits = _logits(model(inputs)).float()
@@ -52,9 +53,11 @@ def language_model(
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise Impossible(
-            f"the loss language_model takes batches with input_ids; this one is {_losses_kind(batch)}",
-            why="a dataset for it returns dictionaries: {'input_ids': …, 'labels': …}",
-            fix="return such dictionaries, or set another loss: cross_entropy or module:function",
+            "the loss language_model needs batches with input_ids, but this batch is "
+            f"{_losses_kind(batch)}",
+            why="its dataset must return dictionaries: {'input_ids': …, 'labels': …}",
+            fix="return such dictionaries, or set another loss (model.loss: cross_entropy or "
+            "module:function)",
         )
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = _logits(model(**inputs))
@@ -92,9 +95,9 @@ def _refuse_labels(logits: torch.Tensor, targets: torch.Tensor, error: Exception
     kind = str(targets.dtype).removeprefix("torch.")
     if targets.shape != logits.shape and targets.dtype not in (torch.int64, torch.uint8):
         raise Impossible(
-            f"the labels of a batch are {kind}, and the loss cross_entropy takes int64",
+            f"the labels of a batch are {kind}, but the loss cross_entropy needs int64",
             why=f"a label is the number of one of the model's {classes} classes",
-            fix="return labels.long(), or set your own loss: model.loss, module:function",
+            fix="return labels.long(), or set your own loss (model.loss: module:function)",
         ) from error
     counted = targets[targets != IGNORED]
     if targets.is_floating_point() or not counted.numel():
@@ -135,8 +138,8 @@ def _logits(output: Any) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor):
         raise Impossible(
             f"the model returned {_losses_kind(output)}, but the loss needs logits",
-            why="logits are a tensor, or the field 'logits' of the output",
-            fix="return them from the model, or set your own loss: module:function",
+            why="the output must be a tensor of logits, or have a field 'logits'",
+            fix="return logits from the model, or set your own loss (model.loss: module:function)",
         )
     return logits
 

@@ -1,4 +1,4 @@
-"""Optimisers and learning-rate schedules by the names used in settings."""
+"""Optimizers and learning-rate schedules by the names used in settings."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def optimizer_named(name: Name, *, learning_rate: float, weight_decay: float) -> MakeOptimizer:
-    """Return a function that creates the optimiser from parameters; sgd has a momentum of 0.9.
+    """Return a function that creates the optimizer from parameters; sgd has a momentum of 0.9.
 
     adamw is torch's fused one, which reads from the device whether to apply a step: see
     :class:`torchmuster.train.step.TrainStep`. torch's fused SGD cannot do that in its first step, nor for shards.
@@ -63,7 +63,7 @@ def schedule(
     warmup_steps: int = 0,
     total_steps: int | None = None,
 ) -> LambdaLR:
-    """Return torch's LambdaLR for a curve; ``total_steps`` counts optimiser steps of the whole run."""
+    """Return torch's LambdaLR for a curve; ``total_steps`` counts optimizer steps of the whole run."""
     if shape not in _AFTER_WARM_UP:
         raise Impossible(
             f"unknown schedule {shape!r}", fix=f"use one of {', '.join(get_args(Shape))}"
@@ -71,9 +71,8 @@ def schedule(
     if total_steps is None and shape != "constant":
         raise Impossible(
             f"the schedule {shape!r} needs the number of steps, which is not known here",
-            why="the length of the data is known only at its end; without it only a constant rate "
-            "is "
-            "possible",
+            why="the length of a stream is known only at its end, and without it only a constant rate "
+            "is possible",
             fix="set the number of steps, or use the schedule 'constant'",
         )
     if total_steps is not None and warmup_steps > total_steps:

@@ -45,7 +45,7 @@ class MemoryTable:
 
     @property
     def states_bytes(self) -> int:
-        """Memory kept between steps: parameters, gradients, optimiser states and buffers."""
+        """Memory kept between steps: parameters, gradients, optimizer states and buffers."""
         return sum(size for _, size in self.states)
 
     @property
@@ -54,7 +54,7 @@ class MemoryTable:
         return (
             ("parameters", self.parameters_bytes),
             ("gradients", self.gradients_bytes),
-            ("optimiser states", self.optimizer_bytes),
+            ("optimizer states", self.optimizer_bytes),
             ("buffers", self.buffers_bytes),
         )
 
@@ -185,12 +185,12 @@ _PHASES = (
     ("/torchmuster/train/strategies/placing.py", "while initializing the model's values"),
     ("/torch/autograd/", "in the backward"),
     ("/torch/_tensor.py", "in the backward"),
-    ("/torch/optim/", "in the optimiser step"),
-    ("/torch/nn/utils/clip_grad.py", "in gradient clipping"),
+    ("/torch/optim/", "in the optimizer step"),
+    ("/torch/nn/utils/clip_grad.py", "during gradient clipping"),
     ("/torch/nn/parallel/distributed.py", "in the forward"),
     ("/torch/nn/modules/", "in the forward"),
-    ("/torch/distributed/", "in communication"),
-    ("/torch/utils/data/", "in data loading"),
+    ("/torch/distributed/", "during communication"),
+    ("/torch/utils/data/", "during data loading"),
 )
 
 

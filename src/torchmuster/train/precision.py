@@ -88,7 +88,7 @@ def _look_precision(device: torch.device) -> dict[str, Any]:
 
 
 def choose_precision(asked: str, of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
-    """Choose one precision for all ranks: the least capable GPU decides, and is named."""
+    """Choose the precision that all ranks' GPUs support; the reason names the least capable GPU."""
     if asked == "auto":
         return _automatic(of_ranks)
     if asked not in PRECISIONS:
@@ -98,7 +98,7 @@ def choose_precision(asked: str, of_ranks: Sequence[PrecisionSupport]) -> Decisi
         raise Impossible(
             f"precision bf16 was requested, but {_precision_name(without, of_ranks)} does not "
             "support bf16",
-            why="all ranks use one dtype",
+            why="all ranks must use the same dtype",
             fix="use precision auto or fp16, or exclude that GPU",
         )
     return Decision(value=PRECISIONS[asked], reason=f"{asked}: requested")

@@ -1,4 +1,4 @@
-"""One optimiser step over any number of micro-batches and ranks, equal to one process with the whole batch.
+"""One optimizer step over any number of micro-batches and ranks, equal to one process with the whole batch.
 
 Each loss is weighted by its count relative to the count of *all* ranks in *all* micro-batches of
 the step; a mean of means would differ wherever counts differ::
@@ -11,7 +11,7 @@ the step; a mean of means would differ wherever counts differ::
         outcome = update.apply()
 
 The device decides whether a step is applied, so the host need not wait: torch's fused Adam and
-AdamW read the decision from a tensor. For every other optimiser the host reads it in every step.
+AdamW read the decision from a tensor. For every other optimizer the host reads it in every step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,9 +62,9 @@ _LOOP = "for micro in update.accumulate(step): … update.backward(loss); then u
 class StepResult:
     """The result of a step; the same on every rank.
 
-    ``applied`` and ``overflowed`` wait until the device has computed the step, ``norm`` and
-    ``counted`` for all queued work. After the next step's ``apply()``, the first two are available
-    without waiting.
+    ``applied`` and ``overflowed`` wait until the device has computed the step; ``norm`` and
+    ``counted`` wait for all queued work. After the next step's ``apply()``, the first two are
+    available without waiting.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TrainStep:
         self._unsettled: StepResult | None = None  # of the last step: the host may not know it yet
 
     def accumulate(self, step: Step) -> Iterator[MicroBatch]:
-        """Yield the micro-batches; gradients are communicated in the last one's backward only."""
+        """Yield the micro-batches; ranks synchronize gradients only in the last backward."""
         if self._step is not None:
             raise MusterError("a step was started before the previous one was applied", fix=_LOOP)
         self._step = step
@@ -186,7 +186,7 @@ class TrainStep:
             if self._micro is not None:
                 raise MusterError(
                     f"micro-batch {len(seen)} of {rounds} had no backward",
-                    why="all ranks communicate in the backward, so no rank may skip one",
+                    why="all ranks communicate in the backward, so no rank may skip it",
                     fix=_LOOP,
                 )
         if len(seen) != rounds:
@@ -195,8 +195,8 @@ class TrainStep:
     def backward(self, loss: torch.Tensor, count: int | torch.Tensor | None = None) -> None:
         """Run the backward of a micro-batch's weighted loss.
 
-        Without ``count`` the loss is the mean over the micro-batch's samples; with it, a sum over that many
-        items (tokens); the ranks sum both.
+        Without ``count`` the loss is the mean over the micro-batch's samples. With ``count`` it is a
+        sum over that many items (tokens); the ranks add up both sums and counts.
         """
         step, micro = self._step, self._micro
         if step is None or micro is None:
@@ -338,9 +338,9 @@ class TrainStep:
         kinds = {True: "(total, count)", False: "a mean"}
         if self._counts_items is not None:
             raise MusterError(
-                f"the loss function returned {kinds[counts_items]} now and "
+                f"the loss function returned {kinds[counts_items]}, but "
                 f"{kinds[not counts_items]} before",
-                why="all losses of a step must be of one kind, on all ranks",
+                why="all losses of a step must be of the same kind, on all ranks",
                 fix="always return the mean, or always (total, count)",
             )
         said = all_gather_object(
@@ -348,9 +348,9 @@ class TrainStep:
         )  # once in a run, before the first backward
         if len(set(said)) > 1:
             raise MusterError(
-                "the ranks return losses of two kinds: "
+                "the ranks return different kinds of losses: "
                 + ", ".join(f"rank {rank}: {kinds[one]}" for rank, one in enumerate(said)),
-                why="all losses of a step must be of one kind, on all ranks",
+                why="all losses of a step must be of the same kind, on all ranks",
                 fix="return the mean on every rank, or (total, count) on every rank",
             )
         self._counts_items = counts_items
@@ -360,7 +360,7 @@ class TrainStep:
         return None if self._scale is None else self._scale.value()
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save besides those of optimiser and schedule: plain JSON types."""
+        """Return the state to save in addition to optimizer and schedule, as plain JSON types."""
         self.settle()
         return {"loss_scale": None if self._scale is None else self._scale.state()}
 
@@ -371,7 +371,7 @@ class TrainStep:
 
 
 def _decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether an optimiser reads from a device tensor whether to apply a step."""
+    """Return whether an optimizer reads from a device tensor whether to apply a step."""
     # Not SGD: if its first step is skipped, torch's fused SGD uses an uninitialized momentum
     # buffer.
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
@@ -419,8 +419,9 @@ def _no_loss(given: Any) -> MusterError:
 def _wrong_number(step: Step, done: int) -> MusterError:
     return MusterError(
         f"step {step.number} of epoch {step.epoch} has {step.rounds} micro-batches on every rank, "
-        f"but {done} were computed on this one",
-        why="all ranks communicate in the last one's backward",
-        fix="compute every micro-batch that accumulate() yields; a loader yields as many as rounds "
-        "says",
+        f"but this rank computed {done}",
+        why="ranks synchronize gradients in the backward of the last micro-batch, so each rank must "
+        "compute all of them",
+        fix="compute every micro-batch that accumulate() yields; a custom loader must yield "
+        "step.rounds of them",
     )

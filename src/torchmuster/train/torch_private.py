@@ -23,7 +23,7 @@ NAMES = (
     PrivateName(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
         "detect that a module was returned by torch.compile",
-        without="the same as without _compiled_call_impl",
+        without="a compiled module is not detected, and the operation count is too low",
     ),
     PrivateName(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper._checkpoint_wrapped_module",
@@ -138,7 +138,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a sparse tensor, in which a position may have several."""
+    """Return the values of a sparse tensor, which may have several values per position."""
     return tensor._values() if hasattr(tensor, "_values") else tensor.coalesce().values()
 
 

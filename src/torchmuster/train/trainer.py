@@ -99,8 +99,7 @@ class Trainer:
         if evaluation is not None and evaluation.loader is loader:
             raise Impossible(
                 "training and evaluation use the same loader",
-                why="a loader has one position: an evaluation would change the position of the "
-                "training",
+                why="a loader has a single position, which an evaluation would change",
                 fix="give Evaluation its own loader, which may read the same dataset",
             )
         self.world = world
@@ -134,7 +133,7 @@ class Trainer:
         )
         self.reports = reports or Reports(world)
         self.epoch = 0
-        self.step = 0  # optimiser steps so far, over all epochs
+        self.step = 0  # optimizer steps so far, over all epochs
         self._position: dict[str, Any] | None = None  # of the loader, in an unfinished epoch
         self.evaluated = 0  # the step of the last evaluation
         self._goes_on = False  # resumed from another process's checkpoint
@@ -302,7 +301,7 @@ class Trainer:
 
     @contextmanager
     def _reporting(self, epochs: int | None) -> Iterator[None]:
-        """Print the banner, and clean up at the end, also after an error."""
+        """Print the banner, and clean up at the end, even after an error."""
         in_epoch = self.loader.steps_in_epoch()
         ends = [self._last_step] if self._last_step is not None else []
         if epochs is not None and in_epoch is not None:
@@ -356,7 +355,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state` returned, also on another number of ranks."""
+        """Restore what :meth:`state` returned, even on another number of ranks."""
         progress = state["progress"]
         self._unsettled = None
         defaults.refuse_another_schedule(self.schedule, progress["schedule"])

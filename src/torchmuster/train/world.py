@@ -148,14 +148,14 @@ def gather_rows(
 
 
 def assert_same_on_all_ranks(settings: Mapping[str, object], world: World) -> None:
-    """Raise the same error on all ranks if one of them was started with other settings."""
+    """Raise the same error on all ranks if one of them was started with different settings."""
     told = all_gather_object({name: repr(value) for name, value in settings.items()}, world)
     for rank, theirs in enumerate(told):
         different = [name for name in theirs if theirs[name] != told[0][name]]
         if different:
             name = different[0]
             raise Impossible(
-                f"rank {rank} has other settings than rank 0: {name} is {theirs[name]}, "
+                f"rank {rank} has different settings from rank 0: {name} is {theirs[name]}, "
                 f"not {told[0][name]}",
                 why=f"settings that differ: {len(different)}; all ranks must use the same settings",
                 fix="start all ranks with the same file, flags and TORCHMUSTER_ variables",
@@ -194,7 +194,7 @@ def rank_zero_first(
         said = _wait_world(store, key, timeout_s)
         if said != _DONE:
             raise MusterError(
-                f"what rank {world.global_rank} waited for failed on {said}",
+                f"rank {world.global_rank} waited for work that failed on {said}",
                 fix="fix the error on that rank; the other ranks were only waiting",
             )
         yield
@@ -217,7 +217,7 @@ def _wait_world(store: Store, key: str, timeout_s: float) -> str:
         return str(store.get(key).decode())
     except RuntimeError as error:  # torch's store errors
         raise MusterError(
-            "the ranks' store is gone while waiting for the first rank",
+            "the ranks' store became unreachable while waiting for the first rank",
             why=str(error).splitlines()[0],
             fix="check rank 0's log: its process hosts the store, and may have exited",
         ) from error

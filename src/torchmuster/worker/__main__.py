@@ -1,11 +1,11 @@
 """The program of each rank for training from settings.
 
-Also under plain torchrun::
+It also works under plain torchrun::
 
     torchrun --nproc-per-node 2 -m torchmuster.worker --config config.yaml --set train.steps=100
 
 ``muster train`` starts it on every rank. It translates settings into the parts of ``train/``, which
-do not see them.
+know nothing about settings.
 """
 
 import argparse
@@ -66,14 +66,14 @@ def check_ranks(resolved: Resolved, world: World) -> None:
     if not wanted.enabled and world.world_size > 1:
         raise Impossible(
             f"distributed.enabled is false, but {world.world_size} ranks were started",
-            why=f"by {resolved.sources['distributed.enabled'].where}: false means one process",
-            fix="start one process, or --set distributed.enabled=true",
+            why=f"it is set by {resolved.sources['distributed.enabled'].where}; false means one process",
+            fix="start one process, or add --set distributed.enabled=true",
         )
     if wanted.num_gpus not in (None, started):
         rank_zero_log(
             world,
             f"distributed.num_gpus is {wanted.num_gpus}, but {started} ranks were started on this "
-            "host: the launcher decides, here --nproc-per-node",
+            "host: the launcher's --nproc-per-node takes precedence",
         )
     if wanted.gpu_ids is not None and world.device.type != "cpu":
         rank_zero_log(

@@ -50,8 +50,8 @@ def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
 def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decision[LoaderSpec]:
     """Return the batch sizes; ``kept`` is the global batch size of the resumed run.
 
-    The global batch size stays the same on any number of ranks; if that took a change, the reason
-    says so.
+    The global batch size stays the same on any number of ranks; if that required a change, the
+    reason says so.
     """
     wanted = settings.train
     sizes = (wanted.global_batch_size, wanted.micro_batch_size, wanted.micro_batch_sizes)
@@ -61,7 +61,7 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
     whole, reason = wanted.global_batch_size, ""
     if kept is not None and whole not in (None, kept):
         raise Impossible(
-            f"train.global_batch_size is {whole}, but this run's steps have {kept} samples",
+            f"train.global_batch_size is {whole}, but the run was started with {kept}",
             why="a resumed run must keep its global batch size",
             fix=f"set train.global_batch_size={kept}, or start a new run",
         )
@@ -70,8 +70,8 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
         whole = kept
         if at_once != kept:
             reason = (
-                f"a step keeps the {kept} samples of the resumed run; "
-                f"the ranks compute at most {at_once} at once"
+                f"the global batch size stays {kept}, as in the resumed run; "
+                f"the ranks compute at most {at_once} samples at once"
             )
     return Decision(
         value=LoaderSpec(

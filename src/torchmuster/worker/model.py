@@ -155,7 +155,7 @@ def write_model_files(
 def _save_tokenizer(
     folder: Path, recipe: ModelRecipe, tokenizer: Tokenizer | None, world: World
 ) -> None:
-    """Save the tokenizer of the training, else the one in the model's folder."""
+    """Save the tokenizer used in training, else the one in the model's folder."""
     if isinstance(tokenizer, TransformersTokenizer):
         tokenizer.save(folder)
         return

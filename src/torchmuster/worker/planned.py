@@ -1,4 +1,4 @@
-"""``strategy: auto`` by tracing, if the model's size does not decide whether copies fit."""
+"""Choose ``strategy: auto`` by tracing, if the model's size does not show whether copies fit."""
 
 import threading
 from pathlib import Path
@@ -71,7 +71,7 @@ def _traced(
     progress.phase = "planning"  # shown by monitors while this rank waits for other processes
     rank_zero_log(
         world,
-        "tracing a few layers of the model: its size does not decide whether copies of it fit",
+        "tracing a few layers of the model: its size alone does not show whether copies fit",
     )
     with Tracer(cache=cache_folder(), say=lambda text: rank_zero_log(world, text)) as tracer:
         limit = threading.Timer(TRACED_WITHIN_S, tracer.give_up)

@@ -69,12 +69,14 @@ def _promise(world: World, folder: Path) -> Promise | None:
     try:
         promise = comparison.read_promise(folder)
     except Impossible as error:  # training must not fail because of its plan
-        rank_zero_log(world, f"{error.what}: not compared")
+        rank_zero_log(world, f"{error.what}; the run is not compared with its plan")
         return None
     if promise is not None and promise.candidate.layout.ranks != world.world_size:
         planned = promise.candidate.layout.ranks
         rank_zero_log(
-            world, f"planned for {planned} ranks, but there are {world.world_size}: not compared"
+            world,
+            f"the plan is for {planned} ranks, but there are {world.world_size}: the run is not "
+            "compared with it",
         )
         return None
     return promise

@@ -142,7 +142,7 @@ def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     if problem:
         raise MusterError(
             f"cannot read this run's checkpoints: {problem}",
-            fix="make their location reachable; without its checkpoints the run would start from "
+            fix="restore access to their location; without its checkpoints the run would start from "
             "scratch",
         )
     return kept

@@ -94,16 +94,16 @@ def test_each_stage_has_what_can_be_worked_out_by_hand(own: Work) -> None:
     stages = stages_of(own)
     assert list(stages) == [
         "model built",
-        *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "loss", "backward", "optimiser step")),
+        *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "loss", "backward", "optimizer step")),
     ]  # fmt: skip
     weights = 4 * PARAMETERS
     built, backward = stages["model built"], stages["step 1: backward"]
     assert (built.before_bytes, built.after_bytes) == (0, weights + ONE_SAMPLE)
     assert backward.parts["gradients"] == weights
     # AdamW has two moments of each parameter, and the number of its step.
-    assert backward.parts["optimiser states"] == 0
-    after = stages["step 2: optimiser step"]
-    assert after.parts["optimiser states"] == 2 * weights + 4 * TENSORS
+    assert backward.parts["optimizer states"] == 0
+    after = stages["step 2: optimizer step"]
+    assert after.parts["optimizer states"] == 2 * weights + 4 * TENSORS
     assert (after.parts["parameters"], after.parts["gradients"]) == (weights, 0)
     for before, stage in zip(stages.values(), [*stages.values()][1:], strict=False):
         assert stage.before_bytes == before.after_bytes

@@ -184,7 +184,7 @@ def built_by(name: str, own: Work, **more: Any) -> Work:
     return replace(own, build=str(own.build).replace("make", name), **more)
 
 
-def test_batch_normalisation_of_what_autocast_made_is_followed(own: Work) -> None:
+def test_batch_normalization_of_what_autocast_made_is_followed(own: Work) -> None:
     work, candidate = built_by("normed", own), single(micro_batch_size=32, precision="bf16")
     found = trace(TraceRequest(work=work, candidate=candidate)).peak_bytes
     assert found == pytest.approx(real_peak(work, candidate), abs=64)
@@ -350,7 +350,7 @@ def test_flops_are_those_of_the_matrix_products(own: Work) -> None:
     assert sum(one.flops for part in backward for one in part.operations) == 4 * 8 * products
 
 
-def test_cuda_fuses_norms_and_no_optimiser_takes_room_for_all_parameters(own: Work) -> None:
+def test_cuda_fuses_norms_and_no_optimizer_takes_room_for_all_parameters(own: Work) -> None:
     candidate = single(micro_batch_size=64)
     cpu, cuda = (
         trace(TraceRequest(work=own, candidate=candidate, kernels=kernels)) for kernels in KERNELS
@@ -431,7 +431,7 @@ def test_the_log_gives_back_what_it_takes_and_knows_streams(llama: Work, tmp_pat
             assert held.pop(one.number) == one.size_bytes
             live -= one.size_bytes
         highest = max(highest, live)
-    # The first step has no states of the optimiser yet, so it never needs more.
+    # The first step has no states of the optimizer yet, so it never needs more.
     assert highest == record.peak_bytes >= record.first_step_peak_bytes
     assert {one.stream for one in events} == {"compute", "gather", "reduce"}
 

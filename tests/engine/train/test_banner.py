@@ -42,8 +42,8 @@ def test_a_banner_fits_one_screen_and_says_what_will_be_computed(
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (10, "LR 0.001 unchanged by the batch, warm-up over 10 steps"),
-        (0, "LR 0.001 unchanged"),
+        (10, "LR 0.001, not scaled with the batch size, warm-up over 10 steps"),
+        (0, "LR 0.001, not scaled with the batch size"),
     ],
 )
 def test_a_warm_up_is_told_beside_the_whole_rate(steps: int, said: str) -> None:

@@ -216,7 +216,7 @@ def test_ranks_share_the_model_as_the_kind_of_sharding_says(
         (
             Sharding(kind="hybrid_shard", shard_size=4),
             [6],
-            "copies sharded over 4 ranks each were requested\nthere are 6 ranks, which is not a "
+            "a shard size of 4 ranks was requested\nthere are 6 ranks, which is not a "
             "multiple of 4\nuse a shard size that divides 6, or full_shard",
         ),
         (

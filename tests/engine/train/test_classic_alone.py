@@ -121,7 +121,7 @@ def test_curves_hold_what_the_gpus_say(machine: Any, monkeypatch: pytest.MonkeyP
     names = {name.partition("/")[0] for name in written}
     assert names == {"gpu 0", "gpu 3"}
     assert written["gpu 3/temperature_c"] > 0
-    assert {"gpu 0/utilisation_percent", "gpu 0/used_memory_mb"} <= written.keys()
+    assert {"gpu 0/utilization_percent", "gpu 0/used_memory_mb"} <= written.keys()
 
 
 def test_random_numbers_go_on_where_they_were() -> None:

@@ -69,7 +69,7 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert "same" not in load_file(tmp_path / "new folder" / "a.safetensors")
 
 
-def test_a_model_and_its_optimiser_come_back_under_their_own_names(tmp_path: Path) -> None:
+def test_a_model_and_its_optimizer_come_back_under_their_own_names(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint_file.write_parts(tmp_path / "a", tree_of(model, optimizer))
     assert "model/0.weight" in load_file(tmp_path / "a")
@@ -176,7 +176,7 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path, snapshot: SnapshotAssertio
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_model_or_optimiser_is_refused_before_anything_changes(
+def test_another_model_or_optimizer_is_refused_before_anything_changes(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     model, optimizer = trained()

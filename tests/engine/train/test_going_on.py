@@ -217,7 +217,8 @@ def test_no_more_than_all_of_the_time_is_waited_for_communication() -> None:
             {"micro_batch_size": "4"},
             32,
             32,
-            "a step keeps the 32 samples of the resumed run; the ranks compute at most 8 at once",
+            "the global batch size stays 32, as in the resumed run; "
+            "the ranks compute at most 8 samples at once",
         ),
         ({"global_batch_size": "32"}, 32, 32, ""),
     ],

@@ -51,7 +51,7 @@ def test_cross_entropy_is_the_mean_over_the_samples() -> None:
         ),
         (
             torch.tensor([0.0, 1.0]),
-            "the labels of a batch are float32, and the loss cross_entropy takes int64",
+            "the labels of a batch are float32, but the loss cross_entropy needs int64",
         ),
     ],
 )
@@ -146,17 +146,17 @@ def test_reduced_precision_is_summed_in_float32(model: Embedded) -> None:
         (
             losses.cross_entropy,
             {"input_ids": torch.ones(1)},
-            "the loss cross_entropy takes batches of (inputs, targets); this one is a dict with input_ids",
+            "the loss cross_entropy needs batches of (inputs, targets), but this batch is a dict with input_ids",
         ),
         (
             losses.language_model,
             (torch.ones(1), torch.ones(1)),
-            "the loss language_model takes batches with input_ids; this one is a tuple of 2",
+            "the loss language_model needs batches with input_ids, but this batch is a tuple of 2",
         ),
         (
             losses.language_model,
             {"text": ["a"]},
-            "the loss language_model takes batches with input_ids; this one is a dict with text",
+            "the loss language_model needs batches with input_ids, but this batch is a dict with text",
         ),
     ],
 )

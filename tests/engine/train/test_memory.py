@@ -79,7 +79,7 @@ def test_the_table_is_a_few_aligned_lines() -> None:
     assert table().lines() == [
         "parameters                    4.0 GiB",
         "gradients                     4.0 GiB",
-        "optimiser states              8.0 GiB",
+        "optimizer states              8.0 GiB",
         "buffers                           0 B",
         "activations and others        4.0 GiB",
         "in use by tensors            20.0 GiB",
@@ -106,7 +106,7 @@ def test_the_table_is_a_few_aligned_lines() -> None:
         (ValueError("out of memory is only in my text"), False),
     ],
 )
-def test_errors_of_memory_are_recognised(error: Exception, is_it: bool) -> None:
+def test_errors_of_memory_are_recognized(error: Exception, is_it: bool) -> None:
     assert is_out_of_memory(error) is is_it
 
 
@@ -138,7 +138,7 @@ class AsksInStep(torch.optim.SGD):
     [
         ("forward", "in the forward"),
         ("backward", "in the backward"),
-        ("step", "in the optimiser step"),
+        ("step", "in the optimizer step"),
         ("none", "outside of the model"),
     ],
 )

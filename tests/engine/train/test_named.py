@@ -40,8 +40,12 @@ def test_a_function_of_the_working_folder_is_called() -> None:
 @pytest.mark.parametrize(
     ("name", "what", "why"),
     [
-        ("make", "model.build is 'make', which is not module:function", "a colon"),
-        (":make", "model.build is ':make', which is not module:function", "a colon"),
+        ("make", "model.build is 'make', which does not have the form module:function", "a colon"),
+        (
+            ":make",
+            "model.build is ':make', which does not have the form module:function",
+            "a colon",
+        ),
         (
             "not_mine:make",
             "model.build is 'not_mine:make', but there is no module 'not_mine'",

@@ -97,7 +97,7 @@ def test_a_checkpointer_needs_the_group_first() -> None:
         Checkpointer(None, None, strategy="single")  # type: ignore[arg-type]
 
 
-def test_all_that_the_optimiser_does_not_train_is_taken_at_once() -> None:
+def test_all_that_the_optimizer_does_not_train_is_taken_at_once() -> None:
     trained, frozen, running = torch.ones(2), torch.ones(2), torch.ones(2)
     model = {"a": trained, "teacher": frozen, "mean": running, "tied": trained.detach()}
     optimizer = {"state": {"a": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["a"]}]}
@@ -107,7 +107,7 @@ def test_all_that_the_optimiser_does_not_train_is_taken_at_once() -> None:
     assert _changing(state, tensors, ["mean"]) == ["model.mean"]
 
 
-def test_only_parameters_of_the_same_optimiser_may_be_without_a_state() -> None:
+def test_only_parameters_of_the_same_optimizer_may_be_without_a_state() -> None:
     def optimizer(stepped: tuple[str, ...], params: tuple[str, ...], **options: Any) -> Any:
         group = {"params": list(params), **options}
         return {"optimizer": {"state": {name: {} for name in stepped}, "param_groups": [group]}}

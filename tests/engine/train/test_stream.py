@@ -156,7 +156,7 @@ def test_a_position_of_other_data_is_refused(snapshot: SnapshotAssertion) -> Non
     state = loader(Lists([5]), made_up_world()).state()
     with pytest.raises(Impossible) as refused:
         loader(Lists([6]), made_up_world(), seed=1).restore(state)
-    assert "seed was 0, is 1" in refused.value.what
+    assert "seed was 0, but is 1" in refused.value.what
     assert refused.value == snapshot
 
 

@@ -180,7 +180,7 @@ def test_damage_comes_whole_out_of_a_worker(tmp_path: Path) -> None:
         (
             "{folder}/*.jsonl",
             "no files at {folder}/*.jsonl\n"
-            "searched for files of lines: .txt, .jsonl, .ndjson, .json, also compressed\n"
+            "searched for .txt, .jsonl, .ndjson, .json files, including compressed ones\n"
             "check the path; quote a pattern such as data/*.jsonl",
         ),
         ("{folder}/missing.txt", "no files at {folder}/missing.txt\n"),

@@ -1,4 +1,4 @@
-"""One optimiser step in one process: what it gives, and what it says when it is used wrongly."""
+"""One optimizer step in one process: what it gives, and what it says when it is used wrongly."""
 
 import json
 from collections.abc import Callable
@@ -134,7 +134,10 @@ def test_fp16_is_refused_where_trained_weights_have_half_the_bits(dtype: torch.d
     model = nn.Linear(1, 1).to(dtype)
     with pytest.raises(Impossible) as raised:
         update_of(model, precision=FP16)
-    assert raised.value.what == f"precision fp16 with trained weights in {str(dtype)[6:]}"
+    assert (
+        raised.value.what
+        == f"precision fp16 was requested, but trained weights are {str(dtype)[6:]}"
+    )
     assert raised.value.why == (
         "the loss scale needs gradients in fp32: they cannot be unscaled in 16 bits"
     )
@@ -153,8 +156,8 @@ def test_losses_of_both_kinds_are_refused(model: nn.Linear) -> None:
     with pytest.raises(MusterError) as refusal:
         update.backward(loss, 2)
     assert str(refusal.value) == (
-        "the loss function returned (total, count) now and a mean before\n"
-        "all losses of a step must be of one kind, on all ranks\n"
+        "the loss function returned (total, count), but a mean before\n"
+        "all losses of a step must be of the same kind, on all ranks\n"
         "always return the mean, or always (total, count)"
     )
 
@@ -208,9 +211,9 @@ def test_a_loader_that_gives_another_number_of_micro_batches_is_refused(
     with pytest.raises(MusterError) as refusal:
         whole_step()
     assert str(refusal.value) == (
-        f"step 5 of epoch 1 has 3 micro-batches on every rank, but {said} were computed on this one\n"
-        "all ranks communicate in the last one's backward\n"
-        "compute every micro-batch that accumulate() yields; a loader yields as many as rounds says"
+        f"step 5 of epoch 1 has 3 micro-batches on every rank, but this rank computed {said}\n"
+        "ranks synchronize gradients in the backward of the last micro-batch, so each rank must compute all of them\n"
+        "compute every micro-batch that accumulate() yields; a custom loader must yield step.rounds of them"
     )
 
 
@@ -219,7 +222,9 @@ def test_a_step_left_early_is_not_applied(model: nn.Linear) -> None:
     for micro in update.accumulate(step_of([1, 1], samples=2)):
         update.backward(model(micro.batch).mean())
         break
-    with pytest.raises(MusterError, match="has 2 micro-batches on every rank, but 1 were computed"):
+    with pytest.raises(
+        MusterError, match="2 micro-batches on every rank, but this rank computed 1"
+    ):
         update.apply()
 
 

@@ -112,7 +112,7 @@ def test_averages_by_hand_are_those_of_ddp(run_ranks: RunRanks) -> None:
         assert answer["graph"] is False
         for by_hand, by_ddp in zip(answer["gradients"], answer["of DDP"], strict=True):
             assert by_hand == pytest.approx(by_ddp, abs=1e-6)
-        assert answer["gradients"][1] is None  # used nowhere: no optimiser may see it
+        assert answer["gradients"][1] is None  # used nowhere: no optimizer may see it
         assert any(answer["gradients"][0])
 
 

@@ -19,7 +19,7 @@ def test_the_host_reads_nothing_between_two_lines(
         assert not any(found.values()), found
 
 
-def test_the_reads_of_other_optimisers_are_seen(run_ranks: RunRanks) -> None:
+def test_the_reads_of_other_optimizers_are_seen(run_ranks: RunRanks) -> None:
     for optimizer in ("sgd", "not fused"):
         (found,) = run_ranks(device_step.reads, 1, "single", optimizer)
         assert all(found.values())

@@ -61,7 +61,7 @@ def test_all_ranks_end_and_the_table_is_told(
     assert "Slurm" not in result.err
     for line in (
         "parameters                   39.5 KiB",
-        "optimiser states             78.9 KiB",
+        "optimizer states             78.9 KiB",
         "limit                         2.0 GiB",
         "a micro-batch of 4 instead of 8 with twice the accumulation",
     ):
@@ -77,4 +77,4 @@ def test_all_ranks_end_under_torchrun_too(tmp_path: Path) -> None:
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if f"rank 1 on {HOST} (cpu) " in line]
     assert " forward, " in told[0]
-    assert "optimiser states             78.9 KiB" in done.stderr
+    assert "optimizer states             78.9 KiB" in done.stderr

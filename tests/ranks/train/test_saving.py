@@ -76,11 +76,11 @@ def test_saves_that_fail_or_are_slow_leave_the_training_going(
     assert 0.7 < own / others < 1.4  # what both have is divided between them
     # Each rank's BatchNorm has seen other samples; rank 0's is the run's.
     assert found["buffers are in"] == {"rank-00000.safetensors"}
-    shapes, optimiser, kind, missing = found["misfits"]
+    shapes, optimizer, kind, missing = found["misfits"]
     for fact in ("model.embedding.weight", "[11, 6]", "[11, 7]"):
         assert fact in shapes
     for fact in ("exp_avg, exp_avg_sq, step", "momentum_buffer"):
-        assert fact in optimiser
+        assert fact in optimizer
     for fact in ("model.layers.0.bias", "float32", "float16"):
         assert fact in kind
     assert "model.another" in missing

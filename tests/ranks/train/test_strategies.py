@@ -62,8 +62,8 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_sums_in_fp32(run_ranks: Run
             assert one["weights"] == one["gradients"] == {"torch.float32"}, name
 
 
-def test_batch_normalisation_keeps_weights_of_32_bits_in_shards_too(run_ranks: RunRanks) -> None:
-    for told in run_ranks(strategies.normalised_batches, 2):
+def test_batch_normalization_keeps_weights_of_32_bits_in_shards_too(run_ranks: RunRanks) -> None:
+    for told in run_ranks(strategies.normalized_batches, 2):
         assert told["fsdp"]["losses"] == pytest.approx(told["ddp"]["losses"], rel=0.02)
         assert told["fsdp"]["losses"][-1] < told["fsdp"]["losses"][0]
         assert told["fsdp"]["means"] == pytest.approx(told["ddp"]["means"], abs=1e-3)

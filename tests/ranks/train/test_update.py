@@ -1,4 +1,4 @@
-"""One optimiser step on several ranks."""
+"""One optimizer step on several ranks."""
 
 import pytest
 from syrupy.assertion import SnapshotAssertion

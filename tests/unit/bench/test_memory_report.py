@@ -62,7 +62,7 @@ STAGES = (
     stage("model built", 0, 0, 10, 10, 10, 0, 0, 0),
     stage("forward", 2, 30, 80, 80, 10, 0, 20, 50),
     stage("backward", 2, 80, 100, 45, 10, 10, 20, 5),
-    stage("optimiser step", 2, 45, 50, 30, 10, 0, 20, 0),
+    stage("optimizer step", 2, 45, 50, 30, 10, 0, 20, 0),
 )
 ANSWER = MemoryAnswer(
     rank=0,

@@ -164,7 +164,7 @@ class _Forgetful(FolderStore):
 
 @pytest.mark.parametrize(
     ("instead", "why"),
-    [(b"12", "3 bytes were written, 2"), (b"124", "hash")],
+    [(b"12", "3 bytes were written, but 2"), (b"124", "hash")],
     ids=["cut", "changed"],
 )
 def test_what_is_written_is_read_back(

@@ -169,7 +169,7 @@ def test_sides_that_were_not_measured_in_turns_are_a_warning(
 ) -> None:
     main(["bench", "compare", *sides(tmp_path, in_turns=False)])
     shown = capsys.readouterr().out
-    assert "muster bench turns --pairs 16" in shown
+    assert "muster bench ab --pairs 16" in shown
     assert shown == snapshot
 
 

@@ -173,7 +173,7 @@ def test_no_setting_is_named_like_a_secret() -> None:
 def test_check_of_a_good_file(muster: Muster, config: Path) -> None:
     done = muster("config", "check", "config.yaml")
     assert (done.code, done.err) == (0, "")
-    assert done.out == f"config.yaml: good, 3 of {len(fields.leaves())} settings given\n"
+    assert done.out == f"config.yaml: valid, 3 of {len(fields.leaves())} settings given\n"
 
 
 def test_check_of_a_good_file_as_json(muster: Muster, config: Path) -> None:

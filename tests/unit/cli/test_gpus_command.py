@@ -120,7 +120,7 @@ def test_idle_holders_are_named_with_their_minutes(machine: Machine, muster: Mus
     assert re.search("idle 4[23] min", muster("gpus", env={"COLUMNS": "140"}).out)
 
 
-def test_every_rank_on_gpu_0_is_recognised(
+def test_every_rank_on_gpu_0_is_recognized(
     machine: Machine, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
     # C6: ranks that touched CUDA before choosing their device all hold a context on GPU 0.

@@ -182,7 +182,7 @@ def test_a_run_of_another_machine_is_followed_but_not_stopped(
     ) as watching:
         assert watching.stdout is not None
         assert watching.stderr is not None
-        assert watching.stderr.readline().startswith("muster: launched on login-1; ")
+        assert watching.stderr.readline().startswith("muster: the run was launched on login-1; ")
         assert watching.stdout.readline() == "muster: 2 ranks started\n"
         with run.console.open("a") as console:
             console.write("later\n")

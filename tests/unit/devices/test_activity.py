@@ -26,7 +26,7 @@ def worker(cpu_s: float | None = 100.0, **changes: object) -> DeviceProcess:
 
 
 def holding(*processes: DeviceProcess, index: int = 0, percent: int | None = 0) -> Device:
-    return gpu(index, processes=processes, utilisation_percent=percent)
+    return gpu(index, processes=processes, utilization_percent=percent)
 
 
 def look(record: Mapping[str, Sighting], after_s: float, *devices: Device) -> tuple[Node, Record]:
@@ -68,7 +68,7 @@ def test_threads_that_wake_now_and_then_are_no_work(cpu_s: float, expected: floa
 
 def test_a_process_that_keeps_its_gpu_busy_is_not_idle() -> None:
     _, record = look({}, 0, holding(worker()))
-    seen, _ = look(record, 600, holding(worker(utilisation_percent=30)))
+    seen, _ = look(record, 600, holding(worker(utilization_percent=30)))
     assert idle(seen) == [0.0]
     seen, _ = look(record, 600, holding(worker(), percent=80))
     assert idle(seen) == [0.0]

@@ -64,7 +64,7 @@ DEVICE = {
     "trouble",
     "used_bytes",
     "reserved_bytes",
-    "utilisation_percent",
+    "utilization_percent",
     "uuid",
     "xid_errors",
 }
@@ -78,7 +78,7 @@ PROCESS = {
     "pid",
     "started_unix_s",
     "user",
-    "utilisation_percent",
+    "utilization_percent",
 }
 FINDING = {"evidence", "fix", "name", "status", "what", "why"}
 

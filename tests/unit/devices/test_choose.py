@@ -119,11 +119,11 @@ def test_no_less_loaded_device_is_passed_over(case: Situation) -> None:
 
 
 def test_load_is_use_before_work_before_memory_and_ignores_noise() -> None:
-    idle = gpu(0, used_bytes=400 * MiB, utilisation_percent=3)
+    idle = gpu(0, used_bytes=400 * MiB, utilization_percent=3)
     assert device_load(idle) == device_load(gpu(1))
     fuller = gpu(2, used_bytes=GiB)
-    working = gpu(3, utilisation_percent=20)
-    used = replace(busy(gpu(4), "alice", used=0), utilisation_percent=0)
+    working = gpu(3, utilization_percent=20)
+    used = replace(busy(gpu(4), "alice", used=0), utilization_percent=0)
     assert device_load(idle) < device_load(fuller) < device_load(working) < device_load(used)
 
 
@@ -320,7 +320,7 @@ def refusal_of(machine: Node, **asked: Any) -> MusterError:
 
 
 def test_one_gpu_is_the_least_loaded_one(snapshot: SnapshotAssertion) -> None:
-    shared = node(busy(gpu(0), "alice"), gpu(1, utilisation_percent=30), gpu(2), busy(gpu(3), None))
+    shared = node(busy(gpu(0), "alice"), gpu(1, utilization_percent=30), gpu(2), busy(gpu(3), None))
     choice = pick(shared, count=1)
     assert indices(choice) == [2]
     assert choice.reason == snapshot
@@ -505,7 +505,7 @@ def test_a_large_machine_is_chosen_from_quickly_and_by_islands(
 def test_on_a_large_machine_the_order_does_not_matter_either() -> None:
     """The two least loaded differ, so that growing a set has to begin with one of them."""
     many = [gpu(index, name=RTX_4090 if index % 2 else A100) for index in range(24)]
-    many = [replace(one, utilisation_percent=0 if one.index < 2 else 30) for one in many]
+    many = [replace(one, utilization_percent=0 if one.index < 2 else 30) for one in many]
     links = interleaved(many)
     forwards = pick(node(*many, links=links), count=10)
     backwards = pick(node(*reversed(many), links=links), count=10)
@@ -515,7 +515,7 @@ def test_on_a_large_machine_the_order_does_not_matter_either() -> None:
 
 
 def test_a_large_machine_gives_the_island_that_is_free() -> None:
-    work = [gpu(index, utilisation_percent=50) if index < 40 else gpu(index) for index in range(64)]
+    work = [gpu(index, utilization_percent=50) if index < 40 else gpu(index) for index in range(64)]
     choice = pick(node(*work, links=islands(work, 8)), count=8)
     assert indices(choice) == list(range(40, 48))
 

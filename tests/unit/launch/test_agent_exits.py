@@ -381,7 +381,7 @@ def test_ctrl_c_at_its_own_terminal_is_leaving_and_is_the_agent_s_to_deal_with(
 
     one = Scene(tmp_path, _OWN_SESSION)
     agent = one.play(scene, tell=lambda _: None)
-    assert agent.words == "left by Ctrl-C"
+    assert agent.words == "left the run after Ctrl-C"
     assert one.code == 130
 
 

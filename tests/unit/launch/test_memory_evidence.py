@@ -194,7 +194,7 @@ def small_cgroup() -> Iterator[Path]:
         folder.rmdir()
 
 
-def test_a_real_kill_by_the_kernel_is_recognised(small_cgroup: Path) -> None:
+def test_a_real_kill_by_the_kernel_is_recognized(small_cgroup: Path) -> None:
     # As in a container: whoever watches is in the same cgroup as the victim.
     program = f"""
         import os, pathlib, subprocess, sys, time

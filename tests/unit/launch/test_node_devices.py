@@ -59,7 +59,7 @@ def test_noting_goes_on_until_it_is_over(
         seen = [
             one for node in node_records.read_node_devices(run, time.time()) for one in node.devices
         ]
-        return bool(seen) and seen[0].utilisation_percent == percent
+        return bool(seen) and seen[0].utilization_percent == percent
 
     with node_records.NodeRecorder(run, 0):
         _await(lambda: busy_is(98))

@@ -115,7 +115,11 @@ def failed(what: str = "", error: str = "", exit_code: int = 1) -> protocol.Fail
         ("all 2 ranks failed: the batch is too small", [failed("the batch is too small")], True),
         ("rank 0 on a failed: ValueError: no batch", [failed()], False),
         # What another rank said that only waited is not the cause.
-        (KILLED, [failed("the ranks' store is gone while waiting for the first rank")], False),
+        (
+            KILLED,
+            [failed("the ranks' store became unreachable while waiting for the first rank")],
+            False,
+        ),
     ],
 )
 def test_what_cannot_mend_itself(what: str, ranks: list[protocol.Failure], expected: bool) -> None:

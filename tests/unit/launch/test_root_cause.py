@@ -173,9 +173,9 @@ def test_the_evidence_is_the_traceback_and_the_log(snapshot: SnapshotAssertion) 
 @pytest.mark.parametrize(
     "waited",
     [
-        "what rank 1 waited for failed on rank 0: Impossible: CUDA out of memory",
+        "rank 1 waited for work that failed on rank 0: Impossible: CUDA out of memory",
         "rank 0 could not read its data: [Errno 28] No space left on device",
-        "the ranks' store is gone while waiting for the first rank",
+        "the ranks' store became unreachable while waiting for the first rank",
     ],
 )
 @pytest.mark.parametrize("in_parts", [True, False])

@@ -29,7 +29,7 @@ def gpu(index: int, *, host: str = "a", pid: int | None = None, **more: object) 
         "name": "NVIDIA A100-SXM4-80GB",
         "total_bytes": 80 * GiB,
         "used_bytes": 70 * GiB if pid else 0,
-        "utilisation_percent": 90 if pid else 0,
+        "utilization_percent": 90 if pid else 0,
         "temperature_c": 62,
         "slowdown_temperature_c": 89,
         "power_w": 390.0,

@@ -29,7 +29,7 @@ def _node() -> Node:
         total_bytes=100,
         used_bytes=40,
         reserved_bytes=10,
-        utilisation_percent=90,
+        utilization_percent=90,
         ecc=Ecc(enabled=True, corrected=3, uncorrected=None),
         throttled_by=("heat",),
         energy_j=81.5,

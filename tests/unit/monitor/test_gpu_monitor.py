@@ -61,7 +61,7 @@ def test_gpus_are_logged_beside_it(machine: Machine) -> None:
     machine(scenarios.eight_a100())
     with GPUMonitor() as monitor:
         logged = monitor.log_metrics(1, {"loss": 2.0})
-    assert logged["gpu 4/utilisation_percent"] == 63
+    assert logged["gpu 4/utilization_percent"] == 63
     assert logged["gpu 4/temperature_c"] == 50
     assert logged["gpu 4/used_memory_mb"] == 31 * 1024 + 4
     assert len([name for name in logged if name.endswith("power_w")]) == 8
@@ -83,7 +83,7 @@ def test_curves_for_tensorboard(machine: Machine, tmp_path: Path) -> None:
             assert bool(logged) is (step % 2 == 0)
     curves = _curves(tmp_path / "curves")
     assert curves["train/loss"] == [(0, 4.0), (2, 2.0), (4, 0.0)]
-    assert curves["gpu 0/utilisation_percent"] == [(0, 98.0), (2, 98.0), (4, 98.0)]
+    assert curves["gpu 0/utilization_percent"] == [(0, 98.0), (2, 98.0), (4, 98.0)]
     assert [step for step, _ in curves["train/steps_per_s"]] == [2, 4]
 
 

@@ -35,7 +35,7 @@ def test_ranks_and_their_gpus_are_brought_together(tmp_path: Path) -> None:
 
 def test_a_rank_on_two_gpus(tmp_path: Path) -> None:
     running(tmp_path, heartbeat(0))
-    node = machine(gpu(0, pid=FIRST_PID), gpu(1, pid=FIRST_PID, utilisation_percent=None))
+    node = machine(gpu(0, pid=FIRST_PID), gpu(1, pid=FIRST_PID, utilization_percent=None))
     (rank,) = look(tmp_path, node).ranks
     assert rank.gpu == "0,1"
     assert rank.device_bytes == 140 * 2**30
@@ -96,7 +96,7 @@ def test_the_rank_that_holds_up_the_others(tmp_path: Path) -> None:
 
 
 def test_how_busy_a_gpu_was_is_remembered(tmp_path: Path) -> None:
-    nodes = iter([with_gpus(1), machine(gpu(0, utilisation_percent=None)), with_gpus(2)])
+    nodes = iter([with_gpus(1), machine(gpu(0, utilization_percent=None)), with_gpus(2)])
     watch = TopWatch(tmp_path, lambda: next(nodes))
     pictures = [watch.look(NOW + second) for second in range(3)]
     assert pictures[-1].devices[0].busy_percents == (90, 0, 90)

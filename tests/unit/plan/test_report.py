@@ -30,7 +30,7 @@ def planned(
 def test_how_far_times_may_be_off_is_said_once_beside_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = "published runs had 0.55 to 1.31 times these speeds"
+    said = "published runs reached 0.55 to 1.31 times these speeds"
     usual = planned(monkeypatch, origin=CATALOGUED.source)
     assert plan_text(usual, line="").count(said) == 1
     assert plan_page(usual, line="").count(said) == 1

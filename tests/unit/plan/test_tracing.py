@@ -278,5 +278,5 @@ def test_a_torch_below_the_floor_is_refused_and_nothing_is_started(
 def test_progress_has_a_total_and_an_estimate() -> None:
     assert tracing.progress_text(0, 2, 180.0).startswith("tracing: 0 of 2 done after 180 s")
     assert tracing.progress_text(3, 2, 30.0).endswith(
-        "3 of 5 done after 30 s; these take about 20 s more"
+        "3 of 5 done after 30 s; the rest takes about 20 s"
     )

@@ -36,7 +36,7 @@ def interleaved(
     """Return seconds per call of each turn, one sample per round.
 
     Each turn is warmed up for ``warm_up_s``, and called in a sample until it lasts
-    ``least_sample_s``. The device is synchronised before and after each sample. Python's garbage
+    ``least_sample_s``. The device is synchronized before and after each sample. Python's garbage
     collector is paused.
     """
 
@@ -196,7 +196,7 @@ def number_types(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]
     if device.type == "cpu":
         return ("float32", "bfloat16"), {
             "tf32": "a mode of accelerators' float32 units",
-            "float16": "not measured on CPUs, as trainings do not use it there",
+            "float16": "not measured on CPUs, because training does not use it there",
         }
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)

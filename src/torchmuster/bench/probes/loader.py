@@ -1,4 +1,4 @@
-"""Times data loading as in a training, for several loader configurations."""
+"""Times data loading as in training, for several loader configurations."""
 
 import ctypes
 import hashlib

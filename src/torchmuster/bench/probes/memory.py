@@ -65,7 +65,7 @@ def measure_stages(request: MemoryRequest, world: World) -> MemoryAnswer:
 
 
 class _Trial:
-    """A training; rebuilt after running out of memory, since a step was interrupted."""
+    """A training run; rebuilt after running out of memory, since a step was interrupted."""
 
     def __init__(self, request: MemoryRequest, candidate: Candidate, world: World) -> None:
         self._request = request
@@ -214,7 +214,7 @@ def followed_stages(built: BuiltStep, look: Look, begin_bytes: int = 0) -> tuple
                 note("backward")
             where["micro_batch"] = 0
             built.update.apply()
-            note("optimiser step")
+            note("optimizer step")
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Phase timing of a training: every moment of a step belongs to the innermost phase."""
+"""Phase timing of a training run: every moment of a step belongs to the innermost phase."""
 
 import resource
 import time

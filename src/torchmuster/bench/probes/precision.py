@@ -86,7 +86,7 @@ def _precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
 
 
 def _built(request: PrecisionRequest, name: str, world: World) -> BuiltStep:
-    """Build the training with the weights that all of them begin with."""
+    """Build the training with the weights from which every precision starts."""
     gc.collect()
     torch.manual_seed(0)
     one_rank = Candidate(
@@ -172,7 +172,7 @@ def _arithmetic(name: str) -> Iterator[None]:
 
 
 class _Training:
-    """A training in one precision."""
+    """A training run in one precision."""
 
     def __init__(
         self, request: PrecisionRequest, name: str, world: World, reference: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""A rank of a profiled training: install the recorder, then run the script unchanged."""
+"""A rank of a profiled training run: install the recorder, then run the script unchanged."""
 
 import multiprocessing
 import os

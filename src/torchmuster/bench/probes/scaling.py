@@ -129,7 +129,7 @@ def _build(study: ScalingStudy, world: World) -> BuiltStep:
 
 
 def _alone(study: ScalingStudy, world: World) -> BuiltStep:
-    """Return a training with this rank's computation but without communication."""
+    """Return a training run with this rank's computation but without communication."""
     solo = dataclasses.replace(world, world_size=1, local_world_size=1, global_rank=0, local_rank=0)
     candidate = Candidate(
         strategy="single", layout=ShardLayout(copies=1, shards=1), precision=study.precision

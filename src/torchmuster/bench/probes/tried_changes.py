@@ -1,4 +1,4 @@
-"""Changes applied to a training inside its process, by patching what it builds and calls.
+"""Changes applied to a training run inside its process, by patching what it builds and calls.
 
 The script is not edited. A change that had no effect is reported.
 """

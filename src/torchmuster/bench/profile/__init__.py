@@ -1,1 +1,1 @@
-"""Profiling: record and analyse the time breakdown of a training, and advise on it."""
+"""Profiling: record and analyse the time breakdown of a training run, and advise on it."""

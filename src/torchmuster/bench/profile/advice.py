@@ -1,4 +1,4 @@
-"""Advice on how to make a training faster, best first, with expected gain and its source."""
+"""Advice on how to make training faster, best first, with expected gain and its source."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def _advice(cause: Cause) -> Advice:
 
 
 def nothing_to_fix(analysis: Analysis, trials: Sequence[ChangeTrial] = ()) -> Finding:
-    """Return the limiting factor of a training without advice."""
+    """Return what limits a training run for which there is no advice."""
     limiting = advice_limit(analysis)
     tried = "".join(f"\ntried: {one.change}: {one.gain:.2f}x" for one in trials)
     return Finding(

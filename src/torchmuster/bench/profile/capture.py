@@ -1,4 +1,4 @@
-"""Run a training under the recorder on fresh local ranks, and write the profile folder."""
+"""Run the training under the recorder on fresh local ranks, and write the profile folder."""
 
 import dataclasses
 import statistics
@@ -87,9 +87,9 @@ def _refuse_too_few(asked: ProfileRequest, facts: list[RankFacts]) -> None:
     if not fewest.steps:
         raise Impossible(
             f"{_capture_name(asked)} made no steps to record",
-            why="a step is recognised by the end of torch.optim.Optimizer.step, and the first three warm up: "
-            f"rank {fewest.rank} had no more",
-            fix="train longer; only torch.optim optimizers are recognised",
+            why="a step ends with torch.optim.Optimizer.step, and the first three steps are warm-up; "
+            f"rank {fewest.rank} made no more steps",
+            fix="train longer; only torch.optim optimizers are recognized",
         )
     if len(plain) < _FEWEST_STEPS or fewest.steps[-1].number < asked.last_step:
         last = fewest.steps[-1].number

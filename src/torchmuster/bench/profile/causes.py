@@ -1,4 +1,4 @@
-"""Causes of slow trainings, such as threads, precision, communication, data, stragglers."""
+"""Causes of slow training, such as threads, precision, communication, data, stragglers."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ WORTH_FROM = 1.1  # smaller gains are not reported
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A cause of a slow training. ``would`` is the text before the gain."""
+    """A cause of slow training. ``would`` is the text before the gain."""
 
     name: str
     what: str
@@ -117,7 +117,7 @@ def full_precision(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
         "on "
         f"{'most devices' if trial is None else 'this device'}",
         fix=f'with torch.autocast("{analysis.facts[0].device.partition(":")[0]}", dtype=torch.bfloat16):\n'
-        "or in the settings: train: {precision: bf16}. Compare the loss of both: muster bench precision",
+        "or in the settings: train: {precision: bf16}. Compare the losses of both precisions: muster bench precision",
         evidence=f"forward and backward take {amount_text(passes_s, 's')} of {amount_text(analysis.step_s, 's')}",
         change=TriedChange(kind="bf16"),
         another_training=True,
@@ -169,8 +169,8 @@ def _idling_device(analysis: Analysis) -> Cause | None:
                 why="a kernel finishes before the host has launched the next one: fewer, larger "
                 "kernels would keep "
                 "the device busy",
-                fix=f"a larger batch, or model = torch.compile(model)\nmuster profile tries {BATCH_TIMES} times the batch "
-                "without --no-trials",
+                fix=f"a larger batch, or model = torch.compile(model)\nwithout --no-trials, muster profile "
+                f"tries {BATCH_TIMES} times the batch",
                 evidence=f"{small.calls:,.0f} kernels per step, the median takes "
                 f"{amount_text(small.median_s, 's')}",
                 change=TriedChange(kind="batch", value=BATCH_TIMES),
@@ -202,12 +202,11 @@ def no_overlap(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | Non
     return Cause(
         name="no-overlap",
         what=f"{exposed_s / analysis.step_s:.0%} of the step is exposed gradient communication",
-        would="sending them during the backward would give",
+        would="sending the gradients during the backward would give",
         gain=gain if trial is None else trial.gain,
         known_by="trace" if trial is None else "trial",
         why=f"{format_bytes(facts.gradient_bytes)} of gradients are sent {how}, without overlap; "
-        "in "
-        f"messages of {wanted} MiB, {hidden:.0%} of the transfer overlaps with the backward",
+        f"in messages of {wanted} MiB, {hidden:.0%} of the transfer would overlap with the backward",
         fix=fix,
         evidence=f"even the last rank waits {amount_text(exposed_s, 's')} of "
         f"{amount_text(analysis.step_s, 's')}; "
@@ -246,15 +245,16 @@ _SAVING_AT_MOST = 0.01
 _STARVED_ALIKE = 0.5  # minimum ratio of the least to the most waiting rank
 _MOST_RANKS = 8
 _PHASE_FIXES = {
-    "data": "check the data of rank {rank} on {host}: the same storage, the same number of loader "
-    "workers, "
-    "as many samples as the others?\nmuster bench data     on {host} and on another host",
-    "forward": "compare rank {rank}'s device and inputs with the others': longer samples, a hot or shared device?\n"
+    "data": "check the data of rank {rank} on {host}: does it use the same storage, number of loader "
+    "workers and number of samples as the other ranks?\nmuster bench data     on {host} and on another host",
+    "forward": "compare the device and inputs of rank {rank} with the other ranks: are its samples longer, is its "
+    "device hot or shared?\n"
     "muster doctor && muster bench matmul     on {host} and on another host",
-    "compute": "compare rank {rank}'s device and inputs with the others': longer samples, a hot or shared device?\n"
+    "compute": "compare the device and inputs of rank {rank} with the other ranks: are its samples longer, is its "
+    "device hot or shared?\n"
     "muster doctor && muster bench matmul     on {host} and on another host",
-    "backward": "compare rank {rank}'s device and inputs with the others': hooks or work on this rank only, a hot or "
-    "shared device?\nmuster doctor && muster bench matmul     on {host} and on another host",
+    "backward": "compare the device and inputs of rank {rank} with the other ranks: does only this rank have hooks or "
+    "extra work, is its device hot or shared?\nmuster doctor && muster bench matmul     on {host} and on another host",
 }
 
 

@@ -1,4 +1,4 @@
-"""Changes that can be tried on a training without editing it, and the results of trials.
+"""Changes that can be tried on a training run without editing its script, and the results of trials.
 
 The recorder applies a change inside the training process, so it affects only that process.
 """

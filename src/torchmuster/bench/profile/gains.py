@@ -1,8 +1,8 @@
 """The expected gain if a part of the step were shorter.
 
 A step takes the work of its slowest rank plus the transfer for which all wait. So a saving on one
-rank helps only until another rank is the slowest, and the gain is that of the whole step, not of
-the part.
+rank helps only until another rank is the slowest, and the gain applies to the whole step, not
+to the part.
 """
 
 import math

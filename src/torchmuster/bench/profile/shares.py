@@ -128,7 +128,7 @@ def _on_device(lanes: TraceLanes) -> Iterator[tuple[str, Intervals]]:
     yield "copies", copies
     yield "save", lanes.lane(Lane.SAVE)
     yield "data", lanes.lane(Lane.DATA)
-    # After a synchronisation, the device waits until the host launches new work.
+    # After a synchronization, the device waits until the host launches new work.
     idle = lanes.windows() - (work | sending | copies)
     yield "reads", idle.holding_any(lanes.lane(Lane.BLOCKED).ends)
     yield "reads", lanes.lane(Lane.READS)

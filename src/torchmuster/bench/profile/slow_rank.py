@@ -2,7 +2,7 @@
 
 With DDP every rank's backward takes equally long: the first ranks wait in it for the last one. So
 the length of the phase does not identify the straggler, but the waiting time does: the straggler
-waits least. This needs no synchronised clocks.
+waits least. This needs no synchronized clocks.
 """
 
 import statistics

@@ -10,7 +10,7 @@ from html import escape
 from torchmuster.bench.comparison import CONFIDENCE, FLOOR, Comparison, MetricChange
 from torchmuster.bench.environment import Environment, disturbance, environment_differences
 from torchmuster.bench.interleaved import PAIRS
-from torchmuster.bench.record import BenchRecord, take_turns
+from torchmuster.bench.record import BenchRecord, measured_alternately
 from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import Finding, Status, render, worst_first
 from torchmuster.pages import frame
@@ -152,8 +152,8 @@ def _doubts(compared: ComparedSides) -> Iterator[Finding]:
     if not comparison.in_pairs and (disturbed := disturbance(busiest)) is not None:
         yield disturbed
     bench, needed = before.records[0].bench, max(comparison.records_needed, PAIRS)
-    in_turns = (
-        f'muster bench turns --pairs {needed} "muster bench {bench} …" "muster bench {bench} …"\n'
+    ab_command = (
+        f'muster bench ab --pairs {needed} "muster bench {bench} …" "muster bench {bench} …"\n'
         "  pass the command of the old and of the new version"
     )
     if not comparison.by_records:
@@ -165,15 +165,15 @@ def _doubts(compared: ComparedSides) -> Iterator[Finding]:
             why=f"{len(comparison.changes)} series need at least {comparison.records_needed} "
             "records on each "
             "side, each from a fresh process, measured alternately",
-            fix=in_turns,
+            fix=ab_command,
         )
-    elif not take_turns(before.records, after.records):
+    elif not measured_alternately(before.records, after.records):
         yield Finding(
             name="not-in-turns",
             status=Status.WARNING,
-            what=f"all records of one side are older than all of the other ({before.name}, {after.name})",
+            what=f"all records of one side are older than all records of the other ({before.name}, {after.name})",
             why="a change of the host in between would look like a difference",
-            fix=in_turns,
+            fix=ab_command,
         )
     if comparison.left_out:
         yield Finding(
@@ -223,13 +223,13 @@ def comparison_text(compared: ComparedSides, *, width: int = 100, colour: bool =
         blocks[-1].append(f"… and {len(rows) - _MOST_ROWS} more; use --json or --html to see all")
     blocks[-1].append(
         f"intervals hold for all series together with {CONFIDENCE:.0%} "
-        f"confidence{_in_turns(compared)}"
+        f"confidence{_interleaved_note(compared)}"
     )
     blocks.append([render(comparison_findings(compared), width=width, colour=colour)])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _in_turns(compared: ComparedSides) -> str:
+def _interleaved_note(compared: ComparedSides) -> str:
     return "; samples of both sides interleaved" if compared.comparison.in_pairs else ""
 
 

@@ -200,7 +200,7 @@ def profile_remarks(analysis: Analysis) -> Iterator[str]:
             if factor > 1.05
             else "did not slow the steps down"
         )
-        yield f"the shares are of steps {which} the profiler, which {cost}"
+        yield f"the shares come from steps {which} the profiler, which {cost}"
     for one in analysis.ranks:
         yield from _of_trace(one)
         yield from (f"rank {one.facts.rank}: {text}" for text in one.facts.trouble)
@@ -209,22 +209,22 @@ def profile_remarks(analysis: Analysis) -> Iterator[str]:
 def _of_trace(one: RankAnalysis) -> Iterator[str]:
     rank, trace, kept = one.facts.rank, one.trace, one.facts.trace
     if kept is not None and kept.why_cut:
-        yield f"rank {rank}: its trace was cut: {kept.why_cut}"
+        yield f"the trace of rank {rank} was cut: {kept.why_cut}"
     if one.no_trace:
-        yield f"rank {rank}: its trace could not be analysed: {one.no_trace.splitlines()[0]}"
+        yield f"the trace of rank {rank} could not be analysed: {one.no_trace.splitlines()[0]}"
     if trace is None:
         return
     if trace.left_out:
         yield (
-            f"rank {rank}: its trace is large; {len(trace.steps)} of its "
+            f"the trace of rank {rank} is large; {len(trace.steps)} of its "
             f"{len(trace.steps) + len(trace.left_out)} steps were analysed"
         )
     if trace.shortened:
-        yield f"rank {rank}: its step is very large; only its beginning was analysed"
+        yield f"the traced step of rank {rank} is very large; only its beginning was analysed"
     if trace.truncated:
-        yield f"rank {rank}: its trace is truncated; the rest was analysed"
+        yield f"the trace of rank {rank} is truncated; only the part before that was analysed"
     if trace.unreadable:
-        yield f"rank {rank}: {plural(trace.unreadable, 'event')} of its trace could not be read"
+        yield f"{plural(trace.unreadable, 'event')} in the trace of rank {rank} could not be read"
 
 
 def _shares(analysis: Analysis) -> Iterator[str]:

@@ -33,23 +33,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster bench attention --heads 32 --head-size 128 --type bfloat16",
         ],
     )
-    parser.add_argument("--lengths", nargs="+", type=size, metavar="N", help="tokens (128 … 8192)")
-    parser.add_argument("--batch", type=size, metavar="N", help="sequences (1 on a CPU, else 4)")
-    parser.add_argument("--heads", type=size, metavar="N", help="heads (8 on a CPU, else 16)")
-    parser.add_argument("--head-size", type=size, metavar="N", help="dimension of each head (64)")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=size,
+        metavar="N",
+        help="sequence lengths in tokens (default: 128 … 8192)",
+    )
+    parser.add_argument(
+        "--batch", type=size, metavar="N", help="sequences per batch (default: 1 on a CPU, else 4)"
+    )
+    parser.add_argument(
+        "--heads", type=size, metavar="N", help="number of heads (default: 8 on a CPU, else 16)"
+    )
+    parser.add_argument(
+        "--head-size", type=size, metavar="N", help="dimension of each head (default: 64)"
+    )
     parser.add_argument(
         "--type",
         choices=("float32", "bfloat16", "float16"),
-        help="dtype (float32 on a CPU, else bfloat16 if the GPU supports it)",
+        help="dtype (default: float32 on a CPU, else bfloat16 if the GPU supports it)",
     )
     parser.add_argument(
-        "--not-causal", action="store_true", help="every token attends to all others"
+        "--not-causal",
+        action="store_true",
+        help="no causal mask: every token attends to all others",
     )
     add_common_flags(parser)
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Measure and show."""
+    """Measure, save and print the results."""
     from torchmuster.bench import attention, environment
 
     begun = time.monotonic()

@@ -38,29 +38,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "--ranks", type=count, metavar="N", help="ranks on each host (one per GPU; CPU: 2)"
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="ranks on each host (default: one per GPU; on the CPU 2, or 1 with --hosts)",
     )
     parser.add_argument(
         "--operations",
         type=_operations,
         default=tuple(OPERATIONS),
         metavar="KINDS",
-        help=f"some of {', '.join(OPERATIONS)} (all)",
+        help=f"some of {', '.join(OPERATIONS)} (default: all)",
     )
     parser.add_argument(
         "--smallest",
         type=_collectives_size,
         default=_SMALLEST_BYTES,
         metavar="SIZE",
-        help="the smallest message (1KiB); each next one is 4 times larger",
+        help="smallest message (default: 1KiB); each following size is 4 times larger",
     )
     parser.add_argument(
         "--largest",
         type=_collectives_size,
         metavar="SIZE",
-        help="the largest message (16MiB; on GPUs 256MiB)",
+        help="largest message (default: 16MiB, or 256MiB on GPUs)",
     )
-    parser.add_argument("--rounds", type=count, metavar="N", help=f"samples per size ({_ROUNDS})")
+    parser.add_argument(
+        "--rounds", type=count, metavar="N", help=f"samples per size (default: {_ROUNDS})"
+    )
     add_common_flags(parser)
     job_flags.add_host_flags(job_flags.add_rendezvous_flags(parser))
 
@@ -70,7 +75,7 @@ def _operations(text: str) -> tuple[str, ...]:
     unknown = [name for name in names if name not in OPERATIONS]
     if unknown or not names:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of some of {', '.join(OPERATIONS)}"
+            f"{text!r} is not a comma-separated list of some of {', '.join(OPERATIONS)}"
         )
     return names
 

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nThe exit code is 1 if something is worse. One record per side "
         "detects large "
-        "changes; several\ninterleaved records (muster bench turns) detect small ones."
+        "changes; several\ninterleaved records (muster bench ab) detect small ones."
     )
     parsers.show_examples(
         parser,
@@ -28,9 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "before", type=Path, metavar="BEFORE", help="a record, its folder, or a folder of those"
+        "before",
+        type=Path,
+        metavar="BEFORE",
+        help="a record, its folder, or a folder that contains several of these",
     )
-    parser.add_argument("after", type=Path, metavar="AFTER", help="the same, to compare with it")
+    parser.add_argument(
+        "after", type=Path, metavar="AFTER", help="the record or folder to compare with BEFORE"
+    )
     add_output_flags(parser)
 
 

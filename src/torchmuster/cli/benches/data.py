@@ -28,37 +28,42 @@ from torchmuster.plan.hardware import here
 
 _ROUNDS, _WINDOW_S = 3, 1.0
 _ROUNDS_QUICK, _WINDOW_QUICK_S = 2, 0.3
-_PREFETCH = (2, 4, 8)  # 2 is the default of a training; fewer leave no reserve
+_PREFETCH = (2, 4, 8)  # 2 is the default of training; fewer leave no reserve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster bench data``."""
     parser.description = (
-        f"{parser.description}\nReads as a training does, with 0, 1, 2, 4, … workers up to "
+        f"{parser.description}\nReads the data as in training, with 0, 1, 2, 4, … workers up to "
         "twice the cores "
-        "of a rank, then with\nmore prefetching for the best number. Compares the data bit by "
+        "of a rank, then\nwith more prefetching for the best number. Compares the data bit by "
         "bit, and "
-        "reports how short a step can\nbe before it waits for data."
+        "reports how short a\nstep can be before it waits for data."
     )
     parsers.show_examples(
         parser,
         [
-            "muster bench data --config config.yaml             the data of your training",
+            "muster bench data --config config.yaml             the data of your settings file",
             "muster bench data --dataset my.data:train --ranks 8",
             "muster bench data --config config.yaml --needed 1200",
             "muster bench data --config config.yaml --workers 8 16 32",
         ],
     )
-    parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="a dataset of your own")
+    parser.add_argument(
+        "--dataset", metavar="MODULE:FUNCTION", help="your function that returns the dataset"
+    )
     parser.add_argument(
         "--workers",
         nargs="+",
         type=_data_number,
         metavar="N",
-        help="numbers of workers (0, 1, 2, 4, …)",
+        help="numbers of workers to measure (default: 0, 1, 2, 4, …)",
     )
     parser.add_argument(
-        "--ranks", type=count, metavar="N", help="ranks that read at once (one per GPU; CPU: 1)"
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="ranks that read at once (default: one per GPU, or 1 on the CPU)",
     )
     parser.add_argument(
         "--needed", type=_data_rate, metavar="N", help="samples/s that each rank needs"
@@ -86,7 +91,7 @@ def _data_rate(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Measure and show."""
+    """Measure, save and print the results."""
     begun = time.monotonic()
     where = device_of(options)
     if options.dataset is not None:
@@ -171,7 +176,7 @@ def _data_data(settings: Settings) -> str:
     if name is None:
         raise Impossible(
             "there is no data to read",
-            why="the settings name none",
+            why="the settings name no data",
             fix="--dataset module:function, or --config with data.dataset, data.files or data.hugging_face",
         )
     has_tokens = name.endswith(".safetensors")

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster bench matmul``."""
     parser.description = (
-        f"{parser.description}\nMultiplies square matrices, or those of a model's linear "
+        f"{parser.description}\nMultiplies square matrices, or the matrices of a model's linear "
         "layers, in every "
-        "dtype of the device; with\na GPU also on the CPU. Shows FLOP/s and, if known, the "
+        "dtype of the\ndevice; with a GPU, also on the CPU. Shows FLOP/s and, if known, the "
         "share of the "
-        "GPU's peak; checks the results."
+        "GPU's peak.\nChecks the results."
     )
     parsers.show_examples(
         parser,
@@ -31,19 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster bench matmul                          sizes 128 to 4096",
             "muster bench matmul --sizes 1024 4096        these sizes, without a time limit",
             "muster bench matmul --config config.yaml     the linear layers of your model",
-            "muster bench matmul --model ./llama-8b       those of a model, without weights",
+            "muster bench matmul --model ./llama-8b       the same for a model, without weights",
         ],
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=size, metavar="N", help="rows and columns (128 … 4096)"
+        "--sizes", nargs="+", type=size, metavar="N", help="rows and columns (default: 128 … 4096)"
     )
-    parser.add_argument("--model", metavar="MODEL", help="a folder, or a name on the hub")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub"
+    )
     add_setting_flags(parser)
     add_common_flags(parser)
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Measure and show."""
+    """Measure, save and print the results."""
     from torchmuster.bench import environment, matmul
 
     begun = time.monotonic()

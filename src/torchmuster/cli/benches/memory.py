@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster bench memory``."""
     parser.description = (
         f"{parser.description}\nRuns real steps in one process and tracks every tensor before, "
-        "in and after "
+        "during and after "
         "each stage, in fp32\nand in a reduced precision. Then recomputes every block, every "
         "2nd, 3rd, … "
         "and none, and finds\nthe best: the fastest within --limit, or the knee of peak memory "
@@ -51,18 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster bench memory                                a built-in small GPT",
-            "muster bench memory --config config.yaml           the model of your training",
+            "muster bench memory --config config.yaml           the model of your settings file",
             "muster bench memory --config config.yaml --limit 20GiB",
             "muster bench memory --build my.models:make --set data.sequence_length=512",
         ],
     )
-    parser.add_argument("--model", metavar="MODEL", help="a folder, or a name on the hub")
-    parser.add_argument("--build", metavar="MODULE:FUNCTION", help="a model of your own")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub"
+    )
+    parser.add_argument(
+        "--build", metavar="MODULE:FUNCTION", help="your function that returns the model"
+    )
     parser.add_argument(
         "--micro-batch-size",
         type=count,
         metavar="N",
-        help="samples at once (8, or from the settings)",
+        help="samples per micro-batch (default: from the settings, or 8)",
     )
     parser.add_argument(
         "--limit",
@@ -82,7 +86,7 @@ def _benches_memory_size(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Measure and show."""
+    """Measure, save and print the results."""
     begun = time.monotonic()
     where = device_of(options)
     resolved = _resolved(options)
@@ -102,7 +106,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     seen = environment.environment_here(where.value)
     answer = memory.measure_memory(request, device=where.value, say=output.say)
     seen = seen.ended()
-    planned = MemoryForecast(planned_bytes={}, not_planned="--quick skips it")
+    planned = MemoryForecast(planned_bytes={}, not_planned="skipped by --quick")
     if not options.quick:
         planned = _forecast(request, answer)
     report = memory_report.memory_report(
@@ -140,7 +144,7 @@ def _resolved(options: argparse.Namespace) -> Resolved:
 
 
 def _candidate(resolved: Resolved) -> Candidate:
-    """Return a training in one process; accumulation over 2 micro-batches is representative."""
+    """Return the candidate for one process; accumulation over 2 micro-batches is representative."""
     train = resolved.settings.train
     usual = min(train.global_batch_size or _USUAL_MICRO_BATCH_SIZE, _USUAL_MICRO_BATCH_SIZE)
     size = train.micro_batch_size or max(train.micro_batch_sizes or (usual,))

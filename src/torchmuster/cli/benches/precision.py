@@ -1,4 +1,4 @@
-"""``muster bench precision``: speed, memory and accuracy of a training by dtype."""
+"""``muster bench precision``: speed, memory and accuracy of training by dtype."""
 
 import argparse
 import dataclasses
@@ -32,16 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster bench precision                         a small GPT",
-            "muster bench precision --config config.yaml    your training",
+            "muster bench precision --config config.yaml    the model of your settings file",
         ],
     )
-    parser.add_argument("--steps", type=size, metavar="N", help=f"training steps ({_STEPS})")
+    parser.add_argument(
+        "--steps", type=size, metavar="N", help=f"training steps (default: {_STEPS})"
+    )
     add_setting_flags(parser)
     add_common_flags(parser)
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Measure and show."""
+    """Measure, save and print the results."""
     from torchmuster.bench import environment, precision
 
     begun = time.monotonic()

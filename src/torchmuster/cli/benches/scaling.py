@@ -1,4 +1,4 @@
-"""``muster bench scaling``: speed-up and efficiency of a training on 1, 2, 4, … ranks."""
+"""``muster bench scaling``: speed-up and efficiency of training on 1, 2, 4, … ranks."""
 
 import argparse
 import time
@@ -30,19 +30,17 @@ _SMALL_GPT_LENGTH = 128
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster bench scaling``."""
     parser.description = (
-        f"{parser.description}\nRuns real steps of a settings file's training, or of a small "
-        "GPT, on 1, 2, 4, "
-        "… ranks of this\nmachine, each also without communication. Shows speed-up and "
-        "efficiency, strong (the "
-        "ranks share\nthe samples of one) and weak (each has as many), where the other time "
-        "goes, and a "
-        "forecast for\nthe most ranks from the fewest."
+        f"{parser.description}\nTrains the model of a settings file, or a small GPT, for some "
+        "steps on 1, 2, 4, … ranks of this\nmachine, with and without communication. Shows "
+        "speed-up and efficiency for strong scaling (the\nranks share one batch) and weak "
+        "scaling (each rank has its own batch), where time is lost, and a\nforecast for the most "
+        "ranks from the fewest."
     )
     parsers.show_examples(
         parser,
         [
             "muster bench scaling                              a small GPT on 1, 2, 4 ranks",
-            "muster bench scaling --config config.yaml         your training",
+            "muster bench scaling --config config.yaml         the model of your settings file",
             "muster bench scaling --ranks 1,2,4,8 --batch-size 64",
             "muster bench scaling --strategy fsdp",
         ],
@@ -52,18 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=_numbers,
         metavar="N,N,…",
-        help="numbers of ranks (1,2,4; GPUs: all of them)",
+        help="numbers of ranks (default: 1,2,4; on GPUs 1,2,4,… up to all of them)",
     )
     parser.add_argument(
         "--batch-size",
         type=count,
         metavar="N",
-        help="samples per step on one rank (train.global_batch_size, or 2 per rank)",
+        help="samples per step on one rank (default: train.global_batch_size, or twice "
+        "the largest number of ranks)",
     )
     parser.add_argument(
-        "--strategy", choices=("ddp", "fsdp"), help="how ranks share the model (from the settings)"
+        "--strategy",
+        choices=("ddp", "fsdp"),
+        help="parallel strategy (default: from the settings, or ddp)",
     )
-    parser.add_argument("--rounds", type=count, metavar="N", help=f"samples per pass ({_ROUNDS})")
+    parser.add_argument(
+        "--rounds", type=count, metavar="N", help=f"samples per pass (default: {_ROUNDS})"
+    )
     add_common_flags(parser)
 
 
@@ -202,6 +205,6 @@ def _notes(resolved: Resolved) -> list[Finding]:
             name="made-up-data",
             status=Status.NOTE,
             what="the training used synthetic tokens: reading your text is not included",
-            fix="muster bench data --config …  # measures the reading",
+            fix="muster bench data --config …  # measures data loading",
         )
     ]

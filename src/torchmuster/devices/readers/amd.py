@@ -1,7 +1,7 @@
 """Read AMD GPUs from sysfs, as the amdgpu driver and its compute driver (KFD) describe them.
 
-The order is KFD's, which is also that of ROCm's ``ROCR_VISIBLE_DEVICES``; both leave out a node
-that KFD does not let us read (one of another container). ROCm accepts a UUID that starts with
+The order is KFD's, which ROCm's ``ROCR_VISIBLE_DEVICES`` also uses; both leave out a node that KFD
+does not let us read (one of another container). ROCm accepts a UUID that starts with
 ``GPU-``; a GPU without a serial number, or a part of a partitioned one, gets ``ROCM-`` and its PCI
 address, and ROCm accepts only its index.
 """
@@ -132,7 +132,7 @@ def read_amd(
             numa_node=sysfs.numa_node(node.pci),
             total_bytes=total,
             used_bytes=used,
-            utilisation_percent=sysfs.read_percent(node.pci / "gpu_busy_percent"),
+            utilization_percent=sysfs.read_percent(node.pci / "gpu_busy_percent"),
             temperature_c=temperature,
             slowdown_temperature_c=limit,
             power_w=sysfs.watts(sensors, "power1_average", "power1_input"),
@@ -189,7 +189,8 @@ def _no_compute(addresses: Sequence[str]) -> Finding:
         status=Status.NOTE,
         what=f"ROCm cannot use the AMD GPUs of this host ({', '.join(addresses)})",
         why="the kernel's compute driver (/sys/class/kfd) shows none of them to this process: the "
-        "GPU is too old, the kernel was built without CONFIG_HSA_AMD, or this is a container",
+        "GPU is too old, the kernel was built without CONFIG_HSA_AMD, or this container has no "
+        "access to it",
         fix="in a container: --device=/dev/kfd --device=/dev/dri",
     )
 

@@ -1,11 +1,11 @@
 """Read Intel GPUs, as the kernel drivers xe and i915 describe them.
 
 The kernel has no stable UUID for them (only Level Zero creates one), so ``XPU-`` and the PCI
-address replace it; they are valid until the GPU is moved to another slot. The numbers are those of
+address replace it; they are valid until the GPU is moved to another slot. The numbers match
 torch.xpu, in PCI order; as in torch, an integrated GPU (Arc class only) counts only if there is no
 discrete one.
 
-Left None: utilisation and power, which are counters that need two readings; used memory, which the
+Left None: utilization and power, which are counters that need two readings; used memory, which the
 drivers report only to root; and the memory of an integrated GPU, which is system memory.
 """
 

@@ -121,8 +121,8 @@ def _nvml_parts(handle: Any) -> Iterator[dict[str, Any]]:
     yield {"mig_enabled": bool(mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE)}
     yield {"compute_capability": measure_nvml(pynvml.nvmlDeviceGetCudaComputeCapability, handle)}
     yield _nvml_memory(handle)
-    utilisation = measure_nvml(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    yield {"utilisation_percent": utilisation and utilisation.gpu}
+    utilization = measure_nvml(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    yield {"utilization_percent": utilization and utilization.gpu}
     yield {"temperature_c": measure_nvml(_temperature, handle)}
     slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
     threshold = measure_nvml(pynvml.nvmlDeviceGetTemperatureThreshold, handle, slowdown)
@@ -213,7 +213,7 @@ def _nvml_processes(handle: Any) -> tuple[DeviceProcess, ...]:
                 pid=one.pid,
                 compute=is_compute,
                 memory_bytes=one.usedGpuMemory,
-                utilisation_percent=busy.get(one.pid),
+                utilization_percent=busy.get(one.pid),
             )
     return tuple(found[pid] for pid in sorted(found))
 
@@ -290,7 +290,7 @@ def _slice_processes(parent_handle: Any, gpu_instance: int | None) -> tuple[Devi
 
 @contextmanager
 def keep_nvml_open() -> Iterator[None]:
-    """Keep NVML initialised between readings; for loops that read often."""
+    """Keep NVML initialized between readings; for loops that read often."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -71,8 +71,8 @@ def why_unusable(error: pynvml.NVMLError, question: str) -> tuple[Finding, ...]:
                 # Not a failure: this is normal on a login node without GPUs.
                 status=Status.WARNING,
                 what="the NVIDIA driver is installed but not loaded",
-                why="the library is installed, the kernel module is not loaded; normal on a host "
-                "without GPUs, an error on one with GPUs or in a container started without them",
+                why="the kernel module is not loaded: this is normal on a host without GPUs, but an "
+                "error on a host with GPUs, or in a container that was started without them",
                 fix="sudo modprobe nvidia  # in a container: start it with --gpus all",
                 evidence=f"{question}: {error}",
             ),
@@ -95,8 +95,8 @@ def lost_finding(device: Device) -> Finding:
         name="gpu-unreachable",
         status=Status.FAILURE,
         what=f"{device.label} ({device.name}) does not answer",
-        why="the driver has lost contact with it: heat, power, the PCIe link or the GPU itself; "
-        "programs that use it hang or fail",
+        why="the driver has lost contact with it, because of heat, power, the PCIe link or the GPU "
+        "itself; programs that use it hang or fail",
         fix="sudo dmesg | grep -i xid  # shows the cause; then reset it or reboot the host",
         evidence=device.trouble or "",
     )

@@ -1,1 +1,1 @@
-"""``muster hang``: which rank keeps a job waiting that muster did not start."""
+"""``muster hang``: find the rank that blocks a job which Muster did not start."""

@@ -1,4 +1,4 @@
-"""The order of ``muster hang``: connect to the hosts, find the job, look at its ranks until it is clear whether they hang."""
+"""Run ``muster hang``: connect to the hosts, find the job, and watch its ranks until it is clear whether they hang."""
 
 import asyncio
 import contextlib
@@ -95,7 +95,7 @@ async def _watch_ranks(
     request: HangRequest,
     say: Callable[[str], None],
 ) -> Finding | None:
-    """Look at the ranks until they hang, move, or the time is over; return the hang."""
+    """Watch the ranks until they hang, move, or the time is over; return the hang."""
     began_s, said = time.monotonic(), False
 
     async def look(host: str) -> None:

@@ -57,7 +57,7 @@ class HostConnection(ProbeClient):
             self._words = (self._words + data)[-_WORDS_KEPT:]
 
     async def close(self) -> None:
-        """Close the pipe, at which the program exits."""
+        """Close the pipe, which makes the program exit."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -1,4 +1,4 @@
-"""Decide whether the ranks of a job hang, from looks at them: fills in heartbeats for the hang detector."""
+"""Decide whether the ranks of a job hang: turn observations of them into heartbeats for the hang detector."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _READ = ("place", "doing", "phase", "waiting", "source", "workers")
 
 @dataclass(kw_only=True)
 class SeenRank:
-    """A rank of the job, and what is known about it from the looks so far."""
+    """A rank of the job, and what the observations so far show about it."""
 
     host: str
     process: RankProcess
@@ -43,12 +43,12 @@ class SeenRank:
 
     @property
     def computes(self) -> bool:
-        """Whether it uses its CPU for something else than waiting."""
+        """Whether it uses its CPU for anything other than waiting."""
         look = self.look
         return look is not None and not look.waiting and look.busy >= BUSY_PROCESSORS
 
     def update(self, look: RankLook) -> None:
-        """Take note of another look at it."""
+        """Record another observation of the rank."""
         before = self.look
         if look.problem and before is not None and look.state == before.state:
             return
@@ -71,7 +71,7 @@ class SeenRank:
 
 
 class JobWatch:
-    """Watches the ranks of one job; ``clock`` is for all times."""
+    """Watches the ranks of one job; ``clock`` provides all times."""
 
     def __init__(
         self, ranks: Sequence[SeenRank], *, clock: Callable[[], float] = time.monotonic
@@ -83,7 +83,7 @@ class JobWatch:
 
     @property
     def hosts(self) -> list[str]:
-        """The hosts with ranks of the job, that of the lowest rank first."""
+        """The hosts with ranks of the job; the host of the lowest rank comes first."""
         return list(dict.fromkeys(one.host for one in self.ranks))
 
     @property
@@ -93,12 +93,12 @@ class JobWatch:
 
     @property
     def unread(self) -> list[SeenRank]:
-        """The ranks of which no stack could be taken."""
+        """The ranks whose stack could not be taken."""
         return [one for one in self.ranks if one.look is None or one.look.problem]
 
     @property
     def still(self) -> list[int]:
-        """The ranks that have neither moved nor run, or only once."""
+        """The ranks that have moved or run at most once."""
         return [
             one.rank
             for one in self.ranks
@@ -107,7 +107,7 @@ class JobWatch:
 
     @property
     def exited(self) -> bool:
-        """Whether all ranks have exited meanwhile."""
+        """Whether all ranks have exited."""
         return all(one.look is not None and one.look.state == GONE for one in self.ranks)
 
     @property
@@ -129,13 +129,13 @@ class JobWatch:
         )
 
     def heard(self, host: str, looks: Sequence[RankLook]) -> None:
-        """Take note of the looks at the ranks of a host."""
+        """Record observations of the ranks of a host."""
         by_pid = {one.process.pid: one for one in self.ranks if one.host == host}
         for look in looks:
             by_pid[look.pid].update(look)
 
     def judge(self) -> Finding | None:
-        """Return the hang if there is one, after each host was heard."""
+        """Return the hang if there is one; call it after each host has answered."""
         self._looks += 1
         if self.unread:
             return None
@@ -145,7 +145,7 @@ class JobWatch:
         return self._watch.look()
 
     def _exited(self, host: str) -> list[Heartbeat]:
-        """Return heartbeats of ranks of a host that are gone: a host has ranks with consecutive numbers."""
+        """Return heartbeats for exited ranks of a host, whose ranks have consecutive numbers."""
         own = [one.process for one in self.ranks if one.host == host]
         expected = {
             one.rank - one.local_rank + place

@@ -62,7 +62,7 @@ def ranks_here() -> RanksHere:
         raise Impossible(
             "muster hang works on Linux only",
             why="it finds ranks by the environment of their processes, in /proc",
-            fix="run it on the host of the ranks",
+            fix="run it on the Linux host on which the ranks run",
         )
     parents: dict[int, int] = {}
     candidates: dict[int, tuple[str, Mapping[str, str]]] = {}

@@ -76,7 +76,7 @@ class RankLook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Which processes to look at, and of which native frames are wanted: if they are idle, or in any case."""
+    """Which processes to look at, and for which to take native frames: only if idle, or always."""
 
     pids: tuple[int, ...]
     native_if_idle: tuple[int, ...] = ()
@@ -172,7 +172,7 @@ def find_py_spy() -> str:
         return found
     raise Impossible(
         "py-spy is not installed",
-        why="muster hang reads the stacks of the ranks with it",
+        why="muster hang uses it to read the stacks of the ranks",
         fix=f"{sys.executable} -m pip install 'torchmuster[hang]'",
     )
 
@@ -204,14 +204,14 @@ def _untraceable(pid: int) -> Impossible:
     if scope == "3":
         return Impossible(
             what,
-            why="kernel.yama.ptrace_scope is 3: nobody may trace processes until the next boot",
+            why="kernel.yama.ptrace_scope is 3, which forbids tracing processes until the next boot",
             fix="set kernel.yama.ptrace_scope=1 in /etc/sysctl.d/ and reboot",
         )
     if scope in ("1", "2") and os.geteuid() != 0:
         by_root = "" if scope == "2" else "sudo sysctl kernel.yama.ptrace_scope=0   # or:\n"
         return Impossible(
             what,
-            why=f"kernel.yama.ptrace_scope is {scope}: only root may trace processes that it did not start",
+            why=f"kernel.yama.ptrace_scope is {scope}: only root may attach to running processes",
             fix=f"{by_root}{sudo} {pid}",
         )
     return Impossible(
@@ -226,7 +226,7 @@ def _untraceable(pid: int) -> Impossible:
 async def _dump_stacks(
     spy: str, pid: int, *, native: bool, nonblocking: bool
 ) -> tuple[list[ThreadStack], str]:
-    """Return the threads of a process, and why there are none."""
+    """Return the threads of a process, and the reason if there are none."""
     flags = [*(["--native"] if native else []), *(["--nonblocking"] if nonblocking else [])]
     process = await asyncio.create_subprocess_exec(
         *(spy, "dump", "--json", "--pid", str(pid), *flags),
@@ -253,7 +253,7 @@ async def _dump_stacks(
     outside = {_id_inside(pid, tid): tid for tid in _thread_ids(pid)}
     threads = [replace(one, tid=outside.get(one.tid, 0)) for one in parse_dump(out)]
     if not any(one.tid == pid for one in threads):
-        return [], "py-spy does not show its main thread"
+        return [], "py-spy does not show the main thread of the rank"
     return threads, ""
 
 

@@ -43,8 +43,8 @@ def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> Finding
         return Finding(
             name="job-exited",
             status=Status.NOTE,
-            what="all ranks have exited meanwhile",
-            fix="to know why a run failed, start it with: muster run",
+            what="all ranks have exited",
+            fix="to find out why a run fails, start it with: muster run",
         )
     if unread := watch.unread:
         problems = dict.fromkeys(one.look.problem for one in unread if one.look)
@@ -57,7 +57,7 @@ def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> Finding
         return Finding(
             name="ranks-move",
             status=Status.OK,
-            what=f"the ranks move: no rank stood still for the {took} in which they were watched",
+            what=f"the ranks are making progress: none of them stood still in the last {took}",
             evidence="\n".join(_rank_groups(watch.ranks)),
         )
     still = watch.still or [one.rank for one in watch.ranks]
@@ -66,16 +66,16 @@ def conclusion(watch: JobWatch, hang: Finding | None, seconds: float) -> Finding
         name="hang-not-certain",
         status=Status.NOTE,
         what=f"{rank_text(still)} did not move for {took}, which does not prove a hang",
-        why="ranks that wait for one that is idle are reported after 12 s, for one that computes after 60 s"
+        why="a hang is reported after ranks have waited 12 s for an idle rank, or 60 s for one that computes"
         if waiting
-        else "no rank is seen to wait for another: ranks that all sleep, load or compute may only be slow",
+        else "no rank waits for another; ranks that all sleep, load data or compute may just be slow",
         fix="muster hang --for 5min   # watch for longer",
         evidence=_hang_evidence(watch),
     )
 
 
 def notes(watch: JobWatch, found: Mapping[str, RanksHere]) -> list[Finding]:
-    """Return what else can tell about a hang on GPUs: flight recorder dumps, NCCL's RAS."""
+    """Return other sources of information about a hang on GPUs: flight recorder dumps, NCCL's RAS."""
     if watch.hang is None:
         return []
     told = []
@@ -86,7 +86,7 @@ def notes(watch: JobWatch, found: Mapping[str, RanksHere]) -> list[Finding]:
             Finding(
                 name="flight-recorder-dumped",
                 status=Status.NOTE,
-                what=f"{plural(len(dumps), 'rank')} dumped the flight recorder: {file.with_name(prefix)}*",
+                what=f"{plural(len(dumps), 'rank')} wrote a flight recorder dump: {file.with_name(prefix)}*",
                 fix=shlex.join(["torchfrtrace", "--prefix", prefix, str(file.parent)]),
             )
         )
@@ -95,7 +95,7 @@ def notes(watch: JobWatch, found: Mapping[str, RanksHere]) -> list[Finding]:
             Finding(
                 name="flight-recorder-off",
                 status=Status.NOTE,
-                what="there is no dump of the flight recorder, which knows the collectives of each rank",
+                what="there is no flight recorder dump, which would list the collectives of each rank",
                 fix="before the next start: export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
                 "TORCH_NCCL_DEBUG_INFO_TEMP_FILE=/tmp/nccl_trace_rank_",
             )
@@ -105,7 +105,7 @@ def notes(watch: JobWatch, found: Mapping[str, RanksHere]) -> list[Finding]:
             Finding(
                 name="nccl-ras",
                 status=Status.NOTE,
-                what=f"NCCL answers questions about its communicators on {', '.join(hosts)}, port 28028",
+                what=f"NCCL's RAS service reports the state of its communicators on {', '.join(hosts)}, port 28028",
                 fix="ncclras -v",
             )
         )
@@ -172,7 +172,7 @@ def _culprits(watch: JobWatch) -> list[int]:
 
 
 def _first_worker(watch: JobWatch) -> WorkerLook | None:
-    """Return a data loader worker that a rank waits for which keeps the others waiting."""
+    """Return the data loader worker that the blocking rank waits for."""
     culprits = _culprits(watch)
     looks = (one.look for one in watch.ranks if one.rank in culprits and one.look)
     return next((worker for look in looks for worker in look.workers), None)

@@ -58,7 +58,7 @@ def token_of(nonce: str) -> bytes:
 
 
 def open_socket(address: str) -> socket.socket:
-    """Return a socket at any port of an address whose datagrams are not fragmented."""
+    """Return a socket on any port of an address; its datagrams are not fragmented."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_DGRAM)
     try:

@@ -37,7 +37,7 @@ _CAUSES = {
     "prohibited": _Cause(
         name="blocked-prohibited",
         words="the connection is prohibited",
-        why="a firewall on that host or on the path replies at once that this is prohibited",
+        why="a firewall on that host or on the path prohibits the connection (ICMP)",
     ),
     "absent": _Cause(
         name="host-absent",
@@ -47,15 +47,15 @@ _CAUSES = {
     ),
     "no-route": _Cause(
         name="no-route",
-        words="it has no route to it",
+        words="there is no route to it",
         why="the host has no interface for this address: the route is missing, or it is not "
         "connected to this network",
     ),
     "impostor": _Cause(
         name="wrong-machine-answers",
         words="another host answers",
-        why="the same address is in use twice: a cloned virtual machine, a local bridge that each "
-        "host has, or a manually assigned address",
+        why="two hosts use the same address: a cloned virtual machine, a local bridge that exists on "
+        "each host, or a manually assigned address",
     ),
 }
 # Without a reply in either direction, two firewalls and a dead cable look the same.
@@ -103,7 +103,7 @@ def _not_tried(links: Sequence[Link]) -> list[Finding]:
         Finding(
             name="links-not-tried",
             status=Status.WARNING,
-            what=f"{name_several(names)} did not report whether it reaches the others",
+            what=f"{name_several(names)} did not report on connections to the others",
             why="the host did not answer in time, or its probe program exited",
             fix="muster check  # run it again",
         )
@@ -152,7 +152,7 @@ def _meeting(group: LinkGroup, problem: str) -> Finding:
     return Finding(
         name="meeting-port-blocked",
         status=Status.FAILURE,
-        what=f"{_not_reached(group)} at the rendezvous port {port}, only at others: "
+        what=f"{_not_reached(group)} on the rendezvous port {port}, only on others: "
         f"{_CAUSES[problem].words}",
         why=f"{_CAUSES[problem].why}. The ranks could not rendezvous",
         fix=_let_in(target, callers, [port]),
@@ -165,10 +165,10 @@ def _judge_data(group: LinkGroup, problem: str, both_ways: bool) -> Finding:
     return Finding(
         name="data-ports-blocked",
         status=_status(group, both_ways),
-        what=f"{_not_reached(group)} except at the rendezvous port {target.meeting_port}: "
+        what=f"{_not_reached(group)} except on the rendezvous port {target.meeting_port}: "
         f"{_CAUSES[problem].words}",
-        why=f"{_CAUSES[problem].why}. Ranks connect at ephemeral ports; the rendezvous port is not "
-        "enough",
+        why=f"{_CAUSES[problem].why}. Ranks connect on ephemeral ports; an open rendezvous port is "
+        "not enough",
         fix=_let_in(target, [one.source for one in group.links], [target.given_out_ports]),
         evidence=_judge_evidence(group.links),
     )
@@ -285,7 +285,7 @@ def _judge_evidence(links: Sequence[Link], port: int | None = None) -> str:
         if port is None:
             lines.append(f"{where}:{one.port}: {one.problem} after {one.seconds:.1f} s")
         else:
-            lines.append(f"{where}:{port}: {one.meeting_problem}; at port {one.port}: reached")
+            lines.append(f"{where}:{port}: {one.meeting_problem}; port {one.port}: reached")
     if len(links) > _LINES_SHOWN:
         lines.append(f"and {len(links) - _LINES_SHOWN:,} more")
     return "\n".join(lines)

@@ -59,7 +59,7 @@ class Figures:
 
     @property
     def round_trip_s(self) -> float | None:
-        """The shortest round trip, which is that of the link itself."""
+        """The shortest round trip, which shows the latency of the link itself."""
         return min(self.round_trips_s, default=None)
 
     @property

@@ -163,8 +163,8 @@ WORDINGS = (
         status=Status.FAILURE,
         what=lambda group: _subject(
             group,
-            "drops large frames: small messages pass",
-            "drop large frames: small messages pass",
+            "drops large frames, but small messages pass",
+            "drop large frames, but small messages pass",
         ),
         why="the hosts send larger frames than a device on the path supports, and get no error. "
         "Ranks would connect, and hang at the first large tensor",
@@ -225,7 +225,7 @@ WORDINGS = (
             "carries smaller frames than the hosts send",
             "carry smaller frames than the hosts send",
         ),
-        why="TCP has adapted to it, so ranks are not affected; other protocols may be",
+        why="TCP has adapted to the smaller size, so ranks are not affected; other protocols may be",
         fix=_lower_the_mtu,
         told=_told_frames,
     ),

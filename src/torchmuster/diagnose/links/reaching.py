@@ -105,7 +105,7 @@ def _own_findings(name: str, asked: Serve, served: Served) -> Iterable[Finding]:
         yield Finding(
             name="meeting-port-taken",
             status=Status.NOTE,
-            what=f"{name}: port {USUAL_PORT} is in use; muster uses {served.meeting_port} instead",
+            what=f"{name}: port {USUAL_PORT} is in use; Muster uses {served.meeting_port} instead",
             why=f"{served.meeting_reason}. torchrun itself would hang without a message",
             fix=f"find the process that uses it, on {name}:\nss -ltnp 'sport = :{USUAL_PORT}'",
         )
@@ -297,8 +297,8 @@ def _passed_over(
                 status=Status.NOTE,
                 what=f"{end.name} is reached at {end.address} ({end.interface}), but not at "
                 f"{one.address} ({one.interface})",
-                why="the others cannot connect to it "
-                f"({', '.join(dict.fromkeys(problems))}); it would have been the first choice",
+                why=f"the others cannot connect to {one.address} "
+                f"({', '.join(dict.fromkeys(problems))}), which Muster would have preferred",
             )
 
 

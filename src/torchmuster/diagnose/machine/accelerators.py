@@ -127,7 +127,7 @@ def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
             status=Status.FAILURE if failed else Status.WARNING,
             what=f"{device.label} has bad memory"
             + (" and no spare rows left" if failed else " that is repaired at the next reset"),
-            why="until then data stored there may be wrong, or the program that reads it is killed",
+            why="data stored there may be wrong, or the driver kills the program that reads it",
             fix="replace the GPU"
             if failed
             else f"sudo nvidia-smi -r -i {device.index}  # when nothing runs on it",
@@ -150,7 +150,7 @@ def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
     width, widest = health.pcie_width, health.pcie_max_width
     speed, fastest = health.pcie_generation, health.pcie_max_generation
     awake = health.performance_state == 0
-    busy = awake and (device.utilisation_percent or 0) >= _BUSY_PERCENT
+    busy = awake and (device.utilization_percent or 0) >= _BUSY_PERCENT
     narrow = awake and width is not None and widest is not None and width < widest
     slow = busy and speed is not None and fastest is not None and speed < fastest
     if narrow or slow:
@@ -177,8 +177,8 @@ def _persistence(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> It
             name="persistence-off",
             status=Status.NOTE,
             what=f"persistence mode is off on {label_all(off)}",
-            why="the driver is initialized again for each first program, which takes seconds per "
-            "GPU and resets the memory error counters",
+            why="the driver initializes a GPU again whenever a program is the first to use it, which "
+            "takes seconds per GPU and resets the memory error counters",
             fix="sudo nvidia-smi -pm 1",
         )
 
@@ -220,7 +220,7 @@ CHECKS = (
     ),
     Check(
         name="accelerator-links",
-        asks="Are their PCIe links and NVLinks up, and is their memory healthy?",
+        asks="Are the PCIe links and NVLinks of the GPUs up, and is their memory healthy?",
         run=_health,
     ),
 )

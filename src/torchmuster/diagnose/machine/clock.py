@@ -15,7 +15,7 @@ _SLOW_SOURCES = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 _EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)
 # Certificates in use today have expired by then.
 _LATEST = datetime(2100, 1, 1, tzinfo=UTC)
-_UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
+_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
 def check_clock(surroundings: Surroundings) -> Iterator[Finding]:
@@ -64,13 +64,14 @@ def _source(surroundings: Surroundings) -> Iterator[Finding]:
 
 def _kept(surroundings: Surroundings) -> Iterator[Finding]:
     status = _kernel_status() if surroundings.system == "linux" else None
-    if status is not None and status & _UNSYNCHRONISED:
+    if status is not None and status & _UNSYNCHRONIZED:
         yield Finding(
-            name="clock-unsynchronised",
+            name="clock-unsynchronized",
             status=Status.NOTE,
             what="the clock of this host is not synchronized",
-            why="clocks drift apart by seconds per week; torchrun's rendezvous fails at 16 s, and "
-            "logs of several hosts cannot be correlated; muster check compares the clocks",
+            why="clocks drift apart by seconds per week; torchrun's rendezvous fails if they "
+            "differ by 16 s, and logs of several hosts cannot be correlated. muster check compares "
+            "the clocks",
             fix="sudo timedatectl set-ntp true  # with systemd\n"
             "sudo apt-get install chrony  # or a separate service",
             evidence="adjtimex: STA_UNSYNC; in a virtual machine the hypervisor may set the clock",

@@ -20,7 +20,7 @@ _HARDWARE = re.compile(r"(?<![a-z0-9])(cpu|cu\d+|rocm\d+(\.\d+)*|xpu)(?![a-z0-9]
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """An installed package from its metadata; ``name`` is normalised (``nvidia-nccl-cu12``)."""
+    """An installed package from its metadata; ``name`` is normalized (``nvidia-nccl-cu12``)."""
 
     name: str
     version: str
@@ -44,7 +44,7 @@ class Package:
             match = re.match(r"\s*([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*\(?([^)]*)", text)
             if field == "Requires-Dist" and match and "extra" not in marker:
                 yield Requirement(
-                    name=normalised(match[1]), bounds=match[2].strip(), marker=marker.strip()
+                    name=normalized(match[1]), bounds=match[2].strip(), marker=marker.strip()
                 )
 
     def libraries(self) -> Iterator[tuple[str, int]]:
@@ -91,8 +91,8 @@ def build_of_label(version: str) -> str:
     return match[0] if match else ""
 
 
-def normalised(name: str) -> str:
-    """Return the normalised form of a package name."""
+def normalized(name: str) -> str:
+    """Return the normalized form of a package name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -103,7 +103,7 @@ def packages(surroundings: Surroundings) -> list[Package]:
         for entry in _entries(folder):
             match = re.fullmatch(r"(.+?)-([^-]+)\.dist-info", entry)
             if match:
-                name = normalised(match[1])
+                name = normalized(match[1])
                 found.append(Package(name=name, version=match[2], metadata=folder / entry))
     return found
 

@@ -95,7 +95,7 @@ def _limit(room: _Room, whole: _Room) -> Iterator[Finding]:
         what=f"only {format_bytes(room.total_bytes)} of the host's "
         f"{format_bytes(whole.total_bytes)} of memory can be used",
         why="a cgroup (container, Slurm job, systemd unit) sets the limit; the kernel kills a "
-        "process that exceeds it without a message (exit code 137)"
+        "process that exceeds it, without a message (exit code 137)"
         + ("; one rank alone needs about 0.5 GiB before it has a model" if small else ""),
         fix="docker run --memory=32g …\n"
         "resources: {limits: {memory: 32Gi}}  # Kubernetes, in the container\n"
@@ -112,8 +112,8 @@ def _nearly_full(room: _Room) -> Iterator[Finding]:
         status=Status.WARNING,
         what=f"memory is nearly full: {format_bytes(room.free_bytes)} of "
         f"{format_bytes(room.total_bytes)} are free",
-        why="each rank needs about 0.5 GiB before it has a model; the kernel kills what does not "
-        "fit",
+        why="each rank needs about 0.5 GiB before it has a model; the kernel kills processes "
+        "when memory runs out",
         fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop unneeded "
         "ones",
         evidence=f"{room.limited_by or '/proc/meminfo'}",
@@ -145,8 +145,8 @@ def _kills(surroundings: Surroundings) -> Iterator[Finding]:
             name="memory-kills",
             status=Status.NOTE,
             what=f"the kernel's OOM killer has killed a process {times} in this cgroup",
-            why="counted since the container, job or session started; a rank that disappeared with "
-            "exit code 137 or -9 was one of them",
+            why="memory ran out since the container, job or session started; a rank that exited with "
+            "code 137 or -9 was probably one of these processes",
             fix="sudo dmesg -T | grep -i 'killed process'  # shows which process, and when",
         )
 

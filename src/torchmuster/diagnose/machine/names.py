@@ -168,7 +168,7 @@ def _judge_own(
             name="name-ipv6-only",
             status=Status.NOTE,
             what=f"the hostname {name} resolves to IPv6 addresses only",
-            why="all hosts of a run then need IPv6; muster selects an address that all reach",
+            why="all hosts of a run then need IPv6; Muster selects an address that all hosts can reach",
             evidence=", ".join(answer.addresses),
         )
 
@@ -229,7 +229,7 @@ def _unresolvable(name: str) -> Finding:
         name="name-unresolvable",
         status=Status.WARNING,
         what=f"this host cannot resolve its own hostname, {name}",
-        why="muster works without it; torchrun fails with “Temporary failure in name resolution” "
+        why="Muster works without it; torchrun fails with “Temporary failure in name resolution” "
         "or “Name or service not known”, and gloo uses loopback",
         fix=_hosts_line(name),
     )
@@ -240,7 +240,7 @@ def _loopback(name: str, addresses: Sequence[str], listed: Sequence[str]) -> Fin
         name="name-is-loopback",
         status=Status.NOTE,
         what=f"the hostname {name} resolves to {', '.join(addresses)}, a loopback address",
-        why="muster is not affected, as it selects an address itself; plain torchrun over several "
+        why="Muster is not affected, as it selects an address itself; plain torchrun over several "
         f"hosts hangs or fails with “Connection refused, remote=[{addresses[0]}]”",
         fix=_right_hosts(name, listed),
         evidence=_source(name, listed),
@@ -252,8 +252,8 @@ def _elsewhere(name: str, found: Sequence[str], own: set[str], listed: Sequence[
         name="name-leads-elsewhere",
         status=Status.WARNING,
         what=f"the hostname {name} resolves to {', '.join(found)}, not an address of this host",
-        why="muster is not affected, as it selects an address itself; torchrun and gloo announce "
-        "that address, and the other hosts reach the wrong host or none",
+        why="Muster is not affected, as it selects an address itself; torchrun and gloo announce "
+        "that address, and the other hosts connect to the wrong host or to none",
         fix=_right_hosts(name, listed),
         evidence=f"{_source(name, listed)}; addresses here: {', '.join(sorted(own))}",
     )

@@ -171,7 +171,7 @@ def _unplugged(
                 name="no-carrier",
                 status=Status.NOTE if others_work else Status.WARNING,
                 what=f"{one.name} ({addresses[0]}) is up but has no carrier",
-                why="muster skips it; torchrun may choose it and then time out",
+                why="Muster skips it; torchrun may choose it and then time out",
                 fix="connect the cable, or disable the interface:\n"
                 f"sudo ip link set {one.name} down",
                 evidence=f"{_FOLDER}/{one.name}/carrier: 0",
@@ -228,7 +228,7 @@ def _several(names: Sequence[str]) -> Iterator[Finding]:
             name="several-interfaces",
             status=Status.NOTE,
             what=f"several interfaces may reach other hosts: {', '.join(names)}",
-            why=f"muster tries {names[0]} first and uses the one that all hosts reach; plain "
+            why=f"Muster tries {names[0]} first and uses the one that all hosts reach; plain "
             "torchrun uses the one that the hostname resolves to",
             fix=f"export GLOO_SOCKET_IFNAME={names[0]} NCCL_SOCKET_IFNAME=={names[0]}  # for torchrun",
         )
@@ -297,8 +297,8 @@ def _ports(surroundings: Surroundings) -> Iterator[Finding]:
             name="ports-overlap",
             status=Status.NOTE,
             what=f"port {USUAL_PORT} (rendezvous) is in the range of ephemeral ports",
-            why=f"any connection may take a port from {first} to {last}; muster then uses the next "
-            "one, torchrun fails",
+            why=f"any connection may take a port from {first} to {last}; Muster then uses the next "
+            "port, but torchrun fails",
             fix=f"sudo sysctl net.ipv4.ip_local_reserved_ports={USUAL_PORT},29500",
             evidence=file,
         )

@@ -13,7 +13,7 @@ _SLEEP = re.compile(r"^\s*sleep\s+(\d+)", re.MULTILINE)
 
 
 def windows(surroundings: Surroundings) -> Iterator[Finding]:
-    """Report the limits of every Windows, and check long paths and sleep."""
+    """Report the limits of Windows, and check long paths and sleep."""
     yield Finding(
         name="windows-gloo-only",
         status=Status.NOTE,
@@ -46,7 +46,7 @@ def _windows_sleep(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def macos(surroundings: Surroundings) -> Iterator[Finding]:
-    """Report the limits of every Mac, and check sleep and open files."""
+    """Report the limits of macOS, and check sleep and open files."""
     yield Finding(
         name="macos-gloo-only",
         status=Status.NOTE,

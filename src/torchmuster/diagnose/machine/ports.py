@@ -54,11 +54,11 @@ def _ports_taken(port: int, holder: str, surroundings: Surroundings, *, asked_fo
             what=f"port {port} (MASTER_PORT) is in use",
             why=f"{holder} holds it; rank 0 fails with “address already in use” and the others "
             "hang",
-            fix="unset MASTER_PORT  # muster and torchrun then choose a free port",
+            fix="unset MASTER_PORT  # Muster and torchrun then choose a free port",
             evidence=f"MASTER_PORT={port}",
         )
     uses = (
-        "muster uses the next free port; torchrun with this rendezvous port hangs"
+        "Muster uses the next free port; torchrun with this rendezvous port hangs"
         if port == USUAL_PORT
         else "torchrun and scripts that use it by default fail with “address already in use”"
     )

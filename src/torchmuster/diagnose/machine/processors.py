@@ -117,7 +117,7 @@ def _load(surroundings: Surroundings, cores: int) -> Iterator[Finding]:
             name="load-high",
             status=Status.NOTE,
             what=f"high load: {float(words[0]):.0f} runnable processes on {cores} cores",
-            why="other processes use this host; benchmarks will be low, and ranks here slower than "
+            why="other processes use this host; benchmark results will be low, and ranks here slower than "
             "elsewhere",
             fix="ps -eo pid,user,pcpu,args --sort=-pcpu | head  # the busiest processes",
             evidence=f"/proc/loadavg: {' '.join(words[:3])}",

@@ -1,4 +1,4 @@
-"""The Python that runs muster, and whether it imports the packages that were installed."""
+"""The Python that runs Muster, and whether it imports the packages that were installed."""
 
 import os
 import platform
@@ -51,7 +51,7 @@ def _narrow() -> Iterator[Finding]:
 
 
 def _other_python(surroundings: Surroundings) -> Iterator[Finding]:
-    """Yield a note if ``python`` is not the Python that muster starts ranks with."""
+    """Yield a note if ``python`` is not the Python that Muster starts ranks with."""
     usual = shutil.which("python", path=surroundings.environment.get("PATH", ""))
     if usual is None or Path(usual).parent == Path(surroundings.python).parent:
         return
@@ -60,9 +60,9 @@ def _other_python(surroundings: Surroundings) -> Iterator[Finding]:
     yield Finding(
         name="other-python-on-path",
         status=Status.NOTE,
-        what=f"python is {usual}, but muster runs scripts with {surroundings.python}",
+        what=f"python is {usual}, but Muster runs scripts with {surroundings.python}",
         why="packages installed with one are not available in the other",
-        fix=f"{surroundings.python} -m pip install …  # installs for muster's Python",
+        fix=f"{surroundings.python} -m pip install …  # installs for Muster's Python",
     )
 
 

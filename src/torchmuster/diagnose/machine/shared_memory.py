@@ -30,7 +30,7 @@ _ALL_PROCESSES = "pid:[4026531836]"
 _FILES_SHOWN = 5
 
 _LARGER = """docker run --shm-size=8g …  # or --ipc=host
-shm_size: 8gb  # in a docker compose file, at the service
+shm_size: 8gb  # in a Docker Compose file, under the service
 volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]  # Kubernetes, mounted at /dev/shm
 sudo mount -o remount,size=90% /dev/shm  # outside containers"""
 

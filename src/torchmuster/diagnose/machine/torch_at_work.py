@@ -236,8 +236,8 @@ def _torch_at_work_device(record: Mapping[str, Any]) -> Iterator[Finding]:
             name="device-computes-wrongly",
             status=Status.FAILURE,
             what=f"{name} computes wrong values: {record['wrong']} of {record['products']} products",
-            why="the products are of integers and have one correct result; training on it gives "
-            "wrong results without an error",
+            why="the test multiplies integers, so only one result is correct; training on this device "
+            "gives wrong results without an error",
             fix=f"exclude {name} from runs and replace it; if it is overclocked, use standard "
             "clocks",
         )
@@ -258,8 +258,8 @@ def _torch_at_work_slow(
                 yield Finding(
                     name="device-slow",
                     status=Status.WARNING,
-                    what=f"{one['name']} reaches {one['gflops'] / middle:.0%} of the speed of the "
-                    "same model here",
+                    what=f"{one['name']} reaches {one['gflops'] / middle:.0%} of the speed of "
+                    "other GPUs of its model on this host",
                     why="in a distributed run every other GPU waits for it",
                     fix=f"nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE -i {one['index']}",
                     evidence=f"{one['gflops']:.0f} GFLOP/s, the others {middle:.0f}",

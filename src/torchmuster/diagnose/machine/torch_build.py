@@ -276,8 +276,8 @@ def _driver(cuda: str, node: Node, surroundings: Surroundings) -> Iterator[Findi
             name="driver-too-old",
             status=Status.FAILURE,
             what=f"the NVIDIA driver {node.driver_version} is too old for this torch",
-            why=f"torch is built for CUDA {cuda} and needs driver {least} or newer; installed is "
-            f"{node.driver_version}{serves}",
+            why=f"torch is built for CUDA {cuda} and needs driver {least} or newer; this host "
+            f"has {node.driver_version}{serves}",
             fix=f"install the NVIDIA driver {least} or newer and reboot\n"
             f"or install a torch that is built for CUDA {older} or older",
         )

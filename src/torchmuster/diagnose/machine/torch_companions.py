@@ -55,9 +55,7 @@ def _fitting(one: Package, torch: Package, surroundings: Surroundings) -> str:
     """Return how to install a matching package; pip does not find local labels (+…)."""
     version, built = torch.version.partition("+")[0], installed.build_of_label(torch.version)
     if installed.local_label(torch.version) != built:
-        return (
-            f"install {one.name} from the same source as torch {torch.version}, or build it there"
-        )
+        return f"install {one.name} from the same source as torch {torch.version}, or build it against this torch"
     where = f"  # both built for {built}, from the index of this torch" if built else ""
     install = f"{surroundings.python} -m pip install --force-reinstall"
     return f"{install} {one.name} torch=={version}{where}"

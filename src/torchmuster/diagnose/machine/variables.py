@@ -217,7 +217,7 @@ def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
 HARMFUL_CHECKS = (
     Check(
         name="harmful-variables",
-        asks="Does a variable make runs slow, or hang where they should fail?",
+        asks="Does an environment variable slow runs down, or make them hang instead of fail?",
         run=_harmful,
     ),
 )
@@ -292,7 +292,9 @@ def _threads(surroundings: Surroundings) -> Iterator[Finding]:
         value = surroundings.environment.get(variable, "")
         first = value.partition(",")[0].strip()  # one number for each level of nesting
         threads = int(first) if first.isdecimal() else 0
-        fix = f"unset {variable}  # or: export {variable}={cores}, divided by the ranks here"
+        fix = (
+            f"unset {variable}  # or: export {variable}={cores}, divided by the ranks on this host"
+        )
         if value and (not threads or threads > cores):
             found.append(
                 Finding(
@@ -363,7 +365,7 @@ CHECKS = (
     ),
     Check(
         name="threads",
-        asks="Are OMP_NUM_THREADS and MKL_NUM_THREADS within the cores of this host?",
+        asks="Do OMP_NUM_THREADS and MKL_NUM_THREADS fit the number of cores of this host?",
         run=_threads,
     ),
     Check(

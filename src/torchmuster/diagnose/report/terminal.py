@@ -152,7 +152,7 @@ def _links(grid: Grid) -> Iterator[str]:
         ]
     )
     if len(grid.worst) > _WORST_SHOWN:
-        yield f"  … and {len(grid.worst) - _WORST_SHOWN} more that are not worse"
+        yield f"  … and {len(grid.worst) - _WORST_SHOWN} more, none of them worse"
 
 
 def _rows(grid: Grid) -> Iterator[tuple[str, ...]]:

@@ -12,7 +12,7 @@ import torch
 from torchmuster.runfolder import write_atomically
 
 
-class Recognised(BaseException):
+class Recognized(BaseException):
     """A named mistake; ``seen`` is the evidence.
 
     Not an Exception: it may be raised inside the learner's code, which may catch those.
@@ -26,13 +26,13 @@ class Recognised(BaseException):
 
 def mistake(name: str, seen: str = "") -> NoReturn:
     """Stop the check with this mistake."""
-    raise Recognised(name, seen)
+    raise Recognized(name, seen)
 
 
 def require(good: bool, otherwise: str, seen: str = "") -> None:
     """Stop the check with a mistake unless the condition holds."""
     if not good:
-        raise Recognised(otherwise, seen)
+        raise Recognized(otherwise, seen)
 
 
 def compare(given: Any, expected: Any, what: str, otherwise: str = "wrong-value") -> None:

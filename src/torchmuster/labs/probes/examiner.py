@@ -16,7 +16,7 @@ from torchmuster.labs.probes import ranks
 
 def main(asked: str, answered: str) -> None:
     """Grade every paper of a request."""
-    torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimiser would do
+    torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimizer would do
     request = msgspec.json.decode(Path(asked).read_bytes(), type=GradeRequest)
     lesson = course.lesson(request.lab)
     verdicts = [

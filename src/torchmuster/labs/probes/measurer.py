@@ -16,7 +16,7 @@ from torchmuster.labs.probes import ranks
 
 def main(asked: str, answered: str) -> None:
     """Run a lab's measurements on its ranks; the answer is rank 0's."""
-    torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimiser would do
+    torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimizer would do
     request = msgspec.json.decode(Path(asked).read_bytes(), type=MeasureRequest)
     lesson = course.lesson(request.lab)
     module = importlib.import_module(f"torchmuster.labs.lessons.{lesson.module}.measurements")

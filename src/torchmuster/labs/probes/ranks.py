@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from torchmuster.labs.probes.bench import Bench, Recognised
+from torchmuster.labs.probes.bench import Bench, Recognized
 from torchmuster.runfolder import write_atomically
 
 _PR_SET_PDEATHSIG = 1
@@ -209,7 +209,7 @@ def _outcome(program: Program, bench: Bench, file: Path, joined: bool) -> Learne
         if joined and bench.world_size > 1:
             dist.init_process_group("gloo")
         return LearnerOutcome(value=program(bench))
-    except Recognised as found:
+    except Recognized as found:
         return LearnerOutcome(mistake=found.name, seen=found.seen)
     except NotImplementedError as error:
         return LearnerOutcome(mistake="not-done", seen=_ranks_line(error, file).lstrip())

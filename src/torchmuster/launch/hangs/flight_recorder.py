@@ -1,7 +1,7 @@
-"""Compare torch's flight recorders of several ranks: who is behind, who called something else.
+"""Compare torch's flight recorders of several ranks: which ranks are behind, and which called something else.
 
 Each rank's recorder keeps its last collectives, numbered within each group. Compared across ranks, the
-numbers show who has not reached a collective that others wait in, and the first collective that differs
+numbers show which rank has not reached a collective that others wait in, and the first collective that differs
 between ranks. Gloo and NCCL write the same fields; gloo does not update ``state`` and does not record the
 members of a group, so both are derived from other fields.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import torch_private
 from torchmuster.launch.launcher.console import rank_text
+from torchmuster.units import plural
 
 # These need tensors of the same shape on every rank; in others shapes may differ (gather, all_to_all).
 SAME_SHAPES = frozenset(
@@ -152,10 +153,11 @@ def _not_alike(known: Mapping[int, RecordedGroup]) -> Finding | None:
             for words, ranks in list(ways.items())[:_KINDS_SHOWN]
         )
         ops = {call.op for call in calls.values()}
+        earlier = plural(seq - 1, "earlier collective")
         return Finding(
             name="collectives-differ" if len(ops) > 1 else "collective-shapes-differ",
             status=Status.FAILURE,
-            what=f"the ranks did not call the same collective as number {seq}{_in(known)}: {shown}",
+            what=f"collective number {seq}{_in(known)} differs between ranks: {shown}",
             why="collectives are matched in the order in which each rank calls them; "
             + (
                 "from here on the ranks wait for each other forever"
@@ -163,7 +165,7 @@ def _not_alike(known: Mapping[int, RecordedGroup]) -> Finding | None:
                 else "tensors of different shapes or dtypes cannot be combined"
             ),
             fix=FIX_ORDER if len(ops) > 1 else FIX_SHAPES,
-            evidence=f"the {seq - 1} before it were the same on all ranks" if seq > 1 else "",
+            evidence=f"{earlier} matched on all ranks" if seq > 1 else "",
         )
     return None
 
@@ -206,15 +208,15 @@ def _all_in_it(known: Mapping[int, RecordedGroup]) -> Finding | None:
     return Finding(
         name="collective-does-not-end",
         status=Status.WARNING,
-        what=f"all ranks have called {earliest.words}, number {earliest.seq}{_in(known)}, and it does not finish on "
+        what=f"all ranks have called {earliest.words}, number {earliest.seq}{_in(known)}, but it does not finish on "
         f"{everybody}",
-        why="no rank is missing: it is slow, or the data between the ranks does not arrive",
+        why="no rank is missing: the collective is slow, or data between the ranks does not arrive",
         fix=FIX_NETWORK,
     )
 
 
 FIX_ORDER = (
-    "every rank must call the same collectives in the same order: none of them inside `if rank == 0`, the same "
+    "call the same collectives in the same order on every rank: none inside `if rank == 0`, and the same "
     "number of batches on every rank (a DistributedSampler, drop_last=True, or torch.distributed.algorithms.Join)"
 )
 FIX_SHAPES = (

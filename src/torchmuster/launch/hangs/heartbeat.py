@@ -1,6 +1,6 @@
 """A heartbeat: what one rank is doing, reported by the rank itself and by its host.
 
-A thread in each rank writes it about once a second (``rank_heartbeat.py``); the node agent adds process
+A thread in each rank writes it about once a second (``rank/heartbeat.py``); the node agent adds process
 information from the system and forwards it every two seconds. It does not use the process group, so ranks that
 hang in a collective send it too.
 """

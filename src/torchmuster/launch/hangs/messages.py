@@ -39,7 +39,8 @@ _FIX = {
     HangKind.ENDED: "give every rank the same number of batches (a DistributedSampler, drop_last=True), and finish with a barrier",
     HangKind.NATIVE: "its stacks show the call; look for locks held by threads at a fork, and for files or sockets that do not "
     "respond",
-    HangKind.DISK: "check on {host} what it waits for: cat /proc/{pid}/stack; dmesg; a network mount that does not respond",
+    HangKind.DISK: "find out what it waits for, often a network mount that does not respond; on {host}: "
+    "cat /proc/{pid}/stack; dmesg",
     HangKind.AT_WORK: "if only one rank does this work, let the others wait with torchmuster.train.world.rank_zero_first(), or do "
     "it before the run",
 }
@@ -151,7 +152,8 @@ def _fix_messages(kind: HangKind, one: ObservedRank) -> str:
                 f"check what the loader reads on {one.host}: a disk, a download or a worker that does not respond; "
                 "DataLoader(timeout=60) turns such a wait into an error"
             )
-        return f"see {heartbeat.place or 'its stacks'}: what does only this rank wait for there?"
+        place = heartbeat.place or "its stacks"
+        return f"see {place}: find out what only this rank waits for there"
     return _FIX[kind].format(host=one.host, pid=heartbeat.pid)
 
 
@@ -192,7 +194,7 @@ def _of_unseen(hang: Hang, devices: Mapping[int, str]) -> Finding:
         status=Status.WARNING,
         what=f"{_waiting_words(hang.waiting)} for {hang.duration(hang.waited_s)}{_at(hang.culprits[0])}; they wait "
         f"for one or more of {rank_text(hang.unseen)}, which {'is' if len(hang.unseen) == 1 else 'are'} on other hosts",
-        why="all ranks on these hosts have called it",
+        why="all ranks on these hosts have called the collective",
         fix="muster hang --hosts …   # all hosts of the job",
         evidence=_messages_evidence(hang, devices),
     )
@@ -217,8 +219,8 @@ def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
     return Finding(
         name="collective-does-not-end",
         status=Status.WARNING,
-        what=f"all ranks have been in {_what(hang.culprits[0])} for {waited}, and it does not finish{_at(hang.culprits[0])}",
-        why="no rank is missing: it is slow, or the data between the ranks does not arrive",
+        what=f"all ranks have been in {_what(hang.culprits[0])} for {waited}, but it does not finish{_at(hang.culprits[0])}",
+        why="no rank is missing: the collective is slow, or data between the ranks does not arrive",
         fix=FIX_NETWORK,
         evidence=_messages_evidence(hang, devices),
     )

@@ -137,7 +137,7 @@ class HangMonitor:
             self._watch = HangWatch()
             if not self._failed:
                 self._failed = True
-                self._say(f"the hang monitor failed, hangs are no longer reported: {error!r}")
+                self._say(f"the hang monitor failed, so hangs are no longer reported: {error!r}")
 
     async def _examine(self, hang: Hang, finding: Finding) -> None:
         """Request stack dumps from the ranks, and store them next to the finding."""

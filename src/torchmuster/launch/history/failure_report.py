@@ -139,11 +139,13 @@ class Timeline:
 
             kept = committed_manifests(FolderStore(self.run.checkpoints))
             for newest in kept[:1]:
-                older = f"; {len(kept) - 1} older are kept" if len(kept) > 1 else ""
+                count = len(kept) - 1
+                older = f"; {plural(count, 'older checkpoint')} kept" if count else ""
                 words = f"saved step {newest.step}: checkpoints/{newest.name}{older}"
                 yield TimelineEvent(at_unix_s=newest.made_unix_s, what=words)
         for saved in self.checkpoints[:1]:
-            before = f"; {len(self.checkpoints) - 1} before" if len(self.checkpoints) > 1 else ""
+            count = len(self.checkpoints) - 1
+            before = f"; {plural(count, 'earlier checkpoint')}" if count else ""
             words = f"saved step {saved.step:,}: {saved.path} ({saved.condition}){before}"
             yield TimelineEvent(at_unix_s=saved.at_unix_s, what=words)
 
@@ -284,7 +286,7 @@ def _failed(story: Timeline, state: run_state.RunState) -> Finding:
         if not story.failures:
             return _explained(finding, _known_in(_logs(story.run)))
         before = f"before that: {story.failures[-1].finding.what}"
-        return dataclasses.replace(finding, why=before, fix="see console.log in its folder")
+        return dataclasses.replace(finding, why=before, fix="see console.log in the run folder")
     finding = story.verdict.finding
     why = [finding.why]
     if earlier := story.failures[:-1]:
@@ -311,8 +313,8 @@ def _died(story: Timeline, state: run_state.RunState) -> Finding:
         name="launcher-killed",
         status=Status.FAILURE,
         what=f"{state.headline}{f' on {job.launcher.host}' if job else ''}, and its ranks were stopped",
-        why=f"{was}it logged nothing, so it was killed: by kill -9, for lack of memory, or by a reboot of the "
-        "host",
+        why=f"{was}the launcher logged no error, so it was killed: by kill -9, the out-of-memory killer, or "
+        "a reboot of the host",
         fix=_joined(["journalctl and dmesg there show what killed it", left, _how_to_go_on(story)]),
     )
 
@@ -323,7 +325,7 @@ def _not_heard_of(story: Timeline, state: run_state.RunState, host: str, was: st
         name="launcher-gone",
         status=Status.FAILURE,
         what=state.headline.replace("the launcher", f"the launcher on {host}"),
-        why=f"{was}that host is down, or lost access to this disk; or this folder is a copy from that time",
+        why=f"{was}that host is down or lost access to this disk, or this folder is an older copy",
         fix=_joined([there, _how_to_go_on(story)]),
     )
 
@@ -339,7 +341,7 @@ def _active(story: Timeline, state: run_state.RunState) -> Finding:
         name="run-active",
         status=Status.NOTE,
         what=f"{state.phase} at its last heartbeat{_after_failures(story)}",
-        why=f"it was launched on {host}: its process cannot be checked from here. The newest file in its folder "
+        why=f"the launcher runs on {host} and cannot be checked from here; the newest file in the run folder "
         f"is {_age_of_newest(story.run)} old",
         fix=f"on {host}: muster explain {story.run.id}",
     )
@@ -351,7 +353,7 @@ def _failure_report_unknown() -> Finding:
         status=Status.NOTE,
         what="the run folder does not contain the state of the run",
         why="state.json is missing or unreadable: the run never started, or its folder was copied only in part",
-        fix="see console.log and logs/ in its folder",
+        fix="see console.log and logs/ in the run folder",
     )
 
 

@@ -1,4 +1,4 @@
-"""How to resume a script: from which checkpoint, with which arguments, and the texts that say so.
+"""How to resume a script: from which checkpoint, with which arguments, and the messages about it.
 
 A script that torchmuster did not write resumes in its own way. If that is certain from its code and arguments, a restart adds
 the arguments by itself; if the user gave ``--resume-with``, it adds those; otherwise it prints what to do.
@@ -239,5 +239,5 @@ def restart_text(plan: ResumePlan) -> str:
     lines.append("the script starts from step 0, unless it resumes by itself")
     if plan.checkpoint is not None:
         flag = _FLAGS.get(plan.checkpoint.library, "--FLAG")
-        lines[-1] += f"; if it has a flag to resume, give it: --resume-with '{flag} {PATH}'"
+        lines[-1] += f"; if it has a flag to resume, pass it with --resume-with '{flag} {PATH}'"
     return "\n".join(lines)

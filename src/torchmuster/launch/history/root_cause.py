@@ -128,9 +128,9 @@ _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|h|hpp):\d+\] |(?<=enforce fail at
 # Errors of ranks that only waited for another rank (train/first.py, train/data/stream.py). They quote the other rank's error,
 # so that text must not be analysed.
 _ONLY_WAITED = re.compile(
-    r"(?:[\w.]+: )?(?:what rank \d+ waited for failed on rank \d+: "
+    r"(?:[\w.]+: )?(?:rank \d+ waited for work that failed on rank \d+: "
     r"|rank \d+ could not read its data: "
-    r"|the ranks' store is gone while waiting for the first rank)"
+    r"|the ranks' store became unreachable while waiting for the first rank)"
 )
 # Gloo prints its ports in the wrong byte order; an address that is wrong is worse than none.
 _GLOO_ADDRESS = re.compile(r" \[[0-9a-fA-F.:]+\]:\d+")
@@ -182,7 +182,7 @@ def root_cause_of(
 ) -> Finding:
     """Return the finding with the root cause of a failed attempt.
 
-    ``noticed_s`` is when the launcher noticed the failure and requested the other ranks to stop, ``grace_s``
+    ``noticed_s`` is when the launcher noticed the failure and asked the other ranks to stop, ``grace_s``
     is the time it gave them; ``logs`` is the folder of the ranks' logs. ``hang`` is the reported hang that was
     not over.
     """
@@ -323,7 +323,7 @@ def _root_cause_code(failure: protocol.Failure) -> int:
 def _blamed(
     reports: Sequence[_Report], ours_from_s: float, killed: Collection[int]
 ) -> dict[_Report, _Blame]:
-    """Classify each report; a kill after ``ours_from_s`` is our own, as are those of the ``killed`` ranks."""
+    """Classify each report; a kill after ``ours_from_s``, or of one of the ``killed`` ranks, is our own."""
     late = [report.at_s for report in reports if _role(report) is Role.PEER_LATE]
     # A rank that kept others waiting until they timed out was killed after that, not before.
     ours_from_s = min([ours_from_s, *(at_s + _WITH_THE_FIRST_S for at_s in late)])
@@ -481,7 +481,8 @@ def _aftermath(
     if peers:
         lines.append(f"{rank_text(peers)} then lost {_its(peers)} connection to it")
     if ended and nobody_failed:
-        lines.append(f"{rank_text(ended)} had not failed but had to be killed: check there first")
+        logs = "its log" if len(ended) == 1 else "their logs"
+        lines.append(f"{rank_text(ended)} had not failed but had to be killed: read {logs} first")
         return lines
     slow = [rank for rank in ended if rank in killed]
     if stopped := [rank for rank in ended if rank not in killed]:

@@ -32,7 +32,7 @@ _LAST_UNIX_S = 1e11  # some thousand years on
 
 
 def append_line(path: Path, content: Mapping[str, object]) -> None:
-    """Append a line in one write, so that several processes can; a full disk must not stop the run."""
+    """Append a line in one write, as several processes may append; a full disk must not stop the run."""
     data = json.dumps(content, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
     if len(data) > _LONGEST_LINE_BYTES:
         return

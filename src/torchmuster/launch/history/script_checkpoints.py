@@ -103,7 +103,7 @@ def newest_usable(
 
 
 def _begun_after(newest: ScriptCheckpoint, known: set[str]) -> tuple[str, Condition] | None:
-    """Return a torn neighbour with a similar name that is younger than a checkpoint.
+    """Return an incomplete checkpoint with a similar name that is newer than the given one.
 
     A rank records a checkpoint when it is written; one during which the rank was killed is found only here.
     """

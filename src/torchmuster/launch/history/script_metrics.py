@@ -20,9 +20,9 @@ class ScriptMetrics:
         self._attempt = 0
 
     def add(self, attempt: int, lines: Sequence[Line]) -> None:
-        """Append lines; those of steps that a restarted script repeats replace the old ones.
+        """Append lines; if a restarted script repeats steps, their new lines replace the old ones.
 
-        A full disk must not stop the run, so such lines are lost.
+        A full disk must not stop the run: lines that cannot be written are lost.
         """
         texts: dict[str, list[str]] = {}
         for line in lines:

@@ -65,9 +65,9 @@ def compare_all_nodes(
 
 
 def ask_for_packages(nodes: Sequence[NodeDescription]) -> list[int]:
-    """Return the places whose package lists are needed: the first and one of each other kind.
+    """Return the places whose package lists are needed: one host for each different set of packages.
 
-    Empty if all are equal; a few even if thousands differ.
+    Empty if all hosts have the same packages; only a few places even if thousands differ.
     """
     first_with: dict[str, int] = {}
     for place, one in enumerate(nodes):
@@ -81,7 +81,7 @@ def other_protocol(name: str, hello: protocol.Hello) -> protocol.Trouble:
     return protocol.Trouble(
         name="other-protocol",
         what=f"torchmuster on {name} uses protocol {hello.protocol}, this host uses {protocol.PROTOCOL}",
-        why=f"{name} has version {hello.record.torchmuster}, this host {__version__}",
+        why=f"{name} has version {hello.record.torchmuster}, this host has {__version__}",
         fix=_install(__version__, "torchmuster", [name]),
         exit_code=ExitCode.IMPOSSIBLE,
     )
@@ -98,7 +98,7 @@ def _systems(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             status=Status.FAILURE,
             what=f"the hosts have different operating systems: {_shares(groups)}",
             why="gloo cannot connect ranks on different systems, and NCCL runs on Linux only",
-            fix="run all of them on Linux (on Windows inside WSL2)\n"
+            fix="run all hosts on Linux (on Windows, inside WSL2)\n"
             f"or use only hosts with the same system: {name_several(max(groups.values(), key=len))}",
         )
 
@@ -109,7 +109,7 @@ def _torchmuster(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="torchmuster-version",
             status=Status.WARNING,
-            what=f"torchmuster differs: {_shares(groups)}",
+            what=f"torchmuster versions differ: {_shares(groups)}",
             why="the versions are compatible, but may behave differently",
             fix=_install(next(iter(groups)), "torchmuster", _others(groups)),
         )
@@ -125,7 +125,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             name="torch-missing",
             status=Status.FAILURE,
             what=f"torch is not installed on {name_several(missing)}",
-            why="checked with the Python that runs torchmuster there",
+            why="the Python environment that runs torchmuster there does not contain torch",
             fix=_install(next(iter(releases), ""), "torch", missing),
         )
     old = [one.name for one in having if torch_too_old(one.record.torch or "")]
@@ -141,7 +141,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="torch-version",
             status=Status.FAILURE,
-            what=f"torch differs: {_shares(releases)}",
+            what=f"torch versions differ: {_shares(releases)}",
             why="different versions may connect and then hang, or compute different results",
             fix=_install(next(iter(releases)), "torch", _others(releases)),
         )
@@ -152,7 +152,7 @@ def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="torch-build",
             status=Status.WARNING,
-            what=f"the builds of torch differ: {_shares(builds)}",
+            what=f"torch builds differ: {_shares(builds)}",
             why=why,
         )
 
@@ -164,7 +164,7 @@ def _machine_kinds(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
             name="machine-kind",
             status=Status.WARNING,
             what=f"CPU architectures differ: {_shares(groups)}",
-            why="it works, but results may differ in the last digits, and all ranks wait for the slowest",
+            why="the run works, but results may differ in the last digits, and all ranks wait for the slowest one",
         )
 
 
@@ -178,8 +178,8 @@ def _pythons(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="python-version",
             status=Status.WARNING,
-            what=f"Python differs: {_shares(groups)}",
-            why="pickled objects that ranks send to each other may not be readable on the other host",
+            what=f"Python versions differ: {_shares(groups)}",
+            why="objects pickled by one rank may not unpickle on a rank with another Python version",
         )
 
 
@@ -197,9 +197,9 @@ def _clocks(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
         yield Finding(
             name="clocks",
             status=Status.NOTE,
-            what=f"clocks differ from that of {nodes[0].name}: {name_several(apart)}",
-            why="a muster run is not affected, but times in logs differ by as much, and torchrun without "
-            "muster may train on one host alone from 16 s on",
+            what=f"clocks differ from the clock of {nodes[0].name}: {name_several(apart)}",
+            why="timestamps in logs are off by this much; muster run is not affected, but plain torchrun may "
+            "train on one host alone if the clocks differ by 16 s or more",
             fix="sudo timedatectl set-ntp true  # on these hosts",
         )
 
@@ -241,7 +241,7 @@ def _different_code(
         yield Finding(
             name="script-differs",
             status=Status.FAILURE,
-            what=f"{script} on {name_several(other_script)} differs from {first.name}",
+            what=f"{script} on {name_several(other_script)} differs from the copy on {first.name}",
             why="ranks that run different code can hang in different collectives",
             fix=_copy(first, other_script, folder),
         )
@@ -250,7 +250,7 @@ def _different_code(
         yield Finding(
             name="code-differs",
             status=Status.FAILURE,
-            what=f"the code next to {script} on {name_several(names)} differs from {first.name}",
+            what=f"the code next to {script} on {name_several(names)} differs from the copy on {first.name}",
             why=f"Python files in {folder} differ: {_compare_nodes_files(first)}, {_compare_nodes_files(other_code[0])}",
             fix=_copy(first, names, folder),
         )
@@ -297,7 +297,7 @@ def _packages(
         yield Finding(
             name="packages-differ",
             status=Status.WARNING,
-            what=f"installed packages on {name_several(different)} differ from {first.name}",
+            what=f"installed packages on {name_several(different)} differ from those on {first.name}",
             why="\n".join([text for text in told.values() if text][:_VALUES_SHOWN]),
             fix=f"pip freeze > requirements.txt  # on {first.name}; then on the other hosts:\n"
             "pip install -r requirements.txt",

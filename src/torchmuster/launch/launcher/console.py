@@ -44,7 +44,7 @@ _DANGEROUS_OR_COLOUR = re.compile(f"[{_STEERING}\x1b]")
 
 
 def printable(line: str, *, colour: bool) -> str:
-    """Return a line without terminal control sequences; colours may stay and are reset at its end."""
+    """Return a line without terminal control sequences; colors may stay and are reset at its end."""
     if line.isprintable():
         return line
     line = _SEQUENCE.sub(

@@ -183,7 +183,8 @@ def with_reason(finding: Finding, reason: str) -> Finding:
 def needs_user(finding: Finding, failures: Iterable[protocol.Failure]) -> bool:
     """Return whether the user must fix the cause, because another attempt would fail the same way.
 
-    That is one of our errors, which name the fix, or code that cannot be parsed or imported.
+    This applies to torchmuster's own errors, which name the fix, and to code that cannot be parsed or
+    imported.
     """
     ours = (failure.what.partition("\n")[0] for failure in failures if failure.what)
     return bool(_CANNOT_MEND_ITSELF.search(finding.what)) or any(
@@ -248,7 +249,7 @@ class JobOutcome:
     """How a run ended: ``good``, or the finding with the cause; ``left`` are hosts that did not confirm the end.
 
     ``saved`` is the message of the ranks that saved after a stop request, ``origin`` the origin of the request.
-    ``killed`` names the ranks that had to be killed after it. ``words`` is the text for the event log where the caller
+    ``killed`` names the ranks that had to be killed after it. ``words`` is the text for the event log if the caller
     prints the rest itself.
     """
 
@@ -293,16 +294,16 @@ class JobRunner:
     def pass_on(self, name: str) -> None:
         """Forward a signal to every rank.
 
-        SIGUSR1 is a scheduler's warning. It would kill a script that does not handle it, so such a script is asked to
-        stop by SIGTERM instead, and has until the end of the job to do so.
+        SIGUSR1 is a scheduler's warning. It would kill a script that does not handle it, so such a script gets
+        SIGTERM instead, and has until the end of the job to stop.
         """
         warning = name == "SIGUSR1"
         if warning and self._spec.checkpoints is None and not self._session.handles(name):
             within_s = seconds_to_job_end(os.environ)
             if self._session.cause is None:
                 self._console.say(
-                    f"{name} to the launcher, which the script does not handle: stopping all ranks by SIGTERM "
-                    f"within {format_seconds(within_s)}"
+                    f"the launcher received {name}, which the script does not handle: stopping all ranks with "
+                    f"SIGTERM within {format_seconds(within_s)}"
                 )
             self._session.stop(f"{name} to the launcher", warned_s=within_s)
             return

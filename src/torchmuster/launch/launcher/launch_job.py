@@ -144,7 +144,7 @@ class _Called:
         await self._transport.reopen(place)
 
     def waiting_for(self, place: int) -> str:
-        """Return a short text: why a host has not joined yet."""
+        """Return why a host has not joined yet, as a short text."""
         return self._transport.waiting_for(place)
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
@@ -301,15 +301,15 @@ def _conclude(
 
 def _how_to_go_on(spec: JobSpec, run: RunFolder) -> str:
     if spec.checkpoints is None:  # the user's own script, which knows how to resume
-        return "rerun it to resume"
+        return "rerun the command to resume"
     return f"resume with: muster train --resume {_launch_job_shown(run.path)}"
 
 
 def _left(machines: Sequence[str]) -> str:
     if not machines:
-        return "none of its processes is running"
+        return "all processes have exited"
     return (
-        f"no answer from {name_several(machines)}; the node agent there stops its ranks when it can"
+        f"no answer from {name_several(machines)}; the node agent there stops its ranks as soon as it can"
     )
 
 

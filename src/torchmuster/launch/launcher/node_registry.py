@@ -1,4 +1,4 @@
-"""The node registry: which hosts have joined, which are missing and why. Cost is linear in the hosts."""
+"""The node registry: which hosts have joined, which are missing and why. The cost is linear in the number of hosts."""
 
 import asyncio
 import contextlib
@@ -156,7 +156,7 @@ class NodeRegistry:
                 await self._transport.reopen(place)
 
     async def _take_in(self, places: Iterable[int]) -> None:
-        """Include hosts again that were left out."""
+        """Add back hosts that were left out."""
         tasks = [self._left_out.pop(place) for place in places if place in self._left_out]
         for task in tasks:
             task.cancel()
@@ -238,7 +238,7 @@ class NodeRegistry:
             await self._transport.reopen(node.place)
 
     async def leave(self, exit_code: int, words: str) -> None:
-        """Send every node agent that the run is over, and release all hosts."""
+        """Notify every node agent that the run is over, and release all hosts."""
         message = protocol.Leave(exit_code=exit_code, words=words)
 
         async def leave(node: NodeHandle) -> None:

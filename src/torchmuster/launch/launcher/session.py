@@ -201,7 +201,7 @@ class Session:
         )
 
     def say_reasons(self, nodes: Sequence[NodeHandle]) -> None:
-        """Print why each host provides its devices, grouping hosts with the same reason."""
+        """Print the reason for each host's choice of devices, grouping hosts with the same reason."""
         machines: dict[str, list[str]] = {}
         for node in nodes:
             for reason in node.prepared.reasons if node.prepared else ():
@@ -256,7 +256,7 @@ class Session:
             node.expect(attempt)
             node.follow_metrics(lambda told: self._metrics.add(told.attempt, told.lines))
         try:
-            async with self.waiting.telling(lambda: "checking that the hosts reach each other"):
+            async with self.waiting.telling(lambda: "checking that the hosts can reach each other"):
                 meeting = await self.waiting.unless_stopped(
                     choose_rendezvous_address(
                         self._spec, nodes, attempt=attempt, say=self._console.say

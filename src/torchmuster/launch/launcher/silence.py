@@ -68,7 +68,5 @@ class SilenceWatch:
         self._tell_after_s = _FIRST_S if starting else 2 * silent_s
         doing = activity_text(heartbeats, together="all ranks: ")
         if starting:
-            return f"nothing was printed yet; {doing or 'the ranks are starting'}"
-        return (
-            f"nothing was printed for {format_seconds(silent_s)}; {doing or 'the ranks are alive'}"
-        )
+            return f"no output yet; {doing or 'the ranks are starting'}"
+        return f"no output for {format_seconds(silent_s)}; {doing or 'the ranks are alive'}"

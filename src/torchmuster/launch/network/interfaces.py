@@ -1,8 +1,8 @@
 """The network interfaces of this host, and which of its addresses other hosts can use.
 
 A host often has addresses that are of no use here: loopback, Docker bridges (with the same address on every
-host), VPNs. They are sorted here, best first; which one is used is decided by trying (``reach.py``), never by
-the order alone.
+host), VPNs. This module sorts them, best first; ``reach.py`` decides which one is used by trying
+them, never by the order alone.
 """
 
 import ipaddress
@@ -241,7 +241,7 @@ def _leads_nowhere(one: Interface) -> str:
 
 
 def _fix_interfaces(variable: str, interfaces: Sequence[Interface]) -> str:
-    text = f"unset {variable}  # then the interface that reaches the other hosts is used"
+    text = f"unset {variable}  # Muster then uses the interface that reaches the other hosts"
     best = next(iter(interface_candidates(interfaces)), None)
     if best is None:
         return text

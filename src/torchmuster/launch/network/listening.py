@@ -1,9 +1,9 @@
 """The rendezvous port of the ranks, opened before a run starts.
 
-The first host opens it at each of its addresses; the others try which addresses they reach (``reach.py``),
+The first host opens it on each of its addresses; the others try which addresses they reach (``reach.py``),
 and get the run's nonce as the answer so that they know which run they reached. The address that all hosts can
 reach is kept, and its socket is passed to torch's store, so that no other program can take the port in between
-and nothing listens at the other addresses.
+and nothing listens on the other addresses.
 
 A caller sends ``muster-reach`` and the SHA-256 of the nonce. Only a caller that knows the nonce gets it as the
 answer, and nothing that a caller sent is ever sent back.
@@ -238,7 +238,7 @@ def open_port(
         sockets = _bind_all(where, _checked(port))
         if sockets is None:
             raise _listening_taken(port)
-        reason = f"port {port}: as requested"
+        reason = f"port {port}, as requested"
     elif port is None:
         sockets, reason = _bind_usual(where)
     else:
@@ -264,7 +264,7 @@ def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protoc
         found = network_interfaces.interface_candidates(known)
         if found:
             return found, ""
-        return [_LOOPBACK], "; only at 127.0.0.1, because this host has no other address"
+        return [_LOOPBACK], "; only on 127.0.0.1, because this host has no other address"
     named = _listening_name(address.removeprefix("[").removesuffix("]"), known)
     local = [one for one in named if network_interfaces.is_local(one, known)]
     if not local:
@@ -273,7 +273,7 @@ def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protoc
         protocol.Address(address=one, interface=network_interfaces.interface_of(one, known) or "lo")
         for one in local
     ]
-    return chosen, f"; only at {address}, as requested"
+    return chosen, f"; only on {address}, as requested"
 
 
 def _listening_name(word: str, known: Sequence[Interface]) -> list[str]:
@@ -301,9 +301,9 @@ def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) ->
     else:
         why = "the name does not resolve here"
     return Impossible(
-        f"cannot listen at {address}",
+        f"cannot listen on {address}",
         why=f"{why}; this host has {own or 'only 127.0.0.1'}",
-        fix="give one of these, or none: then the address that all other hosts reach is used",
+        fix="pass one of these with --address, or omit it to use an address that all other hosts reach",
     )
 
 
@@ -315,7 +315,7 @@ def _bind_usual(
         if sockets is None:
             continue
         if port == USUAL_PORT:
-            return sockets, f"port {port}: the default, and it is free"
+            return sockets, f"port {port}, the default"
         holder = holder_of(USUAL_PORT) or "a process that has just exited"
         return sockets, f"port {port}: the next free one, because {USUAL_PORT} is used by {holder}"
     sockets = _bind_any(where)
@@ -333,7 +333,7 @@ def _bind_any(where: Sequence[protocol.Address]) -> dict[protocol.Address, socke
         if sockets is not None:
             return sockets
     raise Impossible(
-        f"found no port that is free at all addresses: {', '.join(one.address for one in where)}",
+        f"no port is free on all addresses: {', '.join(one.address for one in where)}",
         why=f"{_TRIES} ports were tried",
         fix="stop some of the programs that use ports on this host (ss -ltnp)",
     )
@@ -342,7 +342,7 @@ def _bind_any(where: Sequence[protocol.Address]) -> dict[protocol.Address, socke
 def _bind_all(
     where: Sequence[protocol.Address], port: int
 ) -> dict[protocol.Address, socket.socket] | None:
-    """Return listening sockets on one port; None if it is in use at one of the addresses."""
+    """Return listening sockets on one port; None if it is in use on one of the addresses."""
     with contextlib.ExitStack() as undo:
         sockets: dict[protocol.Address, socket.socket] = {}
         trouble: OSError | None = None
@@ -387,7 +387,7 @@ def _checked(port: int) -> int:
         raise Impossible(
             f"{port} is not a port",
             why="ports are numbers from 1 to 65535",
-            fix=f"give none: then {USUAL_PORT} or the next free port is used",
+            fix=f"omit --port to use {USUAL_PORT} or the next free port",
         )
     return port
 
@@ -397,7 +397,7 @@ def _listening_taken(port: int) -> Impossible:
     return Impossible(
         f"port {port} was requested, but it is in use",
         why=f"it is used by {holder}" if holder else "it was in use a moment ago",
-        fix="give no port: then the next free one is used; or stop that program",
+        fix="omit --port to use the next free port, or stop that program",
     )
 
 
@@ -407,5 +407,5 @@ def _not_allowed(port: int, error: OSError | None) -> Impossible:
     return Impossible(
         f"cannot listen on port {port}",
         why=f"{words}; ports below 1024 need root" if forbidden else f"{words}",
-        fix=f"give no port: then {USUAL_PORT} or the next free one is used",
+        fix=f"omit --port to use {USUAL_PORT} or the next free port",
     )

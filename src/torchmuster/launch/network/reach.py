@@ -36,7 +36,7 @@ class NodeAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class ReachCall:
-    """One host's attempt to reach another at any port; ``problem`` is "" on success (see ``wire``)."""
+    """One host's attempt to reach another on any port; ``problem`` is "" on success (see ``wire``)."""
 
     caller: NodeAddress
     called: NodeAddress
@@ -55,7 +55,7 @@ def check_reachability(
 ) -> str:
     """Raise ``Impossible`` if a required connection failed; else return a warning, or "".
 
-    ``both_ways`` is for NCCL. ``port`` is the rendezvous port, at which all hosts have reached the first.
+    ``both_ways`` is for NCCL. ``port`` is the rendezvous port, on which all hosts have reached the first.
     """
     failed = [one for one in calls if one.problem]
     fatal = [one for one in failed if both_ways or gloo_calls(one.caller, one.called)]
@@ -68,8 +68,8 @@ def check_reachability(
         )
         verb = "does" if len(callers) == 1 else "do"
         return (
-            f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports that ranks use; "
-            "gloo does not need that direction, NCCL would"
+            f"{name_several(callers)} {verb} not reach {name_several(called)} on the ports that ranks use; "
+            "gloo does not need that direction, but NCCL does"
         )
     return ""
 
@@ -87,7 +87,7 @@ def _blocked(fatal: Sequence[ReachCall], port: int, timeout_s: float) -> Impossi
     )
     verb = "does" if len(callers) == 1 else "do"
     lines = [
-        f"{one.caller.name} to {one.called.name} ({one.called.address}, tried at port {one.port}): "
+        f"{one.caller.name} to {one.called.name} ({one.called.address}, tried port {one.port}): "
         f"{meaning_of_errno(one.problem, timeout_s)}"
         for one in fatal[:_LINES_SHOWN]
     ]
@@ -101,7 +101,7 @@ def _blocked(fatal: Sequence[ReachCall], port: int, timeout_s: float) -> Impossi
         command = firewall.open_command(one.called.system, ports, source=one.caller.address)
         fixes.append(f"allow connections from {one.caller.name} on {one.called.name}:\n{command}")
     return Impossible(
-        f"{name_several(callers)} {verb} not reach {name_several(called)} at the ports that ranks use",
+        f"{name_several(callers)} {verb} not reach {name_several(called)} on the ports that ranks use",
         why="\n".join(lines),
         fix="\n".join(fixes),
     )
@@ -242,16 +242,17 @@ def check_not_loopback(
     if asked is None:
         raise Impossible(
             f"{head} has no address that other hosts can reach",
-            why="it has only loopback: its other interfaces are down or have no address",
-            fix="ip address  # there, and bring an interface up; or list another host first",
+            why="it has only a loopback address: its other interfaces are down or have no address",
+            fix=f"ip address  # on {head}: bring an interface up; or list another host first",
         )
     own = ", ".join(f"{one.address} ({one.interface})" for one in others)
     found = ", ".join(one.address for one in listening.addresses)
-    meaning = "this" if found == asked else f"on {head} this resolves to {found}, which"
+    meaning = "this is" if found == asked else f"on {head} this resolves to {found},"
     raise Impossible(
         f"the other hosts cannot reach {head} at {asked}",
-        why=f"{meaning} is the host itself on every host; {head} has {own or 'no other address'}",
-        fix="omit --address: then the address that all other hosts reach is used",
+        why=f"{meaning} a loopback address, which always means the local host; "
+        f"{head} has {own or 'no other address'}",
+        fix="omit --address to use an address that all other hosts reach",
     )
 
 
@@ -341,7 +342,7 @@ def _none_reached(
     everywhere = [node for node, _ in answers if all(node in some for some in failing)]
     if everywhere:
         verb = "does" if len(everywhere) == 1 else "do"
-        what = f"{name_several(everywhere)} {verb} not reach {head} at port {listening.port}"
+        what = f"{name_several(everywhere)} {verb} not reach {head} on port {listening.port}"
     else:
         what = f"no address of {head} is reachable from all of {name_several([node for node, _ in answers])}"
     fixes = []
@@ -349,11 +350,11 @@ def _none_reached(
         command = firewall.open_command(system, listening.port)
         fixes.append(f"allow connections on {head}:\n{command}")
         fixes.append(
-            "the ranks also connect to each other at ephemeral ports: each host must allow connections "
-            "from the others at these too"
+            "the ranks also connect to each other on ephemeral ports: each host must allow connections "
+            "to these ports from the other hosts"
         )
     if not fixes or not everywhere:
-        fixes.append(f"give an address of {head} that all hosts reach: --address")
+        fixes.append(f"pass an address of {head} that all hosts reach: --address ADDR")
     return Impossible(what, why="\n".join(lines), fix="\n".join(fixes))
 
 
@@ -368,8 +369,8 @@ def meaning_of_errno(problem: str, timeout_s: float) -> str:
     """Return the meaning of a problem."""
     meanings = {
         "timeout": f"no answer in {timeout_s:g} s: a firewall drops the packets or the link is down",
-        "refused": "refused: a firewall rejects it, or the address belongs to another host",
-        "unreachable": "unreachable: a firewall or router rejects it",
+        "refused": "refused: a firewall rejects the connection, or the address belongs to another host",
+        "unreachable": "unreachable: a firewall or router rejects the connection",
         "no-route": "no route: the host is not connected to this network",
         "impostor": "another host answered: the same address is in use there too (docker0, a "
         "bridge, a copied virtual machine)",

@@ -28,7 +28,7 @@ _PROGRESS_EVERY_S = 2.0
 
 
 class Tail:
-    """One rank's log, read from its end at the start of the attempt."""
+    """One rank's log, read from where it ended when the attempt started."""
 
     def __init__(self, rank: int, path: Path) -> None:
         self.rank = rank
@@ -143,7 +143,7 @@ def _attempt_evidence(
 ) -> Iterator[protocol.Evidence]:
     for rank in asked:
         if rank in silent:
-            why = "Python cannot run in it, so it did not answer"
+            why = "Python code cannot run in this process, so it did not answer"
             stacks = _faults(records, rank)
             shown = (
                 f"its stacks, innermost call first:\n{stacks}" if stacks else "no stacks available"
@@ -246,7 +246,7 @@ class RunningAttempt:
         return protocol.Started(attempt=self._share.start.attempt, pid=pid)
 
     def stop(self, grace_s: float, asked: str = "") -> None:
-        """Request the ranks to stop, and kill them after the grace period. A later call can only shorten it.
+        """Ask the ranks to stop, and kill them after the grace period. A later call can only shorten it.
 
         ``asked`` is the signal of a request that did not come from the launcher.
         """

@@ -312,7 +312,7 @@ class Engine(Protocol):
         """Wait until all ranks have exited."""
 
     def terminate(self) -> None:
-        """Request the ranks to stop; each gets one signal, however often this is called."""
+        """Ask the ranks to stop; each gets one signal, however often this is called."""
 
 
 class TorchrunEngine:
@@ -364,7 +364,7 @@ class TorchrunEngine:
         return ExitsOfRanks(words=f"torchrun's agent {how}\n{said}".strip())
 
     def terminate(self) -> None:
-        """Request the agent to stop; it stops the ranks."""
+        """Ask the agent to stop; it stops the ranks."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
@@ -444,7 +444,7 @@ class DirectEngine:
         return ExitsOfRanks(failed=failed)
 
     def terminate(self) -> None:
-        """Request every rank to stop, once."""
+        """Ask every rank to stop, once."""
         asked, self._asked = self._asked, True
         for process in self._processes if not asked else ():
             with contextlib.suppress(ProcessLookupError):

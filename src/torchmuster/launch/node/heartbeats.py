@@ -75,8 +75,8 @@ def children_stats(pids: Iterable[int]) -> dict[int, float]:
 class Load:
     """How many CPUs the ranks and their children use, between two samples.
 
-    Finding all children means reading every process of the host, so it is done only for the given ranks: it
-    is not needed for ranks that make progress.
+    Finding all children means reading every process of the host, so this is done only for the given
+    ranks: those that make no progress.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -163,8 +163,8 @@ def _check_command(command: Sequence[str], module: bool, folder: Path) -> None:
 def _not_own(what: str, folder: Path) -> NotTrusted:
     return NotTrusted(
         f"refused {what}: not part of {folder}",
-        why="a joined node starts only code, and accepts only paths, inside the folder in which muster join was "
-        "started, except hidden and installed files and links that lead out of it",
+        why="a joined node runs only code, and accepts only paths, inside the folder in which muster join was "
+        "started; hidden files, installed files and links that lead out of it are refused",
         fix=f"copy it into that folder, {_TRUST}",
     )
 
@@ -238,7 +238,7 @@ def _check_variables(environment: dict[str, str]) -> None:
         raise NotTrusted(
             f"refused {'variable' if len(refused) == 1 else 'variables'} {names}",
             why="a joined node accepts only variables that can neither load code nor name a file; "
-            "the documentation of the wire protocol lists them",
+            "docs/wire-protocol.md lists them",
             fix=f"start the host without {names}, {_TRUST}",
         )
 

@@ -130,7 +130,7 @@ class MemoryWatch:
             return f"{KERNEL_KILLED_IT}; the limit is {room}"
         together = ""
         if peaks and peaks.together_bytes > 1.1 * peak:
-            together = f", with the other ranks {format_bytes(peaks.together_bytes)},"
+            together = f" ({format_bytes(peaks.together_bytes)} with the other ranks)"
         return f"{KERNEL_KILLED_IT}; its peak was {format_bytes(peak)}{together} of {room}"
 
     def _victims(self) -> Iterator[_Victim]:
@@ -165,7 +165,7 @@ def _of_others(kills: int) -> str:
 
 
 def _kills(proc_root: Path, sys_root: Path) -> int | None:
-    """Return the kill count of this process's own cgroup; kills in other cgroups are counted above it.
+    """Return the kill count of this process's own cgroup; its parents also count kills in other cgroups.
 
     cgroup v2 counts in memory.events, v1 in memory.oom_control.
     """

@@ -48,7 +48,7 @@ class _AgentJob:
 
 
 class NodeAgent:
-    """Runs one host's ranks of a run."""
+    """Runs the ranks of a run on one host."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class NodeAgent:
 
     def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
         if name == "SIGINT" and self._own_terminal:
-            self._give_up(over, "left by Ctrl-C", ExitCode.INTERRUPTED)
+            self._give_up(over, "left the run after Ctrl-C", ExitCode.INTERRUPTED)
         elif self._running is None:
             self._give_up(over, name)
         elif not self._ending:

@@ -1,7 +1,7 @@
 """Find and kill every process of a run, however it was started.
 
 Each process of a run inherits a token in its environment: the agent, the ranks, their data loaders, and
-processes that a script starts, also in another session. Only a process that clears its environment cannot be
+processes that a script starts, even in another session. Only a process that clears its environment cannot be
 found.
 """
 

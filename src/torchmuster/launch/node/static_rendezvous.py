@@ -1,11 +1,12 @@
 """The rendezvous of torchrun's agents, with hosts, order and address known in advance.
 
-The launcher has decided and tested all of that, so ``torchmuster``, the default, is torch's static rendezvous. It adds one
-thing: the store listens on a socket that the first host's node agent opened. That socket is bound to one address (TCPStore
-by itself listens on all), and has been open since the port was chosen, so no other process can take the port in between.
+The launcher has chosen and tested all of these, so the default backend, ``torchmuster``, is torch's static rendezvous with
+one addition: the store listens on a socket that the first host's node agent opened. That socket is bound to one address
+(TCPStore by itself listens on all), and has been open since the port was chosen, so no other process can take the port in
+between.
 
 torch's own ``c10d`` and ``etcd-v2`` number the hosts by the text of their addresses. Under ``torchmuster-c10d`` and
-``torchmuster-etcd-v2`` the hosts find each other as there, and keep the order in which the user listed them.
+``torchmuster-etcd-v2`` the hosts find each other in the same way, but keep the order in which the user listed them.
 """
 
 from collections.abc import Callable

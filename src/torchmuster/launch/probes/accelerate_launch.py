@@ -1,7 +1,7 @@
 """Print what ``accelerate launch`` would start with these arguments, as JSON; start nothing.
 
 Accelerate itself reads its flags and its settings file; only the calls with which it starts processes are
-replaced: torchrun's and that of a single process are recorded, all others are refused.
+replaced: calls that start torchrun or a single process are recorded, and all others are refused.
 """
 
 import contextlib
@@ -60,12 +60,12 @@ def accelerate_launch(words: list[str]) -> dict[str, Any]:
 
 
 def _refuse_other_launchers() -> None:
-    """Replace what starts something else: on TPUs, at SageMaker, or with DeepSpeed's own launcher."""
+    """Replace what starts something else: on TPUs, on SageMaker, or with DeepSpeed's own launcher."""
     prepare_deepspeed = launch.prepare_deepspeed_cmd_env
 
     def refuse(what: str) -> Callable[[Any], None]:
         def launcher(*_: Any) -> None:
-            raise ValueError(f"muster does not start {what}")
+            raise ValueError(f"Muster cannot start {what}")
 
         return launcher
 
@@ -73,13 +73,13 @@ def _refuse_other_launchers() -> None:
         command, environment = prepare_deepspeed(args)
         if command:
             raise ValueError(
-                f"muster does not use DeepSpeed's launcher {args.deepspeed_multinode_launcher}; "
+                f"Muster does not support DeepSpeed's launcher {args.deepspeed_multinode_launcher}; "
                 "choose --deepspeed_multinode_launcher standard"
             )
         return command, environment
 
     launch.tpu_launcher = launch.tpu_pod_launcher = refuse("processes on TPUs")
-    launch.sagemaker_launcher = refuse("jobs at SageMaker")
+    launch.sagemaker_launcher = refuse("jobs on SageMaker")
     launch.prepare_deepspeed_cmd_env = prepared
 
 

@@ -1,7 +1,7 @@
 """This process's rank and group, from the arguments and the launcher's environment.
 
 ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are
-honoured as torchrun sets them. Missing values get defaults, which are logged.
+honored as torchrun sets them. Missing values get defaults, which are logged.
 """
 
 import ipaddress
@@ -156,11 +156,11 @@ def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decisi
     """Return the requested backend, or gloo if that is impossible in this process."""
     if asked == "gloo":
         value = BackendChoice(backend="gloo", device="cpu")
-        return Decision(value=value, reason="gloo, on the CPU: as requested")
+        return Decision(value=value, reason="gloo on the CPU, as requested")
     if asked not in _LIBRARIES.values():
         raise Impossible(
             f"unknown backend {asked!r}",
-            why="supported: nccl (GPUs; xccl for Intel GPUs) and gloo (CPU)",
+            why="supported backends: nccl (GPUs; xccl for Intel GPUs) and gloo (CPU)",
             fix="setup_distributed(rank, world_size, backend='gloo'), or call "
             "torch.distributed.init_process_group yourself",
         )

@@ -96,8 +96,8 @@ def _listen_process_group(member: Membership) -> socket.socket:
         raise NotNow(
             f"cannot open the rendezvous port {address}:{member.port}",
             why="another program is using that port",
-            fix="MASTER_PORT=… (any free port, the same for all ranks), or start the script with "
-            "muster run, which finds a free one",
+            fix="set MASTER_PORT to a free port, the same for all ranks, or start the script with "
+            "muster run, which finds a free port",
         ) from error
     return listener
 
@@ -360,7 +360,7 @@ def _accept_existing(member: Membership) -> ProcessGroupInfo:
             f"rank {member.rank} in a group of {member.world_size} requested, but this process is "
             f"already rank {rank} in a group of {size}",
             why="a process has one default group at a time",
-            fix="cleanup_distributed() first",
+            fix="call cleanup_distributed() first",
         )
     if _state.group is None:
         device = current_device()

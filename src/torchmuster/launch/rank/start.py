@@ -8,7 +8,7 @@ failures are reported whatever is installed on the host. It
 - writes a record of its process, and of an uncaught exception, for the node agent,
 - sends the node agent a heartbeat every second,
 - records the steps, losses and checkpoints of a script that is not torchmuster's own,
-- refuses to run in a group with another world size than the launcher's.
+- refuses to run in a group whose world size differs from the launcher's.
 """
 
 import atexit
@@ -173,7 +173,7 @@ def _describe(error: BaseException) -> dict[str, object]:
 def _start_parts(error: BaseException) -> dict[str, str]:
     """Return what, why and fix of an error that has them.
 
-    That is a ``MusterError``; it is recognised by its attributes, as only the standard library is imported.
+    That is a ``MusterError``; it is recognized by its attributes, as only the standard library is imported.
     """
     parts = {name: getattr(error, name, None) for name in ("what", "why", "fix")}
     if all(isinstance(part, str) for part in parts.values()) and parts["what"]:

@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Reconnect a lost host."""
 
     def waiting_for(self, place: int) -> str:
-        """Return a short text: why a host has not joined yet: ``ssh is connecting, 12 s``."""
+        """Return why a host has not joined yet, as a short text: ``ssh is connecting, 12 s``."""
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Return why a host will not join, once that is certain (ssh was refused); else None."""
@@ -78,8 +78,8 @@ def make_room_for(needed: int, *, wanted: int) -> int:
     if needed + _SPARE > room:
         raise Impossible(
             f"{needed} open files are needed for connections, but the limit is {hard}",
-            why=f"each host needs some, and the launcher needs {_SPARE} more",
-            fix=f"sudo prlimit --pid $$ --nofile={needed + _SPARE}  # then start it again",
+            why=f"each host needs several, and the launcher needs {_SPARE} more",
+            fix=f"sudo prlimit --pid $$ --nofile={needed + _SPARE}  # then rerun the command",
         )
     target = min(needed + wanted + _SPARE, room)
     if target > soft:

@@ -7,7 +7,7 @@ reports failed tasks on its standard error.
 Measured with Slurm 22.05, and relied on here:
 
 - ``--label`` keeps lines of up to 1023 characters whole; with ``--unbuffered`` it does not: lines
-  are cut at read boundaries, and the pieces are labelled as lines.
+  are cut at read boundaries, and the pieces are labeled as lines.
 - In a job submitted with ``--gpus-per-task=N`` a step's task gets only N GPUs, even if the step does
   not request that; ``--gres`` gets all GPUs of the node.
 - SIGTERM to srun kills the tasks at once, without a chance to clean up; closing its input lets them

@@ -65,7 +65,7 @@ def require_ssh() -> None:
     if shutil.which("ssh") is None:
         raise Impossible(
             "ssh is not installed on this host",
-            why="muster reaches the other hosts through OpenSSH",
+            why="Muster connects to the other hosts with OpenSSH",
             fix="apt-get install openssh-client  # or: muster host, which needs no ssh",
         )
 

@@ -1,1 +1,1 @@
-"""Alerts: conditions over metrics, evaluated by Prometheus or by muster itself."""
+"""Alerts: conditions over metrics, evaluated by Prometheus or by Muster itself."""

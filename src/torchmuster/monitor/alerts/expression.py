@@ -118,7 +118,7 @@ class Now:
         return frozenset({self.metric})
 
     def faster(self, times: float) -> Self:
-        """Return it as it is: what is now has no time."""
+        """Return it unchanged: a current value has no duration."""
         return self
 
 
@@ -196,7 +196,7 @@ class Spread:
         return frozenset({self.metric})
 
     def faster(self, times: float) -> Self:
-        """Return it as it is: what is now has no time."""
+        """Return it unchanged: a current value has no duration."""
         return self
 
 
@@ -279,7 +279,7 @@ class While:
         return self.condition.metrics() | self.holds.metrics()
 
     def faster(self, times: float) -> Self:
-        """Return both faster."""
+        """Return both with all durations divided."""
         return replace(self, condition=self.condition.faster(times), holds=self.holds.faster(times))
 
 

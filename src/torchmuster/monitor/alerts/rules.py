@@ -123,7 +123,7 @@ ALERTS: tuple[Alert, ...] = (
         ),
         for_s=5 * _MINUTE_S,
         summary="{job}: no checkpoint for {value} s, over 3 times the usual interval (run {run})",
-        why="a failure now would lose the training since then",
+        why="a failure now would lose all steps since the last checkpoint",
         fix="find out why saving fails: muster explain {run}; or save more often (muster train: "
         "checkpoint.every)",
     ),
@@ -142,8 +142,7 @@ ALERTS: tuple[Alert, ...] = (
         condition=Compared(Now(catalogue.SINK_FAILING), ">", _MINUTE_S),
         summary="{job}: {sink} has received no metrics of run {run} for {value} s",
         why="the tracker cannot be reached, or the sending process was killed; no metrics are "
-        "lost, "
-        "the run folder has them all",
+        "lost: the run folder has all of them",
         fix="sending is retried automatically; after the run: muster runs export {run} --to {sink}",
     ),
     Alert(
@@ -172,7 +171,7 @@ ALERTS: tuple[Alert, ...] = (
         severity="critical",
         condition=_in_phase("failed"),
         summary="{job}: run {run} has failed",
-        why="the run folder has the logs of its ranks",
+        why="a rank or the launcher failed; the logs of the ranks are in the run folder",
         fix=_EXPLAIN,
     ),
     Alert(
@@ -223,7 +222,7 @@ ALERTS: tuple[Alert, ...] = (
         name="MusterGpuError",
         severity="critical",
         condition=Compared(Now(catalogue.GPU_XID, {"kind": "device"}), ">", 0),
-        summary="{host}: the driver reported a critical error of GPU {gpu_uuid} (Xid {xid})",
+        summary="{host}: the driver reported a critical error on GPU {gpu_uuid} (Xid {xid})",
         why="the GPU, its memory, its links or its firmware failed; programs on it fail or hang",
         fix="sudo dmesg | grep -i xid shows the error; reset the GPU or reboot the host, then "
         "restart "

@@ -98,8 +98,8 @@ def device_samples(node: Node) -> Iterator[Sample]:
 
 
 def _collector_values(device: Device) -> Iterator[tuple[Metric, float | None]]:
-    percent = device.utilisation_percent
-    yield catalogue.GPU_UTILISATION, None if percent is None else percent / 100
+    percent = device.utilization_percent
+    yield catalogue.GPU_UTILIZATION, None if percent is None else percent / 100
     yield catalogue.GPU_MEMORY_USED, device.used_bytes
     yield catalogue.GPU_MEMORY_USABLE, device.usable_bytes
     yield catalogue.GPU_TEMPERATURE, device.temperature_c
@@ -116,7 +116,7 @@ def _memory_errors(device: Device) -> Iterator[tuple[str, int | None]]:
 
 
 class HostMetrics:
-    """Polls the host; CPU utilization is that since the last poll."""
+    """Polls the host; CPU utilization covers the time since the last poll."""
 
     def __init__(self, host: str, runs: Path) -> None:
         self._host = host
@@ -160,7 +160,7 @@ def rank_number(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator
 
 
 def rank_samples(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
-    """Yield the samples of each rank; ``labels`` are those of its run."""
+    """Yield the samples of each rank; ``labels`` are the labels of its run."""
     for node in nodes:
         for heartbeat in node.ranks:
             own = (*labels, node.host, str(heartbeat.rank))

@@ -72,7 +72,7 @@ _ENOUGH_INTERVALS = 2
 class CheckpointMetrics:
     """Follows the saves of one run.
 
-    The training records its saves wherever they go, also to object storage. Checkpoints in the run
+    The training records its saves wherever they go, including to object storage. Checkpoints in the run
     folder are read as well: they may come from a run that did not record them.
     """
 
@@ -88,7 +88,10 @@ class CheckpointMetrics:
     def samples(
         self, until_unix_s: float, started_unix_s: float, *, trains: bool = False
     ) -> Iterator[Sample]:
-        """Yield the samples of the newest checkpoint and of the last save; ``trains``: a script that should save."""
+        """Yield the samples of the newest checkpoint and of the last save.
+
+        ``trains`` marks a script that should save.
+        """
         _, lines = self._saves.new_lines()
         for line in lines:
             self._add(line)

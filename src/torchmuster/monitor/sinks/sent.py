@@ -110,7 +110,7 @@ def sent_lock(run: RunFolder, sink: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise NotNow(
                 f"another process is already sending {run.id} to {sink}",
-                why="the sidecar process of rank 0 or another muster runs export",
+                why="it is the sidecar process of rank 0, or another muster runs export",
                 fix="nothing to do; muster watch shows an alert if sending fails",
             ) from error
         yield

@@ -53,15 +53,15 @@ class RankRow:
 
     @property
     def device_busy(self) -> float | None:
-        """The utilisation of its devices."""
-        known = [one.utilisation_percent for one in self.devices]
+        """The utilization of its devices."""
+        known = [one.utilization_percent for one in self.devices]
         numbers = [one for one in known if one is not None]
         return sum(numbers) / len(numbers) / 100 if numbers else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRow:
-    """One accelerator, the ranks on it, and its recent utilisation."""
+    """One accelerator, the ranks on it, and its recent utilization."""
 
     host: str
     device: Device
@@ -189,7 +189,7 @@ class TopWatch:
         rows = []
         for host, device in devices:
             seen = self._busy.setdefault(device.uuid, deque(maxlen=_LOOKS_REMEMBERED))
-            seen.append(device.utilisation_percent or 0)
+            seen.append(device.utilization_percent or 0)
             on_it = [one for one in ranks if device in one.devices]
             known = {one.heartbeat.pid for one in on_it}
             others = [one for one in device.compute_processes if one.pid not in known]

@@ -112,7 +112,7 @@ def _top_tables_number(row: DeviceRow) -> Text:
 
 
 def _busy(device: Device, length: int) -> Text:
-    percent = device.utilisation_percent
+    percent = device.utilization_percent
     text = bar(None if percent is None else percent / 100, length)
     return text.append("    -" if percent is None else f"{percent:>4}%")
 
@@ -216,7 +216,7 @@ def _top_tables_cells(rows: Sequence[DeviceRow], width: int, several: bool) -> I
 def _cell(device: Device) -> Text:
     text = Text().append(f"{device.number:>3} ", style="bold")
     wrong = any(_wrong(device, wide=False)) or _is_hot(device) or _is_full(device)
-    percent = device.utilisation_percent
+    percent = device.utilization_percent
     text.append_text(bar(None if percent is None else percent / 100, 6))
     text.append("   -" if percent is None else f"{percent:>3}%")
     used = "-" if device.used_bytes is None else f"{device.used_bytes / GiB:.0f}G"

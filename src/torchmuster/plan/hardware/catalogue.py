@@ -5,7 +5,7 @@ multiplies by default. Memory is what torch reports in its out-of-memory message
 seen over several drivers: less than the advertised size.
 
 No data sheets were available: a GPU's ``source`` names the publication that quotes the vendor's
-figures, and the figures without one. The publications:
+figures, and the figures that no publication confirms. The publications:
 
 - torchtitan: ``torchtitan/tools/utils.py`` (0258167)
 - Lightning: ``fabric/utilities/throughput.py`` (0810121)
@@ -236,11 +236,11 @@ _ALL: tuple[KnownGpu, ...] = (
     ),
     _catalogue_known(
         *("B200", 178.35, (75, 2250, 2250), 7700, _NVLINK5, "b200 180gb 192gb"),
-        source="NVIDIA's HGX table, as copied by others",
+        source="NVIDIA's HGX table, as quoted by others",
         # torchao's Llama 8B (docs/measured/plan-published.md).
         said=(
-            "the one published training on B200 that was compared, on power-limited GPUs, reached "
-            "55 % of these rates: the speed may be forecast up to 1.8 times too high",
+            "the one published B200 training run that was compared (on power-limited GPUs) reached "
+            "55 % of these rates, so the forecast speed may be up to 1.8 times too high",
         ),
     ),
     _catalogue_known(

@@ -132,7 +132,7 @@ def _positive(value: object) -> float:
 
 def _cluster_file_text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError("takes a text")
+        raise ValueError("takes text")
     return str(value)
 
 
@@ -363,7 +363,7 @@ def hardware_of(
     own = known.network_bytes_s / (cards_per_machine if known.network_is_shared else 1)
     said = [*assumed, *known.said]
     if _cluster_file_plain(card.name) != _cluster_file_plain(name):
-        said.append(f"{name} is read as {card.name}")
+        said.append(f"{name} is interpreted as {card.name}")
     if machines > 1:
         whose = "for all its GPUs" if known.network_is_shared else "for each GPU"
         gbits = known.network_bytes_s * 8 / 1e9
@@ -400,7 +400,7 @@ def _spread(name: str, count: int) -> Hardware:
     if count == 1 or (usual > 1 and count <= max(usual, 8)):
         return hardware_of(name, machines=1, cards_per_machine=count)
     each = next(number for number in range(usual, 0, -1) if count % number == 0)
-    said = f"{count} GPUs are read as {count // each} machines with {each} each"
+    said = f"{count} GPUs are assumed to be {count // each} machines with {each} each"
     return hardware_of(name, machines=count // each, cards_per_machine=each, assumed=(said,))
 
 

@@ -37,7 +37,7 @@ def hardware_from_settings(
     node: Node | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Hardware:
-    """Return this machine as a training with these settings and ranks would use it."""
+    """Return this machine as a run with these settings and ranks would use it."""
     node = node or snapshot.take_snapshot()
     environment = os.environ if environment is None else environment
     wanted = settings.distributed
@@ -70,7 +70,7 @@ def hardware_here(
     cores: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Hardware:
-    """Return the visible hardware: the accelerators, or the CPU shared by ``ranks`` (default 1)."""
+    """Return the visible hardware: accelerators, or the CPU shared by ``ranks`` (default: 1)."""
     node = node or snapshot.take_snapshot()
     environment = os.environ if environment is None else environment
     if not ids and not visible(node.accelerators, environment).devices:
@@ -124,7 +124,7 @@ def _refuse_too_few(node: Node, devices: Sequence[Device], ranks: int | None) ->
         raise Impossible(
             "cannot plan for this machine",
             why="its GPUs are split into MIG slices, and a process sees at most one slice",
-            fix="plan for one slice: --num-gpus 1, or by its number, such as --gpu-ids 0:0",
+            fix="plan for one slice: --num-gpus 1, or select one, such as --gpu-ids 0:0",
         )
     if ranks and len(devices) < ranks:
         whole = sum(
@@ -182,7 +182,7 @@ def _card(device: Device, known: catalogue.KnownGpu | None) -> Gpu:
 
 
 def _number_types(device: Device) -> tuple[str, ...] | None:
-    """Return the dtypes that a GPU outside the catalogue computes fast, as in a training."""
+    """Return the dtypes that a GPU outside the catalogue computes fast, as training assumes."""
     if device.kind is DeviceKind.ROCM:
         return ("bfloat16", "float16", "float32")
     if device.kind is DeviceKind.MPS:

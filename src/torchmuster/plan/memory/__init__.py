@@ -1,1 +1,1 @@
-"""Memory that a training needs on a device and on its host."""
+"""Memory that a training run needs on a device and on its host."""

@@ -1,6 +1,6 @@
 """Simulate PyTorch's CUDA caching allocator over a log, to get the memory that it reserves.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, with the names of its functions:
+The rules follow ``c10/cuda/CUDACachingAllocator.cpp``; its functions are named in brackets:
 
 - sizes are rounded up to 512 bytes (``round_size``); up to 1 MiB is small, the rest is large, in
   separate pools for each stream (``get_pool``, ``BlockComparatorSize``);

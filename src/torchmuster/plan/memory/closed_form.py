@@ -1,10 +1,10 @@
 """Memory by a formula, for models that cannot be traced and candidates too large to be traced.
 
-Weights, gradients and the optimiser's states are counted from the configuration of a transformers
-model; activations are those of a Llama-like decoder with fused attention. For 124 configurations of
-ten models on GPUs (GPT-2, Llama, Mistral, Mixtral, Qwen; some with LoRA), traced tensor peaks were
-0.87 to 1.13 times the formula. On a CPU attention with dropout keeps its scores, which are not
-counted: GPT-2 needs twice as much there.
+Weights, gradients and the optimizer's states are counted from the configuration of a transformers
+model; activations are computed for a Llama-like decoder with fused attention. For 124
+configurations of ten models on GPUs (GPT-2, Llama, Mistral, Mixtral, Qwen; some with LoRA), traced
+tensor peaks were 0.87 to 1.13 times the formula. On a CPU, attention with dropout keeps its scores,
+which are not counted: GPT-2 needs twice as much there.
 """
 
 from collections.abc import Mapping

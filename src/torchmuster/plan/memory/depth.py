@@ -1,9 +1,9 @@
 """Compute peaks of any depth and micro-batch size from traces of a few blocks.
 
-The middle blocks of a model all do the same. So the peak in each *place* of a step (a phase and a
-block counted from the first or from the last one) is linear in the number of blocks and in the
-micro-batch size: four traces, of two depths and two micro-batch sizes, determine all of them.
-Places are kept apart because the highest one changes with depth and size.
+The middle blocks of a model are identical. So the peak in each *place* of a step (a phase and a
+block, counted from the first or the last block) is linear in the number of blocks and in the
+micro-batch size: four traces, of two depths and two micro-batch sizes, determine all peaks.
+Places are tracked separately because the place with the highest peak changes with depth and size.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -173,7 +173,7 @@ def check_records(records: Sequence[TraceRecord], traced: TraceRecord) -> None:
     if off > depth.TOLERANCE:
         raise Impossible(
             f"the memory of {traced.blocks_traced} blocks with micro-batches of "
-            f"{candidate.micro_batch_size} differs by {off:.1%} from the one computed from "
+            f"{candidate.micro_batch_size} differs by {off:.1%} from the value computed from "
             "smaller traces",
             why="the model's memory is not linear in its depth or its micro-batch size",
             fix="check it with real steps: muster plan --verify",
@@ -190,8 +190,8 @@ def predict_memory(
 ) -> Memory:
     """Return what a rank of this candidate needs, from the records of its family.
 
-    ``blocks`` is the depth, if not the model's own. ``allocator`` is torch's segment mode, if not
-    that of ``muster train``.
+    ``blocks`` is the depth (default: the model's own). ``allocator`` is torch's segment mode
+    (default: the mode that ``muster train`` uses).
     """
     allocator = allocator or _segments(hardware)
     usable = _usable(records)
@@ -247,7 +247,7 @@ def _usable(records: Sequence[TraceRecord]) -> list[TraceRecord]:
     ]
     if not found:
         raise Impossible(
-            "no trace to compute the memory from",
+            "there is no trace from which to compute the memory",
             why=f"of {len(records)} traces, none repeats its blocks as the whole model does",
             fix="also trace the requests of further_requests()",
         )

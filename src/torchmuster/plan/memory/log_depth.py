@@ -1,6 +1,6 @@
 """Build the allocation log of a deep model from the logs of two shallow ones.
 
-The deeper of the two has one more block, so its log is that of the other with inserted sections: a
+The deeper of the two has one more block, so its log equals the other log with inserted sections: a
 block's forward, its backward, its part of each loop over all parameters. A log of any depth repeats
 these sections. A freed tensor is identified by its rank: the n-th newest of the tensors of its
 size, which in both logs is the same or changes by a fixed number with each block.
@@ -22,7 +22,7 @@ Size: TypeAlias = tuple[int, ...]  # of one tensor in logs that differ in sizes 
 
 
 class Unlike(Exception):
-    """The logs are not of the same training, or it does not repeat; they cannot be extended."""
+    """The logs cannot be extended: they belong to different runs, or the blocks do not repeat."""
 
 
 @dataclass(slots=True)
@@ -351,7 +351,7 @@ def _of_one_depth(records: Sequence[TraceRecord], depth: int) -> list[Event]:
 def _log_depth_weights(elements: Sequence[int]) -> tuple[float, ...]:
     """Return weights for the sizes of each log that sum to the size with the wanted shards.
 
-    ``elements`` are those of a rank's shards: with each traced number of shards, then the wanted.
+    ``elements`` counts the elements of a rank's shards: for each traced number, then the wanted.
     """
     if len(elements) < 3 or elements[0] == elements[1]:
         return (1.0, *(0.0 for _ in elements[2:]))

@@ -23,7 +23,7 @@ def model_configuration(work: Work) -> Mapping[str, Any] | None:
 
 
 def weights_dtype(work: Work) -> str:
-    """Return the dtype of a model's weights in a training: default float32; auto: the files'."""
+    """Return the dtype of a model's weights in training (default: float32; auto: the files')."""
     if work.torch_dtype != "auto":
         return work.torch_dtype or "float32"
     told = model_configuration(work) or {}
@@ -167,8 +167,9 @@ def model_figures(work: Work) -> ModelFigures:
     if work.model_name_or_path is None:
         raise Impossible(
             _WHAT,
-            why="the formula needs a transformers configuration, and a function builds this model",
-            fix="remove from the model what cannot be traced, or run it: muster plan --verify",
+            why="the formula needs a transformers configuration, but a function builds this model",
+            fix="remove the operations that cannot be traced, or measure the model: "
+            "muster plan --verify",
         )
     told = model_configuration(work)
     if told is None:
@@ -232,7 +233,7 @@ class _Reading:
             raise Impossible(
                 _WHAT,
                 why=f"the configuration of {self._model} has no {' or '.join(keys)}",
-                fix="the formula is for transformers; remove from the model what cannot be traced",
+                fix="the formula is for transformers; remove the operations that cannot be traced",
             )
         return default
 
@@ -325,8 +326,8 @@ class _Reading:
                 _WHAT,
                 why=f"the configuration of {self._model} has unknown keys for its experts: "
                 f"{', '.join(sorted(not_understood))}",
-                fix="the formula supports experts as in Mixtral, Qwen and DeepSeek; remove from "
-                "the model what cannot be traced",
+                fix="the formula supports experts as in Mixtral, Qwen and DeepSeek; remove the "
+                "operations that cannot be traced",
             )
         if self._experts() < 2:
             return 0

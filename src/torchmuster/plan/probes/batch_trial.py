@@ -118,7 +118,7 @@ def limited(limit_bytes: int | None) -> Iterator[Limited]:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-# The optimiser's states exist after the first step, and ddp rebuilds its buckets in the second.
+# The optimizer's states exist after the first step, and ddp rebuilds its buckets in the second.
 STEPS = 3
 
 

@@ -1,4 +1,4 @@
-"""Build a training from plain values, as ``muster train`` builds it from settings.
+"""Build a training run from plain values, as ``muster train`` builds it from settings.
 
 Used for real steps, and for traced steps without memory (``fake_process_group.py``).
 """
@@ -106,7 +106,7 @@ _LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltStep:
-    """A training that can run steps."""
+    """A training run whose steps can be run one by one."""
 
     work: Work
     candidate: Candidate
@@ -174,7 +174,7 @@ class BuiltStep:
 def build_step(
     work: Work, candidate: Candidate, world: World, *, blocks: int | None = None
 ) -> BuiltStep:
-    """Build a training; ``blocks`` limits the number of repeated layers.
+    """Build a training run; ``blocks`` limits the number of repeated layers.
 
     Weights are random, never read from files: no size depends on them.
     """

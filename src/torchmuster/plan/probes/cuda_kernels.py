@@ -1,4 +1,4 @@
-"""Replace CPU operations by CUDA's variants, which need other memory: norms, attention, optimisers.
+"""Replace CPU operations by CUDA's variants, which need other memory: norms, attention, optimizers.
 
 The trace runs on CPU tensors, without CUDA. The sizes here come from torch's sources; none was
 measured on a GPU.
@@ -73,7 +73,7 @@ def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
 
 
 def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Set an optimiser to ``foreach``, which is torch's default on CUDA but not on the CPU."""
+    """Set an optimizer to ``foreach``, which is torch's default on CUDA but not on the CPU."""
     for group in optimizer.param_groups:
         if "foreach" in group and not group.get("fused"):
             group["foreach"] = True

@@ -36,7 +36,7 @@ def fake_process_group(
     """Act as rank 0 of ``ranks``; ``reduced`` receives the reductions that DDP would start."""
     if dist.is_initialized():
         raise MusterError(
-            "a training cannot be traced in a process that has joined a process group",
+            "training cannot be traced in a process that has joined a process group",
             why="torch has only one default process group",
             fix="plan in a separate process",
         )
@@ -122,7 +122,7 @@ def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def values_matter(world: World) -> Iterator[None]:
-    """Give tensors memory inside the ``with``, also in a trace: a model's code may read them."""
+    """Give tensors memory inside the ``with``, even in a trace: a model's code may read them."""
     if world.backend != "fake":
         yield
         return
@@ -164,7 +164,7 @@ def masks_of_real_runs(*, packed: bool) -> Iterator[None]:
 
 @contextmanager
 def _nothing_cached() -> Iterator[None]:
-    """Clear cached tensors, so that those of one trace do not reach another."""
+    """Clear cached tensors, so that one trace does not use the tensors of another."""
     cached = (gradients._marks, gradients._one)
     for function in cached:
         function.cache_clear()

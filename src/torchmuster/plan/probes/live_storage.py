@@ -1,4 +1,4 @@
-"""Record every storage of a training from creation to release, and every operation.
+"""Record every storage of a traced run from creation to release, and every operation.
 
 The log is plain: numbers of storages, sizes, stages. ``peak_accounting.py`` evaluates it
 afterwards, when the role of each storage is known.

@@ -28,9 +28,9 @@ def with_kept_statistics(
 ) -> Any:
     """Return the result of an operation with the statistics' dtype of a real run.
 
-    CUDA keeps them in 32 bits. A CPU does so if the weights, or else the running means, have
-    another dtype than the input. The rule for tensors without memory always uses the input's dtype,
-    with which the backward fails.
+    CUDA keeps them in 32 bits. A CPU does so if the dtype of the weights, or else of the running
+    means, differs from the input's. The rule for tensors without memory always uses the input's
+    dtype, with which the backward fails.
     """
     if operation not in BATCH_NORM:
         return result
@@ -67,7 +67,7 @@ _OVERWRITE = frozenset(["zero_", "fill_", "copy_", *OVERWRITE])
 
 
 def tensors_in(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors among an operation's arguments, also in lists.
+    """Return the tensors among an operation's arguments, including those in lists.
 
     torch's pytree handles far more types than operations use, and took 10 % of a trace.
     """

@@ -52,8 +52,8 @@ def measure_rates(world: World) -> RankRates:
 def _turn_s(world: World, turn: Callable[[], object]) -> float:
     """Return the seconds of a turn while all ranks make turns.
 
-    The best of several, since disturbances only make turns slower; with more ranks than cores the
-    mean, since the ranks then disturb each other as in a training.
+    It is the best of several turns, since disturbances only make turns slower. With more ranks than
+    cores it is the mean, since the ranks then disturb each other as in training.
     """
     turn()
     taken_s: list[float] = []

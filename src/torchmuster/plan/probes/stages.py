@@ -26,7 +26,7 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """Track the current stage of a training, and notify a listener when it changes."""
+    """Track the current stage of a training step, and notify a listener when it changes."""
 
     def __init__(self, changed: Callable[[Stage], None]) -> None:
         self.now = Stage()
@@ -55,7 +55,7 @@ class Stages:
 
     @contextmanager
     def followed(self, built: BuiltStep) -> Iterator[None]:
-        """Track a training inside the ``with``."""
+        """Track the training steps inside the ``with``."""
         names = {id(one): own_name(name) for name, one in built.model.named_modules()}
 
         def inward(module: nn.Module, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Trace two steps of a training without memory: live storages, operations and collectives.
+"""Trace two training steps without memory: live storages, operations and collectives.
 
 As a program it answers requests, one per line::
 
@@ -66,7 +66,7 @@ def trace(request: TraceRequest, *, logs: Path | None = None) -> TraceRecord:
 
 
 class _Followed:
-    """A training whose steps are traced."""
+    """A training run whose steps are traced."""
 
     def __init__(self, request: TraceRequest, built: BuiltStep, seen: LiveStorages) -> None:
         self.request = request
@@ -180,7 +180,7 @@ class _Followed:
         return shards | roles.gradients | roles.optimizer | frozenset(updating)
 
     def _sizes(self, roles: Roles) -> dict[str, int]:
-        """Return the bytes of the model's and the optimiser's states, and of the gradients."""
+        """Return the bytes of the model's and the optimizer's states, and of the gradients."""
         largest: dict[int, int] = {}
         for event in self.seen.log.events:
             if isinstance(event, Sized):

@@ -1,4 +1,4 @@
-"""Compare a plan with a training's measurements: stored in the run folder, reported in one line."""
+"""Compare a plan, which is stored in the run folder, with the run's measurements, in one line."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from torchmuster.runfolder import write_atomically
 from torchmuster.units import format_bytes
 
 FILE = "plan.json"
-COMPARED_AFTER = 3  # steps: the first ones create the optimiser's states and warm up
+COMPARED_AFTER = 3  # steps: the first ones create the optimizer's states and warm up
 # Step times on a busy machine vary by this much from one minute to the next.
 TIME_BAND = 0.25
 MEMORY_BAND = 0.05
@@ -28,7 +28,7 @@ class Promise:
 
 
 def write_promise(folder: Path, promise: Promise) -> None:
-    """Write a promise into a run folder, for the training to be compared with."""
+    """Write a promise into a run folder, to compare the run with."""
     folder.mkdir(parents=True, exist_ok=True)  # it may exist on the launcher's host only
     write_atomically(folder / FILE, msgspec.json.encode(promise).decode() + "\n")
 
@@ -50,7 +50,7 @@ def read_promise(folder: Path) -> Promise | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """What a training has measured so far."""
+    """What a run has measured so far."""
 
     steps: int
     step_s: float
@@ -58,7 +58,7 @@ class MeasuredRun:
 
 
 def comparison_line(promise: Promise, measured: MeasuredRun) -> str:
-    """Return one line that compares a training with its plan."""
+    """Return one line that compares a run with its plan."""
     parts = [*_of_memory(promise, measured), *_of_time(promise, measured)]
     return f"plan after step {measured.steps}: {'; '.join(parts)}"
 

@@ -1,4 +1,4 @@
-"""Run one of our modules on fresh ranks of this machine and collect what each rank wrote.
+"""Run a torchmuster module on fresh ranks of this machine and collect what each rank wrote.
 
 Each run uses new processes, so a failure (out of memory, a broken process group) cannot affect the
 next run.

@@ -183,9 +183,10 @@ class TrialRequest:
 class Trials:
     """Try micro-batch sizes of one candidate on this machine.
 
-    ``samples`` are those of a rank in a step, if fixed: smaller micro-batches then mean more of
-    them, as in a training. The ranks enforce ``limits_bytes`` themselves: on the CPU a process that
-    uses too much memory gets no error, but is killed, and other processes with it.
+    ``samples`` is the number of samples of a rank in a step, if fixed: smaller micro-batches then
+    mean more micro-batches, as in training. The ranks enforce ``limits_bytes`` themselves: on the
+    CPU a process that uses too much memory gets no error, but is killed, possibly together with
+    other processes.
     """
 
     work: Work
@@ -226,7 +227,7 @@ def with_size(candidate: Candidate, size: int, *, samples: int | None) -> Candid
 
 
 def trial_advice(size: int, candidate: Candidate, *, global_batch_size: int | None) -> str:
-    """Return the flags with which a training uses this micro-batch as tried.
+    """Return the flags with which a run uses this micro-batch as tried.
 
     Without a fixed global batch size, the global batch changes with the micro-batch.
     """
@@ -246,7 +247,7 @@ def trial_verdict(
         return Trial(micro_batch_size=micro_batch_size, fits=False, ranks=out)
     if trouble is not None or len(told) < ranks:
         raise MusterError(
-            f"a trial with micro-batches of {micro_batch_size} failed, but not out of memory",
+            f"a trial with micro-batches of {micro_batch_size} failed, but not for lack of memory",
             why=_trials_text(trouble)
             if trouble
             else f"{len(told)} of {ranks} ranks reported a result",
@@ -319,14 +320,15 @@ def find_batch_size(
 ) -> Decision[LargestBatch]:
     """Find the largest micro-batch of a plan on this machine; ``start`` is the plan's expectation.
 
-    ``most`` are the samples of a rank in a step, if fixed. On the CPU each rank is limited to its
-    share of the free memory, on an accelerator to the device. ``limits_bytes`` sets lower limits.
+    ``most`` is the number of samples of a rank in a step, if fixed. On the CPU each rank is limited
+    to its share of the free memory, on an accelerator to the device. ``limits_bytes`` sets lower
+    limits.
     """
     ranks = candidate.layout.ranks
     on_cpu = hardware.card.kind == "cpu"
     if limits_bytes is not None and len(limits_bytes) != ranks:
         raise Impossible(
-            f"{len(limits_bytes)} memory limits for {ranks} ranks",
+            f"{len(limits_bytes)} memory limits were given for {ranks} ranks",
             why="each rank needs one limit",
             fix=f"give {ranks} limits",
         )

@@ -222,7 +222,7 @@ def compare_with_plan(
             status=Status.NOTE,
             what=f"verified here: {predicted.instead}",
             why="the hardware of the plan is not available here; its memory is predicted by the "
-            "same method, its times by the rates of its GPUs, which cannot be verified here",
+            "same method, but its times depend on its GPUs, which cannot be verified here",
         )
         findings.append(note)
     return Verified(predicted=predicted, rows=rows, findings=tuple(findings))

@@ -64,7 +64,9 @@ def plan_remarks(answer: Answer) -> list[str]:
     if not any(one.time and one.time.origin == CATALOGUED.source for one in answer.table):
         return []
     low, high = PUBLISHED_SPREAD
-    return [f"computed with typical rates: published runs had {low} to {high} times these speeds"]
+    return [
+        f"computed with typical rates: published runs reached {low} to {high} times these speeds"
+    ]
 
 
 def scaling_table(answer: Answer) -> str | None:

@@ -51,7 +51,7 @@ def device_spreads(asked: PlanRequest) -> list[Candidate]:
             "no strategy for "
             f"{plural(asked.hardware.cards, asked.hardware.card.noun)} meets the request",
             why=_fixed(asked),
-            fix="leave one of them out",
+            fix="leave one of these settings out",
         )
     return found
 
@@ -118,7 +118,7 @@ def _candidates_kind(one: Candidate) -> str:
 def _fixed(asked: PlanRequest) -> str:
     names = ("strategy", "sharding", "shard_size", "cpu_offload")
     given = {name: getattr(asked, name) for name in names}
-    return "fixed: " + ", ".join(
+    return "the request sets " + ", ".join(
         f"{name} {value}" for name, value in given.items() if value is not None
     )
 
@@ -244,7 +244,7 @@ class Explored:
 
 
 def explore_candidates(asked: PlanRequest, look: Look, *, rates: Rates) -> Explored:
-    """Forecast the candidates that are worth it."""
+    """Forecast the candidates that could be chosen."""
     explored = Explored(traces=Traces(asked, look))
     ways = search_order(asked)
     shown = explored.traces.first(scout(ways, asked))
@@ -328,7 +328,7 @@ def _is_worth_a_look(
         explored.pass_over(
             PassedOver(
                 name=short_name(way),
-                why=f"not traced: {_ENOUGH_TRACES} traces were made and a configuration fits",
+                why=f"not traced: a configuration fits after {_ENOUGH_TRACES} traces",
             )
         )
         return False

@@ -32,10 +32,10 @@ _WORTH_SAYING = 0.05  # least gain of faster links that is reported
 
 
 def in_preference(forecasts: Iterable[Forecast]) -> list[Forecast]:
-    """Order forecasts: those as fast as the fastest, the simplest first; then the rest alike.
+    """Order forecasts: those as fast as the fastest, the simplest first; then the rest likewise.
 
-    Of one configuration, the fewest micro-batches; of these the fastest micro-batch size, unless
-    the gain is negligible.
+    Within one configuration, the fewest micro-batches come first; among these the fastest
+    micro-batch size, unless the gain is negligible.
     """
     ordered: list[Forecast] = []
     for equal in _by_rate(forecasts, SAME_RATE):
@@ -75,7 +75,7 @@ def _portion(one: Forecast) -> int:
 
 
 def candidate_text(candidate: Candidate) -> Way:
-    """Return what identifies a candidate in the table: how the model is spread, over how many."""
+    """Return what identifies a candidate in the table: how the model is spread, and over how many GPUs."""
     return (
         candidate.strategy,
         candidate.reshard,

@@ -35,7 +35,7 @@ def too_large(candidate: Candidate, asked: PlanRequest, record: TraceRecord) -> 
         return None
     return PassedOver(
         name=_over_some(candidate_name(candidate), candidate, asked),
-        why=f"weights, gradients and optimiser alone need at least {format_bytes(least)}, and a "
+        why=f"weights, gradients and optimizer alone need at least {format_bytes(least)}, and a "
         f"{asked.hardware.card.noun} has {format_bytes(asked.hardware.card.memory_bytes)}",
         needs_bytes=least,
         of_states=True,
@@ -43,7 +43,7 @@ def too_large(candidate: Candidate, asked: PlanRequest, record: TraceRecord) -> 
 
 
 def _over_some(name: str, candidate: Candidate, asked: PlanRequest) -> str:
-    """Name a candidate that uses only some GPUs with their number: over all of them it may fit."""
+    """Return the name, with the number of GPUs if only some are used: on all of them it may fit."""
     ranks = candidate.layout.ranks
     return (
         name

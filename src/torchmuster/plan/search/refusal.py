@@ -65,7 +65,7 @@ def refusal(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates)
 
 
 def nearest_of(explored: Explored) -> Forecast | None:
-    """Return the candidate that misses by the least; of equally near ones, that on most GPUs."""
+    """Return the candidate that lacks the least memory; if several do, the one on most GPUs."""
     if not explored.forecasts:
         return None
     least = min(one.memory.high_bytes for one in explored.forecasts)
@@ -81,7 +81,7 @@ def _why_not_even_forecast(explored: Explored) -> str:
 
 
 def _changes(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates) -> Iterator[str]:
-    """Yield each change that makes it fit, the cheapest first."""
+    """Yield each change that makes the model fit, the cheapest first."""
     yield from _left_open(asked, look, rates=rates)
     yield from _other_work(asked, explored, look, rates=rates)
     yield from _more_cards(asked, explored, rates=rates)

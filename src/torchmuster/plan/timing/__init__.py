@@ -1,1 +1,1 @@
-"""Forecast the time of a step, and the cost of a whole training."""
+"""Forecast the time of a step, and the cost of a whole training run."""

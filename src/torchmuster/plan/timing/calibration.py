@@ -1,7 +1,7 @@
 """Rates measured on this machine instead of taken from the catalogue, stored with date and host.
 
 The ranks measure their peak rates (products, memory, collectives; ``probes/rates.py``); the share
-of them that a training reaches is fitted to real steps (``fitting.py``).
+of them that training reaches is fitted to real steps (``fitting.py``).
 """
 
 import dataclasses
@@ -159,7 +159,7 @@ def as_known(calibration: Calibration | None, hardware: Hardware) -> tuple[Hardw
         return hardware, as_usual
     if other := _of_something_else(calibration, hardware):
         source = (
-            f"{as_usual.source}; the calibration of {calibration.date} is ignored, as it was made "
+            f"{as_usual.source}; the calibration of {calibration.date} is ignored, because it was made "
             f"{other} (muster plan --calibrate makes a new one)"
         )
         return hardware, dataclasses.replace(as_usual, source=source)
@@ -240,8 +240,8 @@ def _for(calibration: Calibration, ranks: int) -> RankRates:
     """Return the rates of a rank among this many others, or among the nearest measured number.
 
     Ranks on the CPU share its cores; a GPU belongs to one rank. More ranks than cores take turns:
-    in a measurement a rank gets less than its share of a core, since it is preempted, while in a
-    training it gets its share.
+    in a measurement a rank gets less than its share of a core, since it is preempted; in training
+    it gets its share.
     """
     known = calibration.by_ranks
     on_cpu, cores = calibration.device == "cpu", calibration.cores

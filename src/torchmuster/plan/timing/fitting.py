@@ -1,4 +1,4 @@
-"""Fit the shares of a machine's rates that a training reaches to real steps.
+"""Fit the shares of a machine's rates that training reaches to real steps.
 
 On the CPU three runs of a few blocks are used. One process with all cores shows the share of the
 memory bandwidth that operations reach; DDP shows the same for ranks with a part of the cores each,
@@ -29,7 +29,7 @@ _LOWEST_SHARE, _HIGHEST_SHARE = 0.001, 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RealRun:
-    """A timed training with its traces."""
+    """A timed training run with its traces."""
 
     records: tuple[TraceRecord, ...]
     candidate: Candidate
@@ -57,7 +57,7 @@ def fit_rates(run: RealRun, known: Rates, *, both: bool = False) -> Rates:
         raise MusterError(
             f"the rates cannot be fitted to a step of {run.step_s:.3g} s",
             why=f"with any share of the rates a step takes from {least:.3g} to {most:.3g} s",
-            fix="calibrate with a run that computes more and sends less",
+            fix="calibrate with a run that computes more and communicates less",
         )
     return dataclasses.replace(fitted, source=f"{known.source}, fitted to {run.words}")
 

@@ -20,7 +20,7 @@ _NUMBER_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A forecast of one optimiser step."""
+    """A forecast of one optimizer step."""
 
     step_s: float
     compute_s: float
@@ -140,7 +140,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class CostForecast:
-    """A whole training, without interruptions, saves and evaluations."""
+    """A whole training run, without interruptions, saves and evaluations."""
 
     hours: float
     card_hours: float

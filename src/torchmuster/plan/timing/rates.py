@@ -1,4 +1,4 @@
-"""The shares of the peak rates of GPUs and links that a training reaches, with their sources."""
+"""The shares of the peak rates of GPUs and links that training reaches, with their sources."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Simulate a step: compute, links with their own queues, and what waits for what.
+"""Simulate a step: compute, links with their own queues, and the waits between them.
 
 On accelerators FSDP gathers a block while the previous one computes, and reduces its gradients
 during the next block's backward, but waits for the reduction before that; DDP reduces gradient

@@ -1,8 +1,8 @@
 """Build a whole model's step from traces of a few blocks: its compute and collectives, in order.
 
-Operations are linear in the micro-batch size, and the middle blocks of a model all do the same. So
-the step of a model of any depth is that of a traced one with middle blocks inserted; work outside
-blocks, such as the optimiser's on all parameters, is linear in the depth.
+Operations are linear in the micro-batch size, and the middle blocks of a model are identical. So
+the step of a model of any depth equals a traced step with middle blocks inserted; work outside
+blocks, such as the optimizer's on all parameters, is linear in the depth.
 """
 
 import dataclasses
@@ -144,7 +144,7 @@ def _of_size(records: Sequence[TraceRecord], depth: int, size: int) -> list[Time
     if len(sizes) > 1 and [one[:4] for one in low] == [one[:4] for one in high]:
         at = (size - sizes[0]) / (sizes[-1] - sizes[0])
         return [_pace(one.loads, two, at) for one, two in zip(low, high, strict=True)]
-    # All work except the optimiser's is assumed to scale with the samples.
+    # All work except the optimizer's is assumed to scale with the samples.
     at = size / sizes[-1]
     return [_pace({} if one.phase in _OF_MICRO_BATCHES else one.loads, one, at) for one in high]
 
@@ -301,5 +301,5 @@ def gradient_bytes(record: TraceRecord) -> dict[int | None, int]:
 
 
 def traced_like(block: int | None, record: TraceRecord) -> int | None:
-    """Return the traced block whose parameters are those of a block of the whole model."""
+    """Return the traced block whose parameters match a block of the whole model."""
     return None if block is None else _like(block, record, 1)

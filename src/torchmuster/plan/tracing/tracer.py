@@ -59,8 +59,8 @@ def progress_text(done: int, left: int, took_s: float) -> str:
         return f"tracing: 0 of {left} done after {took_s:.0f} s; the first takes longest"
     more_s = took_s / done * left
     return (
-        f"tracing: {done} of {done + left} done after {took_s:.0f} s; these take about "
-        f"{format_seconds(more_s)} more"
+        f"tracing: {done} of {done + left} done after {took_s:.0f} s; the rest takes about "
+        f"{format_seconds(more_s)}"
     )
 
 

@@ -11,7 +11,7 @@
             checkpointer.save(state, step=step, own=random_states.keep(world))
 
 All ranks call every method, in the same order. Background saves communicate in a separate process
-group: in the training's group, two threads would receive each other's messages.
+group: in the group used for training, two threads would receive each other's messages.
 """
 
 import contextlib
@@ -124,8 +124,8 @@ class AsyncSave:
     ) -> None:
         """Copy what changes before the next update, if ``staging``; else nothing changes meanwhile.
 
-        Values may differ between ranks, as each rank's BatchNorm has seen other samples. Rank 0's
-        values are saved, so only rank 0 writes these unsharded tensors.
+        Values may differ between ranks, as each rank's BatchNorm has seen different samples. Rank
+        0's values are saved, so only rank 0 writes these unsharded tensors.
         """
         if not world.is_first:
             gone = {one for one in changing if not isinstance(tensors[one], DTensor)}
@@ -273,8 +273,8 @@ class Checkpointer:
     ) -> None:
         """Prepare to save; nothing is written yet.
 
-        ``buffers`` names the model's tensors that a forward changes, of which rank 0's are saved;
-        by default all tensors that the optimiser does not train, including frozen weights.
+        ``buffers`` names the model's tensors that a forward changes; rank 0's values are saved.
+        Default: all tensors that the optimizer does not train, including frozen weights.
 
         ``on_saved`` is called for every save, committed or failed, in the training thread, on the
         next call of one of these methods; ranks call it at different steps, so it must not
@@ -302,7 +302,7 @@ class Checkpointer:
     def check_room(self, state: dict[str, Any]) -> list[Finding]:
         """Check free memory and disk space before the first step; decide how "auto" saves.
 
-        Deletes the files of interrupted saves: only one training saves to a location.
+        Deletes the files of interrupted saves: only one training run saves to a location.
         """
         self.wait()
         size_bytes = disk_check.checkpoint_bytes(flatten(state)[1].values())
@@ -330,8 +330,8 @@ class Checkpointer:
     def save(self, state: dict[str, Any], *, step: int, own: dict[str, Any]) -> None:
         """Save a state; returns when everything that changes before the next update is copied.
 
-        Parameters and optimiser states are copied while the next forward and backward run, until
-        :meth:`before_update`. ``own`` is this rank's own, as JSON types.
+        Parameters and optimizer states are copied while the next forward and backward run, until
+        :meth:`before_update`. ``own`` is this rank's own state, as JSON types.
         """
         begun = time.perf_counter()
         self.wait()
@@ -370,7 +370,7 @@ class Checkpointer:
             self._hear()
 
     def before_update(self) -> None:
-        """Wait until parameters and optimiser states, which an update changes, are copied."""
+        """Wait until parameters and optimizer states, which an update changes, are copied."""
         save = self._save
         if save is None:
             return

@@ -49,8 +49,8 @@ def disk_findings(size_bytes: int, store: Store, *, keep: int) -> list[Finding]:
     held = sum(sum(store.sizes(name).values()) for name in store.names())
     needed = (keep + 1) * size_bytes
     figures = (
-        f"a checkpoint takes {format_bytes(size_bytes)}, and during a save there are {keep + 1}: "
-        f"{format_bytes(needed)}; free: {format_bytes(free)}, existing checkpoints: "
+        f"a checkpoint takes {format_bytes(size_bytes)}, and {keep + 1} exist during a save: "
+        f"{format_bytes(needed)} in total; free: {format_bytes(free)}, existing checkpoints: "
         f"{format_bytes(held)}"
     )
     if free < size_bytes:
@@ -134,7 +134,7 @@ def memory_finding(lack: str) -> Finding:
     return Finding(
         name="checkpoint-little-memory",
         status=Status.WARNING,
-        what="background saves may need more memory than available",
+        what="background saves may need more memory than is available",
         why=lack,
         fix="use mode auto or sync, which save without copies: training waits while a save is "
         "written",

@@ -1,4 +1,4 @@
-"""Load a checkpoint into the tensors of a training that is already distributed over its ranks."""
+"""Load a checkpoint into the tensors of a training state that is already distributed."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -114,9 +114,9 @@ _SHOWN = 5  # differences named in an error; the rest is counted
 def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
     """Return the name prefixes missing in a checkpoint because a parameter never had a gradient.
 
-    ``saved`` and ``wanted`` are states without their tensors. An optimiser has no state for such a
-    parameter until its first step. If it has no state at all, it may also have been of another
-    kind.
+    ``saved`` and ``wanted`` are states without their tensors. An optimizer has no state for such a
+    parameter until its first step. If it has no state at all, it may also be a different kind of
+    optimizer.
     """
     was, now = saved.get("optimizer"), wanted.get("optimizer")
     if was is None or now is None:
@@ -128,7 +128,7 @@ def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
 
 
 def _options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return an optimiser's options except its learning rate, which may have changed since."""
+    """Return an optimizer's options except its learning rate, which may have changed since."""
     changing = ("params", "lr", "initial_lr")
     return [
         {name: value for name, value in group.items() if name not in changing}
@@ -157,9 +157,9 @@ def refuse_incompatible_state(
     shown = differences[:_SHOWN]
     more = len(differences) - len(shown)
     raise Impossible(
-        f"the checkpoint {name} does not match this training: its tensors differ",
+        f"the checkpoint {name} does not match this run: its tensors differ",
         why="\n".join([*shown, f"and {more} more"] if more else shown),
-        fix="use the model and the optimiser that it was saved with, or start a new run",
+        fix="use the model and the optimizer that it was saved with, or start a new run",
     )
 
 
@@ -167,7 +167,7 @@ def _difference(
     name: str, index: Index, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, str]
 ) -> str:
     if name not in wanted:
-        return f"{name} is in the checkpoint but not in this training"
+        return f"{name} is in the checkpoint but not in this run"
     if name not in saved:
         return f"{name} is not in the checkpoint"
     stored, tensor = index.tensors[saved[name]], wanted[name]
@@ -180,11 +180,11 @@ def _difference(
 
 
 def _other_optimizer(saved: Iterable[str], wanted: Iterable[str]) -> str:
-    """Describe the difference of optimiser states, if any; each kind has its own state names."""
+    """Describe the difference of optimizer states, if any; each kind has its own state names."""
     was, now = _kept(saved), _kept(wanted)
     if was == now:
         return ""
-    return f"the optimiser was {_loading_kind(was)}, this one is {_loading_kind(now)}"
+    return f"the saved optimizer {_loading_kind(was)}, this one {_loading_kind(now)}"
 
 
 def _kept(names: Iterable[str]) -> frozenset[str]:
@@ -193,8 +193,8 @@ def _kept(names: Iterable[str]) -> frozenset[str]:
 
 def _loading_kind(kept: frozenset[str]) -> str:
     if not kept:
-        return "one without state (such as SGD without momentum)"
-    return f"one with {', '.join(sorted(kept))} ({_KINDS.get(kept, 'unknown kind')})"
+        return "has no state (such as SGD without momentum)"
+    return f"has {', '.join(sorted(kept))} ({_KINDS.get(kept, 'unknown kind')})"
 
 
 _KINDS = {
@@ -228,7 +228,7 @@ def load_into(
     world: World,
     group: dist.ProcessGroup,
 ) -> LoadedState:
-    """Load a verified checkpoint; reject one of another training before changing anything."""
+    """Load a verified checkpoint; reject one that does not match before changing anything."""
     name = found.name
     tensors = flatten(state)[1]
     common: list[Any] = []

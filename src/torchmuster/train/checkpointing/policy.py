@@ -21,8 +21,8 @@ State = dict[str, Any]
 class CheckpointSettings:
     """Where to save the training state, and how often: every N steps or seconds, and at the end.
 
-    ``to`` is a folder, an address such as ``s3://bucket/place``, or a store. Seconds are counted by
-    rank 0's clock, which the ranks get with every step line, so that saves follow a line. With
+    ``to`` is a folder, a URL such as ``s3://bucket/path``, or a store. Rank 0 measures the seconds
+    and sends them to the other ranks with every step line, so saves follow a step line. With
     ``stop``, a signal to any rank makes all of them save after the same step and exit.
     """
 
@@ -37,7 +37,8 @@ class CheckpointSettings:
         for name, value in (("every", self.every), ("every_s", self.every_s)):
             if value is not None and value <= 0:
                 raise Impossible(
-                    f"{name} is {value:g}", fix="give a number above 0, or leave it out"
+                    f"{name} is {value:g}, but must be above 0",
+                    fix=f"give a number above 0, or leave out {name}",
                 )
 
     def store(self) -> Store:

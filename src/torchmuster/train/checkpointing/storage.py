@@ -85,7 +85,7 @@ def refuse_unknown_dtype(tensors: Mapping[str, torch.Tensor]) -> None:
         if tensor.dtype not in WORDS or tensor.layout is not torch.strided:
             raise Impossible(
                 f"{name} cannot be saved in a checkpoint: it is {tensor.dtype}, {tensor.layout}",
-                why="safetensors does not support that",
+                why="safetensors does not support this dtype or layout",
                 fix=f"convert it to {', '.join(str(one) for one in WORDS)}",
             )
 
@@ -235,7 +235,7 @@ def file_of_rank(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteFacts:
-    """The manifest's description of the training."""
+    """The manifest's description of the training run."""
 
     step: int
     world_size: int

@@ -128,7 +128,7 @@ def _trainer_state_taken(trainer: SavedTrainer) -> tuple[dict[str, Any], dict[st
 
 @contextmanager
 def _complete_state(trainer: SavedTrainer) -> Iterator[dict[str, Any]]:
-    """Return the state with the optimiser's tensors, also before they exist.
+    """Return the state with the optimizer's tensors, even before the first step has created them.
 
     torch creates them by a step that changes no weight but is counted, so they are removed again.
     """

@@ -1,7 +1,7 @@
 """Split a global batch among the ranks.
 
 A global batch is split into consecutive rounds, and each round into one slice per rank. Every
-sample is in exactly one slice; all ranks have the same number of rounds, also at the end of an
+sample is in exactly one slice; all ranks have the same number of rounds, even at the end of an
 epoch.
 """
 
@@ -58,7 +58,7 @@ def split_batch(
     if micro_batch_size is not None and micro_batch_sizes is not None:
         raise Impossible(
             "micro_batch_size and micro_batch_sizes were both given",
-            why="the first is one size for all ranks, the second one size for each rank",
+            why="micro_batch_size applies to all ranks, micro_batch_sizes gives each rank its own size",
             fix="give only one of them",
         )
     if micro_batch_size is not None:
@@ -69,20 +69,22 @@ def split_batch(
         ("accumulation", [accumulation]),
     ):
         if any(size is not None and size < 1 for size in sizes):
-            raise Impossible(f"{name} is {', '.join(map(str, sizes))}", fix="give integers from 1")
+            raise Impossible(
+                f"{name} is {', '.join(map(str, sizes))}", fix="give integers of at least 1"
+            )
     if micro_batch_sizes is None:
         if global_batch_size is None:
             raise Impossible(
                 "no batch size was given",
-                why="global_batch_size is the number of samples in a step over all ranks, "
+                why="global_batch_size is the number of samples in a step over all ranks, and "
                 "micro_batch_size "
-                "the number that a rank computes at once",
+                "is the number that a rank computes at once",
                 fix="give global_batch_size=…, micro_batch_size=… or both",
             )
         micro_batch_sizes = (-(-global_batch_size // (ranks * (accumulation or 1))),) * ranks
     if len(micro_batch_sizes) != ranks:
         raise Impossible(
-            f"{len(micro_batch_sizes)} micro-batch sizes for {ranks} ranks: "
+            f"{len(micro_batch_sizes)} micro-batch sizes were given for {ranks} ranks: "
             f"{', '.join(map(str, micro_batch_sizes))}",
             fix=f"give one size for each rank, {ranks} in total",
         )
@@ -95,8 +97,8 @@ def split_batch(
         raise Impossible(
             f"a global batch of {portions.global_batch_size} does not match accumulation "
             f"{accumulation}",
-            why=f"all ranks together compute {at_once} samples at once, so it takes {portions.rounds} "
-            "rounds",
+            why=f"all ranks together compute {at_once} samples at once, so a step takes "
+            f"{portions.rounds} rounds",
             fix="remove accumulation, or one of the sizes",
         )
     return portions

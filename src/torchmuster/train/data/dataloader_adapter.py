@@ -26,7 +26,7 @@ from torchmuster.train.world import World, all_gather_object, sum_over_ranks
 def same_number_everywhere(count: int, world: World, what: str = "batches") -> None:
     """Compare a count over all ranks; if it differs, all ranks raise the same error.
 
-    Without it, the ranks that have more wait for the others until the group times out.
+    Without this check, ranks with a higher count would wait until the group times out.
     """
     refuse_uneven_ranks(all_gather_object(count, world), what)
 

@@ -142,14 +142,14 @@ class BatchLoader:
     number of ranks, workers or micro-batches. The rest at the end of an epoch is a smaller step
     (``drop_tail`` skips it); a rank that gets none of it computes a sample with weight 0.
 
-    ``global_batch_size`` is the number of samples of a step over all ranks. ``micro_batch_size`` is what a rank
-    computes at once. ``micro_batch_sizes`` gives each rank its own. ``accumulation`` is the number of micro-batches
-    per rank and step. ``collate`` makes a batch of a list of samples; by default torch's.
+    ``global_batch_size`` is the number of samples of a step over all ranks. ``micro_batch_size`` is the number that a rank
+    computes at once. ``micro_batch_sizes`` gives each rank its own number. ``accumulation`` is the number of micro-batches
+    per rank and step. ``collate`` makes a batch of a list of samples (default: torch's).
 
-    ``workers`` are processes that read ahead; they get random numbers of their own for each micro-batch, by the
-    seed, the epoch and its first sample. ``prefetch`` is the number of micro-batches that each of them reads ahead.
+    ``workers`` are processes that read ahead; their random numbers for a micro-batch depend on the seed, the
+    epoch and the first sample of the micro-batch. ``prefetch`` is the number of micro-batches that each of them reads ahead.
     With ``random_per_sample``, what the dataset draws from Python, torch and numpy depends on the seed, the epoch
-    and the sample alone; otherwise, with 0 workers, it draws from this process's numbers.
+    and the sample alone; otherwise, with 0 workers, it draws from this process's random states.
     """
 
     def __init__(
@@ -304,13 +304,13 @@ class BatchLoader:
         return {"epoch": epoch, "sample": sample, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the last yielded step, also with other ranks or batch sizes."""
+        """Continue after the last yielded step, even with other numbers of ranks or batch sizes."""
         identity = self._identity()
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
             raise Impossible(
                 f"the position was saved with {_loader_message(saved)}; this loader has {_loader_message(identity)}",
-                why="the samples would have another order: some read twice, some never",
+                why="the order of samples would change: some would be read twice, and others never",
                 fix="restore with the same dataset, seed and shuffle, or restart the epoch",
             )
         self._position = self._resume = (int(state["epoch"]), int(state["sample"]))

@@ -36,7 +36,7 @@ def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
     if isinstance(samples, DataLoader):
         raise Impossible(
             "the data is a DataLoader, but a dataset is needed",
-            why="torchmuster decides which rank reads which samples, and in which order",
+            why="Muster decides which rank reads which samples, and in which order",
             fix="return the dataset of the DataLoader; batch sizes and workers are settings",
         )
     if hasattr(samples, "lanes") and hasattr(samples, "open"):

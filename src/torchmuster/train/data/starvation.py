@@ -74,5 +74,5 @@ def starvation_advice(*, workers: int, cores: int, ranks: int) -> str:
         return f"workers {workers} -> try {min(each, max(2 * workers, _FIRST_TRY))} ({shared})"
     return (
         f"{workers} worker{'s' if workers > 1 else ''} already use all cores ({shared}): make a "
-        "sample cheaper to read (decode, resize and tokenise once, beforehand), or read from a faster disk"
+        "sample cheaper to read (decode, resize and tokenize once, beforehand), or read from a faster disk"
     )

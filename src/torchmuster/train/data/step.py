@@ -1,4 +1,4 @@
-"""The items that a loader yields: one optimiser step at a time, as this rank's micro-batches."""
+"""The items that a loader yields: one optimizer step at a time, as this rank's micro-batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 class MicroBatch:
     """The batch of this rank in one forward and backward.
 
-    ``samples`` is how many of them count. With 0 the batch only lets this rank take part in
-    collectives: its loss gets the weight 0.
+    ``samples`` is the number of samples that count. With 0 the batch only lets this rank take part
+    in collectives: its loss gets the weight 0.
     """
 
     batch: Any
@@ -22,7 +22,7 @@ class MicroBatch:
 class Step:
     """This rank's part of one global batch: ``rounds`` micro-batches, equal on every rank.
 
-    ``samples`` counts those of all ranks; None if it takes a collective to know.
+    ``samples`` is the count over all ranks; None if a collective is needed to know it.
     """
 
     epoch: int

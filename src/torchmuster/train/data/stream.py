@@ -278,15 +278,15 @@ class StreamLoader:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the last yielded step, also with other ranks or batch sizes."""
+        """Continue after the last yielded step, even with other numbers of ranks or batch sizes."""
         identity = self._identity()
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
             wrong = [name for name in identity if saved[name] != identity[name]]
             raise Impossible(
                 "the position was saved for another stream: "
-                + "; ".join(f"{name} was {saved[name]}, is {identity[name]}" for name in wrong),
-                why="the samples would have another order: some read twice, some never",
+                + "; ".join(f"{name} was {saved[name]}, but is {identity[name]}" for name in wrong),
+                why="the order of samples would change: some would be read twice, and others never",
                 fix="restore with the same data, seed, shuffle and block, or restart the epoch",
             )
         self._position = self._resume = _Position(
@@ -320,7 +320,8 @@ def _raise_if_wrong(own: MusterError | None, told: list[dict[str, Any]]) -> None
     for rank, one in enumerate(told):
         if one["data"] != told[0]["data"]:
             raise MusterError(
-                f"rank {rank} reads other data than rank 0: {one['data']}; rank 0: {told[0]['data']}",
-                why="samples would be used several times or never",
+                f"rank {rank} reads {one['data']}, but rank 0 reads {told[0]['data']}",
+                why="all ranks must read the same files; otherwise samples are used several times or "
+                "never",
                 fix="give all ranks the same files; restart if files were added meanwhile",
             )

@@ -48,7 +48,7 @@ def open_dataset(name_or_path: str, split: str) -> Any:
         raise Impossible(
             f"cannot open the dataset {name_or_path!r}, split {split!r}",
             why=(str(error).splitlines() or [type(error).__name__])[0],
-            fix="set a folder, or a name that can be downloaded from the hub; without network "
+            fix="set the path of a folder, or the name of a dataset on the hub; without network "
             "access, download it "
             f"on another host: hf download --repo-type dataset {name_or_path} --local-dir FOLDER",
         ) from error
@@ -152,7 +152,7 @@ _TOKEN_FILES = ".safetensors"  # noqa: S105  # tokens of text, and no secret
 
 
 def holds_tokens(places: str | Sequence[str] | None) -> bool:
-    """Say whether files hold tokens, and not text."""
+    """Return whether files hold tokens rather than text."""
     named = [places] if isinstance(places, str) else places or ()
     return bool(named) and all(one.endswith(_TOKEN_FILES) for one in named)
 

@@ -74,7 +74,7 @@ def read_parts(path: Path) -> FileParts:
     if header is None:
         raise Impossible(
             f"{path} is a safetensors file, but not a checkpoint of a trainer",
-            why="it holds only tensors: no epoch and no optimiser state",
+            why="it holds only tensors: no epoch and no optimizer state",
             fix="for weights only: safetensors.torch.load_model(model, path), before the model is "
             "given to the trainer",
         )
@@ -177,7 +177,7 @@ def model_state(model: nn.Module) -> Tree:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tree:
-    """Return the optimiser's state with names in place of torch's indices."""
+    """Return the optimizer's state with names in place of torch's indices."""
     names = _checkpoint_file_names(optimizer, model)
     packed = optimizer.state_dict()
     return {
@@ -225,19 +225,20 @@ def _refuse_another_model(saved: Mapping[str, torch.Tensor], model: nn.Module, p
 def _packed(
     saved: Tree, optimizer: torch.optim.Optimizer, model: nn.Module, path: Path
 ) -> dict[str, Any]:
-    """Return a saved state with this optimiser's indices; reject one of another optimiser."""
+    """Return a saved state with this optimizer's indices; reject one of another optimizer."""
     names = _checkpoint_file_names(optimizer, model)
     own = [[names[n] for n in group["params"]] for group in optimizer.state_dict()["param_groups"]]
     difference = ""
     if saved["kind"] != type(optimizer).__name__:
-        difference = f"it is of {saved['kind']}, and this is {type(optimizer).__name__}"
+        difference = f"it was saved by {saved['kind']}, but this is {type(optimizer).__name__}"
     elif own != [group["params"] for group in saved["groups"]]:
-        difference = "its parameter groups differ from those of this optimiser"
+        difference = "its parameter groups differ from this optimizer's"
     if difference:
         raise Impossible(
-            f"the optimiser state in {path} does not match this optimiser",
+            f"the optimizer state in {path} does not match this optimizer",
             why=difference,
-            fix="create the optimiser as when the checkpoint was saved",
+            fix="create the optimizer with the class and parameter groups used when the checkpoint was "
+            "saved",
         )
     numbers = {name: number for number, name in names.items()}
     return {
@@ -250,16 +251,16 @@ def _packed(
 
 
 def _checkpoint_file_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    """Return the name of each of the optimiser's parameters, by torch's index."""
+    """Return the name of each of the optimizer's parameters, by torch's index."""
     by_parameter = {parameter: name for name, parameter in unwrap_model(model).named_parameters()}
     parameters: Iterable[Any] = (one for g in optimizer.param_groups for one in g["params"])
     try:
         return {number: by_parameter[one] for number, one in enumerate(parameters)}
     except KeyError:
         raise Impossible(
-            "the optimiser has a parameter that is not in the trainer's model",
+            "the optimizer has a parameter that is not in the trainer's model",
             why="its state is saved under the model's names",
-            fix="create the optimiser from trainer.model.parameters()",
+            fix="create the optimizer from trainer.model.parameters()",
         ) from None
 
 

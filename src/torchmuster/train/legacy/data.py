@@ -103,7 +103,7 @@ def sync_gradients(model: nn.Module) -> None:
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for parameter, ranks in zip(parameters, holders, strict=True):
         if ranks == 0:
-            continue  # unused everywhere: an optimiser must not see it
+            continue  # unused everywhere: an optimizer must not see it
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         alike[parameter.grad.dtype, parameter.grad.device].append(parameter.grad)
@@ -176,7 +176,7 @@ def create_distributed_dataloader(
     than ranks remain, they are skipped in this epoch; with ``shuffle=False``, for evaluation, they
     are not, and some ranks have one more batch. Workers of different ranks draw different random
     numbers. ``options`` are other options of torch's DataLoader: ``num_workers``, ``drop_last``,
-    ``collate_fn`` … Rank and number of ranks default to those of the group.
+    ``collate_fn`` … Rank and number of ranks default to the group's.
     """
     if rank is None or world_size is None:
         world = present_world(rank, world_size)

@@ -99,8 +99,8 @@ def loss_and_count(
 ) -> tuple[torch.Tensor, torch.Tensor | int | None]:
     """Return ``(total, count)`` if the criterion has its own count, else ``(mean, None)``.
 
-    Cross entropy ignores targets (``ignore_index``) and weights classes, so its mean is not one
-    over the samples: the means of two batches must be weighted by their counts.
+    Cross entropy ignores targets (``ignore_index``) and weights classes, so its mean is not the
+    mean over the samples: the means of two batches must be weighted by their counts.
     """
     if (
         isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -200,7 +200,7 @@ def train_epoch(
 class DDPTrainer:
     """Trains a model with a copy on every rank. All ranks call every method.
 
-    Call ``model``, and create the optimiser from it: it is the given model wrapped in DDP, on this
+    Call ``model``, and create the optimizer from it: it is the given model wrapped in DDP, on this
     rank's device. Initialize the process group first (``setup_distributed``); without one, a single
     process trains alone.
     """
@@ -217,7 +217,7 @@ class DDPTrainer:
     ) -> float:
         """Train on every batch once; return the mean loss over all samples of all ranks.
 
-        Every sample has the same weight, also if last batches differ in size. It calls
+        Every sample has the same weight, even if last batches differ in size. This method calls
         ``set_epoch`` on the sampler. If ranks have different numbers of batches, it raises an error
         that names them.
         """
@@ -236,7 +236,7 @@ class DDPTrainer:
     ) -> None:
         """Write one file on rank 0, and wait for it: afterwards any rank may read it.
 
-        It holds the model under its own names, the optimiser and the epoch, without pickle. It
+        It holds the model under its own names, the optimizer and the epoch, without pickle. It
         replaces an older file only when it is complete.
         """
         tree = {
@@ -365,7 +365,7 @@ class ProductionTrainer:
     def validate(self) -> dict[str, float]:
         """Return the mean loss, and for classes the accuracy, over all validation samples of all ranks.
 
-        The result equals that of a single process; ranks may have different numbers of batches.
+        The result is the same as in a single process; ranks may have different numbers of batches.
         """
         if self._val_loader is None:
             raise Impossible(
@@ -397,7 +397,7 @@ class ProductionTrainer:
         return path
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> int:
-        """Resume from a file of ``save_checkpoint``; return its epoch, so the next one is that + 1.
+        """Resume from a file of ``save_checkpoint``; return its epoch; the next epoch is one higher.
 
         With the same number of ranks, training continues exactly as without an interruption.
         """
@@ -412,7 +412,7 @@ class ProductionTrainer:
             seeds.load_random_states(kept[self._world.global_rank], self._world)
         elif self._world.is_first:
             _production_log.warning(
-                "%s was saved by %d ranks, and there are %d: random numbers (dropout) are reseeded",
+                "%s was saved by %d ranks, but there are %d now: random numbers (dropout) are reseeded",
                 path,
                 len(kept),
                 self._world.world_size,
@@ -476,12 +476,12 @@ def _read_trainers(config: Mapping[str, Any]) -> ProductionConfig:
             near = difflib.get_close_matches(name, known, 1)
             raise Impossible(
                 f"ProductionTrainer has no setting {name!r}",
-                fix=f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}",
+                fix=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}",
             )
     if "epochs" not in config:
         raise Impossible(
             "the setting 'epochs' is missing",
-            why="the learning rate's schedule ends with the last epoch",
+            why="the learning-rate schedule ends with the last epoch",
             fix="give ProductionTrainer {'epochs': …}",
         )
     return ProductionConfig(**config)

@@ -30,7 +30,7 @@ def banner(
 ) -> str:
     """Return the lines; ``strategy`` and ``precision`` are names with their reasons.
 
-    ``seed`` is that of the initial weights, if they are random.
+    ``seed`` is the seed of the initial weights, if they are random.
     """
     portions = portions_of(loader)
     drawn = "" if seed is None else f", initialized with seed {seed}"
@@ -99,9 +99,11 @@ def _product(sizes: Sequence[int], portions: BatchSplit, each: str, several: str
 def _banner_rate(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> str:
     # A schedule stores the base rate, and has already set the rate of its first step.
     given = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
-    text = f"LR {' and '.join(f'{rate:g}' for rate in sorted(given))} unchanged"
+    text = (
+        f"LR {' and '.join(f'{rate:g}' for rate in sorted(given))}, not scaled with the batch size"
+    )
     steps = _warm_up(schedule)
-    return f"{text} by the batch, warm-up over {steps} steps" if steps else text
+    return f"{text}, warm-up over {steps} steps" if steps else text
 
 
 def _warm_up(schedule: LRScheduler | None) -> int:

@@ -53,7 +53,7 @@ class MetricsFile:
     def cut_off_after(self, step: int, *, evaluated: int) -> None:
         """Delete all lines about later steps, and a partial line left by a killed process.
 
-        Evaluations have a separate limit: that of a state's last step may follow its save.
+        Evaluations have a separate limit: the evaluation after a step may follow the step's save.
         """
         self.close()
         for name, last in ((_STEPS, step), (_EVALUATIONS, evaluated)):
@@ -101,18 +101,15 @@ class _Growing:
                 return ""
             self._full_since_s = time.monotonic()
             return (
-                f"{self._path} cannot be written ({error.strerror}): training continues, and its "
-                "lines "
-                "are kept in memory until it can"
+                f"cannot write {self._path} ({error.strerror}): training continues, and the lines "
+                "are kept in memory until the file can be written"
             )
         if self._full_since_s is None:
             return ""
         took = format_seconds(time.monotonic() - self._full_since_s)
-        lost = f" except {self._lost} dropped ones" if self._lost else ""
+        lost = f"{self._lost} lines were lost" if self._lost else "no lines were lost"
         self._full_since_s, self._lost = None, 0
-        return (
-            f"{self._path} can be written again after {took}: it has all lines of that time{lost}"
-        )
+        return f"{self._path} can be written again after {took}: {lost}"
 
     def _write_waiting(self) -> None:
         if self._file is None:
@@ -290,7 +287,7 @@ class Reports:
             self.say(trouble)
 
     def begin_saves(self) -> None:
-        """Record that this training saves checkpoints."""
+        """Record that this run saves checkpoints."""
         if self._files is not None:
             self._files.begin_saves()
 

@@ -17,7 +17,7 @@ _MUCH_WAITING = 0.2
 class StepRecord:
     """Metrics since the last record, over all ranks. Shares are fractions of the time, 0 to 1."""
 
-    step: int  # optimiser steps so far
+    step: int  # optimizer steps so far
     epoch: int
     loss: float | None  # the mean since the last record; None: nothing was counted
     learning_rate: float

@@ -38,7 +38,7 @@ class StepMetrics:
         workers: int | None = None,
         peak_flop_s: float | None = None,
     ) -> None:
-        """``workers`` is the loader's number, ``peak_flop_s`` the peak rate of this rank's device.
+        """``workers`` is the number of loader workers, ``peak_flop_s`` the device's peak rate.
 
         Unknown values are None.
         """

@@ -27,7 +27,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated layers, in the order of the model; empty if nothing repeats.
 
     They are the layers of one class in the model's largest lists (``ModuleList``, ``Sequential``): the
-    layers of a transformer, those of encoder and decoder, the blocks of a residual network. Lists
+    layers of a transformer (of encoder and decoder), the blocks of a residual network. Lists
     within a layer are part of it. Wrappers around the model (DDP, peft) make no difference.
     """
     lists = [
@@ -109,7 +109,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
             # torch skips its own code unless other code calls it, and then compiles nothing.
             block.forward = partial(_call_blocks, block.forward)
         block.compile()
-    what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the model as one"
+    what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the whole model"
     return Decision(value=len(blocks), reason=f"{what} {possible.reason}")
 
 

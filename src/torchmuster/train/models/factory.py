@@ -23,8 +23,8 @@ def find_import(name: str, setting: str) -> Callable[..., Any]:
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise Impossible(
-            f"{setting} is {name!r}, which is not module:function",
-            why="it names your function: the module with dots, a colon, the function",
+            f"{setting} is {name!r}, which does not have the form module:function",
+            why="the value is the dotted name of a module, a colon, and the name of a function",
             fix=f"{setting}: my_project.{setting.rpartition('.')[2]}:make",
         )
     module = _module(module_name, name, setting)
@@ -84,7 +84,7 @@ def _module(module_name: str, name: str, setting: str) -> Any:
         raise Impossible(
             f"{setting} is {name!r}, but there is no module {error.name!r}",
             why=f"it is neither in {folder} nor installed for {sys.executable}",
-            fix="run from the folder that has it; write the module with dots and without .py",
+            fix="run from the folder that contains it; write the module name with dots and without .py",
         ) from error
     except Exception as error:
         error.add_note(_while_importing(name, setting))
@@ -196,7 +196,7 @@ def check_tokens(model: nn.Module, *, vocabulary: int | None, sequence_length: i
     if longest is not None and sequence_length > longest:
         raise Impossible(
             f"data.sequence_length is {sequence_length}, but the model has {longest} positions",
-            why="max_position_embeddings in its config.json",
+            why=f"max_position_embeddings in its config.json is {longest}",
             fix=f"--set data.sequence_length={longest}",
         )
 
@@ -213,7 +213,7 @@ def lost_updates(model: nn.Module) -> str:
 
 
 def with_weights_of(model: nn.Module, chosen: Decision[Precision]) -> Decision[Precision]:
-    """Add a note to precision fp32 if weights have fewer bits: then they decide the dtype."""
+    """Add a note to precision fp32 if weights have fewer bits: they then determine the dtype."""
     types = {one.dtype for one in model.parameters()} & _SIXTEEN_BITS
     if not types or chosen.value.compute is not torch.float32:
         return chosen

@@ -134,7 +134,7 @@ def load_tokenizer(name_or_path: str) -> Any:
     except ImportError:
         raise Impossible(
             f"the tokenizer {name_or_path} needs transformers, which is not installed",
-            fix="pip install 'torchmuster[transformers]'; or use the tokenizer bytes",
+            fix="pip install 'torchmuster[transformers]'; or set data.tokenizer: bytes",
         ) from None
     folder = Path(name_or_path).expanduser()
     try:
@@ -143,7 +143,8 @@ def load_tokenizer(name_or_path: str) -> Any:
         raise Impossible(
             f"cannot load the tokenizer {name_or_path}",
             why=str(error).splitlines()[0],
-            fix="set the folder of a tokenizer, or a name that can be downloaded from here",
+            fix="set data.tokenizer to the folder of a tokenizer, or to a name on the hub that this host "
+            "can download",
         ) from None
     # From a folder without a tokenizer transformers builds one with an empty vocabulary.
     names = tokenizer.vocab_files_names
@@ -207,9 +208,8 @@ def _cannot_build(files: ModelFiles, error: Exception) -> Impossible:
     return Impossible(
         f"transformers cannot build a language model from {files.folder / 'config.json'}",
         why=f"its model_type is {kind!r}; {str(error).splitlines()[0]}",
-        fix="check config.json, or build the model yourself: model.build (module:function); code "
-        "in "
-        "a model's folder is not run",
+        fix="check config.json, or build the model yourself: model.build (module:function); "
+        "Muster does not run code from a model's folder",
     )
 
 
@@ -219,7 +219,7 @@ def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:
     if pickles and not found:
         raise Impossible(
             f"the weights in {folder} are pickles ({pickles[0].name}), which can run code when loaded",
-            why="only safetensors are read",
+            why="Muster loads only safetensors files",
             fix="if you trust them, convert them: model.save_pretrained(folder)",
         )
     if (folder / "model.safetensors.index.json").is_file():
@@ -245,8 +245,8 @@ def _fetch(name: str) -> Path:
     except errors.GatedRepoError as error:
         raise Impossible(
             f"access to {name!r} on the hub is restricted",
-            why="its owner requires you to accept the terms, and you are not logged in or not "
-            "accepted",
+            why="its owner requires you to accept the terms, and you are not logged in or have no "
+            "access yet",
             fix=f"accept the terms at https://huggingface.co/{name}, then: hf auth login",
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
@@ -258,7 +258,7 @@ def _fetch(name: str) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
         raise Impossible(
             f"{name!r} is not a folder here, and the hub cannot be reached to download it",
-            why=f"it is not in the cache, or is incomplete; {(str(error).splitlines() or [''])[0]}",
+            why=f"it is missing or incomplete in the cache; {(str(error).splitlines() or [''])[0]}",
             fix=f"on a host with network access: hf download {name} --local-dir FOLDER; then set "
             "model.model_name_or_path: FOLDER",
         ) from error

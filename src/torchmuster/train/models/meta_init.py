@@ -5,7 +5,7 @@
     model = build_on_rank_0(build, world, seed=0)  # parameters on the meta device, except on rank 0
     model = Fsdp(world).prepare(model)             # shards them and sends each rank its part of rank 0's values
 
-The values are those of ``torch.manual_seed(seed); build()`` in plain PyTorch, on any number of ranks.
+The values match ``torch.manual_seed(seed); build()`` in plain PyTorch, on any number of ranks.
 """
 
 import random

@@ -38,7 +38,7 @@ class ModelSizes:
 
     @property
     def states_bytes(self) -> int:
-        """All parameters, and the gradients and optimiser states of the trained ones."""
+        """All parameters, and the gradients and optimizer states of the trained ones."""
         return self.parameter_bytes + (TRAINING_STATES_PER_WEIGHT - 1) * self.trained_bytes
 
 
@@ -81,12 +81,12 @@ def choose_strategy(
 ) -> Decision[Name]:
     """Choose a strategy: the requested one, else the simplest one that fits in memory.
 
-    ``memory_bytes`` is that of the rank with the least memory; None if unknown. ``sharding`` is
-    the one requested for fsdp, None if none was.
+    ``memory_bytes`` is the memory of the rank with the least; None if unknown. ``sharding`` is the
+    sharding requested for fsdp; None if none was.
     """
     if asked == "single" and ranks > 1:
         raise Impossible(
-            f"strategy single with {ranks} ranks",
+            f"strategy single was requested with {ranks} ranks",
             why="each rank would train its own model",
             fix="start one process, or use ddp, fsdp or auto",
         )
@@ -134,9 +134,9 @@ def _asked_of_fsdp(sharding: Sharding) -> str:
 def _refuse_options_of_fsdp(name: str, given: bool) -> None:
     if given:
         raise Impossible(
-            f"{name} was requested with options of fsdp",
+            f"{name} does not support the fsdp options that were given",
             why=f"{name} shards nothing",
-            fix="remove them, or use fsdp",
+            fix="remove the fsdp options, or use fsdp",
         )
 
 

@@ -79,8 +79,8 @@ class Ddp:
     ) -> strategy.GradientNorm:
         """Measure all gradients, which are the same on every rank.
 
-        Parameter by parameter: over DDP's buckets it would be faster, but buckets differ in a run's
-        first step, so a resumed run would differ in the norm's last digit.
+        Gradients are measured one by one. Measuring DDP's buckets would be faster, but buckets
+        differ in a run's first step, so a resumed run would differ in the norm's last digit.
         """
         return strategy.measure_gradients(parameters, self._world.device, norm=norm)
 

@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimiser states are sharded; a block is whole only while it computes."""
+"""FSDP2: parameters, gradients and optimizer states are sharded; a block is whole only while it computes."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ _WITH_RUNNING_MEANS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBa
 class Fsdp:
     """Shards the model over the ranks with torch's ``fully_shard``: each repeated block, then the rest.
 
-    Blocks are gathered and computed in ``precision``; shards, sums of gradients and the optimiser
-    keep the model's own dtype, and so do the weights of batch normalisation. It works together with
+    Blocks are gathered and computed in ``precision``; shards, sums of gradients and the optimizer
+    keep the model's own dtype, and so do the weights of batch normalization. It works together with
     the loop's ``autocast``, which then finds most tensors in the right dtype already. A model that
     has values on rank 0 only (``meta_init.py``) gets its shards here.
     """
@@ -70,7 +70,7 @@ class Fsdp:
         if self._sharding.cpu_offload and precision.needs_scaler and world.device.type != "cpu":
             raise Impossible(
                 f"fsdp_cpu_offload was requested with precision {precision.name}",
-                why="the loss scale checks gradients for overflows where they are, in host memory, "
+                why="the loss scale checks the offloaded gradients in host memory, "
                 f"and {world.backend} cannot communicate the result from there",
                 fix="use precision bf16 or fp32, or remove fsdp_cpu_offload",
             )

@@ -107,7 +107,7 @@ def load_training_state_dict(
 ) -> None:
     """Restore a state: sharded as the model is, full on all ranks, or full on rank 0 alone.
 
-    A parameter that never had a gradient has no optimiser state, and gets none here.
+    A parameter that never had a gradient has no optimizer state, and gets none here.
     """
     whole = not any(isinstance(one, DTensor) for one in state.get("model", {}).values())
     only_first = not all(all_gather_object("model" in state, world))

@@ -14,15 +14,15 @@ Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 class Sharding:
     """The sharding kind, with FSDP's names.
 
-    ``full_shard``: parameters, gradients and optimiser states. ``shard_grad_op``: parameters stay
+    ``full_shard``: parameters, gradients and optimizer states. ``shard_grad_op``: parameters stay
     whole between forward and backward, which saves communication and costs memory.
-    ``hybrid_shard``: like full_shard among ``shard_size`` ranks, by default those of one host, and
-    replicated across these groups. ``no_shard`` is ddp.
+    ``hybrid_shard``: like full_shard among ``shard_size`` ranks (default: the ranks of one host),
+    and replicated across these groups. ``no_shard`` is ddp.
     """
 
     kind: Kind = "full_shard"
     shard_size: int | None = None
-    cpu_offload: bool = False  # shards are in host memory, and the optimiser runs there
+    cpu_offload: bool = False  # shards are in host memory, and the optimizer runs there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def choose_layout(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> De
         shards = _ranks_of_each(ranks_of_machines)
     if shards < 1 or ranks % shards:
         raise Impossible(
-            f"copies sharded over {shards} ranks each were requested",
+            f"a shard size of {shards} ranks was requested",
             why=f"there are {ranks} ranks, which is not a multiple of {shards}",
             fix=f"use a shard size that divides {ranks}, or full_shard",
         )

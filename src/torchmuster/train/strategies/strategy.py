@@ -50,7 +50,7 @@ def measure_gradients(
 
 
 def has_non_finite(number: torch.Tensor) -> torch.Tensor:
-    """Return 1 if a number is not finite, else 0, in the dtype that torch's optimisers expect."""
+    """Return 1 if a number is not finite, else 0, in the dtype that torch's optimizers expect."""
     return number.isfinite().logical_not_().to(torch.float32)
 
 
@@ -183,7 +183,7 @@ class Strategy(Protocol):
         ...
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move, wrap or shard a model; call and optimise the result.
+        """Move, wrap or shard a model; call and optimize the result.
 
         All ranks start with the values of rank 0. Fsdp also takes a model that has values on rank 0 only
         (``meta_init.py``).

@@ -151,7 +151,7 @@ def test_each_die_of_an_mi250x_is_a_gpu_in_rocms_order_and_spelling(root: Path) 
     assert first.numa_node == 3
     assert first.total_bytes == 68702699520
     assert first.used_bytes == 30 * GiB
-    assert (first.utilisation_percent, second.utilisation_percent) == (97, 0)
+    assert (first.utilization_percent, second.utilization_percent) == (97, 0)
     assert first.compute_capability is None
     assert first.trouble is None
 
@@ -297,7 +297,7 @@ def test_without_a_junction_sensor_the_edge_counts(root: Path) -> None:
 
 def test_a_share_beyond_100_is_no_share(root: Path) -> None:
     add_desktop(root)
-    assert read(root)[0].utilisation_percent is None
+    assert read(root)[0].utilization_percent is None
 
 
 def add_window(root: Path, pid: int, vram_kib: int) -> None:

@@ -70,7 +70,7 @@ def test_a_machine_without_limits_is_reported_whole(tmp_path: Path) -> None:
     assert (device.index, device.uuid, device.label) == (0, "CPU-0", "CPU")
     assert device.name == "AMD EPYC 7763 64-Core Processor"
     assert (device.total_bytes, device.used_bytes) == (256 * GiB, 56 * GiB)
-    assert device.utilisation_percent is None
+    assert device.utilization_percent is None
 
 
 def test_a_cpu_that_names_no_model_still_has_a_name(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_every_field_of_a_busy_a100(machine: Machine) -> None:
         total_bytes=80 * GIB,
         used_bytes=31 * GIB + 4 * MIB,
         reserved_bytes=535 * MIB,
-        utilisation_percent=63,
+        utilization_percent=63,
         temperature_c=50,
         slowdown_temperature_c=89,
         power_w=254.194,
@@ -69,10 +69,10 @@ def test_every_field_of_a_busy_a100(machine: Machine) -> None:
         compute_capability=(8, 0),
         processes=(
             DeviceProcess(
-                pid=FIRST_PID + 4, compute=True, memory_bytes=22 * GIB, utilisation_percent=41
+                pid=FIRST_PID + 4, compute=True, memory_bytes=22 * GIB, utilization_percent=41
             ),
             DeviceProcess(
-                pid=FIRST_PID + 5, compute=True, memory_bytes=9 * GIB, utilisation_percent=22
+                pid=FIRST_PID + 5, compute=True, memory_bytes=9 * GIB, utilization_percent=22
             ),
         ),
     )
@@ -99,7 +99,7 @@ def test_windows_are_told_from_computing(machine: Machine) -> None:
     (does_both,) = first.processes
     assert (does_both.compute, does_both.memory_bytes) == (True, 3 * GIB)
     (hidden,) = third.processes
-    assert (hidden.memory_bytes, hidden.utilisation_percent) == (None, None)
+    assert (hidden.memory_bytes, hidden.utilization_percent) == (None, None)
 
 
 def test_a_split_gpu_has_slices_each_with_its_own_processes(machine: Machine) -> None:
@@ -107,7 +107,7 @@ def test_a_split_gpu_has_slices_each_with_its_own_processes(machine: Machine) ->
     parent, large, empty, small, whole = nvml.read_nvml().devices
     assert parent.mig_enabled
     assert parent.mig_index is None
-    assert parent.utilisation_percent is None
+    assert parent.utilization_percent is None
     assert [one.number for one in (large, empty, small)] == ["0:0", "0:1", "0:2"]
     assert large == Device(
         kind=DeviceKind.CUDA,
@@ -320,7 +320,7 @@ FIELDS = {
     "nvmlDeviceGetMigMode": "",
     "nvmlDeviceGetCudaComputeCapability": "compute_capability",
     "nvmlDeviceGetMemoryInfo": "total_bytes used_bytes reserved_bytes",
-    "nvmlDeviceGetUtilizationRates": "utilisation_percent",
+    "nvmlDeviceGetUtilizationRates": "utilization_percent",
     "nvmlDeviceGetTemperature": "temperature_c",
     "nvmlDeviceGetTemperatureThreshold": "slowdown_temperature_c",
     "nvmlDeviceGetPowerUsage": "power_w",
@@ -422,7 +422,7 @@ def test_counts_of_errors_and_shares_of_processes_may_be_missing_alone(machine: 
     device = nvml.read_nvml().devices[0]
     assert device.ecc == Ecc(enabled=True, corrected=None, uncorrected=None)
     assert [one.memory_bytes for one in device.compute_processes] == [22 * GIB, 9 * GIB]
-    assert {one.utilisation_percent for one in device.processes} == {None}
+    assert {one.utilization_percent for one in device.processes} == {None}
 
 
 def test_a_broken_sensor_does_not_take_a_gpu_out_of_service(machine: Machine) -> None:

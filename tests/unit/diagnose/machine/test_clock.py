@@ -73,7 +73,7 @@ def test_a_virtual_machine_that_has_no_other(tmp_path: Path) -> None:
 def test_a_clock_that_nobody_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "_kernel_status", lambda: 0x40)
     finding = only(CHECK, made_up_machine(tmp_path, source("tsc", "tsc")))
-    assert (finding.name, finding.status) == ("clock-unsynchronised", Status.NOTE)
+    assert (finding.name, finding.status) == ("clock-unsynchronized", Status.NOTE)
     monkeypatch.setattr(clock, "_kernel_status", lambda: None)
     all_well(CHECK, made_up_machine(tmp_path, source("tsc", "tsc")))
 

@@ -100,7 +100,7 @@ def test_an_address_that_never_answers_is_given_up_in_time(
             began_s = time.monotonic()
             with pytest.raises(MusterError) as caught:
                 asyncio.run(join(code_for(port, LOOPBACK), patience_s=0.5))
-            assert "a firewall blocks it" in caught.value.why
+            assert "a firewall blocks the connection" in caught.value.why
             assert time.monotonic() - began_s < 3 + BUSY_S
         finally:
             for filler in fillers:

@@ -24,12 +24,12 @@ LESSON = Lesson(
             "check torch.cuda.is_available() first; without a GPU return 0 and an empty list",
         ),
         "rank-for-local-rank": Word(
-            "it is the global rank",
+            "it returns the global rank, not the local one",
             "the second machine's first process has rank 8 and GPU 0: there is no GPU 8",
             'read os.environ["LOCAL_RANK"], not RANK',
         ),
         "local-rank-is-text": Word(
-            "it is a string, not a number",
+            "it returns a string, not a number",
             'environment variables are strings: "1" is not a device, and "10" sorts before "2"',
             'int(os.environ.get("LOCAL_RANK", "0"))',
         ),
@@ -40,7 +40,7 @@ LESSON = Lesson(
         ),
         "device-after-group": Word(
             "the device is set after the group is created",
-            "NCCL already uses the current device: every rank opens a context on GPU 0",
+            "NCCL then uses the default device: every rank opens a context on GPU 0",
             "torch.cuda.set_device(get_local_rank()) before init_process_group",
         ),
         "no-set-device": Word(
@@ -61,7 +61,7 @@ LESSON = Lesson(
         ),
         "everyone-is-rank-0": Word(
             "a rank joins with a wrong rank number",
-            "the group waits for missing ranks until its timeout of minutes",
+            "the group waits for missing ranks until its timeout, which takes minutes",
             "init_process_group(backend, rank=rank, world_size=world_size)",
         ),
         "value-not-checked": Word(
@@ -89,7 +89,7 @@ LESSON = Lesson(
         "How long does the smallest message take? How many of them fit into a training step of 10 ms?",
         "From which size on does the time grow with the size? What does that mean for many small "
         "tensors?",
-        "Which rate do the largest messages reach, and how long would a model of 1 GB take?",
+        "What rate do the largest messages reach, and how long would a model of 1 GB take?",
     ),
     on_gpus="The same functions run on NCCL. Expect a few tens of microseconds for the smallest message and, "
     "over NVLink, hundreds of GB/s for the largest; compare with muster bench collectives.",

@@ -1,4 +1,4 @@
-"""Check each exercise and recognise its mistakes."""
+"""Check each exercise and recognize its mistakes."""
 
 import time
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def reduce_mean(bench: Bench) -> None:
 
 
 def sync_gradients(bench: Bench) -> None:
-    """Means of gradients, also with a parameter without gradient."""
+    """Means of gradients, including with a parameter that has no gradient."""
     model = nn.Linear(2, 1)
     model.register_parameter("unused", nn.Parameter(torch.ones(1)))
     model.weight.grad = torch.full((1, 2), 1.0 + 2 * bench.rank)
@@ -117,7 +117,7 @@ def save_checkpoint(bench: Bench) -> None:
 
 
 def load_checkpoint(bench: Bench) -> None:
-    """Weights and optimiser as they were saved, on every rank."""
+    """Weights and optimizer as they were saved, on every rank."""
     trainer, optimizer, _ = _trainer(bench, momentum=0.9)
     inner = nn.Linear(2, 1)
     other = torch.optim.SGD(inner.parameters(), lr=0.5, momentum=0.9)

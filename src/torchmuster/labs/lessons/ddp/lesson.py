@@ -32,7 +32,7 @@ LESSON = Lesson(
             "DistributedSampler(…, shuffle=True)",
         ),
         "sum-not-mean": Word(
-            "it is the sum over the ranks, not the mean",
+            "the result is the sum over the ranks, not the mean",
             "all_reduce adds up; with more ranks the value grows",
             "divide by dist.get_world_size(), or dist.all_reduce(x, op=dist.ReduceOp.AVG) on NCCL",
         ),
@@ -53,9 +53,8 @@ LESSON = Lesson(
         ),
         "no-set-epoch": Word(
             "set_epoch is not called on the sampler",
-            "it shuffles with seed + epoch, so every epoch has the same order (the run looks fine "
-            "but "
-            "learns worse)",
+            "the sampler shuffles with seed + epoch, so every epoch has the same order: the run "
+            "looks fine but learns worse",
             "dataloader.sampler.set_epoch(self.epoch) before the loop, and increment self.epoch "
             "after it",
         ),
@@ -77,7 +76,7 @@ LESSON = Lesson(
         ),
         "batches-not-weighted": Word(
             "the mean is over batches, not over samples",
-            "a last batch of one sample counts as much as one of two",
+            "a last batch of one sample counts as much as a batch of two",
             "add up loss.item() * len(inputs) and len(inputs), and divide at the end",
         ),
         "saved-wrapper": Word(
@@ -118,8 +117,8 @@ LESSON = Lesson(
         ),
     },
     questions=(
-        "Which share of one rank's time did two ranks need for an epoch? Where did the rest go?",
-        "By which factor did the number of optimizer steps per epoch change, and how would you "
+        "What share of one rank's time did two ranks need for an epoch? Where did the rest go?",
+        "By what factor did the number of optimizer steps per epoch change, and how would you "
         "adapt "
         "the learning rate?",
         "How many bytes does DDP send per step? Count the parameters, and compare with the table.",

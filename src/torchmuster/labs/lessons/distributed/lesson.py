@@ -45,12 +45,12 @@ LESSON = Lesson(
         ),
         "padded-duplicates": Word(
             "some samples are counted twice",
-            "DistributedSampler adds copies until all ranks have equally many: the metric depends "
-            "on the ranks",
+            "DistributedSampler adds copies until all ranks have equally many samples, so the "
+            "metric depends on the number of ranks",
             "use range(rank, len(dataset), world_size), or remove DistributedSampler's copies",
         ),
         "accuracy-averaged": Word(
-            "it is a mean over ranks, not over samples",
+            "the result is a mean over ranks, not over samples",
             "ranks with fewer samples count as much as those with more",
             "all_reduce the number of correct and of all samples, then divide",
         ),
@@ -71,7 +71,7 @@ LESSON = Lesson(
         ),
         "step-each-micro-batch": Word(
             "the optimizer steps after each micro-batch",
-            "these are small batches then, not one large one",
+            "the model then trains on small batches instead of one large batch",
             "optimizer.step() once, after the loop",
         ),
         "never-synced": Word(
@@ -102,14 +102,14 @@ LESSON = Lesson(
         ),
         "resume-repeats-step": Word(
             "the saved step is repeated",
-            "its samples are seen twice, and the schedule is one off",
+            "its samples are seen twice, and the schedule is off by one step",
             "return the saved step + 1",
         ),
     },
     questions=(
-        "Which efficiency do two ranks reach here? What limits them: communication, cores, or the data?",
-        "By which factor did no_sync shorten four micro-batches, and when is that worth it?",
-        "Four GPUs, 8 samples each, accumulation 4: how many samples has a step? What happens to the "
+        "What efficiency do two ranks reach here? What limits them: communication, cores, or the data?",
+        "By what factor did no_sync shorten four micro-batches, and when is that worth it?",
+        "Four GPUs, 8 samples each, accumulation 4: how many samples does a step have? What happens to the "
         "learning rate if you double the GPUs?",
     ),
     on_gpus="Use one rank per GPU (torchrun --nproc-per-node auto, or muster run --num-gpus 4). "

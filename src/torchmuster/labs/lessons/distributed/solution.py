@@ -1,4 +1,4 @@
-"""A training on several ranks that is equivalent to one rank, and its speed-up."""
+"""Training on several ranks that is equivalent to training on one, and its speed-up."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

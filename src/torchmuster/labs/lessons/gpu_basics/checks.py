@@ -1,4 +1,4 @@
-"""Check each exercise and recognise its mistakes."""
+"""Check each exercise and recognize its mistakes."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ _READING_S = 1e-6  # avoids a division by zero
 
 
 class _Device:
-    """An asynchronous fake device: each product takes 1 s, and finishes on synchronisation."""
+    """An asynchronous fake device: each product takes 1 s, and finishes on synchronization."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -44,7 +44,7 @@ def benchmark(bench: Bench) -> None:
     seconds, rate = float(result.seconds), float(result.tflops)
     require(device.looks >= 2, "wrong-clock", f"time.perf_counter was read {device.looks} times")
     said = f"each product took 1 s; it returned {seconds:.3g} s"
-    require(seconds > 0.01, "no-synchronise", said)
+    require(seconds > 0.01, "no-synchronize", said)
     require(device.products > _ITERATIONS, "no-warm-up", f"{device.products} products in total")
     require(not _about(seconds, _ITERATIONS), "total-not-mean", said)
     require(seconds < 1.05, "warm-up-timed", said)

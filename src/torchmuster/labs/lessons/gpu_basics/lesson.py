@@ -17,10 +17,10 @@ LESSON = Lesson(
             "time.time() is the wall clock: it can jump, and is coarser",
             "begin = time.perf_counter()",
         ),
-        "no-synchronise": Word(
+        "no-synchronize": Word(
             "the clock is read before the device has finished",
-            "GPU calls only queue work: without waiting you measure the queueing, 1000 times too "
-            "fast",
+            "GPU calls only queue work: without waiting you measure only the queueing, which is "
+            "1000 times faster",
             "call wait_for(device) after the loop, before the clock is read again",
         ),
         "no-warm-up": Word(
@@ -34,7 +34,7 @@ LESSON = Lesson(
             "call wait_for(device) after the warm-up, before the clock is first read",
         ),
         "total-not-mean": Word(
-            "it is the time of all products, not of one",
+            "the result is the time of all products, not of one",
             "with more iterations the device would look slower",
             "divide by iterations",
         ),
@@ -44,7 +44,7 @@ LESSON = Lesson(
             "2 * size**3 / seconds / 1e12",
         ),
         "outlier-decides": Word(
-            "one disturbed sample decides",
+            "one disturbed sample determines the result",
             "the mean is sensitive to outliers",
             "the median: statistics.median(samples)",
         ),
@@ -66,7 +66,7 @@ LESSON = Lesson(
         "weights-as-activations": Word(
             "weights are counted among the activations",
             "autograd saves them for backward too, but they need no additional memory",
-            "leave out storages whose data_ptr() is that of a parameter",
+            "leave out storages with the data_ptr() of a parameter",
         ),
         "activations-twice": Word(
             "the same memory is counted more than once",
@@ -80,7 +80,7 @@ LESSON = Lesson(
             "only the activations: half of them, divided by the sum of all",
         ),
         "best-not-sufficient": Word(
-            "it is the size with the best rate",
+            "the result is the size with the best rate",
             "the question is which size saturates the device; larger sizes gain little",
             "the smallest size with rate >= 0.9 * best",
         ),

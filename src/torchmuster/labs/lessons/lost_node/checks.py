@@ -1,4 +1,4 @@
-"""Check each exercise and recognise its mistakes."""
+"""Check each exercise and recognize its mistakes."""
 
 import hashlib
 import os
@@ -94,7 +94,7 @@ def resume(bench: Bench) -> None:
     fresh = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     step = bench.code.restore_all(path, other, fresh)
     same = all(is_close(*pair) for pair in zip(other.parameters(), model.parameters(), strict=True))
-    require(same, "wrong-value", "the weights are not those that were saved")
+    require(same, "wrong-value", "the weights differ from the saved ones")
     compare(step, 3, "restore_all of what was saved after step 2")
     require(bool(fresh.state), "momentum-lost", "the optimizer has no state after restore_all")
     _go_on(other, fresh, 3)

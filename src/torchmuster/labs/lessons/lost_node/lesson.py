@@ -46,7 +46,7 @@ LESSON = Lesson(
         ),
         "order-depends-on-ranks": Word(
             "the order depends on the number of ranks",
-            "after a machine is lost, the rest of the epoch has some samples twice, some never",
+            "after a machine is lost, the rest of the epoch has some samples twice and others never",
             "torch.Generator().manual_seed(seed + epoch), independent of rank and world_size",
         ),
         "same-order-each-epoch": Word(
@@ -80,7 +80,7 @@ LESSON = Lesson(
             "all_reduce the flag with ReduceOp.MAX, and return the result",
         ),
         "seconds-not-steps": Word(
-            "it is the time between saves in seconds",
+            "the result is the time between saves in seconds",
             "the result must be a number of steps",
             "divide by step_s",
         ),
@@ -93,7 +93,7 @@ LESSON = Lesson(
     questions=(
         "How large is your last real checkpoint, and how long would it take to save here?",
         "At which interval is the cost lowest in the chart? How flat is the curve around it?",
-        "One of 1000 machines fails every day, on average once in 3 years each. What changes?",
+        "With 1000 machines that each fail once in 3 years, one machine fails every day. What changes?",
     ),
     on_gpus="The state includes the device's random state (torch.cuda.get_rng_state_all). A lost "
     "node appears as a "

@@ -1,4 +1,4 @@
-"""Resume after a lost machine: last good checkpoint, right samples, other ranks."""
+"""Resume after a lost machine: last good checkpoint, right samples, any number of ranks."""
 
 import hashlib
 import signal
@@ -73,7 +73,7 @@ class StopRequest:
         self.received = False
 
     def install(self) -> None:
-        """Install a handler that only sets a flag: it may interrupt anything, also a save."""
+        """Install a handler that only sets a flag: it may interrupt anything, even a save."""
         # solution
         signal.signal(signal.SIGTERM, self._note)
         # end of solution
@@ -93,7 +93,7 @@ class StopRequest:
 
 
 def steps_between_saves(step_s: float, save_s: float, hours_between_failures: float) -> int:
-    """Return the number of steps between saves that minimises saving time plus lost work.
+    """Return the number of steps between saves that minimizes saving time plus lost work.
 
     Young's rule: the time between saves is sqrt(2 x save time x time between failures). At least 1.
     """

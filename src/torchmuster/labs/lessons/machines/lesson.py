@@ -54,7 +54,7 @@ LESSON = Lesson(
         ),
         "all-errors-alike": Word(
             "different failures give the same result",
-            "each has another fix: start the program, open the port, correct the name",
+            "each has a different fix: start the program, open the port, correct the name",
             "except socket.gaierror, except ConnectionRefusedError, except OSError, in this order",
         ),
         "errors-confused": Word(
@@ -95,7 +95,7 @@ LESSON = Lesson(
         ),
     },
     questions=(
-        "How long does one key in the store take, and joining of 1000 machines at that rate?",
+        "How long does one key in the store take, and how long would 1000 machines take to join?",
         "Which ports must be open between two machines, and in which directions? (See muster "
         "check.)",
         "A machine has two network interfaces. How do you find out which one NCCL and gloo use?",

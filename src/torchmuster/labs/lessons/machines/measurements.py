@@ -11,7 +11,7 @@ from torchmuster.labs.probes.bench import Bench
 
 
 def measure(bench: Bench) -> list[Part]:
-    """Time many joinings and a gather, and try connections."""
+    """Time many joins and a gather, and try connections."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     calls = []
     for count in (1, 4, 16, 64):
@@ -33,8 +33,8 @@ def measure(bench: Bench) -> list[Part]:
     doors["an unknown name"] = _knock(bench, "no-such-machine.invalid", 29400)
     return [
         Curves(
-            title="time of joining through the store",
-            x="number of joinings",
+            title="time to join through the store",
+            x="number of joins",
             x_log=True,
             y="time",
             y_unit="s",

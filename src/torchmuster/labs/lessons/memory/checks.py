@@ -1,4 +1,4 @@
-"""Check each exercise and recognise its mistakes."""
+"""Check each exercise and recognize its mistakes."""
 
 import warnings
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def _gradients(model: nn.Module, layers: list[nn.Module]) -> torch.Tensor:
 
 def checkpointing(bench: Bench) -> None:
     """Equal gradients from recomputed layers."""
-    warnings.simplefilter("ignore")  # torch warns about the mistakes recognised here
+    warnings.simplefilter("ignore")  # torch warns about the mistakes recognized here
     for dropout, otherwise in ((0.0, "wrong-value"), (0.5, "dropout-differs")):
         plain = _layers(dropout)
         expected = _gradients(nn.Sequential(*plain), plain)

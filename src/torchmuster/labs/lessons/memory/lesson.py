@@ -19,7 +19,7 @@ LESSON = Lesson(
         ),
         "dropout-differs": Word(
             "dropout uses different random numbers when a layer is recomputed",
-            "the gradient belongs to another forward than the loss",
+            "the gradient then belongs to a different forward pass than the loss",
             "keep the default preserve_rng_state=True",
         ),
         "reentrant-loses-gradients": Word(
@@ -35,7 +35,7 @@ LESSON = Lesson(
         ),
         "attention-not-scaled": Word(
             "the scores are not divided by sqrt(d)",
-            "softmax then selects almost only the largest one, and gradients vanish",
+            "softmax then selects almost only the largest score, and gradients vanish",
             "omit scale; the default is 1 / sqrt(d)",
         ),
         "not-causal": Word(
@@ -65,7 +65,7 @@ LESSON = Lesson(
         ),
         "parts-not-weighted": Word(
             "the smaller last part counts as much as the others",
-            "the step is not that of the whole batch",
+            "the step then differs from a step on the whole batch",
             "multiply each part's loss by len(part) / len(inputs)",
         ),
         "validation-keeps-graphs": Word(
@@ -80,7 +80,7 @@ LESSON = Lesson(
         ),
         "least-memory-not-fastest": Word(
             "it chose the smallest, not the fastest that fits",
-            "unused memory has no benefit; a faster step has",
+            "unused memory has no benefit, but a faster step does",
             "min over those that fit, by seconds",
         ),
         "nothing-fits": Word(
@@ -99,7 +99,7 @@ LESSON = Lesson(
     on_gpus="scaled_dot_product_attention uses FlashAttention or cuDNN there: 2 to 4 times as "
     "fast at long "
     "sequences, memory linear in the length. With a GPU, torch.cuda.max_memory_allocated() shows the peak; "
-    "muster plan predicts whether a training fits, and muster bench memory measures which blocks "
+    "muster plan predicts whether a training run fits, and muster bench memory measures which blocks "
     "to recompute.",
     counts=True,
 )

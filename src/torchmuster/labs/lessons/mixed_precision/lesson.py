@@ -74,11 +74,11 @@ LESSON = Lesson(
         ),
         "fastest-but-wrong": Word(
             "the fastest one is chosen regardless of its loss",
-            "compare speed only among trainings that learn equally well",
+            "compare speed only among training runs that learn equally well",
             "exclude those whose loss differs by more than 1 % from fp32",
         ),
         "nan-passes": Word(
-            "a training that ended in NaN is chosen",
+            "a training run that ended in NaN is chosen",
             "every comparison with NaN is False, so `if gap > 0.01: leave it out` does not "
             "exclude it",
             "select the good ones (gap <= 0.01) instead of excluding the bad ones; or use "
@@ -91,11 +91,11 @@ LESSON = Lesson(
         ),
     },
     questions=(
-        "Does the loss of bf16 follow that of fp32? Where do they diverge, and does it matter?",
-        "Which share of the activations' bytes was saved, and why is it not one half?",
+        "Does the bf16 loss follow the fp32 loss? Where do they diverge, and does it matter?",
+        "What share of the activations' bytes was saved, and why is it not one half?",
         "Is bf16 faster on this machine? Why could it be slower on a CPU?",
     ),
-    on_gpus="Tensor cores compute 16-bit products at least twice as fast; activations take half. "
+    on_gpus="Tensor cores compute 16-bit products at least twice as fast; activations take half the memory. "
     "Expect about "
     "2x, about half of the activations' memory and a loss within 1 %. fp16 needs the scaler, bf16 (from Ampere on) "
     "does not. muster bench precision measures your model in all of them.",

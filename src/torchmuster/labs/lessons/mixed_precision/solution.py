@@ -74,14 +74,14 @@ def first_bad_layer(model: nn.Module, inputs: torch.Tensor) -> str | None:
 
 
 class Result(NamedTuple):
-    """The result of a training in one precision."""
+    """The result of a training run in one precision."""
 
     seconds: float
     loss: float
 
 
 def choose_precision(results: Mapping[str, Result]) -> str:
-    """Return the fastest precision whose loss is within 1 % of that of "fp32"."""
+    """Return the fastest precision whose loss is within 1 % of the "fp32" loss."""
     # solution
     reference = results["fp32"].loss
 

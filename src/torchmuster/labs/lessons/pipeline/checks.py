@@ -1,4 +1,4 @@
-"""Check each exercise and recognise its mistakes."""
+"""Check each exercise and recognize its mistakes."""
 
 import json
 import time
@@ -38,7 +38,7 @@ def trainer(bench: Bench) -> None:
     other = _trainer(bench)
     epoch = other.load_checkpoint(path)
     restored = other.optimizer.param_groups[0]["lr"], other.scheduler.last_epoch
-    seen = f"rate {restored[0]:.4g} after {restored[1]} steps, saved was {rate:.4g} after 6"
+    seen = f"rate {restored[0]:.4g} after {restored[1]} steps, expected {rate:.4g} after 6"
     require(is_close(restored, (rate, 6)), "schedule-not-saved", seen)
     compare(epoch, 5, "load_checkpoint of what was saved after epoch 4")
     compare(other.model.module.weight, given.model.module.weight, "the loaded weights")

@@ -13,9 +13,9 @@ LESSON = Lesson(
     words={
         "copies-drift": Word(
             "the ranks have different weights after an epoch",
-            "the last batch of a group must communicate its gradients, also in a group of one "
+            "the last batch of a group must communicate its gradients, even in a group of one "
             "batch",
-            "no_sync for all but the last batch of each group, also of a shorter last group",
+            "no_sync for all but the last batch of each group, including a shorter last group",
         ),
         "leftover-dropped": Word(
             "the last, shorter group takes no step",
@@ -29,7 +29,7 @@ LESSON = Lesson(
         ),
         "schedule-by-batch": Word(
             "the schedule advances with each batch, not with each optimizer step",
-            "with accumulation it advances that many times too fast",
+            "with an accumulation of N it advances N times too fast",
             "self.scheduler.step() once after optimizer.step()",
         ),
         "schedule-not-saved": Word(
@@ -94,7 +94,7 @@ LESSON = Lesson(
         ),
     },
     questions=(
-        "Which part of a step takes most? What would you change first, and what could it gain at most?",
+        "Which part of a step takes the most time? What would you change first, and what could it gain at most?",
         "Draw the learning rate over 10 epochs. Where would you add a warm-up?",
         "Which alert would have saved you time in your last project, and at which threshold?",
     ),

@@ -77,7 +77,7 @@ def check_kubernetes_request(spec: JobSpec, request: KubernetesRequest, kind: Ki
         raise Impossible(
             f"{spec.max_restarts} restarts requested, but a {kind} does not support restarts",
             why="if one rank fails, all pods must restart, and only a JobSet can do that; a Job restarts "
-            "single pods, and a TrainJob leaves restarts to its runtime",
+            "individual pods, and a TrainJob leaves restarts to its runtime",
             fix="use --kind jobset, or no restarts",
         )
     if kind == "trainjob" and port_of(spec) != USUAL_PORT:

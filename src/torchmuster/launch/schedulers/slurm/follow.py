@@ -42,7 +42,7 @@ def follow_job(
     """Yield each change of the job's state and each line of its log, until the job has ended.
 
     While there is no output (the job is pending, or has written nothing yet), the state is yielded again
-    every few seconds. Stopping early, also by Ctrl-C, does not affect the job.
+    every few seconds. Stopping early, even with Ctrl-C, does not affect the job.
     """
     state = jobs.JobState(job=job, kind="unknown", words=f"querying Slurm for job {job}")
     tail = _Tail()

@@ -71,7 +71,7 @@ def require_slurm(
         raise Impossible(
             f"Slurm's {command[0]} is not installed on this host",
             why="it is not in any folder of PATH",
-            fix="run this on a login node of the cluster (if needed after: module load slurm)\n"
+            fix="run this on a login node of the cluster (if needed, run first: module load slurm)\n"
             "for hosts without Slurm use --hosts",
         )
     return answer
@@ -129,7 +129,7 @@ _REASONS = {
     "Priority": "waiting behind jobs of higher priority",
     "BeginTime": "its earliest start time is in the future (after a requeue, a few minutes)",
     "Dependency": "waiting for another job to end",
-    "Licenses": "waiting for a licence to become free",
+    "Licenses": "waiting for a license to become free",
     "Reservation": "waiting for its reservation to begin",
     "ReqNodeNotAvail": "a required node is down, drained, or reserved (perhaps for maintenance)",
     "Nodes_required_for_job_are_DOWN": "required nodes are down, drained, or reserved for jobs in a"
@@ -160,7 +160,7 @@ _HOPELESS = {
     "InvalidAccount": "the account does not exist, or you are not allowed to use it",
     "InvalidQOS": "the QOS does not exist, or you are not allowed to use it",
     "DependencyNeverSatisfied": "the job that it depends on did not end as required",
-    "JobHeldUser": "it is held by its owner; scontrol release releases it",
+    "JobHeldUser": "it is held by its owner; release it with: scontrol release JOB",
     "JobHeldAdmin": "it is held by an administrator",
     "QOSMaxWallDurationPerJobLimit": "it requests more time than your QOS allows",
     "QOSMaxGRESPerJob": "it requests more GPUs than your QOS allows for one job",

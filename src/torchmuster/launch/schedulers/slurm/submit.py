@@ -48,7 +48,7 @@ def render_script(
         "",
         _directive("job-name", spec.name),
         _directive("chdir", spec.folder),
-        "# One task on each node; muster starts the ranks of a node itself.",
+        "# One task on each node; Muster starts the ranks of a node itself.",
         _directive("nodes", request.nodes),
         _directive("ntasks-per-node", 1),
         *(
@@ -68,7 +68,7 @@ def render_script(
         "# tokens. Slurm keeps a copy of it while it knows the job.",
         _directive("export", "ALL"),
         "",
-        "# exec: muster replaces this shell, so that it gets Slurm's signals.",
+        "# exec: Muster replaces this shell, so that it gets Slurm's signals.",
         *_become(muster_command),
     ]
     return "\n".join(lines) + "\n"
@@ -93,7 +93,7 @@ def _gpus_per_node(spec: JobSpec, request: SlurmRequest) -> int | None:
         if asked:
             raise Impossible(
                 f"--device cpu and --gpus-per-node {asked} contradict each other",
-                why="GPUs would be reserved and not used",
+                why="GPUs would be reserved but not used",
                 fix="remove one of them",
             )
         return None
@@ -148,7 +148,7 @@ def _warning(warn_s: int | None) -> Iterator[str]:
             fix="--warn 120s",
         )
     yield "# Send SIGUSR1 this many seconds before the time limit. B: only to this script, that is to"
-    yield "# muster, which forwards it to the ranks."
+    yield "# Muster, which forwards it to the ranks."
     yield _directive("signal", f"B:USR1@{warn_s}")
 
 

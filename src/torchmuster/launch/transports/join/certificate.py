@@ -1,7 +1,7 @@
 """The host's certificate: made for one run, identified by its fingerprint, never stored.
 
 It is self-signed. The join code contains its fingerprint, and a joining machine identifies the host by
-that alone, independent of clocks and host names.
+that alone, independently of clocks and host names.
 """
 
 import datetime

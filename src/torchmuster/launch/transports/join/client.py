@@ -39,7 +39,7 @@ _IN_WORDS: dict[Kind, str] = {
     "timeout": f"no answer within {CONNECT_S:g} s",
     "refused": "connection refused",
     "unreachable": "no route",
-    "stranger": "another certificate",
+    "stranger": "the certificate does not match the code",
     "not-tls": "the program there does not use TLS",
     "silent": "accepts the connection, but does not answer",
     "turned-away": "closed by the other side",
@@ -109,7 +109,7 @@ async def _try(
     except OSError as error:
         return JoinProblem(target=target, kind=_client_kind(error))
     if not certificate.is_known(stream.peer_certificate(), fingerprint):
-        stream.abort("another certificate")
+        stream.abort("the certificate does not match the code")
         return JoinProblem(target=target, kind="stranger")
     return stream, target
 
@@ -377,7 +377,9 @@ def _unreachable(
         )
         fix = "start muster host again and use the new code"
     elif kinds & {"timeout", "unreachable", "refused"}:
-        meaning = "a firewall blocks it, the networks are not connected, or the host is off"
+        meaning = (
+            "a firewall blocks the connection, the networks are not connected, or the host is off"
+        )
         commands = {open_firewall(problem.target.port): None for problem in problems}
         fix = "\n".join(["on the host:", *commands])
     else:

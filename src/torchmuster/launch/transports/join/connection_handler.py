@@ -207,7 +207,7 @@ class ConnectionHandler:
             self._addresses[newcomer] = address
             if too_many := self._door.arrive(newcomer, source_of(address)):
                 self._news.note(
-                    "a connection above the connection limit", self._addresses[too_many]
+                    "a connection over the connection limit", self._addresses[too_many]
                 )
                 self._turn_away(too_many)
             self._serve_the_line()
@@ -219,7 +219,7 @@ class ConnectionHandler:
             return
         turn = self._door.turn(time.monotonic())
         for silent in turn.cut_off:
-            self._news.note("to keep a silent connection open", self._addresses[silent])
+            self._news.note("a silent connection", self._addresses[silent])
             self._greeting[silent].cancel()
         for newcomer in turn.begin:
             task = asyncio.create_task(self._greet(newcomer, self._addresses[newcomer]))
@@ -272,8 +272,11 @@ class ConnectionHandler:
                 if isinstance(answer, Welcome):
                     return
             await stream.close()
-        except BaseException:  # any error closes the connection that caused it
-            stream.abort("closed, over the connection limit, or failed with an error")
+        except asyncio.CancelledError:
+            stream.abort("the connection limit was reached, or the host stopped accepting machines")
+            raise
+        except BaseException as error:  # any error closes the connection that caused it
+            stream.abort(f"failed: {type(error).__name__}: {error}")
             raise
 
     async def _listen(self, stream: Stream, address: str) -> Join | None:

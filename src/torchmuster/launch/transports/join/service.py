@@ -87,7 +87,7 @@ class JoinService:
         if first_place + count > code.MOST_PLACES:
             raise Impossible(
                 f"{first_place + count} machines cannot join one run",
-                why=f"join codes support at most {code.MOST_PLACES}",
+                why=f"join codes support at most {code.MOST_PLACES} machines",
             )
         self._count = count
         self._addresses = tuple(addresses)
@@ -151,8 +151,8 @@ class JoinService:
         now_s = time.monotonic()
         if place in self._lost_at_s:
             lost_s = now_s - self._lost_at_s[place]
-            return f"its connection was lost {lost_s:.0f} s ago; its new code is not used yet"
-        return f"its code is not used yet, {now_s - self._opened_at_s:.0f} s"
+            return f"its connection was lost {lost_s:.0f} s ago; its new code has not been used yet"
+        return f"its code has not been used yet, {now_s - self._opened_at_s:.0f} s"
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Return None: a machine can join as long as the launcher waits."""

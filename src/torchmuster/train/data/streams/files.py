@@ -1,4 +1,4 @@
-"""Files of lines as a source: text, or a JSON object on each line; also compressed, also remote.
+"""Text and JSON Lines files as a source, including compressed and remote files.
 
 The files of an epoch, in its order, form one sequence of bytes, and each lane is an equal
 part of it. A sample belongs to the lane in which its line begins. A compressed file cannot be read
@@ -74,7 +74,7 @@ def find_files(places: str | Sequence[str], options: Mapping[str, Any]) -> list[
     if strange:
         raise Impossible(
             f"{strange[0]}: unsupported file type",
-            why=f"samples are lines of {', '.join(RECORDS)}, also compressed (.gz, .bz2, .xz, .zst)",
+            why=f"supported types are {', '.join(RECORDS)}, each also compressed (.gz, .bz2, .xz, .zst)",
             fix="use a narrower pattern, such as data/*.jsonl; or write your own dataset",
         )
     for one in files:
@@ -134,7 +134,7 @@ def _unknown_storage(place: str, error: Exception) -> Impossible:
 def _nothing_at(place: str) -> Impossible:
     return Impossible(
         f"no files at {redact_text(place)}",
-        why=f"searched for files of lines: {', '.join(RECORDS)}, also compressed",
+        why=f"searched for {', '.join(RECORDS)} files, including compressed ones",
         fix="check the path; quote a pattern such as data/*.jsonl",
     )
 

@@ -98,7 +98,7 @@ class _IterableShardReader:
 
 
 class Iterables:
-    """A ``torch.utils.data.IterableDataset``, any other iterable, or a function of the epoch giving one.
+    """A ``torch.utils.data.IterableDataset``, any other iterable, or a function of the epoch that returns one.
 
     It must yield the same samples in the same order each time for the same epoch (``set_epoch`` is
     called if it exists). Every rank reads everything and keeps its own samples. A position is

@@ -191,7 +191,7 @@ def read_rounds(source: Source, begin: Begin) -> Iterator[Blocks]:
     """Yield the blocks of each lap; after the last ones, empty blocks forever.
 
     A source's random numbers depend on the seed, the epoch, the lane and the lap, and do not change
-    the training's random state: a run that resumes in the middle of a lap reads that lap again.
+    the random state of training: a run that resumes in the middle of a lap reads that lap again.
     """
     with random_numbers_kept():
         opened = source.open(begin.lanes, epoch=begin.epoch, cursors=begin.cursors)

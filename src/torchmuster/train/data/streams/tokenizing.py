@@ -145,9 +145,9 @@ class Tokenized:
         there = f"has {', '.join(map(str, sample))}" if record is sample else ""
         raise MusterError(
             f"a sample has no text in the field {self._field}: it "
-            + (there or f"is of the type {type(sample).__name__}"),
+            + (there or f"is of type {type(sample).__name__}"),
             why=f"the field holds {type(found).__name__}" if there and found is not None else "",
-            fix="name the field that holds the text",
+            fix="set data.text_field to the field that holds the text",
         )
 
 
@@ -178,13 +178,13 @@ def _integers(record: Mapping[Any, Any], field: str) -> "array[int]":
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple):
-        raise _unusable(field, f"it is of the type {type(value).__name__}")
+        raise _unusable(field, f"it is of type {type(value).__name__}")
     try:
         return array("q", value)
     except (TypeError, OverflowError):
         wrong = next(one for one in value if not isinstance(one, int) or abs(one) >= 2**63)
         raise _unusable(
-            field, f"it has an entry of the type {type(wrong).__name__}: {wrong!r:.60}"
+            field, f"it has an entry of type {type(wrong).__name__}: {wrong!r:.60}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""``muster bench turns`` runs both commands at a time, as often as asked for, and tells what the comparison says."""
+"""``muster bench ab`` runs both commands at the same time, ``--pairs`` times, and prints the comparison."""
 
 import json
 import shlex
@@ -50,7 +50,7 @@ def test_a_small_change_is_told_and_ends_in_1(
     bench: str, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     words = ["--pairs", "8", "--out", "kept", f"{bench} 1.0 5", f"TOLD=x {bench} 1.03 5"]
-    assert main(["bench", "turns", *words]) == ExitCode.FAILED
+    assert main(["bench", "ab", *words]) == ExitCode.FAILED
     told = capsys.readouterr()
     assert "busy" not in told.out, "that was the other side"
     assert told.out == snapshot
@@ -58,7 +58,7 @@ def test_a_small_change_is_told_and_ends_in_1(
 
     # What is there is not measured again, and more pairs make it more certain.
     words[1] = "9"
-    main(["bench", "turns", *words, "--json"])
+    main(["bench", "ab", *words, "--json"])
     told = capsys.readouterr()
     document = json.loads(told.out)
     assert document["records"] == [9, 9]
@@ -70,7 +70,7 @@ def test_a_small_change_is_told_and_ends_in_1(
 def test_what_a_command_says_when_it_fails_is_told(
     bench: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "turns", f"{bench} 1.0 5", f"{bench} broken 5"]) == ExitCode.FAILED
+    assert main(["bench", "ab", f"{bench} 1.0 5", f"{bench} broken 5"]) == ExitCode.FAILED
     told = capsys.readouterr().err
     assert "wrote no record" in told
     assert "no such card" in told
@@ -79,7 +79,7 @@ def test_what_a_command_says_when_it_fails_is_told(
 def test_two_that_measure_different_things_are_refused(
     bench: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["bench", "turns", "--pairs", "1", f"{bench} 1.0 5", f"{bench} 1.0 6"])
+    code = main(["bench", "ab", "--pairs", "1", f"{bench} 1.0 5", f"{bench} 1.0 6"])
     assert code == ExitCode.IMPOSSIBLE
     assert "they took 5 and 6 samples" in capsys.readouterr().err
 
@@ -88,7 +88,7 @@ def test_a_command_that_cannot_be_started_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = main(["bench", "turns", "no-such-program bench data", "no-such-program bench data"])
+    code = main(["bench", "ab", "no-such-program bench data", "no-such-program bench data"])
     assert code == ExitCode.IMPOSSIBLE
     assert "cannot start no-such-program" in capsys.readouterr().err
 

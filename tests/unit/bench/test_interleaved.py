@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.bench.interleaved import SIDES, VARIABLE, Referee, Turns, id_of_turns
+from torchmuster.bench.interleaved import SIDES, VARIABLE, Referee, Turns, interleaved_pair_id
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_alone_it_is_always_ones_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     with Turns() as mine:
         mine.stay_on_one_core()
     mine.close()
-    assert id_of_turns() == ""
+    assert interleaved_pair_id() == ""
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no cores to choose")
@@ -125,6 +125,6 @@ def test_the_records_of_a_pair_have_the_same_name(
     names = set()
     for path in referee.paths.values():
         monkeypatch.setenv(VARIABLE, str(path))
-        names.add(id_of_turns())
+        names.add(interleaved_pair_id())
     assert len(names) == 1
     assert Path(referee.paths["before"]).parent.name in names
