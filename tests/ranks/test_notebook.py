@@ -70,7 +70,10 @@ def test_cells_run_on_ranks_and_what_is_alike_is_shown_once(
     _variables_come_back(kernel)
     kernel.run_well("%muster stop")
     assert _children(kernel) == []
-    assert kernel.run_well("%muster status") == "no ranks running; to start some: %muster start --ranks 2\n"
+    assert (
+        kernel.run_well("%muster status")
+        == "no ranks running; to start some: %muster start --ranks 2\n"
+    )
     assert "%muster restart" in kernel.run("%%ranks\n1").error
 
 

@@ -308,9 +308,7 @@ def _how_to_go_on(spec: JobSpec, run: RunFolder) -> str:
 def _left(machines: Sequence[str]) -> str:
     if not machines:
         return "all processes have exited"
-    return (
-        f"no answer from {name_several(machines)}; the node agent there stops its ranks as soon as it can"
-    )
+    return f"no answer from {name_several(machines)}; the node agent there stops its ranks as soon as it can"
 
 
 def _launch_job_shown(path: Path) -> str:

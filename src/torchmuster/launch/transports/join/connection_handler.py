@@ -206,9 +206,7 @@ class ConnectionHandler:
                 continue
             self._addresses[newcomer] = address
             if too_many := self._door.arrive(newcomer, source_of(address)):
-                self._news.note(
-                    "a connection over the connection limit", self._addresses[too_many]
-                )
+                self._news.note("a connection over the connection limit", self._addresses[too_many])
                 self._turn_away(too_many)
             self._serve_the_line()
             # While connections are pending, sock_accept does not yield; other tasks run here.
