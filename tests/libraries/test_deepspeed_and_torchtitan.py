@@ -26,10 +26,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libraries") / "env"
     uv = ROOT / "scripts" / "uv"
     subprocess.run([uv, "venv", folder], check=True)
-    pinned = ["--constraints", ROOT / ".ci" / "constraints.txt"]
+    pinned = ["--constraints", str(ROOT / ".ci" / "constraints.txt")]
     version = torch.__version__.partition("+")[0]
     wanted = [f"torch=={version}", "setuptools", "deepspeed", "torchtitan", "triton"]
-    into = ["--python", folder / "bin" / "python"]
+    into = ["--python", str(folder / "bin" / "python")]
     subprocess.run([uv, "pip", "install", *into, *pinned, *wanted, "-e", ROOT], check=True)
     return folder / "bin"
 

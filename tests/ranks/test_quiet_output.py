@@ -11,6 +11,8 @@ from patience import GIVE_UP_S
 pytestmark = pytest.mark.ranks
 
 _WITHIN_S = 3 * GIVE_UP_S  # for plans and what is compiled, where other tests run as well
+# torch advises against this one interpreter, and a user should read that.
+OF_PYTHON_3_13_0 = re.compile(r"Guards may run slower on Python 3\.13\.0|check_\w*guard|warnings\.warn")
 FOREIGN = re.compile(r"Warning|nanobind|leaked|\b[WE]\d{4} ")
 OWN = """\
 import torch
