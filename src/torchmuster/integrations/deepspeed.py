@@ -9,6 +9,7 @@ import sys
 import time
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torchmuster.integrations import recorder as recording
 
@@ -16,18 +17,19 @@ from torchmuster.integrations import recorder as recording
 def watch_engine(module: ModuleType) -> None:
     """Record the loss and the checkpoints of every ``DeepSpeedEngine`` from now on."""
     kind = module.DeepSpeedEngine
+    losses: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of the last micro-batch
     backward, step, save_checkpoint = kind.backward, kind.step, kind.save_checkpoint
 
     @functools.wraps(backward)
     def computed(self: Any, loss: Any, *arguments: Any, **names: Any) -> Any:
-        self.__dict__["_muster_loss"] = loss
+        losses[self] = loss
         return backward(self, loss, *arguments, **names)
 
     @functools.wraps(step)
     def stepped(self: Any, *arguments: Any, **names: Any) -> Any:
         before = self.global_steps
         result = step(self, *arguments, **names)
-        loss = self.__dict__.pop("_muster_loss", None)
+        loss = losses.pop(self, None)
         if self.global_steps > before and loss is not None and not _is_reported_by_accelerate():
             recording.log(self.global_steps, loss=loss)
         return result

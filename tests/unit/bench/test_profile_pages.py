@@ -96,8 +96,7 @@ def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path, snapshot: SnapshotAs
     text = profile_screen(
         dataclasses.replace(found, ranks=(one, found.ranks[1])), (), None, tmp_path
     )
-    troubles = [line for line in text.splitlines() if line.startswith("rank 0: ")]
-    assert len(troubles) == 5
+    troubles = [line for line in text.splitlines() if "rank 0" in line]
     assert troubles == snapshot
 
 
@@ -107,7 +106,7 @@ def test_a_trace_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "rank-1.trace.json.gz").write_text("{}")
     found = analyse_profile(tmp_path)
     text = profile_screen(found, advise(found), None, tmp_path)
-    assert "rank 0: " in text
+    assert "the trace of rank 0" in text
     assert "rank-1.trace.json.gz" in text
     assert advise(found)[0].cause == "starved-loader"
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(Impossible, match="already exists"):
         export_weights(store, good, tmp_path / "c")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 31}))
-    with pytest.raises(Impossible, match=r"32 B, 31 B"):
+    with pytest.raises(Impossible, match=r"32 B, but 31 B"):
         export_weights(store, good, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -297,7 +297,7 @@ def test_where_a_link_is_blocked_ranks_run_only_among_those_who_reach_each_other
     outcome, result = scene.play()
     assert not outcome.good
     (not_tried,) = result.not_tried
-    assert "(node1 and node2; node3)" in not_tried
+    assert "node1 and node2; node3)" in not_tried
     assert not_tried == snapshot
     starts = [[(s.nodes, s.first_rank) for s in one.of(protocol.Start)] for one in scene.machines]
     assert starts == [[(2, 0)], [(2, 1)], [(1, 0)]]
