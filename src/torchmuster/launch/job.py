@@ -90,9 +90,11 @@ class JobSpec:
     limits: Limits = field(default_factory=Limits)
 
 
-def as_people_know_it(typed: Sequence[str], command: Sequence[str]) -> list[str]:
+def as_people_know_it(
+    typed: Sequence[str], command: Sequence[str], flags: Sequence[str] = ()
+) -> list[str]:
     """Return the arguments typed after ``muster``, without a command of torchmuster itself."""
-    return list(typed) if is_ours(command) else [*typed, *command]
+    return list(typed) if is_ours(command) else [*typed[:1], *(flags or typed[1:]), *command]
 
 
 def is_ours(command: Sequence[str]) -> bool:

@@ -40,6 +40,15 @@ def tick_text(value: float, unit: str) -> str:
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number}{space}{name}"
 
 
+def _tick_texts(values: Sequence[float], unit: str) -> list[str]:
+    """Format the ticks of an axis, with more digits if three do not distinguish them."""
+    texts = [tick_text(value, unit) for value in values]
+    if len(set(texts)) == len(values) or unit not in ("1", ""):
+        return texts
+    digits = math.ceil(-math.log10(values[1] - values[0]) - 1e-9)
+    return [f"{value:.{max(digits, 0)}f}" for value in values]
+
+
 def _three(value: float) -> str:
     """Format with three significant digits, or more before the point, without exponent."""
     size = abs(value)
@@ -311,13 +320,13 @@ def svg_chart(title: str, width: float, height: float, body: Sequence[str]) -> s
 def _grid_of_lines(
     x: Axis, y: Axis, across: Scale, up: Scale, right: float, bottom: float
 ) -> Iterator[str]:
-    for value in up.ticks:
+    for value, words in zip(up.ticks, _tick_texts(up.ticks, y.unit), strict=True):
         place = up.place(value)
         yield _charts_line(_LEFT, place, right + 8, place, "var(--grid)")
-        yield _charts_text(_LEFT - 6, place + 4, tick_text(value, y.unit), anchor="end")
+        yield _charts_text(_LEFT - 6, place + 4, words, anchor="end")
     last = -1e9
-    for value in across.ticks:
-        place, words = across.place(value), tick_text(value, x.unit)
+    for value, words in zip(across.ticks, _tick_texts(across.ticks, x.unit), strict=True):
+        place = across.place(value)
         yield _charts_line(place, _TOP, place, bottom, "var(--grid)")
         half = _LETTER * len(words) / 2 + 3
         if place - half > last:  # a label that would overlap the previous one is left out

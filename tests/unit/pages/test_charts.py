@@ -69,6 +69,17 @@ def test_curves_have_their_points_where_their_values_are() -> None:
     assert {"128", "256", "512", "fp32", "speed", "size"} <= set(texts(svg))
 
 
+def test_ticks_of_close_values_have_different_texts() -> None:
+    points = ((1.0, 3.9), (2.0, 3.905), (3.0, 3.9097))
+    axis = Axis(title="", unit="1", from_zero=False)
+    svg = line_chart(
+        "loss", Axis(title="step", unit="1"), axis, [Curve(name="loss", points=points)]
+    )
+    assert [one for one in texts(svg) if one.startswith("3.9")] == [
+        *("3.900", "3.902", "3.904", "3.906", "3.908", "3.910"),
+    ]
+
+
 def test_bars_are_as_long_as_their_values_say() -> None:
     svg = bar_chart(
         "step", "s", [Bar(name="one", value=1.0, low=0.9, high=1.2), Bar(name="two", value=2.0)]

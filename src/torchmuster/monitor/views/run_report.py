@@ -120,7 +120,7 @@ def _answer(told: _Told) -> str:
     job = told.account.story.job
     asked = "unknown: job.json is missing"
     if job:
-        asked = f"muster {printable(as_people_know_it(job.typed, job.command))}"
+        asked = f"muster {printable(as_people_know_it(job.typed, job.command, job.flags))}"
     fixes = [one.fix for one in told.account.findings] + [one.fix for one in told.past]
     to_do = "\n".join(dict.fromkeys(one for one in (*fixes, told.picture.remark) if one))
     rows = (("command", asked), ("result", _true(told)), ("to do", to_do or "nothing"))
