@@ -261,7 +261,8 @@ def _attention_findings(answer: AttentionAnswer) -> Iterator[Finding]:
             name="attention-same-output",
             status=Status.OK,
             what=f"outputs agree within {worst:.1e}: {', '.join(right)}",
-            why="compared with float64, relative to the norm; at short lengths gradients too",
+            why="compared with float64, relative to the norm; for short sequences also the "
+            "gradients",
         )
     if answer.missing:
         yield Finding(

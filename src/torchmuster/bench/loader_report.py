@@ -130,7 +130,7 @@ def _pinning(answer: LoaderAnswer) -> Finding:
         return Finding(
             name="data-pinning",
             status=Status.NOTE,
-            what="the gain of pinned memory is unknown: no accelerator on this host",
+            what="the gain from pinned memory is unknown: no accelerator on this host",
         )
     plain = statistics.median(answer.to_device_s)
     pinned = statistics.median(answer.pinned_to_device_s)

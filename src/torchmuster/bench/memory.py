@@ -189,7 +189,7 @@ def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[Rec
         return Decision(
             value=knee,
             reason=f"the knee of the curve: {_against(knee, nothing)}; further savings cost "
-            "more time",
+            f"disproportionately more time",
         )
     return Decision(
         value=nothing,

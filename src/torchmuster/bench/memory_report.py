@@ -175,7 +175,8 @@ def _plans(measured: MeasuredMemory) -> Iterator[Finding]:
     yield Finding(
         name="memory-plan",
         status=Status.OK if good else Status.WARNING,
-        what=f"{many} forecast as by muster plan; largest error: {worst.name}: forecast "
+        what=f"{many} forecast with the method of muster plan; largest error: {worst.name}: "
+        f"forecast "
         f"{format_bytes(planned)}, measured {format_bytes(worst.peak_bytes or 0)} ({signed_percent(ratio)})",
         why=""
         if good

@@ -306,7 +306,7 @@ def _precision_findings(
                 why="fp16 overflows above 65504" if name == "fp16" else "",
                 fix="use bf16, which has the range of fp32"
                 if name == "fp16"
-                else "find the cause with muster train, which names layer and samples",
+                else "run muster train: it names the layer and the samples that cause this",
             )
         elif one.loss_difference is not None and abs(one.loss_difference) > allowed:
             yield Finding(

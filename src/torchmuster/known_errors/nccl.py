@@ -164,7 +164,7 @@ RULES = (
         unless=_CUDA_SAYS,
         role=Role.SYMPTOM,
         what="a CUDA call inside NCCL failed; torch does not report which",
-        why="common causes: a driver too old for this NCCL, GPUs of other containers, no free memory, broken P2P access",
+        why="common causes: a driver too old for this NCCL, ranks in different containers, no free memory, broken P2P access",
         confirm=_SAY_MORE,
         fix="see the line 'NCCL WARN Cuda failure …', and pass it to muster doctor --explain\n"
         "if it mentions peers or IPC:\nexport NCCL_P2P_DISABLE=1",
@@ -195,8 +195,8 @@ RULES = (
         unless=(r"No route to host", r"client socket has", r"gloo", r"ncclRemoteError"),
         role=Role.SYMPTOM,
         what="NCCL could not connect to another rank",
-        why="it chose an interface that the other host cannot reach (docker0, lo), a firewall is between them, or "
-        "the other rank had exited",
+        why="it chose an interface that the other host cannot reach (docker0, lo), a firewall blocks the connection, "
+        "or the other rank had exited",
         confirm="NCCL_DEBUG=INFO muster run train.py 2>&1 | grep 'NET/Socket : Using'   # which interface?",
         fix="export NCCL_SOCKET_IFNAME=IFACE   # as `ip route get OTHER-ADDRESS` shows it after dev\n"
         "allow all TCP ports between the hosts:\nsudo ufw allow from OTHER-ADDRESS",

@@ -95,7 +95,7 @@ RULES = (
         patterns=(r"hostname of the client socket cannot be retrieved",),
         role=Role.ASIDE,
         what="{host} cannot resolve an address to a name (reverse lookup)",
-        why="it delays every connection to the store, and has no other effect",
+        why="the failed lookup delays every connection to the store, and has no other effect",
         confirm="getent hosts ADDRESS   # of rank 0's host; slow or empty?",
         fix="add the hosts to /etc/hosts on {host}",
     ),

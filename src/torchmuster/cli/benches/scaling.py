@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{parser.description}\nTrains the model of a settings file, or a small GPT, for some "
         "steps on 1, 2, 4, … ranks of this\nmachine, with and without communication. Shows "
         "speed-up and efficiency for strong scaling (the\nranks share one batch) and weak "
-        "scaling (each rank has its own batch), where time is lost, and a\nforecast for the most "
-        "ranks from the fewest."
+        "scaling (each rank has its own batch), where time is lost, and a\nforecast for the "
+        "largest number of ranks from the smallest ones."
     )
     parsers.show_examples(
         parser,

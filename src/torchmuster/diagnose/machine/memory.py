@@ -126,7 +126,8 @@ def _pressure(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="memory-pressure",
             status=Status.WARNING,
-            what=f"all processes were stalled on memory {float(found[1]):.0f} % of the last minute",
+            what=f"all processes were stalled on memory for {float(found[1]):.0f} % of the last "
+            f"minute",
             why="the kernel swaps or drops cached files to free memory; training would be very "
             "slow",
             fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop "

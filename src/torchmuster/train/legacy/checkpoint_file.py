@@ -75,8 +75,8 @@ def read_parts(path: Path) -> FileParts:
         raise Impossible(
             f"{path} is a safetensors file, but not a checkpoint of a trainer",
             why="it holds only tensors: no epoch and no optimizer state",
-            fix="for weights only: safetensors.torch.load_model(model, path), before the model is "
-            "given to the trainer",
+            fix="for weights only: safetensors.torch.load_model(model, path), before you pass "
+            "the model to the trainer",
         )
     return FileParts(rest=rest, tensors=tensors)
 

@@ -90,8 +90,8 @@ def _unused_parameters_ranks(ranks: Sequence[int]) -> str:
 
 def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterError:
     finding = (
-        "set find_unused_parameters=True: ddp then searches for them after every forward, which "
-        "traverses the whole graph in each step"
+        "set find_unused_parameters=True: ddp then searches for them after every forward pass, "
+        "which traverses the whole graph in each step"
     )
     if len(ranks) == world.world_size:
         where = "" if len(ranks) == 1 else " on any rank"
@@ -104,7 +104,7 @@ def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterE
         fix = f"use them on every rank in every step, if only with the weight 0; or {finding}"
     return MusterError(
         f"{_unused_parameters_count(names)} got no gradient in the first step{where}: {_unused_parameters_shown(names)}",
-        why="ddp averages the gradient of every trained parameter, and ranks would wait forever "
+        why="ddp averages the gradient of every trainable parameter, and ranks would wait forever "
         "for one "
         "that never arrives",
         fix=fix,
