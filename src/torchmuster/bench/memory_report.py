@@ -107,7 +107,8 @@ def _highest(of: OfPrecision) -> Finding:
         status=Status.OK,
         what=f"a step takes {format_bytes(highest.peak_bytes)} at most ({of.precision}), in its "
         f"{highest.name}",
-        why=f"after it, {named} remain, so at least {format_bytes(rest)} of the peak are activations "
+        why=f"after this stage, {named} remain, so at least {format_bytes(rest)} of the peak are "
+        f"activations "
         "and temporary buffers. A smaller micro-batch or recomputation reduces these",
     )
 

@@ -48,7 +48,7 @@ def follow(run: RunFolder) -> int:
     if job is not None and not job.launcher.is_of_this_machine:
         output.say(
             f"muster: the run was launched on {job.launcher.host}; if its launcher is killed there, "
-            "this command notices after some minutes"
+            "this command notices only after some minutes"
         )
     while True:
         state = run_state.read_state(

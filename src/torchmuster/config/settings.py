@@ -217,7 +217,7 @@ class Train:
     ] = "constant"
     warmup_steps: Annotated[
         Annotated[int, Meta(ge=0)],
-        Meta(description="Steps in which the learning rate rises to its peak."),
+        Meta(description="Number of steps over which the learning rate rises to its peak."),
     ] = 0
     clip_norm: Annotated[
         Annotated[float, Meta(gt=0)] | None,

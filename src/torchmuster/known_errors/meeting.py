@@ -126,7 +126,7 @@ RULES = (
         what="an agent can no longer reach the rendezvous endpoint",
         why="the agent on the host of the endpoint exited or is unreachable; the cause is in its log",
         confirm=_TRY_THE_WAY,
-        fix="see the end of the first host's log: that is the cause",
+        fix="see the end of the first host's log: it names the cause",
     ),
     Rule(
         name="rendezvous-closed",

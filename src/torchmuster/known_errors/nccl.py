@@ -153,7 +153,7 @@ RULES = (
             r"input tensor must be (?:CUDA|a CUDA tensor|on GPU)",
         ),
         what="a tensor is on a device that the process group's backend does not support",
-        why="nccl supports GPU tensors only, gloo CPU tensors (and few operations on GPUs)",
+        why="nccl supports GPU tensors only, gloo CPU tensors (and a few operations on GPU tensors)",
         confirm="print(torch.distributed.get_backend(), tensor.device)   # before the call that failed",
         fix='use both: init_process_group("cpu:gloo,cuda:nccl")\n'
         "or move the tensor first: tensor.to(f\"cuda:{os.environ['LOCAL_RANK']}\")",

@@ -176,9 +176,8 @@ def _cores(
     threads = max(1, seen.cores // max(ranks))
     words = plural(threads, "thread")
     reason = (
-        f"in each rank, for all numbers of ranks: {seen.cores} cores over {max(ranks)} ranks, "
-        "so that "
-        "each rank has the same compute"
+        f"per rank, for every number of ranks: {seen.cores} cores divided by {max(ranks)} ranks, "
+        f"so that each rank always has the same compute"
     )
     return threads, max(1, seen.cores // threads), [Decision(value=words, reason=reason)]
 

@@ -248,7 +248,7 @@ def _usable(records: Sequence[TraceRecord]) -> list[TraceRecord]:
     if not found:
         raise Impossible(
             "there is no trace from which to compute the memory",
-            why=f"of {len(records)} traces, none repeats its blocks as the whole model does",
+            why=f"none of {len(records)} traces has the block structure of the whole model",
             fix="also trace the requests of further_requests()",
         )
     return found

@@ -284,8 +284,8 @@ def _judge(row: Row) -> Finding:
             name=name,
             status=Status.WARNING,
             what=f"{row}, more than {row.band * 100:.0f} % slower than predicted",
-            why="hours and cost of the plan are off by the same ratio; other programs on this "
-            "machine also slow it down",
+            why="the plan's hours and cost are off by the same ratio, unless other programs "
+            "slowed down this measurement",
             fix="muster plan --calibrate  # measures this machine's rates and plans with them",
         )
     return Finding(

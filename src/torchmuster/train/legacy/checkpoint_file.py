@@ -259,7 +259,7 @@ def _checkpoint_file_names(optimizer: torch.optim.Optimizer, model: nn.Module) -
     except KeyError:
         raise Impossible(
             "the optimizer has a parameter that is not in the trainer's model",
-            why="its state is saved under the model's names",
+            why="optimizer state is saved under the parameter names of the model",
             fix="create the optimizer from trainer.model.parameters()",
         ) from None
 
