@@ -155,7 +155,7 @@ def _tables(measured: MeasuredLoader) -> Iterator[Table]:
             *("busy cores", "threads"),
         ),
         rows=tuple(_loader_report_row(one, measured.by_workers[0]) for one in measured.by_workers),
-        note=f"Reading only, without training, on {measured.cores} cores. Threads: computing "
+        note=f"Measured without training, on {measured.cores} cores. Threads: computing "
         "threads in "
         "one worker, or in the rank without workers.",
     )

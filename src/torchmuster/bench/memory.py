@@ -404,7 +404,7 @@ def memory_pictures(measured: MeasuredMemory) -> Iterator[Picture]:
                 Axis(title="peak", unit="B"),
                 _curves(measured, curve),
             ),
-            caption="From left to right more is recomputed. Lower and further left is better.",
+            caption="Points further to the right recompute more. Lower and further left is better.",
         )
 
 

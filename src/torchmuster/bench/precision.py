@@ -200,7 +200,9 @@ def _no_unit(name: str, units: Units | None) -> str:
     if units is None or name not in units:
         return ""
     known = ", ".join(units[name])
-    return f" (this CPU's unit for it: {known})" if known else " (this CPU has no unit for it)"
+    if known:
+        return f" (this CPU's hardware support: {known})"
+    return " (this CPU has no hardware support for it)"
 
 
 _NOISY = 0.1

@@ -235,7 +235,8 @@ class Train:
         Literal["none", "full", "selective"] | Count,
         Meta(
             description="Recompute activations in the backward pass to save memory: "
-            "full recomputes every block, 2 every second block, selective all but matrix products."
+            "full recomputes every block, 2 every second block, selective all but matrix "
+            "products, convolutions and attention."
         ),
     ] = "none"
     compile: Annotated[bool, Meta(description="Compile each block with torch.compile.")] = False

@@ -181,8 +181,8 @@ _BYTES_ASKED = re.compile(r"tried to allocate (\d+) bytes", re.IGNORECASE)
 _SIZE_ASKED = re.compile(r"tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECASE)
 # The outermost of these in a traceback gives the phase. Paths are those of torch and this package.
 _PHASES = (
-    ("/torchmuster/train/models/meta_init.py", "while initializing the model's values"),
-    ("/torchmuster/train/strategies/placing.py", "while initializing the model's values"),
+    ("/torchmuster/train/models/meta_init.py", "while initializing the model's weights"),
+    ("/torchmuster/train/strategies/placing.py", "while initializing the model's weights"),
     ("/torch/autograd/", "in the backward pass"),
     ("/torch/_tensor.py", "in the backward pass"),
     ("/torch/optim/", "in the optimizer step"),

@@ -276,15 +276,15 @@ def starved_loader(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
         return None
     who = "the training process itself, which cannot compute meanwhile"
     if loader.workers:
-        who = f"{loader.workers} workers, which are too slow"
+        who = f"{loader.workers} {'worker' if loader.workers == 1 else 'workers'}, too slowly"
     cause = Cause(
         name="starved-loader",
         what=f"data loading takes {part:.0%} of the step",
         would=f"{workers} workers would give",
         gain=computed,
         known_by="trace",
-        why=f"every rank waits {amount_text(min(waits), 's')} of {amount_text(analysis.step_s, 's')} for its next batch; "
-        f"it is read by {who}",
+        why=f"every rank waits {amount_text(min(waits), 's')} of "
+        f"{amount_text(analysis.step_s, 's')} for its next batch; the batch is read by {who}",
         fix=f"DataLoader(..., num_workers={workers}, persistent_workers=True)\n"
         f"or in the settings: data: {{workers: {workers}}}",
         evidence=f"{loader.dataset}, num_workers={loader.workers}, "
