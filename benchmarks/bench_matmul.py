@@ -77,7 +77,7 @@ def main() -> None:
     page = [
         "# `muster bench matmul` compared with torch.utils.benchmark",
         "",
-        "Written by `benchmarks/bench_matmul.py`. A ratio is the time that `muster bench` measures, divided by that of `torch.utils.benchmark`.",
+        "Written by `benchmarks/bench_matmul.py`. A ratio is the time that `muster bench` measures, divided by the time that `torch.utils.benchmark` measures.",
         "",
         f"Measured on {datetime.date.today()} with torch {torch.__version__} on {where or device.type}, with "
         f"{options.threads} {'thread' if options.threads == 1 else 'threads'} and "

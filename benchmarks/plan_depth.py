@@ -208,14 +208,14 @@ def _whole(work: Work, case: Case, folder: Path) -> TraceRecord:
 
 _HEAD = """# Deep models from shallow traces
 
-`muster plan` traces 3 and 4 blocks of a model with two micro-batch sizes, and with 8 and 64 shards if there are more. From these
-traces it computes all other depths, micro-batch sizes and numbers of shards. A number of shards below 64 that is not a power of two
-is traced directly. For this page, each configuration was also traced whole (torch 2.13, CUDA kernels, no device). Written by
-`benchmarks/plan_depth.py`.
+`muster plan` traces 3 and 4 blocks of a model with two micro-batch sizes. Numbers of shards up to 8, and numbers below 64 that
+are not powers of two, are traced directly; all others are computed from traces with 8 and with 64 shards. The planner also
+computes all other depths and micro-batch sizes. For this page, the whole model of each configuration was also traced (torch 2.13,
+CUDA kernels, no device). Written by `benchmarks/plan_depth.py`.
 
 *Tensors* is the peak of tensor bytes in the whole trace. *Reserved* is the memory that a simulation of PyTorch's allocator (with
-expandable segments) reserves for the allocations of the whole trace. The column after each value shows how much the value computed
-from shallow traces differs. A configuration ends with micro-batch x accumulation x tokens.
+expandable segments) reserves for the allocations of the whole trace. The column after each value shows by how much the value
+computed from shallow traces differs from it. The last part of a configuration is micro-batch size x accumulation x tokens.
 
 | model | configuration | tensors, GiB | computed | reserved, GiB | computed |
 |---|---|---|---|---|---|

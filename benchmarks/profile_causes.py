@@ -117,7 +117,7 @@ def _table(rows: list[Row], healthy: dict[str, list[str]]) -> str:
     lines = [
         "# `muster profile`: causes of slow training and gains of their fixes",
         "",
-        "Each script of `tests/slow_scripts` is slow for one reason. `muster profile` diagnosed it; then the slow and the fixed",
+        "Each script of `tests/slow_scripts` is slow for one reason. `muster profile` diagnosed the script; then the slow and the fixed",
         "script ran interleaved, timed by their own clocks, on two ranks and a CPU with two cores.",
         "Written by `benchmarks/profile_causes.py`.",
         "",

@@ -66,8 +66,8 @@ def _summary(lines: Sequence[Line], good: Sequence[Line]) -> str:
     measured = ""
     if sizes:
         measured = (
-            f"The measured peaks range from {min(sizes):.0f} to {max(sizes):.0f} MiB. The peaks of steady steps differed in "
-            f"{varied} of {len(good)} cases; the lowest counts."
+            f"The measured peaks range from {min(sizes):.0f} to {max(sizes):.0f} MiB. "
+            f"In {varied} of {len(good)} cases, the peaks of steady steps differed; the lowest peak is used."
         )
     return "\n".join([measured, "", _HEAD, *rows])
 

@@ -110,11 +110,11 @@ def _page() -> str:
         "",
         "<!-- Written by tests/architecture/test_torch_private.py: pytest --snapshot-update renews it. -->",
         "",
-        "Muster uses the private torch names below. torch may change them in any version, so each package keeps its own in one file",
-        "(`src/torchmuster/*/torch_private.py`). The column *without it* says what happens if torch lacks the name: a fallback, or an",
+        "Muster uses the private torch names below. torch may change them in any version, so each package has one file for them",
+        "(`src/torchmuster/*/torch_private.py`). The column *without it* shows what happens if torch lacks the name: a fallback, or an",
         "error when the command starts.",
         "",
-        f"Tested with torch {versions}. A name that was tested with other versions lists them in its row.",
+        f"Tested with torch {versions}. If a name was tested with other versions, its row lists them.",
     ]
     for path in FILES:
         lines += [

@@ -261,7 +261,8 @@ def _attention_findings(answer: AttentionAnswer) -> Iterator[Finding]:
             name="attention-same-output",
             status=Status.OK,
             what=f"outputs agree within {worst:.1e}: {', '.join(right)}",
-            why="compared with float64, relative to the norm; at short lengths gradients too",
+            why="compared with float64, relative to the norm; for short sequences also the "
+            "gradients",
         )
     if answer.missing:
         yield Finding(
@@ -376,9 +377,8 @@ def _attention_pictures(answer: AttentionAnswer, name: str) -> Iterator[Picture]
             Axis(title="memory", unit="B", log=True),
             [one for one in memory if one.points],
         ),
-        caption="Implementations that store the whole score matrix grow with the square of the "
-        "length, the "
-        "others linearly.",
+        caption="The memory of implementations that store the whole score matrix grows with the "
+        "square of the length; that of the others grows linearly.",
     )
 
 

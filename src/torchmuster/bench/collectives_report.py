@@ -295,6 +295,6 @@ def _collectives_report_pictures(seen: list[_Seen]) -> Iterator[Picture]:
     yield Picture(
         title="Time by size",
         svg=line_chart("Time by size", size, Axis(title="time", unit="s", log=True), taken),
-        caption="Flat on the left: there the latency dominates, and it is faster to combine "
-        "messages.",
+        caption="Where the curves are flat (small messages), latency dominates, and combining "
+        "messages is faster.",
     )

@@ -70,7 +70,7 @@ def compare_records(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Compa
     if len(benches) > 1:
         raise Impossible(
             "cannot compare these records",
-            why=f"they are of different benches: {', '.join(benches)}",
+            why=f"they come from different benches: {', '.join(benches)}",
             fix="pass records of one bench on both sides",
         )
     in_pairs = _are_pairs(a, b)
@@ -85,7 +85,7 @@ def compare_records(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Compa
     if not shared:
         raise Impossible(
             "cannot compare these records",
-            why="no series is in all of them: names and labels differ",
+            why="no series is in all records: names or labels differ",
             fix="measure both sides with the same flags",
         )
     needed = (fewest_pairs if in_pairs else fewest)(len(shared), confidence=CONFIDENCE)

@@ -130,7 +130,7 @@ def _pinning(answer: LoaderAnswer) -> Finding:
         return Finding(
             name="data-pinning",
             status=Status.NOTE,
-            what="the gain of pinned memory is unknown: no accelerator on this host",
+            what="the gain from pinned memory is unknown: no accelerator on this host",
         )
     plain = statistics.median(answer.to_device_s)
     pinned = statistics.median(answer.pinned_to_device_s)
@@ -155,7 +155,7 @@ def _tables(measured: MeasuredLoader) -> Iterator[Table]:
             *("busy cores", "threads"),
         ),
         rows=tuple(_loader_report_row(one, measured.by_workers[0]) for one in measured.by_workers),
-        note=f"Reading only, without training, on {measured.cores} cores. Threads: computing "
+        note=f"Measured without training, on {measured.cores} cores. Threads: computing "
         "threads in "
         "one worker, or in the rank without workers.",
     )

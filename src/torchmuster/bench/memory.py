@@ -189,7 +189,7 @@ def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[Rec
         return Decision(
             value=knee,
             reason=f"the knee of the curve: {_against(knee, nothing)}; further savings cost "
-            "more time",
+            f"disproportionately more time",
         )
     return Decision(
         value=nothing,
@@ -404,7 +404,7 @@ def memory_pictures(measured: MeasuredMemory) -> Iterator[Picture]:
                 Axis(title="peak", unit="B"),
                 _curves(measured, curve),
             ),
-            caption="From left to right more is recomputed. Lower and further left is better.",
+            caption="Points further to the right recompute more. Lower and further left is better.",
         )
 
 

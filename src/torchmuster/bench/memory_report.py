@@ -107,7 +107,8 @@ def _highest(of: OfPrecision) -> Finding:
         status=Status.OK,
         what=f"a step takes {format_bytes(highest.peak_bytes)} at most ({of.precision}), in its "
         f"{highest.name}",
-        why=f"after it, {named} remain, so at least {format_bytes(rest)} of the peak are activations "
+        why=f"after this stage, {named} remain, so at least {format_bytes(rest)} of the peak are "
+        f"activations "
         "and temporary buffers. A smaller micro-batch or recomputation reduces these",
     )
 
@@ -175,7 +176,8 @@ def _plans(measured: MeasuredMemory) -> Iterator[Finding]:
     yield Finding(
         name="memory-plan",
         status=Status.OK if good else Status.WARNING,
-        what=f"{many} forecast as by muster plan; largest error: {worst.name}: forecast "
+        what=f"{many} forecast with the method of muster plan; largest error: {worst.name}: "
+        f"forecast "
         f"{format_bytes(planned)}, measured {format_bytes(worst.peak_bytes or 0)} ({signed_percent(ratio)})",
         why=""
         if good

@@ -200,7 +200,9 @@ def _no_unit(name: str, units: Units | None) -> str:
     if units is None or name not in units:
         return ""
     known = ", ".join(units[name])
-    return f" (this CPU's unit for it: {known})" if known else " (this CPU has no unit for it)"
+    if known:
+        return f" (this CPU's hardware support: {known})"
+    return " (this CPU has no hardware support for it)"
 
 
 _NOISY = 0.1
@@ -306,7 +308,7 @@ def _precision_findings(
                 why="fp16 overflows above 65504" if name == "fp16" else "",
                 fix="use bf16, which has the range of fp32"
                 if name == "fp16"
-                else "find the cause with muster train, which names layer and samples",
+                else "run muster train: it names the layer and the samples that cause this",
             )
         elif one.loss_difference is not None and abs(one.loss_difference) > allowed:
             yield Finding(

@@ -168,9 +168,8 @@ def _crowd(study: ScalingStudy) -> Iterator[Finding]:
             what=f"{many} ranks shared {study.slots * (study.threads or 1)} cores",
             why=f"each uses {study.threads} "
             f"{'thread' if study.threads == 1 else 'threads'}, so {study.slots} ranks have "
-            "exclusive cores; more ranks cannot be faster. This does not apply to the same number "
-            "of hosts "
-            "or devices",
+            "exclusive cores; more ranks cannot be faster. Ranks on separate hosts or devices do "
+            "not have this limit",
         )
 
 
@@ -229,8 +228,8 @@ def _speed_table(seen: Sequence[Scaled]) -> Table:
             )
             for one in seen
         ),
-        note="strong: the ranks share the samples of one rank; weak: each rank has as many "
-        "samples as a single rank",
+        note="strong: the ranks split the batch of one rank; weak: each rank has a batch of that "
+        "size",
     )
 
 

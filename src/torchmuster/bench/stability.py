@@ -145,8 +145,7 @@ def stability_pictures(courses: Sequence[Course]) -> Iterator[Picture]:
                 [Curve(name=one.case, points=list(enumerate(one.scales))) for one in scaled],
             ),
             caption="A scale that becomes constant fits the gradients; a scale that keeps falling "
-            "means that "
-            "the forward itself overflows.",
+            "means that the forward pass itself overflows.",
         )
 
 

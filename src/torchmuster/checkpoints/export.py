@@ -172,7 +172,8 @@ def _adapter(store: Store, name: str, index: Index) -> Index:
             store,
             name,
             INDEX,
-            f"the run trained LoRA, but none of {len(index.tensors)} tensors belongs to LoRA",
+            f"the run trained a LoRA adapter, but none of {len(index.tensors)} tensors belongs "
+            f"to it",
         )
     return Index(tensors=tensors)
 

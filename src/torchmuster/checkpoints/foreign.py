@@ -117,7 +117,7 @@ def _safetensors_problem(path: Path, size: int) -> str:
             return "does not begin with the header of a safetensors file"
         text = stream.read(min(length, size))
     if len(text) < length:
-        return f"is truncated: its {size:,} bytes are less than its header"
+        return f"is truncated: its header alone is longer than its {size:,} bytes"
     try:
         content = json.loads(text)
         ends = [int(one["data_offsets"][1]) for key, one in content.items() if key[:2] != "__"]

@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster attach                      the running run in ./runs, else the newest",
+            "muster attach                      the active run in ./runs, else the newest",
             "muster attach 20260131-1200        a unique part of the run's id",
         ],
     )
-    parsers.add_run_argument(parser, default="the running run, else the newest")
+    parsers.add_run_argument(parser, default="the active run, else the newest")
     parser.set_defaults(run=_run_attach)
 
 
@@ -48,7 +48,7 @@ def follow(run: RunFolder) -> int:
     if job is not None and not job.launcher.is_of_this_machine:
         output.say(
             f"muster: the run was launched on {job.launcher.host}; if its launcher is killed there, "
-            "this command notices after some minutes"
+            "this command notices only after some minutes"
         )
     while True:
         state = run_state.read_state(

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nConnects to the hosts, checks each, tests the connections "
         "between them in "
-        "both directions, and\nruns real ranks whose results are compared. Reports what is "
+        "both directions, and\nruns real ranks and compares their results. Reports what is "
         "wrong, why, "
         "and how to fix it.\nWith a script, also compares its code between the hosts; it is not "
         "run."

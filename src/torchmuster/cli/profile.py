@@ -280,7 +280,7 @@ def _proof(asked: ProfileRequest, advised: Sequence["Advice"]) -> "ChangeTrial |
     if not found:
         raise MusterError(
             f"cannot verify {change}",
-            why="the training failed with it, or the change had no effect",
+            why="the training failed with the change, or the change had no effect",
             fix="apply the change by hand, and profile again",
         )
     return found[0]

@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers.show_examples(
         parser,
         [
-            "muster stop                        the running run in ./runs",
+            "muster stop                        the active run in ./runs",
             "muster stop 20260131-1200          a unique part of the run's id",
             "muster stop /data/runs/20260131-120000-train-1a2b",
         ],
     )
-    parsers.add_run_argument(parser, default="the running run, if there is only one")
+    parsers.add_run_argument(parser, default="the active run, if there is only one")
     parser.add_argument(
         "--within",
         type=duration,

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         [
             "muster top                    this machine's GPUs, and the ranks of all runs",
-            "muster top last               the running run, else the newest, on all its hosts",
+            "muster top last               the active run, else the newest, on all its hosts",
             "muster top --once             print a snapshot as text",
             "muster top --sort others      ranks that wait most for others first",
         ],

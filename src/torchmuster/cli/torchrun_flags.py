@@ -177,7 +177,7 @@ TORCHRUN_FLAGS = (
     TorchrunFlag(
         name="--node-rank",
         value="N",
-        does="0 is accepted, others are refused: type one command, on the first host, with "
+        does="0 is accepted, other values are refused: run one command, on the first host, with "
         "`--hosts a,b`; or use `muster host` and `muster join`",
         apply=_node_rank,
     ),
@@ -197,7 +197,7 @@ TORCHRUN_FLAGS = (
     TorchrunFlag(
         name="--rdzv-endpoint",
         value="HOST:PORT",
-        does="`--port PORT`, and for several hosts `--address HOST` if it is an IP address; the "
+        does="`--port PORT`, and with several hosts `--address HOST` if it is an IP address; the "
         "same flag for etcd",
         apply=_endpoint,
     ),
@@ -205,13 +205,13 @@ TORCHRUN_FLAGS = (
     TorchrunFlag(
         name="--rdzv-conf",
         value="KEY=VALUE,…",
-        does="`join_timeout` or `timeout`: `--join-timeout`; others have no effect",
+        does="`join_timeout` or `timeout`: `--join-timeout`; other keys have no effect",
         apply=_conf,
     ),
     TorchrunFlag(
         name="--master-addr",
         value="ADDR",
-        does="for several hosts `--address ADDR` if it is an IP address; else no effect",
+        does="with several hosts `--address ADDR` if it is an IP address; else no effect",
         apply=_address_flag,
     ),
     TorchrunFlag(name="--master-port", value="N", does="`--port N`", apply=_port_flag),
@@ -229,14 +229,14 @@ TORCHRUN_FLAGS = (
     ),
     TorchrunFlag(
         name="--no-python",
-        does="accepted before `python` or a Python program; others are refused: Muster runs only Python code",
+        does="accepted before `python` or a Python program; other programs are refused: Muster runs only Python code",
         apply=_accepted,
     ),
     TorchrunFlag(name="--run-path", does="accepted: Muster always does this", apply=_accepted),
     TorchrunFlag(
         name="--log-dir",
         value="DIR",
-        does="`--runs DIR`: run folders, which have the logs, go there",
+        does="`--runs DIR`: run folders, with the logs, are created there",
         apply=_becomes("--runs"),
     ),
     _unused("--tee", _LOGS, short="-t", usual="0"),
@@ -273,7 +273,7 @@ TORCHRUN_FLAGS = (
     ),
     _refused(
         "--virtual-local-rank",
-        "Muster makes all GPUs of a host visible to its ranks, and LOCAL_RANK is the index",
+        "Muster makes all GPUs of a host visible to its ranks, and LOCAL_RANK is the device index",
         "leave it out, and use the device LOCAL_RANK",
     ),
     _refused(

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster watch --lines --webhook https://hooks.example/…   send alerts to a chat",
         ],
     )
-    parsers.add_run_argument(parser, default="the running run, else the newest")
+    parsers.add_run_argument(parser, default="the active run, else the newest")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print a snapshot as text, and exit")
     how.add_argument(

@@ -55,7 +55,7 @@ def _last(runs: Sequence[RunFolder], kind: Kind, *, only_one: bool) -> tuple[Run
         )
     if running:
         return running[0], "it is running" if len(running) == 1 else (
-            f"the newest of {len(running)} running runs"
+            f"the newest of {len(running)} active runs"
         )
     real = [run for run in runs if not _is_test(run)]
     return (real or runs)[0], "the newest run; none is running"

@@ -217,7 +217,7 @@ class Train:
     ] = "constant"
     warmup_steps: Annotated[
         Annotated[int, Meta(ge=0)],
-        Meta(description="Steps in which the learning rate rises to its peak."),
+        Meta(description="Number of steps over which the learning rate rises to its peak."),
     ] = 0
     clip_norm: Annotated[
         Annotated[float, Meta(gt=0)] | None,
@@ -235,7 +235,8 @@ class Train:
         Literal["none", "full", "selective"] | Count,
         Meta(
             description="Recompute activations in the backward pass to save memory: "
-            "full recomputes every block, 2 every second block, selective all but matrix products."
+            "full recomputes every block, 2 every second block, selective all but matrix "
+            "products, convolutions and attention."
         ),
     ] = "none"
     compile: Annotated[bool, Meta(description="Compile each block with torch.compile.")] = False

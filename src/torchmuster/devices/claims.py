@@ -208,7 +208,7 @@ class Claims:
         if not try_lock(lock):
             os.close(lock)
             raise NotNow(
-                f"the lock of {uuid} was taken without the gate",
+                f"GPU {uuid} cannot be claimed: its lock is in use",
                 why=f"a program other than Muster holds {place.path}",
                 fix=f"sudo lslocks | grep {uuid}  # shows the process",
             )
@@ -265,8 +265,8 @@ class Claims:
                 os.close(gate)
                 raise NotNow(
                     f"cannot read the claims in {self._folder}",
-                    why=f"another process has held its gate for {patience_s:.0f} s; it may be "
-                    "stopped",
+                    why=f"another process has held the lock on them for {patience_s:.0f} s; that "
+                    f"process may be stopped",
                     fix=f"sudo lslocks | grep {self._folder}  # shows the process",
                 )
             time.sleep(random.uniform(0.001, 0.005))

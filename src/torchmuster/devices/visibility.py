@@ -184,7 +184,7 @@ def _ignored(restriction: str, problem: str, chosen: Sequence[Device]) -> Findin
         status=Status.WARNING,
         what=f"{restriction} leaves {left} visible",
         why=problem,
-        fix="muster gpus --uuids  # shows the numbers and UUIDs to use",
+        fix="muster gpus --uuids  # shows the indices and UUIDs to use",
     )
 
 
@@ -204,8 +204,8 @@ def _ambiguous(restriction: str, chosen: Sequence[Device]) -> Finding:
     return Finding(
         name="visible-devices-order",
         status=Status.WARNING,
-        what=f"Muster reads {restriction} as nvidia-smi's numbers: {names}",
+        what=f"Muster reads {restriction} as nvidia-smi's indices: {names}",
         why="these GPUs differ, and CUDA's default order is fastest first, so a program started "
-        "without Muster may get other GPUs for the same numbers",
+        "without Muster may get other GPUs for the same indices",
         fix="export CUDA_VISIBLE_DEVICES=" + ",".join(one.uuid for one in chosen),
     )

@@ -318,5 +318,5 @@ def _backend(records: Sequence[RankRecord]) -> Iterator[Finding]:
         why=f"{with_gpu[0].backend_reason}. Gloo copies all data through host memory",
         fix=f"give every rank its own GPU, including on {', '.join(sorted({o.host for o in without}))}"
         if without
-        else "give every rank its own GPU and use a torch that is built with NCCL",
+        else "give every rank its own GPU and use a torch build with NCCL",
     )

@@ -119,6 +119,7 @@ def _given_up(check: Check) -> CheckResults:
         name="check-hangs",
         status=Status.WARNING,
         what=f"the check {check.name} did not finish within {check.deadline_s:g} s",
-        why=f"a disk or a service that the check needs does not respond. It asks: {check.asks}",
+        why=f"a disk or a service that the check needs does not respond. The check asks: "
+        f"{check.asks}",
     )
     return CheckResults(check=check, findings=(finding,), seconds=check.deadline_s, ended=False)

@@ -87,8 +87,8 @@ def _wrong_device(record: RankRecord) -> Finding:
         status=Status.FAILURE,
         what=f"{record.where} computes wrong results: {_wrong_values_count(values)} in its matrix "
         "products",
-        why="the products are of small integers and must be exact; a device that gets them wrong "
-        "makes every result wrong, mostly without an error",
+        why="the test multiplies small integers, so results must be exact; a device that gets "
+        "them wrong also corrupts training, usually without an error",
         fix=_leave_out(record),
         evidence=f"{record.device_name}: {_first(values)}",
     )

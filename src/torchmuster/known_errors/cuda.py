@@ -30,7 +30,7 @@ RULES = (
             r"Memory access fault by GPU",
         ),
         what="a GPU kernel accessed invalid memory",
-        why="a bug in a custom kernel or extension, an index out of range, or a tensor used on another GPU than the "
+        why="a bug in a custom kernel or extension, an index out of range, or a tensor on a GPU other than the "
         "current one; if it happens on one host only, perhaps a faulty GPU",
         confirm=f"{_EXACT}\ncompute-sanitizer --tool memcheck python train.py",
         fix="run it once with CUDA_LAUNCH_BLOCKING=1: the traceback is then exact\n"

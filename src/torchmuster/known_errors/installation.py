@@ -101,7 +101,8 @@ RULES = (
         ),
         unless=(r"numpy\.core\.multiarray", r"'torch\._C' has no attribute '_cuda_"),
         what="packages on {host} have incompatible versions",
-        why="torchvision, torchaudio and extensions are each built for exactly one torch; names move between versions",
+        why="torchvision, torchaudio and extensions are each built for exactly one torch version; names move between "
+        "versions",
         confirm="python -m pip check\npython -m pip list | grep -i -E 'torch|transformers|accelerate|numpy|triton'",
         fix="install them together in one command, so that pip chooses compatible versions:\n"
         "python -m pip install --upgrade torch torchvision torchaudio\n"

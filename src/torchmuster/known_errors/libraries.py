@@ -64,8 +64,8 @@ RULES = (
             r"(?P<version>(?:GLIBCXX|CXXABI|GLIBC)_[\d.]+)'? not found",
         ),
         what="a library was built for a newer system than {host}: {version} is missing",
-        why="GLIBCXX comes with gcc's libstdc++, and conda often has a newer one than the system; GLIBC is part of the "
-        "system, and only a newer system or an older build helps",
+        why="GLIBCXX is part of libstdc++, and conda often has a newer libstdc++ than the system. GLIBC is part of "
+        "the system: only a newer system or an older build of the package helps",
         confirm="strings /usr/lib/x86_64-linux-gnu/libstdc++.so.6 | grep GLIBCXX | tail -1; ldd --version | head -1",
         fix="for GLIBCXX:\nconda install -c conda-forge libstdcxx-ng\n"
         "export LD_LIBRARY_PATH=$CONDA_PREFIX/lib:$LD_LIBRARY_PATH\n"

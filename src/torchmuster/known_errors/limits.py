@@ -43,7 +43,7 @@ RULES = (
         why="DataLoader workers send tensors as open files, which stay open as long as the script keeps the tensors",
         confirm="ulimit -n; ls /proc/PID/fd | wc -l",
         fix="raise the limit on {host} (ulimit -n 65536), or use fewer DataLoader workers\n"
-        'or send tensors by name: torch.multiprocessing.set_sharing_strategy("file_system")',
+        'or share tensors through named files: torch.multiprocessing.set_sharing_strategy("file_system")',
     ),
     Rule(
         name="too-many-threads",
@@ -57,7 +57,7 @@ RULES = (
             r"unable to allocate necessary resources for OMP thread",
         ),
         what="no more threads or processes can be started on {host}",
-        why="each worker of each rank starts one thread per core, up to the limit of the user or container",
+        why="each worker of each rank starts one thread per core, which exceeds the limit of the user or container",
         confirm='ulimit -u; ps -eLf | wc -l; cat /sys/fs/cgroup/pids.max\necho "$OMP_NUM_THREADS"',
         fix="export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1\n"
         "use fewer DataLoader workers, or raise the limit:\nulimit -u 65536\ndocker run --pids-limit=-1 …   # a container",
@@ -81,7 +81,7 @@ RULES = (
             r"</torch_",
         ),
         what="a disk that the script writes to is full on {host}, or your quota is used up",
-        confirm="df -h . /tmp ~; df -i .   # space, and number of files\nquota -s",
+        confirm="df -h . /tmp ~; df -i .   # free space, free inodes\nquota -s",
         fix="free some space: df -h shows which disk is full\n"
         "write elsewhere:\nexport TMPDIR=/big/tmp HF_HOME=/big/hf",
     ),
@@ -124,7 +124,7 @@ RULES = (
             r"multiprocessing/(?:connection|resource_sharer|reduction)",
         ),
         what="{path} does not exist on {host}; every host needs its own copy or a shared disk",
-        why="the path is for another host or folder, or another rank has not finished creating it",
+        why="the path exists only on another host, is relative to another folder, or another rank is still creating it",
         confirm="ls -l {path}   # on every host; relative paths start at pwd",
         fix="copy it to {host}, or use the path that is valid there\n"
         "if rank 0 creates it: torch.distributed.barrier() before the others open it",

@@ -16,8 +16,8 @@ _ENDPOINT = (
 _AGENTS = r"Rendezvous(?:Timeout|Connection)Error|static_tcp_rendezvous|c10d_rendezvous_backend"
 _AGENTS_PORT = r"connect to \([\w.:-]+, 29400\)|\]:29400\b"
 _OPEN_THE_WAY = (
-    "start the first host first, and give all hosts an address of it that they can reach, not a name that "
-    "resolves to 127.0.1.1 there\n"
+    "start the first host first, and give all hosts an address of the first host that they can reach; its name may "
+    "resolve to 127.0.1.1\n"
     "open the port on {address}:\n"
     "sudo ufw allow {port}/tcp  # or: sudo firewall-cmd --add-port={port}/tcp\n"
     "or let muster run set up the rendezvous:\n"
@@ -113,8 +113,8 @@ RULES = (
         role=Role.PEER_LATE,
         what="not all hosts joined the rendezvous in time, or they cannot reach it",
         why="torchrun's agents connect to the rendezvous endpoint, by default port 29400. The port is blocked or closed, the "
-        "first host was not started or does not recognize the endpoint as its own (its host name resolves to "
-        "127.0.1.1), or the hosts have different --nnodes, --rdzv-id or endpoints",
+        "first host was not started, or the hosts have different --nnodes, --rdzv-id or endpoints. Or the first host "
+        "does not recognize the endpoint as its own because its host name resolves to 127.0.1.1",
         confirm=_TRY_THE_WAY,
         fix=_OPEN_THE_WAY,
     ),
@@ -126,7 +126,7 @@ RULES = (
         what="an agent can no longer reach the rendezvous endpoint",
         why="the agent on the host of the endpoint exited or is unreachable; the cause is in its log",
         confirm=_TRY_THE_WAY,
-        fix="see the end of the first host's log: that is the cause",
+        fix="see the end of the first host's log: it names the cause",
     ),
     Rule(
         name="rendezvous-closed",
@@ -196,9 +196,9 @@ RULES = (
         ),
         details=(r"(?P<address>127\.[\d.]+\d)",),
         role=Role.PEER_GONE,
-        what="a rank tried to connect to {address}, a loopback address, which on every host is the host itself",
-        why="the name of a host resolves to a loopback address on it (a line 127.0.1.1 in /etc/hosts), so it sent that "
-        "address to the others. If all ranks are on one host, the cause is another: a rank exited earlier",
+        what="a rank tried to connect to {address}, a loopback address, which reaches only the rank's own host",
+        why="the name of a host resolves to a loopback address on that host (127.0.1.1 in /etc/hosts), and the host sent "
+        "this address to the others. If all ranks are on one host, the cause is a rank that exited earlier",
         confirm='getent hosts "$(hostname)"   # on every host; must not be 127.…\n'
         "ip route get ADDRESS-OF-ANOTHER-HOST   # shows the right interface after dev",
         fix="export GLOO_SOCKET_IFNAME=IFACE NCCL_SOCKET_IFNAME=IFACE   # the interface to the other hosts\n"

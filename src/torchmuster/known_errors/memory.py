@@ -97,8 +97,8 @@ RULES = (
         unless=(r"oom_kill event|oom-kill|Out of memory: Kill|OOMKilled",),
         role=Role.SYMPTOM,
         what="a process was killed by SIGKILL; the text does not show what sent the signal",
-        why="most often by the kernel because the host or the job ran out of memory; else by a scheduler's limit "
-        "or by a user's kill -9",
+        why="most often the kernel kills a process because the host or the job ran out of memory; other causes are a "
+        "scheduler's limit and a user's kill -9",
         confirm=_WHO_WAS_KILLED,
         fix=f"if it was memory: {_LESS_MEMORY}\n"
         "else ask the scheduler: sacct -j JOB --format=State,ExitCode,MaxRSS,ReqMem",
@@ -127,7 +127,7 @@ RULES = (
         unless=(r"Too many open files",),
         what="shared memory (/dev/shm) is full; DataLoader workers pass batches through it, and NCCL uses it too",
         why="containers get 64 MB of it by default",
-        confirm="df -h /dev/shm; ls -l /dev/shm   # full, or with files of dead runs?",
+        confirm="df -h /dev/shm; ls -l /dev/shm   # is it full? with files of dead runs?",
         fix="give the container more shared memory:\ndocker run --shm-size=8g …   # or --ipc=host\nin Kubernetes, mount an "
         "emptyDir with medium: Memory at /dev/shm; or use DataLoader(num_workers=0)\n"
         "on your own host:\nsudo mount -o remount,size=90% /dev/shm",

@@ -153,7 +153,7 @@ RULES = (
             r"input tensor must be (?:CUDA|a CUDA tensor|on GPU)",
         ),
         what="a tensor is on a device that the process group's backend does not support",
-        why="nccl supports GPU tensors only, gloo CPU tensors (and few operations on GPUs)",
+        why="nccl supports GPU tensors only, gloo CPU tensors (and a few operations on GPU tensors)",
         confirm="print(torch.distributed.get_backend(), tensor.device)   # before the call that failed",
         fix='use both: init_process_group("cpu:gloo,cuda:nccl")\n'
         "or move the tensor first: tensor.to(f\"cuda:{os.environ['LOCAL_RANK']}\")",
@@ -164,7 +164,7 @@ RULES = (
         unless=_CUDA_SAYS,
         role=Role.SYMPTOM,
         what="a CUDA call inside NCCL failed; torch does not report which",
-        why="common causes: a driver too old for this NCCL, GPUs of other containers, no free memory, broken P2P access",
+        why="common causes: a driver too old for this NCCL, ranks in different containers, no free memory, broken P2P access",
         confirm=_SAY_MORE,
         fix="see the line 'NCCL WARN Cuda failure …', and pass it to muster doctor --explain\n"
         "if it mentions peers or IPC:\nexport NCCL_P2P_DISABLE=1",
@@ -195,8 +195,8 @@ RULES = (
         unless=(r"No route to host", r"client socket has", r"gloo", r"ncclRemoteError"),
         role=Role.SYMPTOM,
         what="NCCL could not connect to another rank",
-        why="it chose an interface that the other host cannot reach (docker0, lo), a firewall is between them, or "
-        "the other rank had exited",
+        why="it chose an interface that the other host cannot reach (docker0, lo), a firewall blocks the connection, "
+        "or the other rank had exited",
         confirm="NCCL_DEBUG=INFO muster run train.py 2>&1 | grep 'NET/Socket : Using'   # which interface?",
         fix="export NCCL_SOCKET_IFNAME=IFACE   # as `ip route get OTHER-ADDRESS` shows it after dev\n"
         "allow all TCP ports between the hosts:\nsudo ufw allow from OTHER-ADDRESS",

@@ -36,9 +36,9 @@ RULES = (
         unless=(r"ncclRemoteError",),
         role=Role.PEER_GONE,
         what="an open connection to the store or to another rank was closed",
-        why="the rank at the other end exited, often rank 0, which serves the store. Or it ran alone to completion, as "
-        "torchrun does when the hosts' clocks differ by 16 s or more. Or its torch is too old to be "
-        "compatible, or a device between the hosts drops idle connections",
+        why="the rank at the other end exited, often rank 0, which serves the store. Or that rank trained alone and "
+        "finished, which torchrun allows if the hosts' clocks differ by 16 s or more. Or its torch version is "
+        "incompatible, or a device between the hosts drops idle connections",
         confirm="see rank 0's log first: did it exit before this? with how many ranks?\n"
         "muster check --hosts A,B   # compares versions and clocks, and tests the connections between hosts",
         fix=f"{_LOOK_AT_PEERS}\nif the versions differ: install the same torch on every host\n"
@@ -95,7 +95,7 @@ RULES = (
         patterns=(r"hostname of the client socket cannot be retrieved",),
         role=Role.ASIDE,
         what="{host} cannot resolve an address to a name (reverse lookup)",
-        why="it delays every connection to the store, and has no other effect",
+        why="the failed lookup delays every connection to the store, and has no other effect",
         confirm="getent hosts ADDRESS   # of rank 0's host; slow or empty?",
         fix="add the hosts to /etc/hosts on {host}",
     ),

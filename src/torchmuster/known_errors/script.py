@@ -122,7 +122,7 @@ RULES = (
             r"arguments? (?:are |is )?required: [^\n]{0,100}--local[-_]rank",
             r"no such option: --local[-_]rank",
         ),
-        what="the script expects its local rank as an argument that the launcher does not pass in that form",
+        what="the script expects its local rank as an argument, which the launcher does not pass or spells differently",
         why="torch.distributed.launch passes --local-rank (before torch 2.0: --local_rank); torchrun passes none",
         confirm="grep -n 'local.rank' train.py",
         fix='read it from the environment: int(os.environ["LOCAL_RANK"])\n'

@@ -43,7 +43,7 @@ RULES = (
         what="the job reached its time limit, and Slurm killed it",
         confirm="sacct -j JOB --format=JobID,State,Timelimit,Elapsed",
         fix="#SBATCH --time=24:00:00\n"
-        "#SBATCH --signal=B:USR1@300   # signals the script 5 minutes before, to save a checkpoint\n"
+        "#SBATCH --signal=B:USR1@300   # signals the script 5 minutes before the limit, to save a checkpoint\n"
         "#SBATCH --requeue",
     ),
     Rule(
@@ -57,7 +57,7 @@ RULES = (
         name="slurm-node-failure",
         patterns=(r"DUE TO NODE FAILURE", r"\bNODE_FAIL\b"),
         what="a node of the job went down",
-        confirm="sinfo -R   # which, and why; scontrol show node NAME",
+        confirm="sinfo -R   # which node, and why; scontrol show node NAME",
         fix="sbatch --exclude=NAME …   # and inform the administrators",
     ),
     Rule(

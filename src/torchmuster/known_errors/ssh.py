@@ -22,8 +22,8 @@ RULES = (
         ),
         details=_HOST,
         what="{machine} rejects your ssh key",
-        why="the public key is not in its ~/.ssh/authorized_keys, the user name or key is wrong, or the files there "
-        "are writable by others",
+        why="the public key is not in its ~/.ssh/authorized_keys, the user name or key is wrong, or files "
+        "in its ~/.ssh are writable by others",
         confirm="ssh -v {machine} true 2>&1 | grep -E 'Offering|Authentications'\n"
         "muster check --hosts {machine},OTHER   # which hosts accept the login?",
         fix="ssh-copy-id {machine}\n"

@@ -28,7 +28,7 @@ RULES = (
             r"Expected object of type torch\.(?!cuda)\w+ but (?:found|got) type torch\.cuda\.\w+",
         ),
         what="tensors on different devices were used together",
-        why="part of the model or batch was not moved, or a rank uses GPU 0 in addition to its own",
+        why="part of the model or batch was not moved to the device, or a rank uses GPU 0 in addition to its own",
         confirm=_SHOW,
         fix='device = torch.device("cuda", int(os.environ["LOCAL_RANK"])); torch.cuda.set_device(device)\n'
         "model.to(device), and every tensor of the batch: x.to(device)\n"

@@ -145,7 +145,6 @@ def _wait_grading(
                 "and reported"
             )
     raise MusterError(
-        "the lab could not be run",
-        why=f"no answer within {within_s:g} s",
+        f"the lab's code did not finish within {within_s:g} s",
         fix="try again on an idle machine",
     )

@@ -49,7 +49,7 @@ NAMES = (
     PrivateName(
         "torch._C._distributed_c10d._dump_nccl_trace_json",
         "read the flight recorder of NCCL's collectives",
-        without="the same as for gloo; builds without NCCL lack this name",
+        without="the same as for gloo; builds without NCCL do not have this name",
     ),
     PrivateName(
         "torch.utils.data._utils.worker._worker_loop",

@@ -158,7 +158,8 @@ CHECKPOINT_AGE = _gauge(
 CHECKPOINT_INTERVAL = _gauge(
     "muster_checkpoint_interval_seconds",
     "seconds",
-    "longest time between two checkpoints since the launch; 1 hour until there are three",
+    "longest time between two checkpoints since the launch; 1 hour until there are three "
+    "checkpoints",
     _RUN,
     level=_SOMETIMES,
 )
@@ -180,8 +181,8 @@ CHECKPOINT_STALL = _gauge(
 SINK_FAILING = _gauge(
     "muster_sink_failing_seconds",
     "seconds",
-    "how long a sink (tensorboard, parquet, mlflow, wandb) has not received the run's metrics; "
-    "0 while it does",
+    "how long a sink (tensorboard, parquet, mlflow, wandb) has not received the run's metrics; 0 "
+    "while it receives them",
     _RUN,
     "sink",
     level=_SOMETIMES,

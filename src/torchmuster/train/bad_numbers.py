@@ -158,7 +158,8 @@ _FIXES = {
     "layer": "look for a division, logarithm, root or exponential there; lower the learning rate, clip "
     "gradients, or compute this layer in fp32",
     "loss": "look for a logarithm of 0 or a division by a count of 0 in the loss function",
-    "gradient": "look for a root or norm at 0, or a division, at this point of the forward or just after it; "
+    "gradient": "look for a root or norm at 0, or a division, at this point of the forward pass "
+    "or just after it; "
     "add a small epsilon there",
 }
 _NOT_AGAIN = (
@@ -282,7 +283,7 @@ def _bad_numbers_message(cause: str, rank: int, seen: dict[str, Any]) -> str:
         "input": f"rank {rank}'s input batch has {kind} ({what})",
         "layer": f"rank {rank}'s layer {what} returned {kind} for finite inputs",
         "loss": f"rank {rank}'s loss function returned {kind} for finite outputs of all layers",
-        "gradient": f"rank {rank}'s backward produced {kind}, first in the gradient of {what}",
+        "gradient": f"rank {rank}'s backward pass produced {kind}, first in the gradient of {what}",
     }[cause]
 
 

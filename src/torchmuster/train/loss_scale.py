@@ -25,7 +25,7 @@ def refuse_half_weights(parameters: Iterable[nn.Parameter]) -> None:
     for one in parameters:
         if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16):
             raise Impossible(
-                "precision fp16 was requested, but trained weights are "
+                "precision fp16 was requested, but the trainable weights are "
                 f"{str(one.dtype).removeprefix('torch.')}",
                 why="the loss scale needs gradients in fp32: they cannot be unscaled in 16 bits",
                 fix="keep the weights in fp32 (model.torch_dtype: float32), or use precision bf16 "

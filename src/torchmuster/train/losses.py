@@ -96,7 +96,7 @@ def _refuse_labels(logits: torch.Tensor, targets: torch.Tensor, error: Exception
     if targets.shape != logits.shape and targets.dtype not in (torch.int64, torch.uint8):
         raise Impossible(
             f"the labels of a batch are {kind}, but the loss cross_entropy needs int64",
-            why=f"a label is the number of one of the model's {classes} classes",
+            why=f"a label is the index of one of the model's {classes} classes",
             fix="return labels.long(), or set your own loss (model.loss: module:function)",
         ) from error
     counted = targets[targets != IGNORED]
@@ -107,7 +107,7 @@ def _refuse_labels(logits: torch.Tensor, targets: torch.Tensor, error: Exception
         raise Impossible(
             f"the labels of a batch range from {lowest} to {highest} ({kind}), but the model has "
             f"{classes} classes, 0 to {classes - 1}",
-            why="a label is the number of a class",
+            why="a label is the index of a class",
             fix="give the model's last layer more outputs, or check the labels",
         ) from error
 

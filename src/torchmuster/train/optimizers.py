@@ -71,8 +71,8 @@ def schedule(
     if total_steps is None and shape != "constant":
         raise Impossible(
             f"the schedule {shape!r} needs the number of steps, which is not known here",
-            why="the length of a stream is known only at its end, and without it only a constant rate "
-            "is possible",
+            why="the length of a stream is known only at its end, and without the length only a "
+            "constant learning rate is possible",
             fix="set the number of steps, or use the schedule 'constant'",
         )
     if total_steps is not None and warmup_steps > total_steps:

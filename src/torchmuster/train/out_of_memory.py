@@ -181,14 +181,14 @@ _BYTES_ASKED = re.compile(r"tried to allocate (\d+) bytes", re.IGNORECASE)
 _SIZE_ASKED = re.compile(r"tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECASE)
 # The outermost of these in a traceback gives the phase. Paths are those of torch and this package.
 _PHASES = (
-    ("/torchmuster/train/models/meta_init.py", "while initializing the model's values"),
-    ("/torchmuster/train/strategies/placing.py", "while initializing the model's values"),
-    ("/torch/autograd/", "in the backward"),
-    ("/torch/_tensor.py", "in the backward"),
+    ("/torchmuster/train/models/meta_init.py", "while initializing the model's weights"),
+    ("/torchmuster/train/strategies/placing.py", "while initializing the model's weights"),
+    ("/torch/autograd/", "in the backward pass"),
+    ("/torch/_tensor.py", "in the backward pass"),
     ("/torch/optim/", "in the optimizer step"),
     ("/torch/nn/utils/clip_grad.py", "during gradient clipping"),
-    ("/torch/nn/parallel/distributed.py", "in the forward"),
-    ("/torch/nn/modules/", "in the forward"),
+    ("/torch/nn/parallel/distributed.py", "in the forward pass"),
+    ("/torch/nn/modules/", "in the forward pass"),
     ("/torch/distributed/", "during communication"),
     ("/torch/utils/data/", "during data loading"),
 )
@@ -290,18 +290,18 @@ def _fixes(
 def _less_states(table: MemoryTable, world: World, sharded: bool) -> Iterator[str]:
     size = format_bytes(table.states_bytes)
     if sharded:
-        yield f"use more ranks: each keeps a share of the {size} kept between steps"
+        yield f"use more ranks: each keeps a share of the {size} of model states"
         yield "keep the shards in host memory (distributed.fsdp_cpu_offload: true)"
     elif world.world_size > 1:
         share = format_bytes(table.states_bytes // world.world_size)
         yield (
-            f"use fsdp: of the {size} kept between steps, each of {world.world_size} ranks keeps "
+            f"use fsdp: of the {size} of model states, each of {world.world_size} ranks keeps "
             f"{share} "
             "(distributed.strategy: fsdp)"
         )
     else:
         yield (
-            f"use fsdp on several ranks: each keeps a share of the {size} kept between steps "
+            f"use fsdp on several ranks: each keeps a share of the {size} of model states "
             "(distributed.strategy: fsdp)"
         )
 

@@ -185,8 +185,8 @@ class TrainStep:
                 raise _wrong_number(step, len(seen))
             if self._micro is not None:
                 raise MusterError(
-                    f"micro-batch {len(seen)} of {rounds} had no backward",
-                    why="all ranks communicate in the backward, so no rank may skip it",
+                    f"micro-batch {len(seen)} of {rounds} had no backward pass",
+                    why="all ranks communicate in the backward pass, so no rank may skip it",
                     fix=_LOOP,
                 )
         if len(seen) != rounds:
@@ -202,7 +202,8 @@ class TrainStep:
         if step is None or micro is None:
             raise MusterError(
                 "backward() was called, but no micro-batch expects a loss",
-                why="each micro-batch has one backward, inside accumulate(); add up several losses "
+                why="each micro-batch has one backward pass, inside accumulate(); add up several "
+                "losses "
                 "first",
                 fix=_LOOP,
             )
@@ -409,7 +410,7 @@ def _no_loss(given: Any) -> MusterError:
             fix="return the mean, or (total, count)",
         )
     return MusterError(
-        "the loss does not depend on any trained parameter",
+        "the loss does not depend on any trainable parameter",
         why="it has requires_grad=False",
         fix="compute it from the model's output, without no_grad() or detach(), and leave some "
         "parameters unfrozen",
@@ -420,7 +421,8 @@ def _wrong_number(step: Step, done: int) -> MusterError:
     return MusterError(
         f"step {step.number} of epoch {step.epoch} has {step.rounds} micro-batches on every rank, "
         f"but this rank computed {done}",
-        why="ranks synchronize gradients in the backward of the last micro-batch, so each rank must "
+        why="ranks synchronize gradients in the backward pass of the last micro-batch, so each "
+        "rank must "
         "compute all of them",
         fix="compute every micro-batch that accumulate() yields; a custom loader must yield "
         "step.rounds of them",

@@ -32,7 +32,7 @@ def measure_reading(request: LoaderRequest, world: World) -> LoaderAnswer:
 
     plain = make(Reading(workers=0))
     portions = portions_of(plain)
-    assert portions is not None, "loaders of ours know their portions"
+    assert portions is not None, "every loader of Muster has portions"
     batch = next(iter(next(plain.epoch(0)))).batch
     ordinary, pinned = to_device(batch, world, rounds=_COPIES_TIMED)
     steps = plain.steps_in_epoch()

@@ -116,7 +116,7 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSe
     wanted = settings.checkpoint
     every = wanted.every
     place = checkpoint_place(wanted, folder.resolve())
-    assert place is not None, "called where checkpoints are on"
+    assert place is not None, "called only if checkpoints are enabled"
     return CheckpointSettings(
         to=place,
         every=every if isinstance(every, int) else None,

@@ -136,8 +136,8 @@ class AsksInStep(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("phase", "words"),
     [
-        ("forward", "in the forward"),
-        ("backward", "in the backward"),
+        ("forward", "in the forward pass"),
+        ("backward", "in the backward pass"),
         ("step", "in the optimizer step"),
         ("none", "outside of the model"),
     ],

@@ -136,7 +136,7 @@ def test_fp16_is_refused_where_trained_weights_have_half_the_bits(dtype: torch.d
         update_of(model, precision=FP16)
     assert (
         raised.value.what
-        == f"precision fp16 was requested, but trained weights are {str(dtype)[6:]}"
+        == f"precision fp16 was requested, but the trainable weights are {str(dtype)[6:]}"
     )
     assert raised.value.why == (
         "the loss scale needs gradients in fp32: they cannot be unscaled in 16 bits"
@@ -194,7 +194,7 @@ def test_backward_and_apply_belong_to_a_step(model: nn.Linear) -> None:
 
 def test_a_micro_batch_without_backward_is_refused(model: nn.Linear) -> None:
     update = update_of(model)
-    with pytest.raises(MusterError, match="micro-batch 1 of 2 had no backward"):
+    with pytest.raises(MusterError, match="micro-batch 1 of 2 had no backward pass"):
         list(update.accumulate(step_of([1, 1], samples=2)))
 
 
@@ -212,7 +212,7 @@ def test_a_loader_that_gives_another_number_of_micro_batches_is_refused(
         whole_step()
     assert str(refusal.value) == (
         f"step 5 of epoch 1 has 3 micro-batches on every rank, but this rank computed {said}\n"
-        "ranks synchronize gradients in the backward of the last micro-batch, so each rank must compute all of them\n"
+        "ranks synchronize gradients in the backward pass of the last micro-batch, so each rank must compute all of them\n"
         "compute every micro-batch that accumulate() yields; a custom loader must yield step.rounds of them"
     )
 
@@ -237,7 +237,7 @@ def test_a_step_left_early_is_not_applied(model: nn.Linear) -> None:
         ),
         (
             lambda loss: loss.detach(),
-            "the loss does not depend on any trained parameter\nit has requires_grad=False\n",
+            "the loss does not depend on any trainable parameter\nit has requires_grad=False\n",
         ),
     ],
 )

@@ -28,7 +28,7 @@ def test_the_cause_is_named_with_rank_batch_and_layer(run_ranks: RunRanks, name:
         "samples 4, 5, 6, 7 of the dataset",
     )
     assert told["gradient"] == (
-        "step 41 of epoch 2: rank 1's backward produced NaN, first in the gradient of the output of "
+        "step 41 of epoch 2: rank 1's backward pass produced NaN, first in the gradient of the output of "
         f"inner; {skipped}",
         "samples 4, 5, 6, 7 of the dataset",
     )

@@ -128,8 +128,8 @@ def test_what_not_every_record_has_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (made_up({"a": [1.0]}, bench="data"), "they are of different benches: data, matmul"),
-        (made_up({"b": [1.0]}), "no series is in all of them: names and labels differ"),
+        (made_up({"a": [1.0]}, bench="data"), "they come from different benches: data, matmul"),
+        (made_up({"b": [1.0]}), "no series is in all records: names or labels differ"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(other: BenchRecord, why: str) -> None:

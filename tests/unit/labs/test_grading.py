@@ -41,6 +41,5 @@ def test_it_is_said_that_code_still_runs(slow: Path, snapshot: SnapshotAssertion
 
 
 def test_what_never_answers_is_ended(slow: Path) -> None:
-    with pytest.raises(MusterError, match="could not be run") as raised:
+    with pytest.raises(MusterError, match=r"the lab's code did not finish within 0\.2 s"):
         grading.ask_examiner("slow_program", b"{}", within_s=0.2, gpus=False, say=lambda _: None)
-    assert raised.value.why == "no answer within 0.2 s"

@@ -75,8 +75,8 @@ def test_what_is_as_predicted(snapshot: SnapshotAssertion) -> None:
     ("peak_bytes", "status", "words"),
     [
         (1.04, Status.OK, "(+4.0 %), within 5 %"),
-        (1.2, Status.FAILURE, "(+20.0 %), above the allowed difference of 5 %"),
-        (0.8, Status.NOTE, "(-20.0 %), below the allowed difference of 5 %"),
+        (1.2, Status.FAILURE, "(+20.0 %), more than 5 % above the prediction"),
+        (0.8, Status.NOTE, "(-20.0 %), more than 5 % below the prediction"),
     ],
 )
 def test_verdicts_on_memory(peak_bytes: float, status: Status, words: str) -> None:

@@ -220,7 +220,7 @@ def _at_length(
             name, 0.0
         )  # lengths double, and the work grows with their square
         if request.longest_s is not None and expected_s > request.longest_s:
-            reason = f"a forward and backward would take about {expected_s:.2g} s"
+            reason = f"a forward and a backward pass would take about {expected_s:.2g} s"
             found[name] = MeasuredAttention(kind=name, length=length, left_out=reason)
             continue
         begun_s = time.perf_counter()

@@ -34,7 +34,7 @@ def new_folder(within: Path) -> Path:
         return folder
     raise MusterError(
         f"cannot create a folder in {within}",
-        why="there are already 1000 profiles of this second",
+        why="there are already 1000 profiles with the current date and time",
         fix="pass another folder with --out",
     )
 

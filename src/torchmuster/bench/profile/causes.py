@@ -85,7 +85,8 @@ def too_many_threads(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause
     each = switches / (len(analysis.steps) * len(analysis.ranks))
     return Cause(
         name="too-many-threads",
-        what=f"{facts.ranks_here} ranks of {facts.threads} threads share {facts.cores} cores",
+        what=f"{facts.ranks_here} ranks with {facts.threads} threads each share {facts.cores} "
+        f"cores",
         would=f"{fitting} {'thread' if fitting == 1 else 'threads'} each would give",
         gain=None if trial is None else trial.gain,
         known_by="trial",
@@ -195,22 +196,26 @@ def no_overlap(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | Non
     # overlap.
     gain = computed if facts.device != "cpu" or messages is None else None
     if messages is None:
-        how, fix = "by the script, after the backward", "model = DistributedDataParallel(model)"
+        how, fix = (
+            "by the script, after the backward pass",
+            "model = DistributedDataParallel(model)",
+        )
     else:
         how = f"in {messages} {'message' if messages == 1 else 'messages'}"
         fix = f"DistributedDataParallel(model, bucket_cap_mb={wanted})"
     return Cause(
         name="no-overlap",
         what=f"{exposed_s / analysis.step_s:.0%} of the step is exposed gradient communication",
-        would="sending the gradients during the backward would give",
+        would="sending the gradients during the backward pass would give",
         gain=gain if trial is None else trial.gain,
         known_by="trace" if trial is None else "trial",
         why=f"{format_bytes(facts.gradient_bytes)} of gradients are sent {how}, without overlap; "
-        f"in messages of {wanted} MiB, {hidden:.0%} of the transfer would overlap with the backward",
+        f"in messages of {wanted} MiB, {hidden:.0%} of the transfer would overlap with the "
+        f"backward pass",
         fix=fix,
         evidence=f"even the last rank waits {amount_text(exposed_s, 's')} of "
-        f"{amount_text(analysis.step_s, 's')}; "
-        f"the backward itself takes {amount_text(mean_s(analysis.steps, 'backward'), 's')}",
+        f"{amount_text(analysis.step_s, 's')}; the backward pass itself takes "
+        f"{amount_text(mean_s(analysis.steps, 'backward'), 's')}",
         change=None if messages is None else TriedChange(kind="buckets", value=wanted),
     )
 
@@ -234,7 +239,8 @@ def sent_each_micro_batch(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause
         would="sending their sum once would give",
         gain=gain,
         known_by="trace",
-        why="DDP sends gradients in every backward by default; only the last of a step needs it",
+        why="DDP sends gradients in every backward pass by default; only the last pass of a step "
+        "needs to",
         fix="with model.no_sync():     around forward and backward of all micro-batches but the last",
         evidence=f"{traced.messages:.0f} collectives per step; {messages} are enough",
     )
@@ -273,15 +279,15 @@ def starved_loader(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause |
         return None
     who = "the training process itself, which cannot compute meanwhile"
     if loader.workers:
-        who = f"{loader.workers} workers, which are too slow"
+        who = f"{loader.workers} {'worker' if loader.workers == 1 else 'workers'}, too slowly"
     cause = Cause(
         name="starved-loader",
         what=f"data loading takes {part:.0%} of the step",
         would=f"{workers} workers would give",
         gain=computed,
         known_by="trace",
-        why=f"every rank waits {amount_text(min(waits), 's')} of {amount_text(analysis.step_s, 's')} for its next batch; "
-        f"it is read by {who}",
+        why=f"every rank waits {amount_text(min(waits), 's')} of "
+        f"{amount_text(analysis.step_s, 's')} for its next batch; the batch is read by {who}",
         fix=f"DataLoader(..., num_workers={workers}, persistent_workers=True)\n"
         f"or in the settings: data: {{workers: {workers}}}",
         evidence=f"{loader.dataset}, num_workers={loader.workers}, "
@@ -373,7 +379,7 @@ def straggler(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
         name=f"straggler-{slow.phase}",
         what=f"straggler: the other ranks wait for rank {slow.rank}, which is slower in "
         f"{slow.phase}",
-        would="the speed of the others would give",
+        would="running as fast as the others would give",
         gain=slow.gain,
         known_by="trace",
         why=f"it is the last rank at the gradient exchange in {slow.last_in} of {slow.of_steps} "

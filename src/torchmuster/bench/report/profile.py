@@ -211,18 +211,18 @@ def _of_trace(one: RankAnalysis) -> Iterator[str]:
     if kept is not None and kept.why_cut:
         yield f"the trace of rank {rank} was cut: {kept.why_cut}"
     if one.no_trace:
-        yield f"the trace of rank {rank} could not be analysed: {one.no_trace.splitlines()[0]}"
+        yield f"the trace of rank {rank} could not be analyzed: {one.no_trace.splitlines()[0]}"
     if trace is None:
         return
     if trace.left_out:
         yield (
             f"the trace of rank {rank} is large; {len(trace.steps)} of its "
-            f"{len(trace.steps) + len(trace.left_out)} steps were analysed"
+            f"{len(trace.steps) + len(trace.left_out)} steps were analyzed"
         )
     if trace.shortened:
-        yield f"the traced step of rank {rank} is very large; only its beginning was analysed"
+        yield f"the traced step of rank {rank} is very large; only its beginning was analyzed"
     if trace.truncated:
-        yield f"the trace of rank {rank} is truncated; only the part before that was analysed"
+        yield f"the trace of rank {rank} is truncated; only the part before that was analyzed"
     if trace.unreadable:
         yield f"{plural(trace.unreadable, 'event')} in the trace of rank {rank} could not be read"
 

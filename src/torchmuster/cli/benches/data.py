@@ -36,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nReads the data as in training, with 0, 1, 2, 4, … workers up to "
         "twice the cores "
-        "of a rank, then\nwith more prefetching for the best number. Compares the data bit by "
-        "bit, and "
-        "reports how short a\nstep can be before it waits for data."
+        "of a rank, then\nwith more prefetching for the best number. Checks that the data is the same in "
+        "all cases, and reports\nhow short a step can be before it waits for data."
     )
     parsers.show_examples(
         parser,

@@ -31,11 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster bench matmul                          sizes 128 to 4096",
             "muster bench matmul --sizes 1024 4096        these sizes, without a time limit",
             "muster bench matmul --config config.yaml     the linear layers of your model",
-            "muster bench matmul --model ./llama-8b       the same for a model, without weights",
+            "muster bench matmul --model ./llama-8b       the linear layers of a model (no weights)",
         ],
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=size, metavar="N", help="rows and columns (default: 128 … 4096)"
+        "--sizes",
+        nargs="+",
+        type=size,
+        metavar="N",
+        help="sizes of the square matrices (default: 128 … 4096)",
     )
     parser.add_argument(
         "--model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub"

@@ -42,10 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nRuns real steps in one process and tracks every tensor before, "
         "during and after "
-        "each stage, in fp32\nand in a reduced precision. Then recomputes every block, every "
-        "2nd, 3rd, … "
-        "and none, and finds\nthe best: the fastest within --limit, or the knee of peak memory "
-        "over time."
+        "each stage, in fp32\nand in a reduced precision. Then checkpoints the activations of every "
+        "block, every 2nd, 3rd,\n… and none, and finds the best: the fastest within --limit, or the "
+        "knee of peak memory over time."
     )
     parsers.show_examples(
         parser,

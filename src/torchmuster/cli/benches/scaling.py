@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{parser.description}\nTrains the model of a settings file, or a small GPT, for some "
         "steps on 1, 2, 4, … ranks of this\nmachine, with and without communication. Shows "
         "speed-up and efficiency for strong scaling (the\nranks share one batch) and weak "
-        "scaling (each rank has its own batch), where time is lost, and a\nforecast for the most "
-        "ranks from the fewest."
+        "scaling (each rank has its own batch), where time is lost, and a\nforecast for the "
+        "largest number of ranks from the smallest ones."
     )
     parsers.show_examples(
         parser,
@@ -176,9 +176,8 @@ def _cores(
     threads = max(1, seen.cores // max(ranks))
     words = plural(threads, "thread")
     reason = (
-        f"in each rank, for all numbers of ranks: {seen.cores} cores over {max(ranks)} ranks, "
-        "so that "
-        "each rank has the same compute"
+        f"per rank, for every number of ranks: {seen.cores} cores divided by {max(ranks)} ranks, "
+        f"so that each rank always has the same compute"
     )
     return threads, max(1, seen.cores // threads), [Decision(value=words, reason=reason)]
 

@@ -97,7 +97,7 @@ def lost_finding(device: Device) -> Finding:
         what=f"{device.label} ({device.name}) does not answer",
         why="the driver has lost contact with it, because of heat, power, the PCIe link or the GPU "
         "itself; programs that use it hang or fail",
-        fix="sudo dmesg | grep -i xid  # shows the cause; then reset it or reboot the host",
+        fix="sudo dmesg | grep -i xid  # shows the cause; then reset the GPU or reboot the host",
         evidence=device.trouble or "",
     )
 

@@ -48,8 +48,8 @@ _CAUSES = {
     "no-route": _Cause(
         name="no-route",
         words="there is no route to it",
-        why="the host has no interface for this address: the route is missing, or it is not "
-        "connected to this network",
+        why="the host has no interface for this address: the route is missing, or the host is "
+        "not connected to this network",
     ),
     "impostor": _Cause(
         name="wrong-machine-answers",

@@ -127,7 +127,7 @@ def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
             status=Status.FAILURE if failed else Status.WARNING,
             what=f"{device.label} has bad memory"
             + (" and no spare rows left" if failed else " that is repaired at the next reset"),
-            why="data stored there may be wrong, or the driver kills the program that reads it",
+            why="data stored there may be wrong, or the driver may kill the program that reads it",
             fix="replace the GPU"
             if failed
             else f"sudo nvidia-smi -r -i {device.index}  # when nothing runs on it",

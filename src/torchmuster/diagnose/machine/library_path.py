@@ -56,7 +56,7 @@ def _instead(files: list[Path], status: Status, why: str) -> Finding:
         name="library-path",
         status=status,
         what=f"LD_LIBRARY_PATH has other versions of torch's libraries: {names}",
-        why=f"{why}; torch was built and tested with its own",
+        why=f"{why}; torch was built and tested with its own versions",
         fix="unset LD_LIBRARY_PATH  # or remove these folders from it",
         evidence=", ".join(str(file) for file in files[:_SHOWN]),
     )

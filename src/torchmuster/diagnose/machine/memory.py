@@ -12,7 +12,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.node.memory_evidence import MemoryWatch
 from torchmuster.units import GiB, KiB, MiB, format_bytes
 
-# Memory of a rank before it has a model: Python, torch and its libraries.
+# Memory of a rank before it loads a model: Python, torch and its libraries.
 _RANK_BYTES = 512 * MiB
 _SMALL_LIMIT_BYTES = 2 * GiB
 _STALLED_PERCENT = 10.0
@@ -96,7 +96,7 @@ def _limit(room: _Room, whole: _Room) -> Iterator[Finding]:
         f"{format_bytes(whole.total_bytes)} of memory can be used",
         why="a cgroup (container, Slurm job, systemd unit) sets the limit; the kernel kills a "
         "process that exceeds it, without a message (exit code 137)"
-        + ("; one rank alone needs about 0.5 GiB before it has a model" if small else ""),
+        + ("; one rank alone needs about 0.5 GiB before it loads a model" if small else ""),
         fix="docker run --memory=32g …\n"
         "resources: {limits: {memory: 32Gi}}  # Kubernetes, in the container\n"
         "#SBATCH --mem=32G  # Slurm",
@@ -112,7 +112,7 @@ def _nearly_full(room: _Room) -> Iterator[Finding]:
         status=Status.WARNING,
         what=f"memory is nearly full: {format_bytes(room.free_bytes)} of "
         f"{format_bytes(room.total_bytes)} are free",
-        why="each rank needs about 0.5 GiB before it has a model; the kernel kills processes "
+        why="each rank needs about 0.5 GiB before it loads a model; the kernel kills processes "
         "when memory runs out",
         fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop unneeded "
         "ones",
@@ -126,7 +126,8 @@ def _pressure(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(
             name="memory-pressure",
             status=Status.WARNING,
-            what=f"all processes were stalled on memory {float(found[1]):.0f} % of the last minute",
+            what=f"all processes were stalled on memory for {float(found[1]):.0f} % of the last "
+            f"minute",
             why="the kernel swaps or drops cached files to free memory; training would be very "
             "slow",
             fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop "

@@ -209,7 +209,7 @@ def _nameless(name: str) -> Finding:
         name="name-is-localhost",
         status=Status.NOTE,
         what=f"the hostname of this host is {name}, which is not unique",
-        why="a run over several hosts could not tell them apart",
+        why="a run over several hosts cannot tell them apart",
         fix="sudo hostnamectl set-hostname NAME",
     )
 

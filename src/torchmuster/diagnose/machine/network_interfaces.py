@@ -148,7 +148,8 @@ def _twice(known: Sequence[Interface]) -> Iterator[Finding]:
                 name="address-twice",
                 status=Status.WARNING,
                 what=f"{' and '.join(names)} have the same address, {address}",
-                why="replies leave through one of them only, whichever received the request",
+                why="replies always leave through the same interface, even if the request "
+                "arrived on the other",
                 fix="ip -br address  # then remove it from the wrong interface's configuration",
             )
 
@@ -266,8 +267,8 @@ def _same_network(entries: Sequence[Sequence[str]]) -> Iterator[Finding]:
                 name="same-network-twice",
                 status=Status.NOTE,
                 what=f"{' and '.join(names)} are on the same network",
-                why="packets leave through the first, whichever address the others use; a strict "
-                "rp_filter then drops packets that arrive at the other",
+                why="replies leave through the first interface, even if the request arrived on "
+                "the other; a strict rp_filter drops packets that arrive on the other",
                 fix="ip route  # shows which is used; then put each on its own network, or disable "
                 "the unused one",
                 evidence="/proc/net/route",

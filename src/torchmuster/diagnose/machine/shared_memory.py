@@ -69,9 +69,9 @@ def _shared_memory_findings(
             name="shared-memory-small",
             status=Status.WARNING,
             what=f"{FOLDER} has only {format_bytes(total)}",
-            why="this is the default of a container; one batch of 64 images takes 37 MiB and each "
-            "DataLoader worker holds two: they fail with “Bus error” or “unable to allocate shared "
-            "memory”, and so does NCCL",
+            why="this is the default of a container. One batch of 64 images takes 37 MiB, and "
+            "each DataLoader worker holds two. Workers and NCCL fail with “Bus error” or “unable "
+            "to allocate shared memory”",
             fix=_LARGER,
             evidence=seen,
         )

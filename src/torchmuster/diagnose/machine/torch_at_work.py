@@ -224,7 +224,7 @@ def _torch_at_work_device(record: Mapping[str, Any]) -> Iterator[Finding]:
             status=Status.FAILURE,
             what=f"{name} cannot multiply matrices",
             why=str(record["error"]),
-            fix="install a torch that is built for this GPU"
+            fix="install a torch build for this GPU"
             if missing
             else "sudo dmesg | grep -i xid  # shows the driver's errors",
             evidence=f"this torch has code for {', '.join(record['built_for'])}"

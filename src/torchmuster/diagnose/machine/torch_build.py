@@ -279,7 +279,7 @@ def _driver(cuda: str, node: Node, surroundings: Surroundings) -> Iterator[Findi
             why=f"torch is built for CUDA {cuda} and needs driver {least} or newer; this host "
             f"has {node.driver_version}{serves}",
             fix=f"install the NVIDIA driver {least} or newer and reboot\n"
-            f"or install a torch that is built for CUDA {older} or older",
+            f"or install a torch build for CUDA {older} or older",
         )
     elif node.cuda_version and installed.release(node.cuda_version) < installed.release(cuda)[:2]:
         yield Finding(
@@ -302,7 +302,7 @@ def _too_old_or_new(cuda: str, devices: Sequence[Device]) -> Iterator[Finding]:
                 status=Status.FAILURE,
                 what=f"this torch has no code for {device.label} ({device.name})",
                 why=f"{why}; kernels on it fail with “no kernel image is available for execution”",
-                fix=f"install a torch that is built for it, or exclude {device.label}: "
+                fix=f"install a torch build for this GPU, or exclude {device.label}: "
                 "muster gpus pick --gpu-ids …",
             )
 

@@ -44,7 +44,7 @@ EXITS: dict[int, KnownExit] = {
         name="rank-crashed",
         words="aborted (SIGABRT)",
         why="a C++ library aborted, which Python cannot catch; see the lines above",
-        fix="read the end of its log; TORCH_SHOW_CPP_STACKTRACES=1 shows where it was",
+        fix="read the end of its log; TORCH_SHOW_CPP_STACKTRACES=1 shows where it aborted",
     ),
     -7: KnownExit(
         name="rank-crashed",

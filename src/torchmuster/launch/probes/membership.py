@@ -105,7 +105,7 @@ def _agree(argument: str, value: int, variable: str, environment: Mapping[str, s
     raise Impossible(
         f"setup_distributed was called with {argument}={value}, but {variable}={set_to} is set",
         why=f"the launcher (torchrun, muster run) set {variable}={set_to} for this process; "
-        "with another value the group could never form",
+        "with another value the process group cannot form",
         fix=f"pass int(os.environ[{variable!r}]) as {argument}, or start without a launcher and "
         f"unset {variable}",
     )

@@ -73,7 +73,7 @@ class PipeChannel:
         try:
             return await self._stdout.readline()
         except ValueError:  # longer than any line of the protocol; the stream has dropped it
-            raise protocol.UnreadableMessage("it sent a line without an end") from None
+            raise protocol.UnreadableMessage("it sent a line that is too long") from None
 
     def why_closed(self) -> str:
         """Return the last error output of the process."""

@@ -236,7 +236,7 @@ ALERTS: tuple[Alert, ...] = (
         ),
         for_s=5 * _MINUTE_S,
         summary="{host}: the memory of GPU {gpu_uuid} is almost full",
-        why="a longer batch may not fit",
+        why="a batch with longer sequences may not fit",
         fix="muster plan shows what reduces memory",
     ),
     Alert(

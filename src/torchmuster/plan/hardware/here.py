@@ -147,7 +147,9 @@ def _on_cards(node: Node, devices: Sequence[Device]) -> Hardware:
     card = _least(cards)
     said = [sentence for known in listed if known for sentence in known.said]
     if len({one.name for one in cards}) > 1:
-        said.append(f"{card.name} differ: the lowest memory and rates are used for all")
+        said.append(
+            f"{card.name} differ: the plan assumes the smallest memory and the lowest rates for all"
+        )
     return Hardware(
         card=card,
         machines=1,

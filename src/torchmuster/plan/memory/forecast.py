@@ -59,7 +59,7 @@ def _largest_whole(work: Work) -> int | None:
 # Share of the tensors, used if there is no log to simulate: published runs reserve 20 % more.
 _RESERVED_GUESS = 1.2
 _RESERVED_GUESS_HIGH = 1.3
-USUAL_ALLOCATOR = "the allocator: 20 % more, as in published runs"
+USUAL_ALLOCATOR = "the allocator: assumed to reserve 20 % more, as in published runs"
 # The simulation of two published runs was 3 and 4 % too low.
 _SIMULATED_HIGH = 1.05
 _CACHING = ("cuda", "rocm", "xpu")
@@ -248,7 +248,7 @@ def _usable(records: Sequence[TraceRecord]) -> list[TraceRecord]:
     if not found:
         raise Impossible(
             "there is no trace from which to compute the memory",
-            why=f"of {len(records)} traces, none repeats its blocks as the whole model does",
+            why=f"none of {len(records)} traces has the block structure of the whole model",
             fix="also trace the requests of further_requests()",
         )
     return found

@@ -216,7 +216,7 @@ def _put_in(one: list[int], two: list[int], i: int, j: int) -> int:
                     continue
                 if two[begin : begin + len(ahead)] == ahead:
                     return length
-    raise Unlike(f"event {i} of the shallower log has no equal in the deeper one")
+    raise Unlike(f"event {i} of the shallower log does not occur in the deeper one")
 
 
 def extended(
@@ -330,7 +330,7 @@ def log_of_depth(records: Sequence[TraceRecord], *, blocks: int, shards: int) ->
         shallow, deep = (_of_one_depth(records, depth) for depth in depths[:2])
         times = (blocks - depths[0]) // (depths[1] - depths[0])
     else:
-        raise Unlike("logs of two depths are missing")
+        raise Unlike("logs of two depths are needed, but there is at most one")
     degrees = sorted({record.request.candidate.layout.shards for record in records})
     shapes = records[0].parameters
     elements = [shard_elements(shapes, one, blocks=blocks) for one in (*degrees, shards)]

@@ -231,7 +231,8 @@ def sharding_of(candidate: Candidate) -> Sharding | None:
         if not candidate.reshard:
             raise Impossible(
                 "hybrid_shard and shard_grad_op cannot be combined",
-                why="hybrid_shard frees blocks after the forward, shard_grad_op has one copy",
+                why="hybrid_shard always reshards blocks after the forward pass, and "
+                "shard_grad_op never does",
                 fix="use only one of the two",
             )
         return Sharding(
@@ -350,6 +351,6 @@ def _vocabulary(model: nn.Module) -> int:
             return module.num_embeddings
     raise Impossible(
         "the model has no token embedding, so it cannot be planned with rows of text",
-        why="a sequence length was given and no dataset",
+        why="a sequence length is set, but no dataset",
         fix="set data.dataset (module:function): the shape of its first sample is used",
     )

@@ -342,7 +342,7 @@ def named_refusals(seen: LiveStorages) -> Iterator[None]:
             f"this model cannot be traced without values: {where}, {seen.stages.now.phase}",
             why=f"{_operation(error)} depends on tensor values, or its output shape is unknown",
             fix="plan with an estimate, which has a wider band; or remove .item(), nonzero() and "
-            "similar calls from the forward",
+            "similar calls from the forward pass",
         ) from error
 
 

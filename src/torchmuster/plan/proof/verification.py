@@ -221,8 +221,8 @@ def compare_with_plan(
             name="plan-verified-elsewhere",
             status=Status.NOTE,
             what=f"verified here: {predicted.instead}",
-            why="the hardware of the plan is not available here; its memory is predicted by the "
-            "same method, but its times depend on its GPUs, which cannot be verified here",
+            why="the hardware of the plan is not available here: the same method predicts its "
+            "memory, but its step times cannot be verified",
         )
         findings.append(note)
     return Verified(predicted=predicted, rows=rows, findings=tuple(findings))
@@ -275,7 +275,7 @@ def _judge(row: Row) -> Finding:
         return Finding(
             name=name,
             status=Status.NOTE,
-            what=f"{row}, below the allowed difference of {row.band * 100:.0f} %",
+            what=f"{row}, more than {row.band * 100:.0f} % below the prediction",
             why="the plan is too conservative here: it may refuse a configuration that would fit, "
             "or forecast too many hours",
         )
@@ -283,16 +283,17 @@ def _judge(row: Row) -> Finding:
         return Finding(
             name=name,
             status=Status.WARNING,
-            what=f"{row}, slower than the allowed difference of {row.band * 100:.0f} %",
-            why="hours and cost of the plan are off by the same ratio; other programs on this "
-            "machine also slow it down",
+            what=f"{row}, more than {row.band * 100:.0f} % slower than predicted",
+            why="the plan's hours and cost are off by the same ratio, unless other programs "
+            "slowed down this measurement",
             fix="muster plan --calibrate  # measures this machine's rates and plans with them",
         )
     return Finding(
         name=name,
         status=Status.FAILURE,
-        what=f"{row}, above the allowed difference of {row.band * 100:.0f} %",
-        why="a configuration that fits by the plan may run out of memory: the model does something "
+        what=f"{row}, more than {row.band * 100:.0f} % above the prediction",
+        why="a configuration that fits according to the plan may run out of memory: the model "
+        "does something "
         "that the trace does not show",
         fix=f"leave {signed_percent(row.ratio)} more free memory than the plan requires, or find "
         "the micro-batch by trials: muster plan --find-batch-size",

@@ -35,7 +35,8 @@ def too_large(candidate: Candidate, asked: PlanRequest, record: TraceRecord) -> 
         return None
     return PassedOver(
         name=_over_some(candidate_name(candidate), candidate, asked),
-        why=f"weights, gradients and optimizer alone need at least {format_bytes(least)}, and a "
+        why=f"weights, gradients and optimizer states alone need at least {format_bytes(least)}, "
+        f"and a "
         f"{asked.hardware.card.noun} has {format_bytes(asked.hardware.card.memory_bytes)}",
         needs_bytes=least,
         of_states=True,
@@ -126,7 +127,8 @@ def too_many_shards(candidate: Candidate, record: TraceRecord) -> PassedOver | N
     shards = "" if candidate.layout.copies > 1 else f" over {candidate.layout.shards:,} shards"
     return PassedOver(
         name=f"{candidate_name(candidate)}{shards}",
-        why=f"parameters have fewer rows than shards: gathers carry {times:.2f} times the model",
+        why=f"parameters have fewer rows than shards: all-gathers transfer {times:.2f} times the "
+        f"model",
     )
 
 
@@ -144,7 +146,7 @@ def rate_bound(forecasts: Sequence[Forecast], candidate: Candidate) -> float | N
 def _pace(one: Forecast, recompute: Recompute) -> float:
     """Return the least seconds of compute per sample on a rank, with this share recomputed."""
     time, candidate = one.time, one.candidate
-    assert time is not None, "only a forecast with a time has a pace"
+    assert time is not None, "only a forecast with a time has seconds per sample"
     of_sample = time.compute_s * candidate.layout.ranks / candidate.global_batch_size
     own, wanted = _least_compute(candidate.recompute), _least_compute(recompute)
     tokens = (time.tokens_per_s or 0.0) / time.samples_per_s * candidate.micro_batch_size

@@ -283,6 +283,6 @@ def _died(last_words: str) -> TraceRefused:
     return TraceRefused(
         what="the process that traces this model exited before it had an answer",
         why=redact_text(last_words),
-        fix="check that the model can be built with this much memory; signal 9 is usually the "
+        fix="check that this host has enough memory to build the model; signal 9 is usually the "
         "kernel's out-of-memory killer",
     )

@@ -34,8 +34,7 @@ def fits_in_memory(size_bytes: int, world: World) -> Decision[bool]:
     free = host.total_bytes - host.used_bytes
     fits = copies <= free - _SPARE * host.total_bytes
     said = (
-        f"copies for the saves of {world.local_world_size} ranks take {format_bytes(copies)} of "
-        "host "
+        f"{world.local_world_size} ranks copy {format_bytes(copies)} to host "
         f"memory; {format_bytes(free)} of {format_bytes(host.total_bytes)} are free"
     )
     return Decision(value=fits, reason=said)

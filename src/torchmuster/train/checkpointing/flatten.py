@@ -94,7 +94,7 @@ def _flatten_written(part: Any, way: tuple[str, ...], tensors: dict[str, torch.T
         f"{'.'.join(way)} cannot be saved in a checkpoint: it is a {type(part).__name__}",
         why="a checkpoint holds tensors, numbers, strings, lists and dictionaries; nothing is "
         "pickled",
-        fix="convert it to one of those",
+        fix="convert it to one of these types",
     )
 
 

@@ -75,8 +75,8 @@ def read_parts(path: Path) -> FileParts:
         raise Impossible(
             f"{path} is a safetensors file, but not a checkpoint of a trainer",
             why="it holds only tensors: no epoch and no optimizer state",
-            fix="for weights only: safetensors.torch.load_model(model, path), before the model is "
-            "given to the trainer",
+            fix="for weights only: safetensors.torch.load_model(model, path), before you pass "
+            "the model to the trainer",
         )
     return FileParts(rest=rest, tensors=tensors)
 
@@ -259,7 +259,7 @@ def _checkpoint_file_names(optimizer: torch.optim.Optimizer, model: nn.Module) -
     except KeyError:
         raise Impossible(
             "the optimizer has a parameter that is not in the trainer's model",
-            why="its state is saved under the model's names",
+            why="optimizer state is saved under the parameter names of the model",
             fix="create the optimizer from trainer.model.parameters()",
         ) from None
 

@@ -94,7 +94,8 @@ def sync_gradients(model: nn.Module) -> None:
     if any(isinstance(one, DTensor) for one in parameters):
         raise Impossible(
             "sync_gradients cannot average the gradients of this model: they are sharded",
-            why="each rank holds a different part; FSDP has already averaged them in the backward",
+            why="each rank holds a different part; FSDP has already averaged them in the "
+            "backward pass",
             fix="remove the call",
         )
     if world.world_size == 1:

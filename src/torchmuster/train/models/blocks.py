@@ -158,7 +158,7 @@ def recompute_blocks(model: nn.Module, kind: Kind = "full", *, every: int = 1) -
     return Decision(
         value=len(chosen),
         reason=f"activations of {len(chosen)} of {len(blocks)} blocks are recomputed in the "
-        f"backward: {kept}",
+        f"backward pass: {kept}",
     )
 
 

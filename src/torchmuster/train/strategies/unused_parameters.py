@@ -69,7 +69,8 @@ def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> Mu
         why="fsdp sums the existing gradients over the ranks in order, so it would sum gradients "
         "of "
         "different parameters",
-        fix="use them on every rank in every step, if only with the weight 0; or use ddp with "
+        fix="use them on every rank in every step, multiplied by 0 where they are not needed; or "
+        "use ddp with "
         "find_unused_parameters=True, if a copy fits on each rank",
     )
 
@@ -90,8 +91,8 @@ def _unused_parameters_ranks(ranks: Sequence[int]) -> str:
 
 def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterError:
     finding = (
-        "set find_unused_parameters=True: ddp then searches for them after every forward, which "
-        "traverses the whole graph in each step"
+        "set find_unused_parameters=True: ddp then searches for them after every forward pass, "
+        "which traverses the whole graph in each step"
     )
     if len(ranks) == world.world_size:
         where = "" if len(ranks) == 1 else " on any rank"
@@ -101,10 +102,13 @@ def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterE
         )
     else:
         where = f" on {_unused_parameters_ranks(ranks)} only"
-        fix = f"use them on every rank in every step, if only with the weight 0; or {finding}"
+        fix = (
+            "use them on every rank in every step, multiplied by 0 where they are not needed; or "
+            f"{finding}"
+        )
     return MusterError(
         f"{_unused_parameters_count(names)} got no gradient in the first step{where}: {_unused_parameters_shown(names)}",
-        why="ddp averages the gradient of every trained parameter, and ranks would wait forever "
+        why="ddp averages the gradient of every trainable parameter, and ranks would wait forever "
         "for one "
         "that never arrives",
         fix=fix,

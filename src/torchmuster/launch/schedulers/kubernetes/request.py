@@ -170,7 +170,8 @@ def _check_amounts(spec: JobSpec, request: KubernetesRequest) -> None:
     if memory is not None and shared > memory:
         raise Impossible(
             f"{format_bytes(shared)} of shared memory requested, but only {format_bytes(memory)} in total",
-            why="shared memory counts as the pod's memory; the pod would be killed before it is full",
+            why="shared memory counts toward the pod's memory limit, so the pod would be killed "
+            "before its shared memory is full",
             fix=f"--memory {format_bytes(2 * shared).replace(' ', '')}, or less shared memory",
         )
 

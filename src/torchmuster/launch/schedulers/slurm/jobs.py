@@ -147,7 +147,7 @@ _REASONS = {
     "AssocGrpGRES": "your account already uses as many GPUs as its limit allows",
     "AssocGrpNodeLimit": "your account already uses as many nodes as its limit allows",
     "AssocGrpCpuLimit": "your account already uses as many cores as its limit allows",
-    "AssocGrpCPUMinutesLimit": "your account has used up its CPU time",
+    "AssocGrpCPUMinutesLimit": "your account has used up its CPU time limit",
 }
 # Reasons that need a user or an administrator.
 _HOPELESS = {
@@ -169,7 +169,7 @@ _HOPELESS = {
     "AssocMaxWallDurationPerJobLimit": "it requests more time than your account allows",
 }
 _FAILURES = {
-    "OUT_OF_MEMORY": "it used more memory on a node than the job is allowed",
+    "OUT_OF_MEMORY": "it used more memory on a node than the job may use",
     "BOOT_FAIL": "a node did not boot",
     "DEADLINE": "its deadline passed",
     "TIMEOUT": "its time limit was reached",

@@ -65,7 +65,7 @@ def render_script(
         "#SBATCH --requeue",
         *_warning(request.warn_s),
         "# The job gets the environment of the submitting shell: virtual environment, loaded modules and",
-        "# tokens. Slurm keeps a copy of it while it knows the job.",
+        "# tokens. Slurm stores a copy of it until it forgets the job.",
         _directive("export", "ALL"),
         "",
         "# exec: Muster replaces this shell, so that it gets Slurm's signals.",

@@ -336,7 +336,7 @@ def _not_let_in(sorry: Refused) -> Impossible:
         )
     return Impossible(
         "the host does not know this join code",
-        why=f"{why}; a code expires when muster host prints a new one for its place",
+        why=f"{why}; a code expires when muster host prints a new one for the same machine",
         fix="use a code that muster host lists as unused",
     )
 

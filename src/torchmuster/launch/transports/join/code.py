@@ -147,7 +147,7 @@ def _from_bytes(data: bytes) -> JoinCode:
 
 def _mistyped(why: str) -> Impossible:
     return Impossible(
-        "this join code has a typing error",
+        "this join code contains a typing error",
         why=f"{why}; nothing was sent",
         fix="copy and paste the whole code that muster host printed",
     )

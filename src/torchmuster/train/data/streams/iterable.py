@@ -119,8 +119,8 @@ class Iterables:
             raise Impossible(
                 f"the data is {type(samples).__name__}, which can be read only once",
                 why="each epoch and each resume reads from the beginning",
-                fix="return a dataset with __iter__, or a function of the epoch that creates the "
-                "iterator",
+                fix="return a dataset with __iter__, or a function that takes the epoch and "
+                "returns an iterator",
             )
         self._samples = samples
         self._shards = divided_among.world_size if divided_among else 1
