@@ -150,7 +150,7 @@ def _beside_plain(answer: AttentionAnswer, best: MeasuredAttention) -> str:
     text = f"; at {length} {gain:.2g} times as fast as plain attention"
     most, least = plain[length].training_bytes, mine[length].training_bytes
     if most and least is not None:
-        text += f", with {format_bytes(least)} beyond the inputs instead of {format_bytes(most)}"
+        text += f", with {format_bytes(least)} of memory beyond the inputs, instead of {format_bytes(most)}"
     return text
 
 

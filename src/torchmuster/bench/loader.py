@@ -314,8 +314,8 @@ def same_data(reads: Sequence[Read]) -> Finding:
         name="data-same",
         status=Status.WARNING,
         what="same samples in the same order, but with different content each time",
-        why="the dataset uses randomness that is not seeded: the time, the system, or its own "
-        "generator that it reseeds",
+        why="the dataset uses random values that are not seeded: from the clock, from the operating "
+        "system, or from a generator that it reseeds itself",
         fix="use Python's random, torch or numpy.random, which are seeded for each batch",
     )
 

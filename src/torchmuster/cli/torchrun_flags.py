@@ -284,7 +284,7 @@ TORCHRUN_FLAGS = (
     ),
     TorchrunFlag(
         name="--use-env",
-        does="(of `torch.distributed.launch`) accepted, and required: Muster sets `LOCAL_RANK`",
+        does="(of `torch.distributed.launch`) no effect: Muster always sets `LOCAL_RANK`",
         apply=_accepted,
     ),
 )

@@ -14,7 +14,7 @@ RULES = (
             r"Xid \([^)\n]*\): ?13\b[^\n]{0,80}assert",
         ),
         what="a GPU kernel got an invalid value, most often a label or an index out of range",
-        why="a class label is not below the number of classes, or a token id is not below the embedding size",
+        why="a class label is out of range for the number of classes, or a token id for the vocabulary size of the embedding",
         confirm=f"{_EXACT}\nprint(labels.min(), labels.max(), tokens.max())   # before the call that failed",
         fix="run it once with CUDA_LAUNCH_BLOCKING=1, or on the CPU: the traceback is then exact\n"
         "then fix the data, or enlarge the layer: model.resize_token_embeddings(len(tokenizer))",

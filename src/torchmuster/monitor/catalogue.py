@@ -143,7 +143,7 @@ GOODPUT = _gauge(
 EVALUATION = _gauge(
     "muster_train_evaluation",
     "",
-    "result of the last evaluation; metric is its name in the evaluation",
+    "result of the last evaluation; the label metric has its name",
     _RUN,
     "metric",
     level=_SOMETIMES,

@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 NAMES = (
     PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode",
-        "run training steps on tensors with shapes but without memory, as torch.compile does",
+        "run training steps on fake tensors (shapes without memory), as torch.compile does",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.unset_fake_temporarily",

@@ -71,7 +71,7 @@ class Divergence:
         ]
         count = len({name for digests in of_ranks for name in digests})
         since = (
-            "they have differed since the start or for some steps"
+            "they may have differed from the start, because this is the first comparison"
             if self._same_up_to is None
             else f"they were equal at step {self._same_up_to}"
         )

@@ -46,7 +46,7 @@ def _library_path(surroundings: Surroundings) -> Iterator[Finding]:
             fix="unset LD_PRELOAD  # unless it is intended",
         )
     if not (hard or soft or preloaded):
-        words = "set, without libraries of torch" if named else "not set"
+        words = f"LD_LIBRARY_PATH is {'set, but does not replace libraries of torch' if named else 'not set'}"
         yield Finding(name="library-path", status=Status.OK, what=words)
 
 

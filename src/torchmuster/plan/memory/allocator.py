@@ -314,8 +314,8 @@ class CachingAllocator:
         if self.reserved_bytes + size > limit:
             raise OutOfMemory(
                 f"{format_bytes(size)} cannot be allocated on a device of {format_bytes(limit)}",
-                why=f"{format_bytes(self.live_bytes)} are in use, and "
-                f"{format_bytes(self.reserved_bytes)} cannot be returned to the device",
+                why=f"{format_bytes(self.live_bytes)} are in use; the allocator holds "
+                f"{format_bytes(self.reserved_bytes)} including these, and cannot return more to the device",
             )
 
 

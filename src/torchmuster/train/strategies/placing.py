@@ -53,7 +53,7 @@ def take_shards_of_rank_0(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def shard(parameter: nn.Parameter) -> torch.Tensor:
-        assert isinstance(parameter, DTensor), "every parameter of a sharded model is one"
+        assert isinstance(parameter, DTensor), "every parameter of a sharded model is a DTensor"
         values = _of_rank_0(whole.get(names[id(parameter)]), parameter, world)
         mesh, placements = parameter.device_mesh, parameter.placements
         part = distribute_tensor(values, mesh, placements).to_local()

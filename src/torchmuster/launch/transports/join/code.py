@@ -82,8 +82,8 @@ def decode_code(text: str) -> JoinCode:
     elif version != VERSION and _is_whole(letters):
         raise Impossible(
             f"this join code has version {version}, but this torchmuster supports version {VERSION}",
-            why="the host has another version of torchmuster than this machine",
-            fix="install the same torchmuster on both machines: muster --version",
+            why="the host has a different torchmuster version",
+            fix="install the same torchmuster version on both machines; muster --version prints it",
         )
     elif len(letters) < expected:
         raise _cut_off(len(letters), expected)
