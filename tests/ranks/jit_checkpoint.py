@@ -6,6 +6,9 @@
     PYTHONPATH=tests python tests/ranks/jit_checkpoint.py --times 20 --torchrun
 
 Each time two CPU ranks train a tiny random model and the launcher gets SIGTERM; then the checkpoint is examined.
+
+A step sleeps for 0.2 s. The Trainer lets each rank act on its own signal, at the next of several places in a step: with steps of
+a few milliseconds, the ranks can act at different places, and their collectives no longer match, under torchrun too.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from muster_command import muster_argv
 from patience import GIVE_UP_S
 
 SCRIPT = """\
-import os, torch
+import os, time, torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 class Say(TrainerCallback):
@@ -35,6 +38,7 @@ class Say(TrainerCallback):
 
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+model.register_forward_pre_hook(lambda *_: time.sleep(0.2))
 data = [{"input_ids": (ids := torch.randint(0, 64, (16,))), "labels": ids} for _ in range(64)]
 arguments = TrainingArguments(
     output_dir="out", enable_jit_checkpoint=True, max_steps=1_000_000, per_device_train_batch_size=2,
