@@ -177,7 +177,7 @@ def test_an_adapter_config_without_lora_is_refused(tmp_path: Path) -> None:
     name = save(store, 5).name
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
-    with pytest.raises(MusterError, match="the run trained LoRA"):
+    with pytest.raises(MusterError, match="the run trained a LoRA"):
         export_weights(store, name, tmp_path / "out", beside=tmp_path / "model")
     assert not (tmp_path / "out").exists()
 
