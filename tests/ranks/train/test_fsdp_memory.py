@@ -64,7 +64,7 @@ def test_running_out_with_gathered_blocks_tells_of_shards_and_copies(
             for phase in ("forward", "backward"):
                 said = of_rank[phase]
                 headline, *lines = said.splitlines()
-                assert f" {phase}, " in headline
+                assert f" {phase} pass, " in headline
                 assert headline.endswith(" 1.5 GiB")
                 assert re.sub(r"rank \d on \S+", "rank R on HOST", headline) == snapshot(name=phase)
                 assert "parameters                    3.0 MiB" in lines

@@ -55,7 +55,7 @@ def test_all_ranks_end_and_the_table_is_told(
     assert took_s < 15 + BUSY_S
     (headline,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
     assert f"rank 1 on {HOST} (cpu) " in headline
-    assert " forward, " in headline
+    assert " forward pass, " in headline
     assert headline.endswith(" 16.0 GiB")
     assert headline.replace(f" on {HOST} ", " on HOST ") == snapshot
     assert "Slurm" not in result.err
@@ -76,5 +76,5 @@ def test_all_ranks_end_under_torchrun_too(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if f"rank 1 on {HOST} (cpu) " in line]
-    assert " forward, " in told[0]
+    assert " forward pass, " in told[0]
     assert "optimizer states             78.9 KiB" in done.stderr

@@ -88,7 +88,7 @@ def test_an_error_of_one_rank_is_told_by_all(
         damaged, others = said.split("\n--\n")
         assert f"{tmp_path}/a.jsonl: line 41 " in damaged
         assert "rank 1 " in others
-        assert "rank 0: 1 files" in others
+        assert "rank 0 reads 1 files" in others
     assert first.startswith("rank 1 ")
     assert re.sub(r"digest \w+", "digest DIGEST", first) == snapshot
     assert re.sub(r"digest \w+", "digest DIGEST", second) == snapshot
