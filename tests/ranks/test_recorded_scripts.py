@@ -13,6 +13,7 @@ import pytest
 
 from muster_command import Muster
 from patience import GIVE_UP_S
+from ranks.conftest import Torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -117,3 +118,18 @@ def test_recording_can_be_switched_off(muster: Muster, tmp_path: Path) -> None:
     done = muster("run", *TWO, *switch, script, timeout_s=_WITHIN_S)
     assert done.code == 0
     assert Ran(tmp_path, done.out).lines("steps") == []
+
+
+@pytest.mark.parametrize("name", ["plain", "accelerate_loop", "hf_trainer", "trl_sft"])
+def test_a_script_prints_the_losses_that_it_prints_under_torchrun(
+    muster: Muster, torchrun: Torchrun, tmp_path: Path, name: str
+) -> None:
+    plain = torchrun(str(SCRIPTS / f"{name}.py"), within_s=_WITHIN_S)
+    assert plain.code == 0, plain.err
+    losses = _any_losses(plain.out)
+    assert len(losses) >= 3
+    assert _any_losses(run(muster, tmp_path, f"{name}.py").printed) == losses
+
+
+def _any_losses(printed: str) -> list[str]:
+    return sorted(re.findall(r"loss\W{1,4}([\d.]+)", printed))
