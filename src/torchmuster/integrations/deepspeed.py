@@ -1,6 +1,6 @@
 """Record the loss and the checkpoints of a DeepSpeed script.
 
-``muster run`` wraps ``backward`` and ``save_checkpoint`` of ``DeepSpeedEngine`` by itself. The loss is rank 0's, of the last
+``muster run`` wraps ``backward``, ``step`` and ``save_checkpoint`` of ``DeepSpeedEngine``. The loss is rank 0's, of the last
 micro-batch of a step. Under Accelerate and Hugging Face's Trainer it comes from these libraries instead.
 """
 
@@ -52,5 +52,5 @@ def watch_engine(module: ModuleType) -> None:
 
 
 def _is_reported_by_accelerate() -> bool:
-    """Return whether the script uses Accelerate, also through the Trainer, which report losses and folders themselves."""
+    """Return whether Accelerate, which the Trainer uses too, reports losses and checkpoints."""
     return "accelerate.accelerator" in sys.modules

@@ -16,16 +16,13 @@ def watch_metrics(module: ModuleType) -> None:
     @functools.wraps(log)
     def logged(self: Any, step: int, *arguments: Any, **names: Any) -> Any:
         with contextlib.suppress(Exception):
-            recorder = recording.recorder
-            values = dict(zip(("loss", "loss_max", "grad_norm"), arguments, strict=False))
-            for name, own in _NAMES.items():
-                if name in names:
-                    values[own] = names[name]
-            if recorder is not None and values:
-                recorder.log(values, step)
+            given = dict(zip(_NAMES, arguments, strict=False)) | names
+            values = {own: given[name] for name, own in _NAMES.items() if name in given}
+            recording.log(step, **values)
         return log(self, step, *arguments, **names)
 
     kind.log = logged
 
 
+# The arguments of ``MetricsProcessor.log`` after the step, in their order.
 _NAMES = {"global_avg_loss": "loss", "global_max_loss": "loss_max", "grad_norm": "grad_norm"}

@@ -86,7 +86,7 @@ def too_many_threads(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause
     return Cause(
         name="too-many-threads",
         what=f"{facts.ranks_here} ranks with {facts.threads} threads each share {facts.cores} "
-        f"cores",
+        "cores",
         would=f"{fitting} {'thread' if fitting == 1 else 'threads'} each would give",
         gain=None if trial is None else trial.gain,
         known_by="trial",
@@ -211,7 +211,7 @@ def no_overlap(analysis: Analysis, trials: Sequence[ChangeTrial]) -> Cause | Non
         known_by="trace" if trial is None else "trial",
         why=f"{format_bytes(facts.gradient_bytes)} of gradients are sent {how}, without overlap; "
         f"in messages of {wanted} MiB, {hidden:.0%} of the transfer would overlap with the "
-        f"backward pass",
+        "backward pass",
         fix=fix,
         evidence=f"even the last rank waits {amount_text(exposed_s, 's')} of "
         f"{amount_text(analysis.step_s, 's')}; the backward pass itself takes "
