@@ -9,6 +9,7 @@
     console.log    output of the launcher
     logs/          rank-<n>.log
     model/         model files other than weights: config, tokenizer
+    data.json      of a training on text: what the data is, and a sample with its loss mask
     metrics/  checkpoints/  hang/
     report.html
 """
@@ -17,6 +18,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,6 +82,11 @@ class RunFolder:
     def model(self) -> Path:
         """Model files other than weights: config, tokenizer."""
         return self.path / "model"
+
+    @property
+    def data(self) -> Path:
+        """What the data of a training on text is, and a sample of it."""
+        return self.path / "data.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -194,3 +201,10 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def user_cache(part: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return a folder of the user's cache, by the XDG rules."""
+    own = environment.get("XDG_CACHE_HOME", "")
+    base = Path(own) if Path(own).is_absolute() else Path.home() / ".cache"
+    return base / "torchmuster" / part

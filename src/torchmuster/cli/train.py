@@ -13,6 +13,7 @@ from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.places import open_store
 from torchmuster.cli import job_flags, output, parsers, slurm_run
 from torchmuster.cli.config import settings_from
+from torchmuster.cli.data_check import check_data, show_data
 from torchmuster.cli.launching import start, transport_for
 from torchmuster.cli.scripts import Script
 from torchmuster.cli.which_run import choose_run
@@ -315,8 +316,11 @@ def _run_train(options: argparse.Namespace) -> int:
     if options.plan:
         resolved, promise = follow_plan(options, resolved)
     spec = _job(options, resolved)
-    if not options.slurm and not spec.hosts:
-        check_here(resolved)  # on other hosts, the ranks check it
+    report = None
+    if not options.slurm and not spec.hosts:  # on other hosts, the ranks check it
+        check_here(resolved)
+        if not options.dry_run and (report := check_data(resolved)) is not None:
+            show_data(report)
     python = resolved.settings.launch.remote_python or sys.executable
     if options.check and not options.dry_run and not options.slurm:
         code = _check_train(options, spec, python)
@@ -327,7 +331,7 @@ def _run_train(options: argparse.Namespace) -> int:
         spec,
         python,
         in_folder=functools.partial(_in_folder, resolved=resolved),
-        prepare=functools.partial(_save_settings, resolved=resolved, promise=promise),
+        prepare=functools.partial(_write_files, resolved=resolved, promise=promise, report=report),
         run=run,
     )
 
@@ -377,8 +381,16 @@ def _in_folder(spec: JobSpec, folder: Path, *, resolved: Resolved) -> JobSpec:
     return dataclasses.replace(spec, command=(*spec.command, *words), checkpoints=place)
 
 
-def _save_settings(run: RunFolder, *, resolved: Resolved, promise: "Promise | None") -> None:
+def _write_files(
+    run: RunFolder,
+    *,
+    resolved: Resolved,
+    promise: "Promise | None",
+    report: dict[str, object] | None,
+) -> None:
     write_atomically(run.config, settings_yaml(resolved))
+    if report is not None:
+        write_atomically(run.data, json.dumps(report))
     if promise is not None:
         from torchmuster.plan.proof import comparison
 

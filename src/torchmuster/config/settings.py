@@ -130,17 +130,70 @@ class Data:
     files: Annotated[
         Text | tuple[Text, ...] | None,
         Meta(
-            description="Text files: a path, a pattern or a URL such as s3://a/*.jsonl, or a list."
+            description="JSON lines, text, Parquet or CSV files: a path, a pattern or a URL such as "
+            "s3://a/*.jsonl, or a list."
         ),
     ] = None
     hugging_face: Annotated[
         Text | None,
-        Meta(description="Text dataset: a local folder, or its name on the Hugging Face hub."),
+        Meta(description="A dataset: a local folder, or its name on the Hugging Face hub."),
+    ] = None
+    config_name: Annotated[
+        Text | None, Meta(description="Configuration (subset) of the Hugging Face dataset.")
     ] = None
     split: Annotated[Text, Meta(description="Split of the Hugging Face dataset.")] = "train"
+    revision: Annotated[
+        Text | None, Meta(description="Branch, tag or commit of a dataset on the hub.")
+    ] = None
+    streaming: Annotated[
+        bool,
+        Meta(description="Read a dataset on the hub during training instead of downloading it."),
+    ] = False
+    format: Annotated[
+        Literal["auto", "text", "chat", "prompt_completion", "tokens"],
+        Meta(
+            description="What a record holds: text, chat messages, a prompt and its completion, or "
+            "token ids; auto decides by the fields of the first record."
+        ),
+    ] = "auto"
     text_field: Annotated[
         Text, Meta(description="The field that holds the text, if a record has several fields.")
     ] = "text"
+    messages_field: Annotated[
+        Text, Meta(description="The field that holds the messages of a chat.")
+    ] = "messages"
+    prompt_field: Annotated[Text, Meta(description="The field that holds the prompt.")] = "prompt"
+    completion_field: Annotated[Text, Meta(description="The field that holds the completion.")] = (
+        "completion"
+    )
+    train_on: Annotated[
+        Literal["answers", "all"],
+        Meta(
+            description="Which tokens of chats and completions count in the loss: those of the "
+            "assistant's messages and of completions, or all."
+        ),
+    ] = "answers"
+    chat_template: Annotated[
+        Text | None,
+        Meta(
+            description="A file with a chat template (Jinja), instead of the tokenizer's; it is "
+            "saved with the model."
+        ),
+    ] = None
+    add_bos: Annotated[
+        bool | None,
+        Meta(
+            description="Put the beginning token before each text and prompt; if left out, as the "
+            "tokenizer does by itself. Chat templates decide on their own."
+        ),
+    ] = None
+    add_eos: Annotated[
+        bool,
+        Meta(
+            description="Put the end token after each text and completion. "
+            "Chat templates decide on their own."
+        ),
+    ] = True
     tokenizer: Annotated[
         Text | None,
         Meta(
@@ -154,7 +207,9 @@ class Data:
     pack: Annotated[
         bool,
         Meta(
-            description="Pack several texts into a row; false pads each text to a row of its own."
+            description="Pack several texts into a row, which do not attend to each other; false "
+            "pads each text to a row of its own. Only text and tokens continue in the next row; "
+            "chats and completions are truncated."
         ),
     ] = True
     shuffle: Annotated[
@@ -173,7 +228,10 @@ class Data:
     ] = None
     evaluation_files: Annotated[
         Text | tuple[Text, ...] | None,
-        Meta(description="Text files to evaluate on, given like data.files."),
+        Meta(description="Files to evaluate on, given like data.files."),
+    ] = None
+    evaluation_split: Annotated[
+        Text | None, Meta(description="Split of the Hugging Face dataset to evaluate on.")
     ] = None
 
 

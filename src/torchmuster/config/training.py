@@ -23,7 +23,7 @@ _DATA = ("data.dataset", "data.files", "data.hugging_face")
 _AT_MOST_ONE = (
     _MODELS,
     _DATA,
-    ("data.evaluation_dataset", "data.evaluation_files"),
+    ("data.evaluation_dataset", "data.evaluation_files", "data.evaluation_split"),
     ("train.epochs", "train.steps"),
     ("train.micro_batch_size", "train.micro_batch_sizes"),
 )
@@ -35,13 +35,25 @@ _NEEDS = {
     "model.lora_alpha": ("model.lora_rank",),
     "model.lora_targets": ("model.lora_rank",),
     "model.attention": ("model.model_name_or_path",),
-    "data.split": ("data.hugging_face",),
-    "data.text_field": ("data.files", "data.hugging_face"),
-    "data.tokenizer": ("data.files", "data.hugging_face"),
-    "data.sequence_length": ("data.files", "data.hugging_face"),
-    "data.pack": ("data.files", "data.hugging_face"),
+    **dict.fromkeys(
+        [
+            *("data.config_name", "data.split", "data.revision", "data.streaming"),
+            "data.evaluation_split",
+        ],
+        ("data.hugging_face",),
+    ),
+    **dict.fromkeys(
+        [
+            *("data.format", "data.text_field", "data.messages_field", "data.prompt_field"),
+            *("data.completion_field", "data.train_on", "data.chat_template", "data.add_bos"),
+            *("data.add_eos", "data.tokenizer", "data.sequence_length", "data.pack"),
+        ],
+        ("data.files", "data.hugging_face"),
+    ),
     "data.evaluation_files": ("data.files", "data.hugging_face"),
-    "train.evaluate_every": ("data.evaluation_dataset", "data.evaluation_files"),
+    "train.evaluate_every": (
+        *("data.evaluation_dataset", "data.evaluation_files", "data.evaluation_split"),
+    ),
 }
 
 

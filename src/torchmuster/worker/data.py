@@ -1,12 +1,21 @@
 """Create the dataset, loaders and evaluation that the settings describe."""
 
+from dataclasses import replace
 from typing import Any
 
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
+from torchmuster.train.data.formats import RecordFormat
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
-from torchmuster.train.data.text import TextRows, holds_tokens, open_dataset, tokenizer_named
+from torchmuster.train.data.text import (
+    DatasetData,
+    FileData,
+    TextRows,
+    holds_tokens,
+    open_dataset,
+    tokenizer_named,
+)
 from torchmuster.train.losses import Loss, measured_loss
 from torchmuster.train.models import factory
 from torchmuster.train.trainer import Evaluation
@@ -16,22 +25,76 @@ _USUAL_MICRO_BATCH_SIZE = 8
 
 
 def rows_of(settings: Settings, world: World) -> TextRows | None:
-    """Return how text becomes rows; None if the data is not text."""
-    data = settings.data
-    if not (data.files or data.hugging_face):
+    """Return how records become rows; None if the data is not text."""
+    if not (settings.data.files or settings.data.hugging_face):
         return None
+    with rank_zero_first(world, per="node"):
+        return text_rows(settings)[0]
+
+
+def text_rows(settings: Settings) -> tuple[TextRows, str]:
+    """Return how records become rows, and the reason for the format."""
+    data = settings.data
     name = data.tokenizer or settings.model.model_name_or_path
     has_tokens = data.tokenizer is None and holds_tokens(data.files)
-    with rank_zero_first(world, per="node"):
-        tokenizer = None if has_tokens or name is None else tokenizer_named(name)
-    return TextRows(
+    tokenizer = None
+    if not has_tokens and name is not None:
+        tokenizer = tokenizer_named(name, add_bos=data.add_bos, chat_template=data.chat_template)
+    how = RecordFormat(
+        kind="text" if data.format == "auto" else data.format,
+        text_field=data.text_field,
+        messages_field=data.messages_field,
+        prompt_field=data.prompt_field,
+        completion_field=data.completion_field,
+        train_on=data.train_on,
+        add_eos=data.add_eos,
+    )
+    reason = f"data.format is {data.format}"
+    if data.format == "auto" and not holds_tokens(data.files):
+        first = next(iter(training_data(settings).records()), None)
+        if first is not None and first.error is not None:
+            raise first.error
+        if first is not None:
+            kind = how.recognize(first.value)
+            how, reason = replace(how, kind=kind.value), kind.reason
+    rows = TextRows(
         tokenizer=tokenizer,
         sequence_length=data.sequence_length,
         pack=data.pack,
-        field=data.text_field,
+        how=how,
         seed=settings.train.seed,
         shuffle=data.shuffle,
     )
+    return rows, reason
+
+
+def training_data(settings: Settings) -> FileData | DatasetData:
+    """Return the records to train on."""
+    if settings.data.files is not None:
+        return FileData(settings.data.files)
+    return _dataset_data(settings, settings.data.split)
+
+
+def evaluation_data(settings: Settings) -> FileData | DatasetData | None:
+    """Return the records to evaluate on; None if the settings have none."""
+    if settings.data.evaluation_files is not None:
+        return FileData(settings.data.evaluation_files)
+    if settings.data.evaluation_split is not None:
+        return _dataset_data(settings, settings.data.evaluation_split)
+    return None
+
+
+def _dataset_data(settings: Settings, split: str) -> DatasetData:
+    data = settings.data
+    assert data.hugging_face is not None
+    dataset = open_dataset(
+        data.hugging_face,
+        split,
+        config_name=data.config_name,
+        revision=data.revision,
+        streaming=data.streaming,
+    )
+    return DatasetData(dataset, f"{data.hugging_face} {split}")
 
 
 def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
@@ -41,10 +104,9 @@ def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
         if data.dataset is not None:
             return factory.call_import(data.dataset, "data.dataset")
         assert rows is not None
-        if data.files is not None:
+        if data.files is not None and holds_tokens(data.files):
             return rows.of_files(data.files)
-        assert data.hugging_face is not None
-        return rows.of_dataset(open_dataset(data.hugging_face, data.split))
+        return rows.of_data(training_data(settings))
 
 
 def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decision[LoaderSpec]:
@@ -96,15 +158,20 @@ def evaluation_of(
 ) -> Evaluation | None:
     """Return what to evaluate, and when; None if the settings have no evaluation."""
     data = settings.data
-    if data.evaluation_dataset is None and data.evaluation_files is None:
+    given = (data.evaluation_dataset, data.evaluation_files, data.evaluation_split)
+    if given == (None, None, None):
         return None
     with rank_zero_first(world, per="node"):
         if data.evaluation_dataset is not None:
             samples = factory.call_import(data.evaluation_dataset, "data.evaluation_dataset")
         else:
             assert rows is not None
-            assert data.evaluation_files is not None
-            samples = rows.in_order().of_files(data.evaluation_files)
+            if data.evaluation_files is not None and holds_tokens(data.evaluation_files):
+                samples = rows.in_order().of_files(data.evaluation_files)
+            else:
+                records = evaluation_data(settings)
+                assert records is not None
+                samples = rows.in_order().of_data(records)
     loader = loader_for(samples, world, batches.in_order())
     # By default: after each epoch, or once at the end if the run is limited by steps.
     every = settings.train.evaluate_every or settings.train.steps

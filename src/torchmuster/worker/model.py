@@ -9,7 +9,8 @@ from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.data.batch_split import BatchSplit
-from torchmuster.train.data.streams.tokenizing import Tokenizer, TransformersTokenizer
+from torchmuster.train.data.formats import Tokenizer
+from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
 from torchmuster.train.data.text import TextRows
 from torchmuster.train.models import hugging_face, lora
 from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
@@ -67,7 +68,7 @@ def model_of(
     sketched = build_on_meta(sketch)
     if rows is not None:
         check_tokens(
-            sketched,
+            getattr(sketched, "config", None),
             vocabulary=rows.tokenizer.vocabulary if rows.tokenizer else None,
             sequence_length=rows.sequence_length,
         )

@@ -28,6 +28,7 @@ from torchmuster.train.world import World, all_gather_object
 from torchmuster.units import parse_seconds
 from torchmuster.worker.data import batches_of, evaluation_of, rows_of, samples_of
 from torchmuster.worker.model import model_of, recipe_of, write_model_files
+from torchmuster.worker.prepare import write_data_report
 from torchmuster.worker.reporting import peak_flops, rank_zero_log, reports_for, start_sinks
 
 
@@ -43,6 +44,8 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
         rows = rows_of(settings, world)
         trainer = _trainer(settings, recipe, rows, world, folder, stop)
     run = RunFolder(folder)
+    if rows is not None and world.is_first and not run.data.is_file():
+        write_data_report(run, rows, settings)  # muster train has written it on the first host
     tokenizer = None if rows is None else rows.tokenizer
     write_model_files(run.model, recipe, tokenizer, trainer.model, world)
     place = run.checkpoints / "final"

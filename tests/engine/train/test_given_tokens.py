@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import MusterError
+from torchmuster.train.data.formats import RecordFormat, Tokenizer
+from torchmuster.train.data.prepared import PreparedRows
 from torchmuster.train.data.streams.iterable import Iterables
 from torchmuster.train.data.streams.packing import PackedRows, PaddedRows, Row
 from torchmuster.train.data.streams.reading import Source
 from torchmuster.train.data.streams.tokenizing import (
     ByteTokenizer,
     Tokenized,
-    Tokenizer,
     TransformersTokenizer,
 )
 from torchmuster.train.data.text import TextRows, TokenRows
@@ -210,7 +211,7 @@ def of_files(records: list[Any], folder: Path) -> Source:
     (folder / "data.jsonl").write_text(lines)
     rows = TextRows(tokenizer=ByteTokenizer(), sequence_length=8, pack=False)
     source = rows.of_files(f"{folder}/data.jsonl")
-    assert not isinstance(source, TokenRows)
+    assert not isinstance(source, TokenRows | PreparedRows)
     return source
 
 
@@ -221,7 +222,10 @@ def of_dataset(records: list[Any], folder: Path, how: str = "") -> Source:
         dataset = dataset.with_format(how)
     if how == "iterable":
         dataset = dataset.to_iterable_dataset(num_shards=2)
-    return TextRows(tokenizer=ByteTokenizer(), sequence_length=8, pack=False).of_dataset(dataset)
+    rows = TextRows(tokenizer=ByteTokenizer(), sequence_length=8, pack=False)
+    source = rows.of_dataset(dataset)
+    assert not isinstance(source, PreparedRows)
+    return source
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,8 @@ def test_chat_messages_are_refused_before_anything_is_built(
     record: Any, field: str, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
-    rows = TextRows(tokenizer=ByteTokenizer(), sequence_length=8, field=field)
+    how = RecordFormat(text_field=field)
+    rows = TextRows(tokenizer=ByteTokenizer(), sequence_length=8, how=how)
     with pytest.raises(MusterError) as refused:
         rows.of_files(f"{tmp_path}/chat.jsonl")
     assert str(refused.value) == snapshot

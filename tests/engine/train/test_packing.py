@@ -14,6 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
+from torchmuster.train.data.formats import Tokens
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams.iterable import Indexed, Iterables
@@ -22,7 +23,6 @@ from torchmuster.train.data.streams.reading import Source
 from torchmuster.train.data.streams.tokenizing import (
     ByteTokenizer,
     Tokenized,
-    Tokens,
     TransformersTokenizer,
 )
 from torchmuster.train.data.text import TokenRows, write_tokens

@@ -180,17 +180,18 @@ def test_damage_comes_whole_out_of_a_worker(tmp_path: Path) -> None:
         (
             "{folder}/*.jsonl",
             "no files at {folder}/*.jsonl\n"
-            "searched for .txt, .jsonl, .ndjson, .json files, including compressed ones\n"
+            "searched for .txt, .jsonl, .ndjson, .json, .parquet, .csv files, including compressed ones\n"
             "check the path; quote a pattern such as data/*.jsonl",
         ),
         ("{folder}/missing.txt", "no files at {folder}/missing.txt\n"),
-        ("{folder}", "no files at {folder}\n"),
-        ("{folder}/*", "{folder}/a.parquet: unsupported file type\n"),
+        ("{folder}", "{folder}/a.parquet is a table, "),
+        ("{folder}/*", "{folder}/b.bin: unsupported file type\n"),
         ("nowhere://bucket/a.txt", "cannot read files at nowhere://\nProtocol not known"),
     ],
 )
 def test_what_is_not_there_or_not_readable_is_said(tmp_path: Path, place: str, said: str) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "b.bin").write_bytes(b"")
     with pytest.raises(Impossible) as refused:
         Files(place.format(folder=tmp_path))
     assert str(refused.value).startswith(said.format(folder=tmp_path)), str(refused.value)
@@ -218,14 +219,14 @@ def test_storage_that_fails_is_tried_again_and_given_up_with_the_password_hidden
     failures = itertools.cycle([True, True, False])
     lasting = False
     pauses: list[float] = []
-    opened = reading_files._opened
+    opened = reading_files.open_file
 
     def flaky(*arguments: Any) -> Any:
         if lasting or next(failures):
             raise OSError(104, "reset by https://ana:secret-word@storage.example")
         return opened(*arguments)
 
-    monkeypatch.setattr(reading_files, "_opened", flaky)
+    monkeypatch.setattr(reading_files, "open_file", flaky)
     monkeypatch.setattr("time.sleep", pauses.append)
     assert sorted(map(int, everything(source))) == list(range(100))
     assert pauses == [0.5, 1.0] * 2

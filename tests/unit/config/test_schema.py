@@ -42,8 +42,19 @@ data:
   dataset: my_data:train
   files: data/*.jsonl
   hugging_face: wikitext
+  config_name: wikitext-2-raw-v1
   split: train
+  revision: main
+  streaming: true
+  format: chat
   text_field: text
+  messages_field: conversation
+  prompt_field: question
+  completion_field: answer
+  train_on: all
+  chat_template: chat.jinja
+  add_bos: true
+  add_eos: false
   tokenizer: bytes
   sequence_length: 2048
   pack: true
@@ -52,6 +63,7 @@ data:
   prefetch: 4
   evaluation_dataset: my_data:test
   evaluation_files: data/test.jsonl
+  evaluation_split: test
 train:
   epochs: 3
   steps: 1000

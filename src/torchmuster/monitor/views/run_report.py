@@ -1,6 +1,7 @@
 """The report of a run, from its folder alone: command, result, what to do; then the figures."""
 
 import contextlib
+import json
 import math
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from torchmuster.units import format_bytes, format_seconds
 # note.
 _READ_WITHIN_S = 8.0
 _MOST_SETTINGS = 64 * 1024
+_MOST_SAMPLE = 1024 * 1024
 _MOST_CHECKPOINTS = 20
 _REST = "other"  # starting, repeated steps, waiting, shutdown
 
@@ -46,6 +48,7 @@ class _Told:
         tuple[ScriptCheckpoint, Condition]
     ]  # newest first; those it deleted left out
     settings: str
+    data: str  # markup
     is_whole: bool  # whether all step lines were read
 
 
@@ -73,6 +76,7 @@ def _read_run_report(run: RunFolder) -> _Told:
     with contextlib.suppress(OSError), run.config.open(encoding="utf-8", errors="replace") as file:
         settings = file.read(_MOST_SETTINGS)
     return _Told(
+        data=_data(run),
         picture=picture,
         account=account,
         past=replay.alerts,
@@ -103,12 +107,32 @@ def _page(told: _Told) -> Iterator[str]:
     ranks = rank_map(picture.ranks) if picture.ranks else ""
     yield _section("ranks at their last heartbeat", ranks)
     yield _section("hosts and devices", _run_report_devices(picture))
+    yield _section("data", told.data)
     if told.settings:
         body = f"<pre>{escape(harmless(redact_text(told.settings)))}</pre>"
         yield html_details("settings", body)
     if told.account.files:
         names = "".join(f"<li>{escaped_text(name)}</li>" for name in told.account.files)
         yield html_details("files in the run folder", f"<ul>{names}</ul>")
+
+
+def _data(run: RunFolder) -> str:
+    """Return what the data was, and a sample in which the text that counts in the loss is marked."""
+    try:
+        told = json.loads(run.data.read_bytes()[:_MOST_SAMPLE])
+        lines = [str(one) for one in told["lines"]]
+        sample = [(str(text), bool(counted)) for text, counted in told["sample"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    body = "".join(f"<p>{escaped_text(one)}</p>" for one in lines)
+    if not sample:
+        return body
+    marked = "".join(
+        f"<mark>{escaped_text(text)}</mark>" if counted else escaped_text(text)
+        for text, counted in sample
+    )
+    title = "the first sample; the marked text counts in the loss"
+    return body + html_details(title, f"<pre>{marked}</pre>", opened=True)
 
 
 def _section(title: str, body: str) -> str:

@@ -270,7 +270,9 @@ def _build_step_model(
         if blocks is not None:
             cut(model, blocks)
     if work.sequence_length is not None:
-        check_tokens(model, vocabulary=None, sequence_length=work.sequence_length)
+        check_tokens(
+            getattr(model, "config", None), vocabulary=None, sequence_length=work.sequence_length
+        )
     return model, depth, counts
 
 

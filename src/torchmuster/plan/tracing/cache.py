@@ -15,7 +15,7 @@ import msgspec
 import torchmuster
 from torchmuster.plan.job import Work
 from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.runfolder import write_atomically
+from torchmuster.runfolder import user_cache, write_atomically
 from torchmuster.units import GiB
 
 # Packages that determine, besides the request, the operations of a training.
@@ -141,7 +141,5 @@ def _code_of(module: str, folder: Path) -> Iterator[Path]:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the cache folder of the user, by the XDG rules."""
-    own = environment.get("XDG_CACHE_HOME", "")
-    base = Path(own) if Path(own).is_absolute() else Path.home() / ".cache"
-    return base / "torchmuster" / "plan"
+    """Return the cache folder of plans."""
+    return user_cache("plan", environment)

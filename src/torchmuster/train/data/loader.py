@@ -184,6 +184,8 @@ class BatchLoader:
         self._shuffle = shuffle
         self._drop_tail = drop_tail
         self._size = _loader_size(dataset)
+        # Of a dataset that knows more about its content than its size.
+        self._data = dataset.identity() if hasattr(dataset, "identity") else None
         if not self.steps_in_epoch():
             raise Impossible(
                 f"an epoch of {self._size} samples has no full step",
@@ -322,7 +324,8 @@ class BatchLoader:
         self._workers_at_work = None
 
     def _identity(self) -> dict[str, Any]:
-        return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle}
+        told = {"size": self._size, "seed": self._seed, "shuffle": self._shuffle}
+        return told if self._data is None else {**told, "data": self._data}
 
 
 def _cut(epoch: int, indices: list[int], cuts: list[tuple[int, int]]) -> Iterator[SampleRange]:
@@ -350,4 +353,5 @@ def _loader_size(dataset: Any) -> int:
 
 def _loader_message(identity: dict[str, Any]) -> str:
     order = {True: "shuffled", False: "in order"}.get(identity["shuffle"], "in an unknown order")
-    return f"{identity['size']} samples, {order}, seed {identity['seed']}"
+    data = f", content {identity['data']}" if identity.get("data") else ""
+    return f"{identity['size']} samples, {order}, seed {identity['seed']}{data}"

@@ -39,12 +39,15 @@ def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
             why="Muster decides which rank reads which samples, and in which order",
             fix="return the dataset of the DataLoader; batch sizes and workers are settings",
         )
+    options: dict[str, Any] = dict(vars(batches))
+    if (collate := getattr(samples, "collate", None)) is not None:
+        options["collate"] = collate
     if hasattr(samples, "lanes") and hasattr(samples, "open"):
-        return StreamLoader(samples, world, **vars(batches))
+        return StreamLoader(samples, world, **options)
     if hasattr(samples, "num_shards") and hasattr(samples, "shard") and not _is_numbered(samples):
         return StreamLoader(HuggingFaceStream(samples), world, **vars(batches))
     if _is_numbered(samples):
-        return BatchLoader(samples, world, **vars(batches))
+        return BatchLoader(samples, world, **options)
     if not hasattr(samples, "__iter__"):
         raise Impossible(
             f"the data is {type(samples).__name__}, which is not a dataset",

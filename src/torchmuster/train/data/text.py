@@ -3,8 +3,8 @@
 import glob
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,36 +14,51 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from torchmuster.errors import Impossible
-from torchmuster.train.data.streams.files import Files
+from torchmuster.runfolder import user_cache
+from torchmuster.train.data.formats import WHOLE, RecordFormat, RecordTokenizer, Tokenizer
+from torchmuster.train.data.prepared import (
+    PreparedRows,
+    open_prepared,
+    prepare_rows,
+    prepared_path,
+)
+from torchmuster.train.data.records import Record, read_records, records_of
+from torchmuster.train.data.streams.files import File, Files, find_files
 from torchmuster.train.data.streams.iterable import HuggingFaceStream, Indexed
 from torchmuster.train.data.streams.packing import PackedRows, PaddedRows, Row, row_of
 from torchmuster.train.data.streams.reading import Source
 from torchmuster.train.data.streams.tokenizing import (
     ByteTokenizer,
     Tokenized,
-    Tokenizer,
     TransformersTokenizer,
+    tokenizer_digest,
 )
 
 INSTALL = "pip install 'torchmuster[datasets]'"
 
 
-def open_dataset(name_or_path: str, split: str) -> Any:
+def open_dataset(
+    name_or_path: str,
+    split: str,
+    *,
+    config_name: str | None = None,
+    revision: str | None = None,
+    streaming: bool = False,
+) -> Any:
     """Open a dataset: a folder that ``save_to_disk`` wrote, a folder of files, or a name on the hub."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise Impossible(
-            "datasets by name or folder need the package datasets, which is not installed",
-            why=str(error),
-            fix=INSTALL,
-        ) from error
+    datasets = _datasets("datasets by name or folder need")
     folder = Path(name_or_path).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
-            found = datasets.load_from_disk(str(folder))
-            return _one_of(found, name_or_path, split)
-        return datasets.load_dataset(str(folder) if folder.is_dir() else name_or_path, split=split)
+            found = _one_of(datasets.load_from_disk(str(folder)), name_or_path, split)
+            return found.to_iterable_dataset() if streaming else found
+        return datasets.load_dataset(
+            str(folder) if folder.is_dir() else name_or_path,
+            config_name,
+            split=split,
+            revision=revision,
+            streaming=streaming,
+        )
     except (OSError, ValueError) as error:
         raise Impossible(
             f"cannot open the dataset {name_or_path!r}, split {split!r}",
@@ -52,6 +67,23 @@ def open_dataset(name_or_path: str, split: str) -> Any:
             "access, download it "
             f"on another host: hf download --repo-type dataset {name_or_path} --local-dir FOLDER",
         ) from error
+
+
+def _open_tables(files: Sequence[File]) -> Any:
+    """Open Parquet or CSV files as one dataset."""
+    datasets = _datasets(f"{files[0].shown}: tables need")
+    kind = "parquet" if files[0].place.endswith(".parquet") else "csv"
+    return datasets.load_dataset(kind, data_files=[one.place for one in files], split="train")
+
+
+def _datasets(needed: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise Impossible(
+            f"{needed} the package datasets, which is not installed", why=str(error), fix=INSTALL
+        ) from error
+    return datasets
 
 
 def _one_of(found: Any, name: str, split: str) -> Any:
@@ -157,14 +189,62 @@ def holds_tokens(places: str | Sequence[str] | None) -> bool:
     return bool(named) and all(one.endswith(_TOKEN_FILES) for one in named)
 
 
+class FileData:
+    """Records in files: lines, Parquet or CSV."""
+
+    is_stream = False
+
+    def __init__(self, places: str | Sequence[str]) -> None:
+        self._places = places
+
+    def records(self) -> Iterator[Record]:
+        """Yield all records, with their file and line."""
+        return read_records(self._places)
+
+    def identity(self) -> list[tuple[str, int, str]]:
+        """Return what changes if a file does."""
+        return [(one.place, one.size_bytes, one.version) for one in find_files(self._places, {})]
+
+    def source(self, rows: "TextRows") -> Source:
+        """Return the records as a source of lanes."""
+        files = find_files(self._places, {})
+        if files[0].is_table:
+            return Indexed(_open_tables(files), seed=rows.seed, shuffle=rows.shuffle)
+        return Files(self._places, seed=rows.seed, shuffle=rows.shuffle)
+
+
+class DatasetData:
+    """Records of a Hugging Face dataset, map-style or iterable."""
+
+    def __init__(self, dataset: Any, name: str = "dataset") -> None:
+        self._dataset = dataset
+        self._name = name
+        self.is_stream = not hasattr(dataset, "__len__")
+
+    def records(self) -> Iterator[Record]:
+        """Yield all records, with their number."""
+        return records_of(self._dataset, self._name)
+
+    def identity(self) -> list[object]:
+        """Return what changes if the dataset does."""
+        known = getattr(self._dataset, "_fingerprint", None) or self._dataset[0]
+        return [self._name, len(self._dataset), known]
+
+    def source(self, rows: "TextRows") -> Source:
+        """Return the records as a source of lanes."""
+        if self.is_stream:
+            return HuggingFaceStream(self._dataset)
+        return Indexed(self._dataset, seed=rows.seed, shuffle=rows.shuffle)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextRows:
-    """How text becomes rows: tokenizer, length, packed or padded, order."""
+    """How records become rows: format, tokenizer, length, packed or padded, order."""
 
     tokenizer: Tokenizer | None  # None if files hold tokens already
     sequence_length: int
     pack: bool = True
-    field: str = "text"
+    how: RecordFormat = field(default_factory=RecordFormat)
     seed: int = 0
     shuffle: bool = True
 
@@ -172,26 +252,63 @@ class TextRows:
         """Return the same settings without shuffling, for evaluation."""
         return replace(self, shuffle=False)
 
-    def of_files(self, places: str | Sequence[str]) -> Source | TokenRows:
+    def of_files(self, places: str | Sequence[str]) -> Source | TokenRows | PreparedRows:
         """Return the rows of files; a file that already holds tokens is used as it is."""
         if holds_tokens(places):
             return TokenRows(places, sequence_length=self.sequence_length)
-        return self._rows(Files(places, seed=self.seed, shuffle=self.shuffle))
+        return self.of_data(FileData(places))
 
-    def of_dataset(self, dataset: Any) -> Source:
+    def of_dataset(self, dataset: Any, name: str = "dataset") -> Source | PreparedRows:
         """Return the rows of a Hugging Face dataset, map-style or iterable."""
-        if hasattr(dataset, "__len__"):
-            return self._rows(Indexed(dataset, seed=self.seed, shuffle=self.shuffle))
-        return self._rows(HuggingFaceStream(dataset))
+        return self.of_data(DatasetData(dataset, name))
 
-    def _rows(self, source: Source) -> Source:
+    def of_data(
+        self, data: FileData | DatasetData, say: Callable[[str], None] = lambda text: None
+    ) -> Source | PreparedRows:
+        """Return the rows of records; chats and completions are prepared first."""
         assert self.tokenizer is not None, "text needs a tokenizer"
-        documents = Tokenized(source, self.tokenizer, field=self.field)
+        whole = self.how.kind in WHOLE
+        if whole and not data.is_stream:
+            return self._prepared(data, say)
+        documents = Tokenized(
+            data.source(self), self.tokenizer, how=self.how, length=self.sequence_length
+        )
         documents.check_first()
         laid_out = PackedRows if self.pack else PaddedRows
-        return laid_out(documents, sequence_length=self.sequence_length, end=self.tokenizer.end)
+        return laid_out(
+            documents, sequence_length=self.sequence_length, end=self.tokenizer.end, whole=whole
+        )
+
+    def _prepared(self, data: FileData | DatasetData, say: Callable[[str], None]) -> PreparedRows:
+        assert self.tokenizer is not None
+        layout = {"sequence_length": self.sequence_length, "pack": self.pack}
+        convert = RecordTokenizer(self.how, self.tokenizer)
+        path = prepared_path(
+            user_cache("data"),
+            data.identity(),
+            asdict(self.how),
+            layout,
+            tokenizer_digest(self.tokenizer),
+        )
+        found = open_prepared(path, sequence_length=self.sequence_length, pack=self.pack)
+        if found is not None:
+            return found
+        prepare_rows(
+            path,
+            data.records(),
+            convert,
+            self.tokenizer,
+            sequence_length=self.sequence_length,
+            pack=self.pack,
+            say=say,
+        )
+        return PreparedRows(path, sequence_length=self.sequence_length, pack=self.pack)
 
 
-def tokenizer_named(name_or_path: str) -> Tokenizer:
+def tokenizer_named(
+    name_or_path: str, *, add_bos: bool | None = None, chat_template: str | None = None
+) -> Tokenizer:
     """Return a tokenizer by name: ``bytes``, a folder, or one on the hub."""
-    return ByteTokenizer() if name_or_path == "bytes" else TransformersTokenizer(name_or_path)
+    if name_or_path == "bytes":
+        return ByteTokenizer()
+    return TransformersTokenizer(name_or_path, add_bos=add_bos, chat_template=chat_template)

@@ -182,9 +182,11 @@ class ModelRecipe:
         return adapted
 
 
-def check_tokens(model: nn.Module, *, vocabulary: int | None, sequence_length: int) -> None:
-    """Reject token ids and rows beyond the model's limits, which a GPU reports as assertions."""
-    config = getattr(model, "config", None)
+def check_tokens(config: Any, *, vocabulary: int | None, sequence_length: int) -> None:
+    """Reject token ids and rows beyond the limits of a transformers config.
+
+    A GPU reports them as assertions. Other models have None as their config.
+    """
     known = getattr(config, "vocab_size", None)
     if known is not None and vocabulary is not None and vocabulary > known:
         raise Impossible(

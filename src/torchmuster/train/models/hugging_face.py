@@ -72,7 +72,7 @@ def find_model(name_or_path: str) -> ModelFiles:
 
 def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
     """Build the model from its config.json alone, with initial weights."""
-    config = _config(files)
+    config = load_config(files)
     try:
         model = _transformers().AutoModelForCausalLM.from_config(
             config, dtype=_hugging_face_dtype(dtype, config), attn_implementation=attention
@@ -84,7 +84,7 @@ def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdp
 
 def load_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
     """Return the full model with the weights of its folder, on the CPU."""
-    config = _config(files)
+    config = load_config(files)
     try:
         model, found = _transformers().AutoModelForCausalLM.from_pretrained(
             files.folder,
@@ -190,7 +190,8 @@ def _for_training(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def _config(files: ModelFiles) -> Any:
+def load_config(files: ModelFiles) -> Any:
+    """Return the config of a model."""
     try:
         return _transformers().AutoConfig.from_pretrained(files.folder, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:

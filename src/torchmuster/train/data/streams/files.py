@@ -28,6 +28,7 @@ from torchmuster.train.data.streams.reading import Cursor
 from torchmuster.train.seeds import derive_seed
 
 RECORDS = (".txt", ".jsonl", ".ndjson", ".json")
+TABLES = (".parquet", ".csv")  # read as datasets: see text.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class File:
 
     place: str  # with its protocol, ready to open
     size_bytes: int
+    version: str = ""  # changes if the file does: its modification time, or what its storage has
 
     @property
     def shown(self) -> str:
@@ -46,6 +48,11 @@ class File:
     def compression(self) -> str | None:
         """The compression, by the file name; None if uncompressed."""
         return infer_compression(self.place)  # type: ignore[no-any-return]
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the file is a table, which lines cannot be read from."""
+        return _suffix(self.place) in TABLES
 
     @property
     def is_text(self) -> bool:
@@ -70,12 +77,19 @@ def find_files(places: str | Sequence[str], options: Mapping[str, Any]) -> list[
             raise _nothing_at(place)
         found.update((one.place, one) for one in some)
     files = [found[place] for place in sorted(found)]
-    strange = [one.shown for one in files if _suffix(one.place) not in RECORDS]
+    strange = [one.shown for one in files if _suffix(one.place) not in RECORDS + TABLES]
     if strange:
         raise Impossible(
             f"{strange[0]}: unsupported file type",
-            why=f"supported types are {', '.join(RECORDS)}, each also compressed (.gz, .bz2, .xz, .zst)",
+            why=f"supported types are {', '.join(TABLES + RECORDS)}; the last "
+            f"{len(RECORDS)} also compressed (.gz, .bz2, .xz, .zst)",
             fix="use a narrower pattern, such as data/*.jsonl; or write your own dataset",
+        )
+    if len({one.is_table for one in files}) > 1:
+        raise Impossible(
+            "tables and files of lines cannot be mixed",
+            why=f"the files include {files[0].shown} and {files[-1].shown}",
+            fix="use a narrower pattern, such as data/*.parquet",
         )
     for one in files:
         if one.compression == "zstd" and not _can_read_zstd():
@@ -102,7 +116,7 @@ def _found_at(place: str, options: Mapping[str, Any]) -> list[File]:
         if any(sign in path for sign in "*?["):
             paths = storage.glob(path)
         elif storage.isdir(path):
-            paths = [one for one in storage.find(path) if _suffix(one) in RECORDS]
+            paths = [one for one in storage.find(path) if _suffix(one) in RECORDS + TABLES]
         else:
             paths = [path] if storage.exists(path) else []
         infos = [storage.info(one) for one in paths]
@@ -115,7 +129,11 @@ def _found_at(place: str, options: Mapping[str, Any]) -> list[File]:
             fix="check the address, and that this host may read it",
         ) from None
     return [
-        File(place=storage.unstrip_protocol(one["name"]), size_bytes=int(one["size"] or 0))
+        File(
+            place=storage.unstrip_protocol(one["name"]),
+            size_bytes=int(one["size"] or 0),
+            version=str(one.get("ETag") or one.get("mtime") or one.get("LastModified") or ""),
+        )
         for one in infos
         if one["type"] == "file"
     ]
@@ -134,7 +152,7 @@ def _unknown_storage(place: str, error: Exception) -> Impossible:
 def _nothing_at(place: str) -> Impossible:
     return Impossible(
         f"no files at {redact_text(place)}",
-        why=f"searched for {', '.join(RECORDS)} files, including compressed ones",
+        why=f"searched for {', '.join(RECORDS + TABLES)} files, including compressed ones",
         fix="check the path; quote a pattern such as data/*.jsonl",
     )
 
@@ -202,6 +220,11 @@ class Files:
     ) -> None:
         self._options = dict(storage_options or {})
         self._files = find_files(places, self._options)
+        if self._files[0].is_table:
+            raise Impossible(
+                f"{self._files[0].shown} is a table, which is not read line by line",
+                fix="open it with the package datasets: datasets.load_dataset",
+            )
         self._lanes = lanes
         self._seed = seed
         self._shuffle = shuffle
@@ -238,13 +261,13 @@ class _FileShardReader:
         self._options = options
         self._place, at = cursor or (0, None)
         self._at: int | None = at  # within the part; None at its beginning
-        self._lines: _Lines | None = None
+        self._lines: LinesOfPart | None = None
 
     def read(self, count: int) -> list[Any]:
         samples: list[Any] = []
         while len(samples) < count and self._place < len(self._parts):
             if self._lines is None:
-                self._lines = _Lines(self._parts[self._place], self._options, self._at)
+                self._lines = LinesOfPart(self._parts[self._place], self._options, self._at)
             line = self._lines.read()
             if line is None:
                 self.close()
@@ -264,7 +287,7 @@ class _FileShardReader:
             self._lines = None
 
 
-class _Lines:
+class LinesOfPart:
     """The lines of a part, with retries for remote files.
 
     ``at`` is the byte at which the next line begins; in a compressed file, a byte of the
@@ -291,7 +314,7 @@ class _Lines:
 
     def _next_line(self) -> bytes:
         if self._file is None:
-            self._file = self._stack.enter_context(_opened(self._part.file, self._options))
+            self._file = self._stack.enter_context(open_file(self._part.file, self._options))
             if self.at:
                 self._file.seek(self.at)
         return self._file.readline()
@@ -333,7 +356,7 @@ class _Lines:
     def _line_number(self, at: int) -> int:
         """Count lines from the beginning of the file, only for an error message."""
         number, left = 1, at
-        with _opened(self._part.file, self._options) as file:
+        with open_file(self._part.file, self._options) as file:
             while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
                 number += chunk.count(b"\n")
                 left -= len(chunk)
@@ -355,6 +378,7 @@ class _Lines:
         )
 
     def close(self) -> None:
+        """Close the file; it is opened again if needed."""
         self._file = None
         self._stack.close()
 
@@ -367,7 +391,7 @@ def _is_of_archive(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(file: File, options: Mapping[str, Any]) -> Iterator[BinaryIO]:
+def open_file(file: File, options: Mapping[str, Any]) -> Iterator[BinaryIO]:
     """Open a file to read bytes, decompressed according to its name."""
     with contextlib.ExitStack() as stack:
         storage, path = fsspec.core.url_to_fs(file.place, **options)

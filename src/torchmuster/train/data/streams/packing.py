@@ -1,7 +1,8 @@
 """Pack documents of any length into rows of one length, for language models.
 
-No token is lost or repeated. A document that does not fit continues in the next row. A document is
-a list of ids, to which the end token is added, or :class:`Tokens`, which are used unchanged.
+No token is lost or repeated. A document that does not fit continues in the next row, or with
+``whole`` begins the next row. A document is a list of ids, to which the end token is added, or
+:class:`Tokens`, which are used unchanged.
 """
 
 from array import array
@@ -9,9 +10,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.utils.data import default_collate
 
+from torchmuster.train.data.formats import Tokens
 from torchmuster.train.data.streams.reading import Cursor, ShardReader, Source
-from torchmuster.train.data.streams.tokenizing import Tokens
 from torchmuster.train.losses import IGNORED
 
 Row = dict[str, torch.Tensor]
@@ -23,7 +25,7 @@ def row_of(
     length: int,
     *,
     masked: bool,
-    labels: Mapping[int, Sequence[int]] | None = None,
+    labels: Mapping[int, Sequence[int] | torch.Tensor] | None = None,
 ) -> Row:
     """Return a row of ``length`` from tokens; documents begin at the positions ``begins``.
 
@@ -37,13 +39,24 @@ def row_of(
         begins = [*begins, filled]
     learnt = input_ids.clone()
     for place, values in (labels or {}).items():
-        learnt[place : place + len(values)] = torch.tensor(values)
+        learnt[place : place + len(values)] = torch.as_tensor(values)
     learnt[[0, *begins]] = IGNORED
     learnt[filled:] = IGNORED
     row = {"input_ids": input_ids, "labels": learnt, "position_ids": _positions(begins, length)}
     if masked:
         row["attention_mask"] = (torch.arange(length) < filled).long()
     return row
+
+
+_MULTIPLE = 8  # lengths of batches, for which kernels are fast
+
+
+def collate_rows(rows: list[Row]) -> Row:
+    """Return a batch of padded rows, as long as its longest one needs."""
+    batch: Row = default_collate(rows)
+    filled = int(batch["attention_mask"].sum(1).max())
+    length = -(-filled // _MULTIPLE) * _MULTIPLE
+    return {name: tensor[:, :length] for name, tensor in batch.items()}
 
 
 def _positions(begins: Sequence[int], length: int) -> torch.Tensor:
@@ -63,10 +76,13 @@ class PackedRows:
 
     packed = True
 
-    def __init__(self, documents: Source, *, sequence_length: int, end: int) -> None:
+    def __init__(
+        self, documents: Source, *, sequence_length: int, end: int, whole: bool = False
+    ) -> None:
         self._documents = documents
         self._length = sequence_length
         self._end = end
+        self._whole = whole
 
     def lanes(self) -> int:
         """Return the number of lanes."""
@@ -85,7 +101,10 @@ class PackedRows:
         opened = self._documents.open(lanes, epoch=epoch, cursors=at)
         return {
             lane: _RowShardReader(
-                _Documents(one, self._end, cursors.get(lane)), self._length, packed=self.packed
+                _Documents(one, self._end, cursors.get(lane)),
+                self._length,
+                packed=self.packed,
+                whole=self._whole,
             )
             for lane, one in opened.items()
         }
@@ -95,13 +114,15 @@ class PaddedRows(PackedRows):
     """Puts one document, or a part of one, in each row; the rest of the row is padding."""
 
     packed = False
+    collate = staticmethod(collate_rows)
 
 
 class _RowShardReader:
-    def __init__(self, documents: "_Documents", length: int, *, packed: bool) -> None:
+    def __init__(self, documents: "_Documents", length: int, *, packed: bool, whole: bool) -> None:
         self._documents = documents
         self._length = length
         self._packed = packed
+        self._whole = whole
 
     def read(self, count: int) -> list[Row]:
         rows: list[Row] = []
@@ -114,7 +135,9 @@ class _RowShardReader:
         begins = []
         labels: dict[int, Sequence[int]] = {}  # by the position where they begin
         while len(tokens) < self._length and (
-            piece := self._documents.take(self._length - len(tokens))
+            piece := self._documents.take(
+                self._length - len(tokens), whole=self._whole and bool(tokens)
+            )
         ):
             is_begin, more = piece
             if is_begin:
@@ -167,8 +190,11 @@ class _Documents:
             self._waiting.popleft()
         self._gone += count
 
-    def take(self, most: int) -> tuple[bool, Tokens] | None:
-        """Return the next tokens of one document, and whether it begins with them; None at the end."""
+    def take(self, most: int, *, whole: bool = False) -> tuple[bool, Tokens] | None:
+        """Return the next tokens of one document, and whether it begins with them; None at the end.
+
+        ``whole``: None also if the rest of the document is longer than ``most``.
+        """
         while True:
             if not self._waiting and not self._read():
                 return None
@@ -176,6 +202,8 @@ class _Documents:
                 break
             self._drop(1)
         document, begin = self._waiting[0], self._used
+        if whole and len(document.ids) - begin > most:
+            return None
         end = min(begin + most, len(document.ids))
         labels = document.labels
         self._used = end

@@ -1,44 +1,23 @@
-"""Tokenize text in the process that reads it; records with token ids are used unchanged."""
+"""Tokenize records in the process that reads them; records with token ids are used unchanged."""
 
-from array import array
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import Impossible
+from torchmuster.train.data.formats import (
+    WHOLE,
+    Document,
+    RecordFormat,
+    RecordTokenizer,
+    Tokenizer,
+    Tokens,
+    truncated,
+)
 from torchmuster.train.data.streams.reading import Cursor, ShardReader, Source
 from torchmuster.train.data.worker_processes import random_numbers_kept
-from torchmuster.train.losses import IGNORED
 from torchmuster.train.models.hugging_face import load_tokenizer, save_tokenizer
-
-
-class Tokens(NamedTuple):
-    """A document given as token ids; no end token is added to it."""
-
-    ids: Sequence[int]
-    labels: Sequence[int] | None = None  # None: every token is a target
-
-
-Document = list[int] | Tokens  # a list comes from a text, and still needs its end token
-
-
-class Tokenizer(Protocol):
-    """Turns texts into ids."""
-
-    @property
-    def end(self) -> int:
-        """The id of the end token."""
-        ...
-
-    @property
-    def vocabulary(self) -> int:
-        """The size of the vocabulary."""
-        ...
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, without an end token."""
-        ...
 
 
 class ByteTokenizer:
@@ -57,55 +36,119 @@ class ByteTokenizer:
 
 
 class TransformersTokenizer:
-    """A ``transformers`` tokenizer, from a folder or by name; without its special tokens."""
+    """A ``transformers`` tokenizer, from a folder or by name.
 
-    def __init__(self, name_or_path: str) -> None:
-        self._tokenizer = load_tokenizer(name_or_path)
-        if self._tokenizer.eos_token_id is None:
+    ``add_bos`` puts the beginning token before each text; None: as the tokenizer itself does.
+    ``chat_template`` is a file that replaces the tokenizer's chat template.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str,
+        *,
+        add_bos: bool | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self.raw = load_tokenizer(name_or_path)
+        if self.raw.eos_token_id is None:
             raise Impossible(
                 f"the tokenizer {name_or_path} has no end token",
                 why="each document ends with it, so that the model learns where documents end",
                 fix="set eos_token in the folder's tokenizer_config.json",
             )
-        self.end: int = self._tokenizer.eos_token_id
-        self.vocabulary: int = len(self._tokenizer)
+        if add_bos and self.raw.bos_token_id is None:
+            raise Impossible(
+                f"data.add_bos is true, but the tokenizer {name_or_path} has no beginning token",
+                fix="leave out data.add_bos, or set bos_token in its tokenizer_config.json",
+            )
+        if chat_template is not None:
+            try:
+                self.raw.chat_template = Path(chat_template).expanduser().read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise Impossible(
+                    f"cannot read data.chat_template: {chat_template}",
+                    why=getattr(error, "strerror", None) or str(error),
+                    fix="give the path of a Jinja file",
+                ) from None
+        self.end: int = self.raw.eos_token_id
+        self.vocabulary: int = len(self.raw)
+        self.begin: list[int] = []
+        if add_bos or (add_bos is None and self._begins_by_itself()):
+            self.begin = [self.raw.bos_token_id]
+
+    def _begins_by_itself(self) -> bool:
+        begin = self.raw.bos_token_id
+        return begin is not None and self.raw("a")["input_ids"][:1] == [begin]
 
     def save(self, folder: Path) -> None:
         """Save the tokenizer, so that ``AutoTokenizer.from_pretrained(folder)`` loads it."""
-        save_tokenizer(self._tokenizer, folder)
+        save_tokenizer(self.raw, folder)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""
-        encoded = self._tokenizer(
+        encoded = self.raw(
             texts,
             add_special_tokens=False,
             return_attention_mask=False,
             # Texts longer than the model's context are packed into several rows: no warning needed.
             verbose=False,
         )
-        return encoded["input_ids"]  # type: ignore[no-any-return]
+        ids: list[list[int]] = encoded["input_ids"]
+        return [[*self.begin, *one] for one in ids] if self.begin else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with special tokens."""
+        return str(self.raw.decode(list(ids)))
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Return a digest that changes if the tokenizer would give other ids."""
+    raw = getattr(tokenizer, "raw", None)
+    told = [type(tokenizer).__name__, str(tokenizer.vocabulary)]
+    if raw is not None:
+        backend = getattr(raw, "backend_tokenizer", None)
+        ids = sorted(raw.get_vocab().items()) if backend is None else backend.to_str()
+        told += map(str, (ids, raw.chat_template, raw.special_tokens_map, tokenizer.begin))  # type: ignore[attr-defined]
+    return hashlib.blake2b("\0".join(told).encode(), digest_size=12).hexdigest()
 
 
 class Tokenized:
-    """A source of documents, from a source of texts, of records with a text field, or of token ids.
+    """A source of documents, from a source of records.
 
-    A record with ``input_ids`` gives :class:`Tokens`: its ``labels`` are kept, and tokens whose
+    Without ``how``, a record is a text, an object with a text in ``field``, or token ids: a record
+    with ``input_ids`` gives :class:`Tokens`, its ``labels`` are kept, and tokens whose
     ``attention_mask`` is 0 are dropped. Such a record needs no text, and its text is not read. A
     sample that is a list of ids also gives :class:`Tokens`.
+
+    ``how`` reads other formats. ``length`` truncates chats and completions to so many tokens.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, *, field: str = "text") -> None:
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        *,
+        field: str = "text",
+        how: RecordFormat | None = None,
+        length: int | None = None,
+    ) -> None:
         self._source = source
         self._tokenizer = tokenizer
-        self._field = field
+        self._records = RecordTokenizer(how or RecordFormat(text_field=field), tokenizer)
+        self._length = length
 
     def lanes(self) -> int:
         """Return the number of lanes."""
         return self._source.lanes()
 
     def identity(self) -> str:
-        """Return the identity of the source, and the tokenizer's vocabulary size."""
-        return f"{self._source.identity()}, {self._tokenizer.vocabulary} ids"
+        """Return the identity of the source, the tokenizer's vocabulary size, and the format."""
+        told = f"{self._source.identity()}, {self._tokenizer.vocabulary} ids"
+        usual = RecordFormat(text_field=self._records.how.text_field)
+        if self._records.how != usual:
+            told += f", {self._records.how.kind}, loss on {self._records.how.train_on}"
+            told += "" if self._records.how.add_eos else ", without end tokens"
+        return told + (", with beginning tokens" if getattr(self._tokenizer, "begin", None) else "")
 
     def check_first(self) -> None:
         """Read the first record and raise its error, before anything expensive is built."""
@@ -127,89 +170,12 @@ class Tokenized:
         return {lane: _TokenizedShardReader(one, self._documents) for lane, one in opened.items()}
 
     def _documents(self, samples: list[Any]) -> list[Document]:
-        found = [self._text_or_tokens(sample) for sample in samples]
-        texts = [one for one in found if isinstance(one, str)]
-        encoded = iter(self._tokenizer.encode(texts) if texts else [])
-        return [next(encoded) if isinstance(one, str) else one for one in found]
-
-    def _text_or_tokens(self, sample: Any) -> str | Tokens:
-        record = sample if isinstance(sample, Mapping) else {self._field: sample}
-        if record.get("input_ids") is not None:
-            return _tokens(record, "input_ids")
-        found = record.get(self._field)
-        if isinstance(found, str):
-            return found
-        _refuse_chat(record)
-        if isinstance(found, list | tuple) or hasattr(found, "tolist"):
-            return _tokens(record, self._field)
-        there = f"has {', '.join(map(str, sample))}" if record is sample else ""
-        raise MusterError(
-            f"a sample has no text in the field {self._field}: it "
-            + (there or f"is of type {type(sample).__name__}"),
-            why=f"the field holds {type(found).__name__}" if there and found is not None else "",
-            fix="set data.text_field to the field that holds the text",
-        )
-
-
-def _tokens(record: Mapping[Any, Any], field: str) -> Tokens:
-    """Return the ids that a record has in a field, without padding, and its labels."""
-    _refuse_chat({field: record[field]})
-    ids = _integers(record, field)
-    labels = _integers(record, "labels") if record.get("labels") is not None else None
-    if labels is not None and len(labels) != len(ids):
-        raise _unusable("labels", f"{len(labels)} labels for {len(ids)} tokens")
-    if record.get("attention_mask") is not None:
-        mask = _integers(record, "attention_mask")
-        if len(mask) != len(ids):
-            raise _unusable("attention_mask", f"{len(mask)} entries, {len(ids)} tokens")
-        ids = array("q", compress(ids, mask))
-        labels = None if labels is None else array("q", compress(labels, mask))
-    if (lowest := min(ids, default=0)) < 0:
-        raise _unusable(field, f"one of its ids is {lowest}")
-    wrong = next((one for one in labels or () if one < 0 and one != IGNORED), None)
-    if wrong is not None:
-        raise _unusable("labels", f"one of them is {wrong}")
-    return Tokens(ids, labels)
-
-
-def _integers(record: Mapping[Any, Any], field: str) -> "array[int]":
-    """Return a field's list of integers; arrays and tensors are accepted."""
-    value = record[field]
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, list | tuple):
-        raise _unusable(field, f"it is of type {type(value).__name__}")
-    try:
-        return array("q", value)
-    except (TypeError, OverflowError):
-        wrong = next(one for one in value if not isinstance(one, int) or abs(one) >= 2**63)
-        raise _unusable(
-            field, f"it has an entry of type {type(wrong).__name__}: {wrong!r:.60}"
-        ) from None
-
-
-def _unusable(field: str, why: str) -> MusterError:
-    kinds = {
-        "labels": f"one integer for each token: its id, or {IGNORED} for a token to ignore",
-        "attention_mask": "one integer for each token: 1, or 0 for padding",
-    }
-    return MusterError(
-        f"a record's field {field} cannot be used",
-        why=why,
-        fix=f"store {kinds.get(field, 'a list of token ids, which are integers from 0')}",
-    )
-
-
-def _refuse_chat(record: Mapping[Any, Any]) -> None:
-    for field, value in record.items():
-        first = value[0] if isinstance(value, list | tuple) and value else None
-        if isinstance(first, Mapping) and ("role" in first or "from" in first):
-            raise MusterError(
-                f"a record's field {field} is a list of chat messages, which is not supported yet",
-                why="training needs text or token ids",
-                fix="store the text of each conversation, and name its field in data.text_field: "
-                "tokenizer.apply_chat_template(messages, tokenize=False)",
-            )
+        documents = self._records.documents(samples)
+        if self._length is None or self._records.how.kind not in WHOLE:
+            return documents
+        return [
+            truncated(one, self._length) if isinstance(one, Tokens) else one for one in documents
+        ]
 
 
 class _TokenizedShardReader:

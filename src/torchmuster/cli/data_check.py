@@ -1,0 +1,84 @@
+"""Check and prepare a run's data before its ranks start, and show a sample of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+from torchmuster.cli import output
+from torchmuster.config.resolve import Resolved
+from torchmuster.config.training import paths_for_ranks
+from torchmuster.config.written import settings_arguments
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.redaction import harmless
+
+_PROGRAM = "torchmuster.worker.prepare"
+_SURROUNDINGS = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+_SHOWN_LINES = 24  # of a sample; a longer one is shown without its middle
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def check_data(resolved: Resolved) -> dict[str, object] | None:
+    """Check text data with its tokenizer in another process; return what it is, or None.
+
+    Raises the errors that all ranks would raise, before any of them starts.
+    """
+    data = resolved.settings.data
+    if not (data.files or data.hugging_face):
+        return None
+    output.say("muster: checking the data and its tokenizer")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", _PROGRAM),
+            *settings_arguments(resolved, paths_for_ranks()),
+        ],
+        env={**os.environ, **_SURROUNDINGS},
+        stdout=subprocess.PIPE,  # progress goes to stderr
+        text=True,
+        check=False,
+    )
+    try:
+        answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise MusterError(
+            f"the check of the data exited with code {done.returncode}",
+            why="its output is above",
+            fix=f"run it alone: {sys.executable} -m {_PROGRAM} --config …",
+        ) from None
+    if "what" in answer:
+        kind = Impossible if answer["impossible"] else MusterError
+        raise kind(str(answer["what"]), why=str(answer["why"]), fix=str(answer["fix"]))
+    return answer
+
+
+def show_data(report: dict[str, object]) -> None:
+    """Print what the data is, and a sample: lines with + count in the loss."""
+    lines, sample = report["lines"], report["sample"]
+    assert isinstance(lines, list)
+    assert isinstance(sample, list)
+    for line in lines:
+        output.say(f"muster: {line}")
+    if not sample:
+        return
+    output.say("muster: the first sample; lines with + count in the loss:")
+    colour = output.wants_colour(sys.stderr)
+    marked = sample_lines([(str(text), bool(counted)) for text, counted in sample])
+    half = _SHOWN_LINES // 2
+    skipped = len(marked) - _SHOWN_LINES
+    for number, (counted, text) in enumerate(marked):
+        if skipped > 0 and half <= number < len(marked) - half:
+            if number == half:
+                output.say(f"        … {skipped} more lines …")
+            continue
+        line = f"      {'+' if counted else ' '} {text}"
+        output.say(f"{_GREEN}{line}{_PLAIN}" if counted and colour else line)
+
+
+def sample_lines(sample: list[tuple[str, bool]]) -> list[tuple[bool, str]]:
+    """Split a sample into lines to print, each with whether it counts in the loss."""
+    width = max(output.width() - 10, 20)
+    found = []
+    for text, counted in sample:
+        for line in harmless(text).removesuffix("\n").split("\n"):
+            found += [(counted, line[at : at + width]) for at in range(0, max(len(line), 1), width)]
+    return found

@@ -1,0 +1,427 @@
+"""Records as token ids and labels: text, token ids, chats, and prompts with completions."""
+
+import json
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+
+from torchmuster.decision import Decision
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.train.losses import IGNORED
+
+Kind: TypeAlias = Literal["text", "chat", "prompt_completion", "tokens"]
+# Each sample of these kinds is kept whole: it is truncated, and never continues in another row.
+WHOLE: tuple[Kind, ...] = ("chat", "prompt_completion")
+# The field names of the ShareGPT format, which many datasets still use.
+_CONVERSATIONS = "conversations"
+_ROLES = {"human": "user", "gpt": "assistant"}
+# transformers can tell the answers of a template with this tag.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Tokens(NamedTuple):
+    """A document given as token ids; no end token is added to it."""
+
+    ids: Sequence[int]
+    labels: Sequence[int] | None = None  # None: every token is a target
+
+
+Document = list[int] | Tokens  # a list comes from a text, and still needs its end token
+
+
+class Tokenizer(Protocol):
+    """Turns texts into ids."""
+
+    @property
+    def end(self) -> int:
+        """The id of the end token."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """The size of the vocabulary."""
+        ...
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text, without an end token."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFormat:
+    """What a record holds, in which fields, and which of its tokens count in the loss."""
+
+    kind: Kind = "text"
+    text_field: str = "text"
+    messages_field: str = "messages"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    train_on: Literal["answers", "all"] = "answers"
+    add_eos: bool = True
+
+    def recognize(self, record: Any) -> Decision[Kind]:
+        """Return the kind that a record has by its fields."""
+        if not isinstance(record, Mapping):
+            kind: Kind = "text" if isinstance(record, str) else "tokens"
+            return Decision(value=kind, reason=f"the first record is a {type(record).__name__}")
+        if record.get("input_ids") is not None:
+            return Decision(value="tokens", reason="the first record has input_ids")
+        for field in (self.messages_field, _CONVERSATIONS):
+            if _is_chat(record.get(field)):
+                return Decision(value="chat", reason=f"the first record has messages in {field}")
+        if self.prompt_field in record and self.completion_field in record:
+            fields = f"{self.prompt_field} and {self.completion_field}"
+            return Decision(value="prompt_completion", reason=f"the first record has {fields}")
+        return Decision(value="text", reason=f"the field {self.text_field} holds the text")
+
+
+class RecordTokenizer:
+    """Converts records to documents, in the process that reads them."""
+
+    def __init__(self, how: RecordFormat, tokenizer: Tokenizer) -> None:
+        self.how = how
+        self._tokenizer = tokenizer
+        self._chat = _ChatTemplate(tokenizer) if how.kind == "chat" else None
+
+    def documents(self, records: Sequence[Any]) -> list[Document]:
+        """Return the document of each record; an unusable record raises :class:`MusterError`."""
+        if self._chat is not None:
+            return [self._conversation(record, self._chat) for record in records]
+        if self.how.kind == "prompt_completion":
+            return [self._completion(record) for record in records]
+        found = [self._text_or_tokens(record) for record in records]
+        texts = [one for one in found if isinstance(one, str)]
+        encoded = iter(self._tokenizer.encode(texts) if texts else [])
+        return [self._ended(next(encoded)) if isinstance(one, str) else one for one in found]
+
+    def check(self, record: Any) -> None:
+        """Raise if a record of text or tokens is unusable, without tokenizing it."""
+        self._text_or_tokens(record)
+
+    def _ended(self, ids: list[int]) -> Document:
+        return ids if self.how.add_eos else Tokens(ids)
+
+    def _conversation(self, record: Any, template: "_ChatTemplate") -> Tokens:
+        field = self.how.messages_field
+        if isinstance(record, Mapping) and field not in record and _CONVERSATIONS in record:
+            field = _CONVERSATIONS
+        messages = _messages(_field(record, field, "data.messages_field"), field)
+        return template.tokens(messages, _tools(record), answers=self.how.train_on == "answers")
+
+    def _completion(self, record: Any) -> Tokens:
+        prompt = _field(record, self.how.prompt_field, "data.prompt_field")
+        completion = _field(record, self.how.completion_field, "data.completion_field")
+        answers = self.how.train_on == "answers"
+        if isinstance(prompt, str) and isinstance(completion, str):
+            begin, whole = self._tokenizer.encode([prompt, prompt + completion])
+            if self.how.add_eos and whole[-1:] != [self._tokenizer.end]:
+                whole = [*whole, self._tokenizer.end]
+            return _with_labels(whole, [(_common(begin, whole), len(whole))] if answers else None)
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise MusterError(
+                f"{self.how.prompt_field} and {self.how.completion_field} are of different kinds",
+                why=f"one is a {type(prompt).__name__}, the other a {type(completion).__name__}",
+                fix="store a string in both, or a list of messages in both",
+            )
+        before = _messages(prompt, self.how.prompt_field)
+        after = _messages(completion, self.how.completion_field)
+        template = _ChatTemplate(self._tokenizer)
+        return template.completion(before, after, _tools(record), answers=answers)
+
+    def _text_or_tokens(self, sample: Any) -> str | Tokens:
+        name = self.how.text_field
+        record = sample if isinstance(sample, Mapping) else {name: sample}
+        if record.get("input_ids") is not None:
+            return _tokens(record, "input_ids")
+        found = record.get(name)
+        if isinstance(found, str):
+            return found
+        for field, value in record.items():
+            _refuse_messages(field, value)
+        if isinstance(found, list | tuple) or hasattr(found, "tolist"):
+            return _tokens(record, name)
+        if record is not sample:
+            raise MusterError(
+                f"a record is of type {type(sample).__name__}",
+                why="a record is a string, or an object with fields",
+                fix='write each record as an object: {"text": "…"}',
+            )
+        return cast(str, _field(record, name, "data.text_field", kind="a string"))
+
+
+class _ChatTemplate:
+    """A tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        raw = getattr(tokenizer, "raw", None)
+        if raw is None or not raw.chat_template:
+            raise Impossible(
+                "the data is chats, but the tokenizer has no chat template",
+                why="a chat template turns messages into text; base models often have none",
+                fix="use the instruct model's tokenizer (data.tokenizer), or give a Jinja file: "
+                "data.chat_template",
+            )
+        self._raw = raw
+        template = raw.chat_template
+        if isinstance(template, dict):  # several named ones
+            template = template.get("default", "")
+        self._has_marks = bool(_GENERATION.search(template))
+
+    def tokens(self, messages: list[Any], tools: Any, *, answers: bool) -> Tokens:
+        """Return the tokens of a conversation; its assistant's messages are the targets."""
+        if not answers:
+            return Tokens(self._ids([self._text(messages, tools)])[0])
+        if self._has_marks:
+            return self._by_marks(messages, tools)
+        return self._by_prefixes(messages, tools)
+
+    def completion(
+        self, prompt: list[Any], completion: list[Any], tools: Any, *, answers: bool
+    ) -> Tokens:
+        """Return the tokens of a prompt and its completion; the completion is the target."""
+        whole = self._text([*prompt, *completion], tools)
+        begin = self._text(prompt, tools, generate=True)
+        ids, begin_ids = self._ids([whole, begin])
+        if not answers:
+            return Tokens(ids)
+        _refuse_other_beginning(whole, begin, len(prompt))
+        return _with_labels(ids, [(_common(begin_ids, ids), len(ids))])
+
+    def _by_marks(self, messages: list[Any], tools: Any) -> Tokens:
+        try:
+            encoded = self._raw.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+        except Exception as error:  # templates raise errors of their own
+            raise _template_error(error) from None
+        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        return Tokens(ids, [one if seen else IGNORED for one, seen in zip(ids, mask, strict=True)])
+
+    def _by_prefixes(self, messages: list[Any], tools: Any) -> Tokens:
+        """Find the answers without marks: each is what its message adds to a prompt for it."""
+        whole = self._text(messages, tools)
+        texts = [whole]
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            begin = self._text(messages[:number], tools, generate=True)
+            until = self._text(messages[: number + 1], tools)
+            _refuse_other_beginning(whole, begin, number)
+            _refuse_other_beginning(whole, until, number + 1)
+            texts += [begin, until]
+        ids, *parts = self._ids(texts)
+        spans = [
+            (_common(begin, ids), _common(until, ids))
+            for begin, until in zip(parts[::2], parts[1::2], strict=True)
+        ]
+        return _with_labels(ids, spans)
+
+    def _text(self, messages: list[Any], tools: Any, *, generate: bool = False) -> str:
+        try:
+            text = self._raw.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=generate
+            )
+        except Exception as error:  # templates raise errors of their own
+            raise _template_error(error) from None
+        return cast(str, text)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._raw(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        return cast(list[list[int]], encoded["input_ids"])
+
+
+def truncated(document: Tokens, length: int) -> Tokens:
+    """Return the beginning of a document; empty if none of its tokens would count in the loss.
+
+    The first token of a document has no context, so it never counts.
+    """
+    ids = document.ids[:length]
+    labels = None if document.labels is None else document.labels[:length]
+    if labels is not None and all(one == IGNORED for one in labels[1:]):
+        return Tokens([])
+    return Tokens(ids, labels)
+
+
+def pieces_of(document: Tokens, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """Return a document as texts, each with whether its tokens count in the loss."""
+    labels = document.ids if document.labels is None else document.labels
+    counted = [place > 0 and label != IGNORED for place, label in enumerate(labels)]
+    pieces: list[tuple[str, bool]] = []
+    begin = 0
+    for place in range(1, len(counted) + 1):
+        if place == len(counted) or counted[place] != counted[begin]:
+            pieces.append((tokenizer.decode(document.ids[begin:place]), counted[begin]))
+            begin = place
+    return pieces
+
+
+def _with_labels(ids: Sequence[int], spans: Sequence[tuple[int, int]] | None) -> Tokens:
+    if spans is None:
+        return Tokens(ids)
+    labels = [IGNORED] * len(ids)
+    for begin, end in spans:
+        labels[begin:end] = ids[begin:end]
+    return Tokens(ids, labels)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginning.
+
+    The last token of a prompt may be another one if a text follows.
+    """
+    for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+        if mine != theirs:
+            return place
+    return min(len(one), len(other))
+
+
+def _refuse_other_beginning(whole: str, begin: str, messages: int) -> None:
+    """Check that the template writes the first messages in the same way if more follow."""
+    if not whole.startswith(begin):
+        raise MusterError(
+            "the answers of a conversation cannot be found",
+            why=f"the chat template writes the first {messages} messages differently if others "
+            "follow; templates that drop earlier reasoning do so",
+            fix="use a template that marks answers with {% generation %} (data.chat_template), "
+            "split the conversation so that each record ends with the answer to train on, "
+            "or count all tokens: data.train_on: all",
+        )
+
+
+def _template_error(error: Exception) -> MusterError:
+    return MusterError(
+        "the chat template rejects a conversation",
+        why=(str(error).splitlines() or [type(error).__name__])[0],
+        fix="change the messages as the template requires; many want user and assistant in turn",
+    )
+
+
+def _tools(record: Any) -> Any:
+    """Return the tools that a record lists for the template; some datasets store them as JSON."""
+    tools = record.get("tools") if isinstance(record, Mapping) else None
+    return json.loads(tools) if isinstance(tools, str) and tools else tools
+
+
+def _is_chat(value: Any) -> bool:
+    first = value[0] if isinstance(value, list | tuple) and value else None
+    return isinstance(first, Mapping) and ("role" in first or "from" in first)
+
+
+def _messages(value: Any, field: str) -> list[dict[str, Any]]:
+    """Return messages with role and content, checked."""
+    if not isinstance(value, list | tuple) or not value:
+        kind = "an empty list" if value in ([], ()) else type(value).__name__
+        raise _no_messages(field, f"it is {kind}")
+    found = []
+    for number, one in enumerate(value, start=1):
+        if not isinstance(one, Mapping):
+            raise _no_messages(field, f"message {number} is a {type(one).__name__}")
+        if "role" not in one and "from" in one:
+            role = _ROLES.get(one["from"], one["from"])
+            one = {"role": role, "content": one.get("value")}
+        # A table has all fields in all rows; templates test which ones a message has.
+        one = {name: item for name, item in one.items() if item is not None or name == "content"}
+        if not isinstance(one.get("role"), str):
+            raise _no_messages(field, f"message {number} has no role")
+        if one.get("content") is None and "tool_calls" not in one:
+            raise _no_messages(field, f"message {number} ({one['role']}) has no content")
+        found.append(one)
+    return found
+
+
+def _no_messages(field: str, why: str) -> MusterError:
+    return MusterError(
+        f"the field {field} holds no chat messages",
+        why=why,
+        fix='store a list such as [{"role": "user", "content": "…"}, '
+        '{"role": "assistant", "content": "…"}]',
+    )
+
+
+def _refuse_messages(field: str, value: Any) -> None:
+    if _is_chat(value):
+        raise MusterError(
+            f"the field {field} holds chat messages, but data.format is text or tokens",
+            fix="set data.format: chat",
+        )
+
+
+def _field(record: Any, name: str, setting: str, kind: str = "") -> Any:
+    """Return a field's value; it must not be missing or null."""
+    if not isinstance(record, Mapping):
+        raise MusterError(
+            f"a record is of type {type(record).__name__}", why="it must be an object with fields"
+        )
+    value = record.get(name)
+    if value is None or kind:
+        there = "is null" if name in record else "is missing"
+        if value is not None:
+            there = f"is of type {type(value).__name__}, not {kind}"
+        raise MusterError(
+            f"the field {name} {there}",
+            why=f"the record has {', '.join(map(str, record)) or 'no fields'}",
+            fix=f"fix the record, or set {setting} to another field",
+        )
+    return value
+
+
+def _tokens(record: Mapping[Any, Any], field: str) -> Tokens:
+    """Return the ids that a record has in a field, without padding, and its labels."""
+    _refuse_messages(field, record[field])
+    ids = _integers(record, field)
+    labels = _integers(record, "labels") if record.get("labels") is not None else None
+    if labels is not None and len(labels) != len(ids):
+        raise _unusable("labels", f"{len(labels)} labels for {len(ids)} tokens")
+    if record.get("attention_mask") is not None:
+        mask = _integers(record, "attention_mask")
+        if len(mask) != len(ids):
+            raise _unusable("attention_mask", f"{len(mask)} entries, {len(ids)} tokens")
+        ids = array("q", compress(ids, mask))
+        labels = None if labels is None else array("q", compress(labels, mask))
+    if (lowest := min(ids, default=0)) < 0:
+        raise _unusable(field, f"one of its ids is {lowest}")
+    wrong = next((one for one in labels or () if one < 0 and one != IGNORED), None)
+    if wrong is not None:
+        raise _unusable("labels", f"one of them is {wrong}")
+    return Tokens(ids, labels)
+
+
+def _integers(record: Mapping[Any, Any], field: str) -> "array[int]":
+    """Return a field's list of integers; arrays and tensors are accepted."""
+    value = record[field]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise _unusable(field, f"it is of type {type(value).__name__}")
+    try:
+        return array("q", value)
+    except (TypeError, OverflowError):
+        wrong = next(one for one in value if not isinstance(one, int) or abs(one) >= 2**63)
+        raise _unusable(
+            field, f"it has an entry of type {type(wrong).__name__}: {wrong!r:.60}"
+        ) from None
+
+
+def _unusable(field: str, why: str) -> MusterError:
+    kinds = {
+        "labels": f"one integer for each token: its id, or {IGNORED} for a token to ignore",
+        "attention_mask": "one integer for each token: 1, or 0 for padding",
+    }
+    return MusterError(
+        f"a record's field {field} cannot be used",
+        why=why,
+        fix=f"store {kinds.get(field, 'a list of token ids, which are integers from 0')}",
+    )

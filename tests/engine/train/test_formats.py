@@ -1,0 +1,346 @@
+"""Chats and completions as tokens and labels, and the rows that are prepared from them."""
+
+import csv
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
+
+import tiny_models
+from made_up_worlds import made_up_world
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokens, pieces_of
+from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
+from torchmuster.train.data.prepared import PreparedRows, pack_whole
+from torchmuster.train.data.streams.tokenizing import ByteTokenizer, TransformersTokenizer
+from torchmuster.train.data.text import TextRows
+from torchmuster.train.losses import IGNORED, language_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Like templates that drop the reasoning of earlier answers.
+FORGETFUL = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('</think>')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "tiny"
+    return tiny_models.make_model(place, "byte-level", max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> TransformersTokenizer:
+    return TransformersTokenizer(str(model))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": one} for role, one in zip(roles, contents, strict=False)]
+
+
+def with_template(model: Path, folder: Path, template: str) -> TransformersTokenizer:
+    (folder / "template.jinja").write_text(template)
+    return TransformersTokenizer(str(model), chat_template=str(folder / "template.jinja"))
+
+
+def tokens_of(record: Any, tokenizer: TransformersTokenizer, **how: Any) -> Tokens:
+    (found,) = RecordTokenizer(RecordFormat(**how), tokenizer).documents([record])
+    assert isinstance(found, Tokens)
+    return found
+
+
+def counted(tokens: Tokens, tokenizer: TransformersTokenizer) -> list[str]:
+    return [text for text, counts in pieces_of(tokens, tokenizer) if counts]
+
+
+CHATS = [
+    chat("two foxes?", "2 foxes"),
+    chat("a", "b", "c", "d"),
+    [{"role": "system", "content": "be brief"}, *chat("foxes?", "dogs, don't they?", "why", "")],
+]
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_answers_are_found_with_and_without_marks(
+    messages: list[dict[str, str]],
+    model: Path,
+    tokenizer: TransformersTokenizer,
+    tmp_path: Path,
+) -> None:
+    marked = with_template(model, tmp_path, MARKED)
+    by_prefixes = tokens_of({"messages": messages}, tokenizer, kind="chat")
+    by_marks = tokens_of({"messages": messages}, marked, kind="chat")
+    assert by_prefixes == by_marks
+    answers = [one["content"] for one in messages if one["role"] == "assistant"]
+    assert counted(by_prefixes, tokenizer) == [f"{one}<|im_end|>\n" for one in answers]
+    assert tokenizer.decode(by_prefixes.ids) == tokenizer.raw.apply_chat_template(
+        messages, tokenize=False
+    )
+
+
+def test_all_tokens_count_if_asked(tokenizer: TransformersTokenizer) -> None:
+    found = tokens_of({"messages": chat("a", "b")}, tokenizer, kind="chat", train_on="all")
+    assert found.labels is None
+
+
+def test_other_names_for_roles(tokenizer: TransformersTokenizer) -> None:
+    old = [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "2"}]
+    found = tokens_of({"conversations": old}, tokenizer, kind="chat")
+    assert found == tokens_of({"messages": chat("two?", "2")}, tokenizer, kind="chat")
+
+
+def test_a_template_that_changes_earlier_answers(
+    model: Path, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    forgetful = with_template(model, tmp_path, FORGETFUL)
+    one = chat("a", "<think>hm</think>b")
+    assert counted(tokens_of({"messages": one}, forgetful, kind="chat"), forgetful) == [
+        "<think>hm</think>b<|im_end|>\n"
+    ]
+    with pytest.raises(MusterError) as refused:
+        tokens_of({"messages": [*one, *chat("c", "d")]}, forgetful, kind="chat")
+    assert str(refused.value) == snapshot
+
+
+def test_a_completion_counts_and_its_prompt_does_not(tokenizer: TransformersTokenizer) -> None:
+    record = {"prompt": "two foxes jump over ", "completion": "3 lazy dogs"}
+    found = tokens_of(record, tokenizer, kind="prompt_completion")
+    assert found.ids[-1] == tokenizer.end
+    assert "".join(counted(found, tokenizer)).endswith("3 lazy dogs<|im_end|>")
+    ends_by_itself = {**record, "completion": "3 lazy dogs<|im_end|>"}
+    assert tokens_of(ends_by_itself, tokenizer, kind="prompt_completion") == found
+    as_messages = {"prompt": chat("two?"), "completion": chat("", "2")[1:]}
+    found = tokens_of(as_messages, tokenizer, kind="prompt_completion")
+    assert counted(found, tokenizer) == ["2<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ("text", "text"),
+        ({"text": "a"}, "text"),
+        ({"input_ids": [1]}, "tokens"),
+        ({"messages": chat("a")}, "chat"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "chat"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+        ({"other": 1}, "text"),
+    ],
+)
+def test_a_format_is_recognized_by_its_fields(record: Any, kind: str) -> None:
+    assert RecordFormat().recognize(record).value == kind
+
+
+def test_the_beginning_token_is_as_the_tokenizer_has_it(model: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    plain = TransformersTokenizer(str(model))
+    assert plain.begin == []
+    with pytest.raises(Impossible):
+        TransformersTokenizer(str(model), add_bos=True)
+    fast = Tokenizer.from_file(str(model / "tokenizer.json"))
+    begin = fast.token_to_id("<|endoftext|>")
+    fast.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", begin)]
+    )
+    fast.save(str(tmp_path / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    described["bos_token"] = "<|endoftext|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    for asked, expected in ((None, [begin]), (True, [begin]), (False, [])):
+        found = TransformersTokenizer(str(tmp_path), add_bos=asked)
+        assert found.encode(["foxes"]) == [[*expected, *plain.encode(["foxes"])[0]]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+def test_whole_documents_fill_rows(lengths: list[int]) -> None:
+    rows = pack_whole(lengths, 20)
+    assert sorted(one for row in rows for one in row) == list(range(len(lengths)))
+    assert all(sum(lengths[one] for one in row) <= 20 for row in rows)
+    if len(rows) > 1:  # at most one row is less than half full
+        assert sorted(sum(lengths[one] for one in row) for row in rows)[1] > 10
+
+
+def write_jsonl(path: Path, records: list[Any]) -> str:
+    path.write_text("\n".join(json.dumps(one) for one in records) + "\n")
+    return str(path)
+
+
+def write_csv(path: Path, records: list[Any]) -> str:
+    with path.open("w", newline="") as file:
+        rows = csv.DictWriter(file, records[0])
+        rows.writeheader()
+        rows.writerows(records)
+    return str(path)
+
+
+def write_parquet(path: Path, records: list[Any]) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return str(path)
+
+
+def rows_for(tokenizer: Any, kind: str = "chat", **more: Any) -> TextRows:
+    how = RecordFormat(kind=kind)  # type: ignore[arg-type]
+    return TextRows(tokenizer=tokenizer, how=how, **{"sequence_length": 64, **more})
+
+
+def prepared(rows: TextRows, places: str) -> PreparedRows:
+    found = rows.of_files(places)
+    assert isinstance(found, PreparedRows)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("a.jsonl", write_jsonl), ("a.csv", write_csv), ("a.parquet", write_parquet)],
+)
+def test_every_kind_of_file(
+    name: str,
+    write: Callable[[Path, list[Any]], str],
+    tokenizer: TransformersTokenizer,
+    tmp_path: Path,
+) -> None:
+    records = [{"prompt": f"{one},\n ", "completion": f'"{one}" foxes'} for one in range(5)]
+    place = write(tmp_path / name, records)
+    found = prepared(rows_for(tokenizer, "prompt_completion", pack=False), place)
+    expected = [tokens_of(one, tokenizer, kind="prompt_completion") for one in records]
+    for row, tokens in zip((found[one] for one in range(5)), expected, strict=True):
+        size = len(tokens.ids)
+        assert row["input_ids"][:size].tolist() == list(tokens.ids)
+        assert row["labels"][1:size].tolist() == list(tokens.labels or [])[1:]
+        assert row["attention_mask"].sum() == size
+
+
+def test_what_is_left_out_or_truncated_is_counted(
+    tokenizer: TransformersTokenizer, tmp_path: Path
+) -> None:
+    records = [
+        {"messages": chat("foxes", "dogs")},
+        {"messages": chat("foxes")},
+        {"messages": chat("foxes " * 90, "dogs")},
+        {"messages": chat("foxes", "dogs " * 90)},
+    ]
+    place = write_jsonl(tmp_path / "a.jsonl", records)
+    facts = prepared(rows_for(tokenizer), place).facts
+    assert (facts.records, facts.left_out, facts.truncated) == (4, 2, 1)
+    full = len(tokens_of(records[3], tokenizer, kind="chat").ids)
+    assert facts.lost_tokens == full - 64
+    assert facts.trained_tokens < facts.tokens <= facts.row_tokens == 64 * facts.rows
+
+
+def test_unusable_records_are_named_with_file_and_line(
+    tokenizer: TransformersTokenizer, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    lines = [json.dumps({"messages": chat("a", "b")})] * 9
+    lines[2] = json.dumps({"messages": [{"role": "user", "content": None}]})
+    lines[4] = "{broken"
+    lines[5] = json.dumps({"messages": []})
+    lines[7] = json.dumps({"text": "a"})
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(Impossible) as refused:
+        prepared(rows_for(tokenizer), str(tmp_path / "a.jsonl"))
+    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
+
+
+def test_a_tokenizer_without_template(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    place = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}])
+    with pytest.raises(Impossible) as refused:
+        prepared(rows_for(ByteTokenizer()), place)
+    assert str(refused.value) == snapshot
+
+
+def test_prepared_data_is_used_again_until_it_changes(
+    tokenizer: TransformersTokenizer, tmp_path: Path
+) -> None:
+    def identity(**more: Any) -> str:
+        return prepared(rows_for(tokenizer, **more), place).identity()
+
+    place = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}] * 4)
+    first = identity()
+    (file,) = (tmp_path / "cache" / "torchmuster" / "data").iterdir()
+    made = file.stat().st_ino
+    assert identity() == first
+    assert file.stat().st_ino == made
+    assert identity(pack=False) != first
+    assert identity(sequence_length=32) != first
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}] * 5)
+    assert identity() != first
+    file.write_bytes(b"damaged")
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}] * 4)
+    assert prepared(rows_for(tokenizer), place).facts.records == 4
+
+
+def test_packed_samples_do_not_see_each_other(
+    model: Path, tokenizer: TransformersTokenizer, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    records = [{"messages": chat("foxes " * one, f"{one} dogs")} for one in range(1, 9)]
+    place = write_jsonl(tmp_path / "a.jsonl", records)
+    network = AutoModelForCausalLM.from_pretrained(model).double().eval()
+    network.config.use_cache = False  # as in training
+    sums = []
+    for pack in (True, False):
+        found = prepared(rows_for(tokenizer, pack=pack, sequence_length=128), place)
+        loader = loader_for(found, made_up_world(), LoaderSpec(global_batch_size=len(found)))
+        (batch,) = [micro.batch for step in loader.epoch(0) for micro in step]
+        if not pack:  # only as long as the longest needs
+            longest = max(len(tokens_of(one, tokenizer, kind="chat").ids) for one in records)
+            assert longest <= batch["input_ids"].shape[1] < longest + 8
+        with torch.no_grad():
+            sums.append([float(one) for one in language_model(network, batch)])
+    assert len(prepared(rows_for(tokenizer, sequence_length=128), place)) < len(records)
+    assert sums[0][1] == sums[1][1]
+    assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-9)
+
+
+def test_streams_of_chats_have_the_same_samples(
+    tokenizer: TransformersTokenizer, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    records = [{"messages": chat("foxes " * (one % 7), f"{one} dogs")} for one in range(60)]
+    records[5] = {"messages": chat("dogs " * 90, "lost")}
+    stream = datasets.Dataset.from_list(records).to_iterable_dataset(num_shards=2)
+    whole = prepared(rows_for(tokenizer), write_jsonl(tmp_path / "a.jsonl", records))
+    source: Any = rows_for(tokenizer, shuffle=False).of_dataset(stream)
+    lanes = source.open(range(source.lanes()), epoch=0, cursors={})
+    rows = [row for lane in lanes.values() for row in lane.read(999)]
+
+    def samples(rows: Any) -> list[tuple[int, ...]]:
+        found = []
+        for row in rows:
+            begins = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), 64]
+            for begin, end in itertools.pairwise(begins):
+                if (row["labels"][begin:end] != IGNORED).any():
+                    ids, labels = row["input_ids"][begin:end], row["labels"][begin:end]
+                    found.append((*ids.tolist(), *labels.tolist()))
+        return sorted(found)
+
+    assert len(samples(rows)) == 59
+    assert samples(rows) == samples(whole)
