@@ -36,7 +36,9 @@ def make_model(folder: Path, tokenizer: str, **config: object) -> Path:
     """Make a folder with random weights and one of the tokenizers of ``FILES``."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would leave a thread
     folder.mkdir()
     # For a Qwen, transformers would not believe that the tokenizer is BERT's.
     kind = "llama" if tokenizer == "word-piece" else "qwen2"

@@ -34,6 +34,7 @@ COMMANDS = {
         "torchmuster.cli.profile", "find where training time goes and what to change"
     ),
     "train": Command("torchmuster.cli.train", "train a model from a settings file"),
+    "recipe": Command("torchmuster.cli.recipe", "write a settings file for a common fine-tuning"),
     "run": Command("torchmuster.cli.run", "start a script on one or more hosts"),
     "host": Command("torchmuster.cli.host", "start a script here; others join with a code"),
     "join": Command("torchmuster.cli.join", "join a run that another machine hosts"),
