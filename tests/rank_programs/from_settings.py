@@ -13,6 +13,13 @@ from torchmuster.train.world import World
 from torchmuster.worker.training import train_from_settings
 
 
+def train_file(world: World, folder: str, file: str, settings: Mapping[str, str], run: str) -> None:
+    """Train with a settings file in the folder, and with these settings instead of some of its."""
+    os.chdir(folder)
+    flags = [Flag(flag="--set", path=path, text=text) for path, text in settings.items()]
+    train_from_settings(resolve_settings(file=Path(file), flags=flags).settings, world, Path(run))
+
+
 def train_all(
     world: World, folder: str, runs: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[float]]:
