@@ -50,15 +50,17 @@ def make_offers(
 ) -> Iterator[Offer]:
     """Yield LoRA and QLoRA with their forecasts; those that are already requested are left out."""
     for kind in _KINDS:
-        work = _work(asked, kind)
+        work = _adapted_work(asked, kind)
         if work == asked.work or (asked.work.load_in_4bit and not kind.four_bits):
             continue
-        offer = _offer(kind, _request(asked, work), asked, look, rates=rates, simulate=simulate)
+        offer = _forecast_offer(
+            kind, _offer_request(asked, work), asked, look, rates=rates, simulate=simulate
+        )
         if offer is not None:
             yield offer
 
 
-def _work(asked: PlanRequest, kind: _Kind) -> Work:
+def _adapted_work(asked: PlanRequest, kind: _Kind) -> Work:
     work = asked.work
     dtype = work.torch_dtype
     if dtype in (None, "float32"):
@@ -71,7 +73,7 @@ def _work(asked: PlanRequest, kind: _Kind) -> Work:
     )
 
 
-def _request(asked: PlanRequest, work: Work) -> PlanRequest:
+def _offer_request(asked: PlanRequest, work: Work) -> PlanRequest:
     """Return the plan request of an offer; a strategy that 4-bit weights rule out is left open."""
     wished = dataclasses.replace(asked, work=work, cpu_offload=False)
     if work.load_in_4bit and asked.strategy == "fsdp":
@@ -79,7 +81,7 @@ def _request(asked: PlanRequest, work: Work) -> PlanRequest:
     return wished
 
 
-def _offer(
+def _forecast_offer(
     kind: _Kind,
     wished: PlanRequest,
     asked: PlanRequest,
@@ -95,7 +97,7 @@ def _offer(
         forecast_by_formula(wished, explored, ways)
     elif simulate and caches_memory(wished.hardware):
         simulate_preferred(wished, explored)
-    best = _best(explored)
+    best = _best_forecast(explored)
     if best is None:
         return None
     model = explored.model
@@ -103,7 +105,7 @@ def _offer(
         name=kind.name,
         rank=wished.work.lora_rank or RANK,
         forecast=best,
-        settings=_settings(wished.work, asked),
+        settings=_changed_settings(wished.work, asked),
         trained_count=None if model is None else model.trained_count,
         parameter_count=None if model is None else model.parameter_count,
         asked=wished,
@@ -118,7 +120,7 @@ def _is_simple(one: Candidate, wished: PlanRequest) -> bool:
     return one.strategy != "fsdp" or (one.reshard and one.layout.copies == 1)
 
 
-def _best(explored: Explored) -> Forecast | None:
+def _best_forecast(explored: Explored) -> Forecast | None:
     """Return the preferred forecast that fits, else the one that lacks the least memory."""
     fitting = [one for one in explored.forecasts if one.fits]
     if fitting:
@@ -126,7 +128,7 @@ def _best(explored: Explored) -> Forecast | None:
     return max(explored.forecasts, key=lambda one: one.spare_bytes, default=None)
 
 
-def _settings(work: Work, asked: PlanRequest) -> dict[str, str]:
+def _changed_settings(work: Work, asked: PlanRequest) -> dict[str, str]:
     """Return the settings that differ from the request, by their paths, as text."""
     changed: dict[str, str] = {}
     if asked.work.lora_rank is None:
