@@ -22,6 +22,7 @@ from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.hardware.cluster_file import parse_hardware
 from torchmuster.plan.planning import make_plan
 from torchmuster.plan.record import TraceRecord, TraceRequest
+from torchmuster.plan.report.terminal import offer_text
 from torchmuster.plan.request import PlanRequest, request_from_settings
 from torchmuster.plan.search.candidates import Look
 from torchmuster.plan.timing.rates import usual_rates
@@ -136,7 +137,7 @@ def answer_in_words(situation: Situation, look: Look) -> list[str]:
     except Impossible as error:
         return str(error).splitlines()
     second = [] if answer.runner_up is None else [answer.runner_up.reason]
-    return [answer.chosen.reason, *second, *answer.would_change]
+    return [answer.chosen.reason, *second, *answer.would_change, *map(offer_text, answer.offers)]
 
 
 class Missing(Exception):
@@ -148,6 +149,9 @@ def recorded(requests: Sequence[TraceRequest]) -> list[TraceRecord | TraceRefuse
     found: list[TraceRecord | TraceRefused] = []
     for one in requests:
         known = _of_model(_model(one))
+        if one not in known and one.work.lora_rank is not None:
+            found.append(TraceRefused(what="not recorded"))  # an offer is then estimated
+            continue
         if one not in known:
             raise Missing(f"python {Path(__file__).name} records what is missing: {one}")
         found.append(known[one])
@@ -178,7 +182,12 @@ def _record_missing(situations: Sequence[Situation]) -> None:
     ) as tracer:
 
         def look(requests: Sequence[TraceRequest]) -> list[TraceRecord | TraceRefused]:
-            missing = [one for one in requests if one not in _of_model(_model(one))]
+            missing = [
+                one
+                for one in requests
+                if one not in _of_model(_model(one))
+                and (one.work.lora_rank is None or "--offers" in sys.argv)
+            ]
             for one in tracer.records(missing):
                 if isinstance(one, TraceRefused):
                     raise RuntimeError(str(one))

@@ -11,6 +11,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import MusterError
+from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.proof import verification
 from torchmuster.plan.proof.verification import RealSteps
 from torchmuster.plan.record import TraceRecord, TraceRequest
@@ -51,6 +52,48 @@ CASES: dict[str, dict[str, Any]] = {
     | {"family": "residual", "strategy": "fsdp", "copies": 1, "shards": 2}
     | {"number_type": "bf16", "recompute": "none", "micro_batch_size": 4},
 }
+# The same with LoRA or QLoRA: a case, and what differs of its work.
+ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "LoRA, copies": (
+        _WITHIN
+        | {"family": "llama", "strategy": "ddp", "copies": 2, "shards": 1}
+        | {"number_type": "bf16", "recompute": "none", "accumulation": 2},
+        {"lora_rank": 8, "torch_dtype": "bfloat16"},
+    ),
+    "QLoRA, one process": (
+        _WITHIN
+        | {"family": "llama", "strategy": "single", "copies": 1, "shards": 1}
+        | {"number_type": "bf16", "recompute": "none"},
+        {"lora_rank": 8, "torch_dtype": "bfloat16", "load_in_4bit": True},
+    ),
+    "LoRA, shards, all recomputed": (
+        _WITHIN
+        | {"family": "qwen2", "strategy": "fsdp", "copies": 1, "shards": 2}
+        | {"number_type": "bf16", "recompute": "full"},
+        {"lora_rank": 8, "torch_dtype": "bfloat16", "lora_targets": ("q_proj", "down_proj")},
+    ),
+    "DoRA, dropout, a layer that is trained whole": (
+        _WITHIN
+        | {"family": "llama", "strategy": "single", "copies": 1, "shards": 1}
+        | {"number_type": "bf16", "recompute": "selective"},
+        {"lora_rank": 8, "lora_use_dora": True, "lora_dropout": 0.1, "lora_use_rslora": True}
+        | {"lora_modules_to_save": ("lm_head",), "torch_dtype": "bfloat16"},
+    ),
+    "QLoRA, copies, fp32": (
+        _WITHIN
+        | {"family": "mistral", "strategy": "ddp", "copies": 2, "shards": 1}
+        | {"number_type": "fp32", "recompute": "none"},
+        {"lora_rank": 4, "load_in_4bit": True, "lora_use_dora": True},
+    ),
+    "QLoRA, transposed layers": (
+        _WITHIN
+        | {"family": "gpt2", "strategy": "single", "copies": 1, "shards": 1}
+        | {"number_type": "bf16", "recompute": "full"},
+        {"lora_rank": 8, "load_in_4bit": True},
+    ),
+}
+# Tables that bitsandbytes keeps in each process are not traced: 1.5 kB.
+EXACT_BYTES = 4096
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +118,7 @@ def measured(
 
         def peaks(name: str) -> list[int]:
             if name not in known:
-                case = cases.Case(**CASES[name])
-                work, candidate = case.work(folder), case.candidate()
+                work, candidate = _described(cases, name, folder)
                 steps = RealSteps(work=work, candidate=candidate, device="cpu", timed=0)
                 told = measuring.measure(steps)
                 assert not [one["failed"] for one in told if "failed" in one]
@@ -84,6 +126,32 @@ def measured(
             return known[name]
 
         yield peaks
+
+
+def _described(cases: Any, name: str, folder: Path) -> tuple[Work, Candidate]:
+    choices, changes = ADAPTED[name] if name in ADAPTED else (CASES[name], {})
+    case = cases.Case(**choices)
+    return replace(case.work(folder), **changes), case.candidate()
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_what_is_traced_with_lora_is_what_real_ranks_take(
+    name: str,
+    benchmark_modules: Any,
+    measured: Callable[[str], list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cases, _ = benchmark_modules
+    work, candidate = _described(cases, name, tmp_path)
+    with Tracer(cache=None, workers=1) as tracer:
+        (record,) = tracer.records([TraceRequest(work=work, candidate=candidate, kernels="cpu")])
+    assert isinstance(record, TraceRecord), record
+    peak = max(measured(name))
+    assert record.peak_bytes == pytest.approx(peak, rel=EXACT, abs=EXACT_BYTES)
 
 
 def test_a_case_is_found_by_its_name(benchmark_modules: Any) -> None:

@@ -54,6 +54,24 @@ class PassedOver:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offer:
+    """LoRA or QLoRA: it needs less memory, and trains less than full training."""
+
+    name: str
+    rank: int
+    forecast: Forecast  # of the preferred candidate; of the nearest one if none fits
+    settings: Mapping[str, str]  # to add to the request, by their paths
+    trained_count: int | None
+    parameter_count: int | None
+    asked: PlanRequest
+
+    @property
+    def flags(self) -> str:
+        """The settings as flags of ``muster plan`` and ``muster train``."""
+        return " ".join(f"--set {path}={value}" for path, value in self.settings.items())
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """The chosen candidate, the others, and what would change the choice."""
 
@@ -63,6 +81,7 @@ class Answer:
     table: tuple[Forecast, ...]  # the best of each candidate, the fastest that fits first
     passed_over: tuple[PassedOver, ...]
     would_change: tuple[str, ...]
+    offers: tuple[Offer, ...]  # where full training fits only with CPU offload
     findings: tuple[Finding, ...]
     parameter_count: int | None
     tokens_per_sample: int | None

@@ -20,6 +20,11 @@ class Work:
     lora_rank: int | None = None
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] | None = None
+    lora_dropout: float = 0.0
+    lora_modules_to_save: tuple[str, ...] | None = None
+    lora_use_dora: bool = False
+    lora_use_rslora: bool = False
+    load_in_4bit: bool = False  # the frozen linear layers, with bitsandbytes
     dataset: str | None = None  # module:function; its first sample gives the shape of a batch
     sequence_length: int | None = None  # of rows of text, if there is no dataset
     packed: bool = False  # a row holds several documents, which do not attend to each other

@@ -7,29 +7,23 @@ from collections.abc import Iterator
 
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.plan.answer import Answer, Forecast
-from torchmuster.plan.job import Candidate
+from torchmuster.plan.answer import Answer, Forecast, Offer
 from torchmuster.plan.memory import shard_degree
 from torchmuster.plan.memory.forecast import caches_memory
 from torchmuster.plan.request import PlanRequest
-from torchmuster.plan.search import decide, refusal
+from torchmuster.plan.search import decide, offers, refusal
 from torchmuster.plan.search.candidates import (
     USUAL_MICRO_BATCH_SIZE,
     Explored,
     Look,
-    as_forecast,
-    batch_splits,
     explore_candidates,
+    forecast_by_formula,
     search_order,
 )
-from torchmuster.plan.search.pruning import by_formula
-from torchmuster.plan.search.simulated import with_allocator
+from torchmuster.plan.search.simulated import simulate_preferred
 from torchmuster.plan.timing import forecast
 from torchmuster.plan.timing.rates import Rates
 from torchmuster.units import format_bytes
-
-# Memory cached by the allocator (10 % of the tensors, where simulated) and the simulation's band.
-_LEAST_RESERVED = 1.15
 
 
 def make_plan(asked: PlanRequest, look: Look, *, rates: Rates, simulate: bool = True) -> Answer:
@@ -41,16 +35,19 @@ def make_plan(asked: PlanRequest, look: Look, *, rates: Rates, simulate: bool = 
     begun = time.monotonic()
     explored = explore_candidates(asked, look, rates=rates)
     if explored.refused is not None:
-        _by_formula(asked, explored)
+        forecast_by_formula(asked, explored, search_order(asked))
         if not explored.forecasts:
             refused = explored.refused
             raise Impossible(refused.what, why=refused.why, fix=refused.fix)
     elif simulate and caches_memory(asked.hardware):
-        _with_allocator(asked, explored)
+        simulate_preferred(asked, explored)
     if explored.best is None:
-        raise refusal.refusal(asked, explored, look, rates=rates)
+        raise refusal.refusal(asked, explored, look, rates=rates, simulate=simulate)
     chosen, runner_up = decide.choose_candidate(explored, asked)
     best = chosen.value
+    others: list[Offer] = []
+    if offers.are_needed(asked, best):
+        others += offers.make_offers(asked, look, rates=rates, simulate=simulate)
     model = explored.model
     return Answer(
         asked=asked,
@@ -59,6 +56,7 @@ def make_plan(asked: PlanRequest, look: Look, *, rates: Rates, simulate: bool = 
         table=decide.candidates_table(explored.forecasts),
         passed_over=tuple(explored.passed_over),
         would_change=tuple(decide.would_change(best, explored, asked, rates=rates)),
+        offers=tuple(others),
         findings=tuple(_planning_findings(best, asked, explored)),
         parameter_count=None if model is None else model.parameter_count,
         tokens_per_sample=None if model is None else model.tokens_per_sample,
@@ -76,39 +74,6 @@ def cost_of(one: Forecast, asked: PlanRequest) -> forecast.CostForecast | None:
     on_each = min(one.candidate.layout.ranks, asked.hardware.cards_per_machine)
     used = dataclasses.replace(asked.hardware, machines=machines, cards_per_machine=on_each)
     return forecast.forecast_cost(one.time, used, tokens=asked.tokens)
-
-
-def _with_allocator(asked: PlanRequest, explored: Explored) -> None:
-    """Simulate the allocator for the preferred candidate; if it does not fit, for the next one."""
-    card_bytes = asked.hardware.card.memory_bytes
-    hopeful = [
-        one
-        for one in explored.forecasts
-        if one.fits or (one.could_fit and one.memory.low_bytes * _LEAST_RESERVED <= card_bytes)
-    ]
-    simulated: set[Candidate] = set()
-    while hopeful:
-        one = decide.preferred(hopeful)
-        if one.candidate in simulated:
-            return  # and it fits
-        simulated.add(one.candidate)
-        found = with_allocator(one, explored, asked)
-        explored.forecasts[explored.forecasts.index(one)] = found
-        fitting = [one for one in explored.forecasts if one.fits]
-        hopeful = fitting or [one for one in hopeful if one.candidate not in simulated]
-
-
-def _by_formula(asked: PlanRequest, explored: Explored) -> None:
-    """Estimate a model that cannot be traced, with a wide band and no time."""
-    for way in search_order(asked):
-        for candidate in batch_splits(way, asked):
-            needed = by_formula(candidate, asked)
-            if needed is None:
-                return
-            one = as_forecast(candidate, needed, asked)
-            explored.forecasts.append(one)
-            if not one.fits:
-                break
 
 
 def _planning_findings(best: Forecast, asked: PlanRequest, explored: Explored) -> Iterator[Finding]:

@@ -101,6 +101,15 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
             fix="--dataset module:function (the shape of its first sample is used), or "
             "--sequence-length N for rows of tokens",
         )
+    if model.load_in_4bit and (model.lora_rank is None or model.model_name_or_path is None):
+        missing = "model.lora_rank" if model.lora_rank is None else "model.model_name_or_path"
+        raise Impossible(
+            f"model.load_in_4bit has no effect without {missing}",
+            why="4-bit weights are frozen, and loaded from the files of a Hugging Face model",
+            fix="--set model.lora_rank=16"
+            if model.lora_rank is None
+            else "--model FOLDER_OR_NAME, or leave out model.load_in_4bit",
+        )
     return work_from_values(resolved.settings, folder=folder)
 
 
@@ -116,6 +125,11 @@ def work_from_values(settings: Settings, *, folder: str) -> Work:
         lora_rank=model.lora_rank,
         lora_alpha=model.lora_alpha,
         lora_targets=model.lora_targets,
+        lora_dropout=model.lora_dropout,
+        lora_modules_to_save=model.lora_modules_to_save,
+        lora_use_dora=model.lora_use_dora,
+        lora_use_rslora=model.lora_use_rslora,
+        load_in_4bit=model.load_in_4bit,
         dataset=data.dataset,
         sequence_length=None if data.dataset else data.sequence_length,
         packed=data.pack and bool(data.files or data.hugging_face),

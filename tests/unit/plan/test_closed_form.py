@@ -219,6 +219,7 @@ def test_types_of_weights(tmp_path: Path) -> None:
             ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
             41_943_040,
         ),
+        (("all-linear",), 41_943_040),
     ],
 )
 def test_only_adapters_are_trained(
@@ -230,7 +231,34 @@ def test_only_adapters_are_trained(
     assert found.by_category["parameters"] == 4 * (whole + adapters) // 8
     assert found.by_category["gradients"] == 4 * adapters // 8
     assert found.by_category["optimizer"] == 8 * adapters // 8
-    assert found.save_bytes == 4 * whole + 12 * adapters
+    assert found.save_bytes == 12 * adapters, "files have the frozen weights"
+
+
+def test_4_bits_as_they_are_traced(tmp_path: Path) -> None:
+    """A trace of bitsandbytes' layers has 5,729,803,648 bytes of parameters, with scales and tables."""
+    bf16 = replace(folder_with(LLAMA3_8B, tmp_path), lora_rank=16, torch_dtype="bfloat16")
+    work = replace(bf16, load_in_4bit=True)
+    copy = Candidate(strategy="ddp", layout=ShardLayout(copies=8, shards=1), precision="bf16")
+    found = closed_form.estimate_memory(work, copy, hardware=H100)
+    assert found.by_category["parameters"] == pytest.approx(5_729_803_648, rel=1e-4)
+    assert found.by_category["temporaries"] == 2 * 4096 * 14336  # one layer, dequantized
+    whole = closed_form.estimate_memory(bf16, copy, hardware=H100)
+    assert whole.by_category["parameters"] > 2.5 * found.by_category["parameters"]
+    assert whole.by_category["temporaries"] == 0
+
+
+def test_layers_that_are_trained_whole(tmp_path: Path) -> None:
+    work = replace(folder_with(LLAMA3_8B, tmp_path), lora_rank=16, torch_dtype="bfloat16")
+    head = replace(work, lora_modules_to_save=("lm_head",))
+    few, more = (
+        closed_form.estimate_memory(one, candidate(accumulation=2), hardware=H100)
+        for one in (work, head)
+    )
+    added = more.by_category["optimizer"] - few.by_category["optimizer"]
+    assert added == 2 * 2 * 128256 * 4096 // 8
+    unknown = replace(work, lora_modules_to_save=("score",))
+    with pytest.raises(Impossible, match="cannot be estimated"):
+        closed_form.estimate_memory(unknown, candidate(), hardware=H100)
 
 
 def asked_for(work: Work) -> PlanRequest:

@@ -1,5 +1,6 @@
 """Traces in processes of their own: asked for once, kept, and gone again; what dies says why."""
 
+import queue
 import re
 import sys
 import time
@@ -233,6 +234,21 @@ def test_long_traces_are_heard_of(
     with Tracer(cache=None, say=hear) as tracer:
         tracer.records([a_request(folder, 15)])
     assert re.sub(r"\d+ s\b", "TIME", said[0]) == snapshot
+
+
+def test_answers_that_keep_coming_do_not_hide_the_progress(folder: Path) -> None:
+    """A trace that ends after nine seconds does not put the next line off by another ten."""
+    done: queue.Queue[tuple[TraceRequest, tracing.Found]] = queue.Queue()
+    said: list[str] = []
+
+    def answer_once_heard(text: str) -> None:
+        said.append(text)
+        done.put((a_request(folder, 3), TraceRefused(what="no")))
+
+    tracer = Tracer(cache=None, say=answer_once_heard)
+    tracer._said -= tracing._SAY_EVERY_S  # nothing was said for so long
+    assert len(tracer._collected(1, done)) == 1
+    assert len(said) == 1
 
 
 def test_what_a_model_is_made_of_decides(tmp_path: Path) -> None:

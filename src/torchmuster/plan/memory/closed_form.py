@@ -21,7 +21,7 @@ from torchmuster.plan.memory.forecast import (
     device_bytes,
 )
 from torchmuster.plan.memory.model_figures import OUTER, ModelFigures, model_figures, weights_dtype
-from torchmuster.plan.memory.shard_degree import ITEM_BYTES, OPTIMIZER_COPIES
+from torchmuster.plan.memory.shard_degree import FOUR_BIT_BYTES, ITEM_BYTES, OPTIMIZER_COPIES
 
 BAND = 0.2  # of tensor memory, up and down
 _ADAPTER_BYTES = 4  # peft keeps its matrices in float32
@@ -37,7 +37,7 @@ def estimate_memory(work: Work, candidate: Candidate, *, hardware: Hardware) -> 
             fix="set data.sequence_length",
         )
     states = _states(model, work)
-    whole = states["parameters"] + states["optimizer"]
+    whole = states["gradients"] + states["optimizer"]  # frozen parameters are not saved
     on_host = 0
     if candidate.cpu_offload:
         on_host = sum(states.values()) // candidate.layout.shards
@@ -73,10 +73,15 @@ def _origin(*, caches: bool) -> str:
 
 def _states(model: ModelFigures, work: Work) -> dict[str, int]:
     """Return the bytes of weights, gradients and moments (trained parameters only) of all ranks."""
-    weights = model.parameters * _weight_bytes(work)
-    trained = weights
+    item = _weight_bytes(work)
+    weights = trained = round(model.parameters * item)
+    if work.load_in_4bit:
+        others = model.parameters - model.layer_parameters
+        weights = round(model.layer_parameters * FOUR_BIT_BYTES + others * item)
     if work.lora_rank is not None:
         trained = _ADAPTER_BYTES * model.adapter_parameters(work.lora_rank, work.lora_targets)
+        copied = model.copied_parameters(work.lora_modules_to_save or ())
+        trained += round(copied * item)
         weights += trained
     moments = trained * OPTIMIZER_COPIES[work.optimizer]
     return {"parameters": weights, "gradients": trained, "optimizer": moments}
@@ -97,7 +102,7 @@ def _at_the_peak(
         "activations": _activations(model, work, candidate, tokens=tokens),
         "logits": _logits(tokens * model.vocabulary, work, candidate),
         "collectives": _gathered(model, work, candidate),
-        "temporaries": 0,
+        "temporaries": _dequantized(model, work, candidate),
     }
     update = {
         **own,
@@ -109,12 +114,19 @@ def _at_the_peak(
     return max(loss, update, key=lambda one: sum(one.values()))
 
 
-def _weight_bytes(work: Work) -> int:
+def _dequantized(model: ModelFigures, work: Work, candidate: Candidate) -> int:
+    """Return the memory of the 4-bit layer that is computed: its weights in the dtype of products."""
+    if not work.load_in_4bit:
+        return 0
+    return model.largest_layer * _computed_bytes(work, candidate)
+
+
+def _weight_bytes(work: Work) -> float:
     return ITEM_BYTES.get(weights_dtype(work), 1)
 
 
 def _computed_bytes(work: Work, candidate: Candidate) -> int:
-    return _weight_bytes(work) if candidate.precision == "fp32" else 2
+    return round(_weight_bytes(work)) if candidate.precision == "fp32" else 2
 
 
 def _activations(model: ModelFigures, work: Work, candidate: Candidate, *, tokens: int) -> int:
@@ -126,7 +138,9 @@ def _activations(model: ModelFigures, work: Work, candidate: Candidate, *, token
     inputs = tokens * item * model.width
     found = round(model.blocks * (kept * block + inputs) + (1.0 - kept) * block)
     if candidate.strategy != "fsdp" and item < _weight_bytes(work):
-        found += model.parameters * item  # copies of the weights that autocast keeps
+        # Copies of the weights that autocast keeps.
+        cast = model.parameters - (model.layer_parameters if work.load_in_4bit else 0)
+        found += cast * item
     return found
 
 

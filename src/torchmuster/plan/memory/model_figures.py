@@ -64,6 +64,8 @@ _KNOWN_OF_EXPERTS = {
 OUTER = ("down_proj", "c_proj")  # names of the last layer of a feed-forward part
 # peft's default targets: the first two for Llama and most others, the last for GPT-2.
 _USUAL_TARGETS = ("q_proj", "v_proj", "c_attn")
+_ALL_LINEAR = "all-linear"  # peft's name for all linear layers in blocks
+_EMBEDDINGS = ("lm_head", "embed_tokens", "wte")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +111,14 @@ class ModelFigures:
         return _model_figures_count(self.attention) + max(feed_forward) + 2 * self.width
 
     @property
+    def layer_parameters(self) -> int:
+        """Parameters of all matrices in blocks."""
+        return sum(times * one.parameters for one, times in self._layers())
+
+    @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        layers = sum(times * one.parameters for one, times in self._layers())
-        return layers + 2 * self.blocks * self.width + self.rest_parameters
+        return self.layer_parameters + 2 * self.blocks * self.width + self.rest_parameters
 
     @property
     def rest_parameters(self) -> int:
@@ -128,10 +134,29 @@ class ModelFigures:
         shared = _inner([one for one in self.sparse if one.times == 1])
         return (dense + self.sparse_blocks * (self.experts_used * expert + shared)) // self.blocks
 
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest matrix in a block."""
+        return max(one.inputs * one.outputs for one, times in self._layers() if times)
+
+    def copied_parameters(self, names: Sequence[str]) -> int:
+        """Parameters of layers that LoRA trains whole; raise if a name is unknown."""
+        known = dict.fromkeys(_EMBEDDINGS, self.vocabulary * self.width)
+        known |= {one.name: times * one.parameters for one, times in self._layers()}
+        if unknown := [name for name in names if name not in known]:
+            raise Impossible(
+                _WHAT,
+                why=f"the size of these layers is unknown: {', '.join(unknown)}",
+                fix=f"choose model.lora_modules_to_save from {', '.join(sorted(known))}",
+            )
+        return sum(known[name] for name in names)
+
     def adapter_parameters(self, rank: int, targets: Sequence[str] | None) -> int:
         """Parameters of LoRA's matrices; raise if a target's name is unknown."""
-        wanted = _USUAL_TARGETS if targets is None else targets
         known = {one.name for one, _ in self._layers()}
+        if targets is not None and list(targets) == [_ALL_LINEAR]:
+            targets = sorted(known)
+        wanted = _USUAL_TARGETS if targets is None else targets
         unknown = [name for name in targets or () if name not in known]
         if unknown or not known.intersection(wanted):
             raise Impossible(

@@ -11,7 +11,7 @@ no model evenly are traced themselves, which is exact.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.finding import Finding, Status
@@ -174,7 +174,17 @@ def degree_findings(record: TraceRecord, *, shards: int) -> list[Finding]:
     ]
 
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
+# nf4: half a byte, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these.
+FOUR_BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+ITEM_BYTES: Mapping[str, float] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "nf4": FOUR_BIT_BYTES,
+}
 OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1}  # per trained parameter: two moments; a momentum
 
 
@@ -194,10 +204,16 @@ def saving_memory(
     blocks: int,
     ranks_per_machine: int,
 ) -> SavingMemory:
-    """Return the bytes of a save of a model with ``blocks`` blocks."""
+    """Return the bytes of a save of a model with ``blocks`` blocks.
+
+    Frozen parameters of a Hugging Face model are not saved: its files have them.
+    """
     whole = 0
     for shape, times in with_times(shapes, blocks):
+        if not shape.trained and work.model_name_or_path is not None:
+            continue
         copies = 1 + (OPTIMIZER_COPIES[work.optimizer] if shape.trained else 0)
-        whole += copies * times * math.prod(shape.shape) * ITEM_BYTES.get(shape.dtype, 1)
+        size = math.prod(shape.shape) * ITEM_BYTES.get(shape.dtype, 1)
+        whole += copies * times * round(size)
     here = min(ranks_per_machine, candidate.layout.ranks)
     return SavingMemory(checkpoint_bytes=whole, host_bytes=whole * here // candidate.layout.ranks)

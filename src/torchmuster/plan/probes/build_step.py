@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ from torch.utils.data import default_collate
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.fake_process_group import forget_values, values_matter
 from torchmuster.plan.torch_private import children_of, put_children
 from torchmuster.train import losses, optimizers
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.models import factory, hugging_face
+from torchmuster.train.models import factory, hugging_face, lora
 from torchmuster.train.models.blocks import recompute_blocks, repeated_blocks
 from torchmuster.train.models.factory import Lora, ModelRecipe, check_tokens
 from torchmuster.train.models.meta_init import build_for, build_on_meta
@@ -196,6 +197,7 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
         candidate.strategy, world, precision=precision, sharding=sharding_of(candidate)
     )
     forget_values(model, world)
+    four_bit.quantize_without_memory(model)
     found = tuple(repeated_blocks(model))
     prepared = strategy.prepare(model)
     prepared.train()
@@ -254,14 +256,15 @@ def _build_step_model(
 ) -> tuple[nn.Module, Depth, _Counts]:
     """Return a model without memory with ``blocks`` repeated layers, and counts of the whole."""
     recipe = _recipe(work)
+    compute = PRECISIONS[candidate.precision].compute if work.load_in_4bit else None
     if recipe.files is not None and world.backend == "fake":
         config = (recipe.files.folder / "config.json").read_bytes()
-        whole, depth, counts = _of_transformers(recipe, Path.cwd(), config)
+        whole, depth, counts = _of_transformers(recipe, Path.cwd(), config, compute)
         model = copied_with(whole, blocks)
     else:  # a custom model may have closures over its modules, which a copy would share
 
         def make() -> nn.Module:
-            return recipe.sketch().value
+            return _sketch(recipe, compute)
 
         model = sketch = build_on_meta(make)
         depth, counts = depth_of(sketch), _counts(sketch)
@@ -278,14 +281,26 @@ def _build_step_model(
 
 @functools.lru_cache(maxsize=2)
 def _of_transformers(
-    recipe: ModelRecipe, folder: Path, config: bytes
+    recipe: ModelRecipe, folder: Path, config: bytes, compute: torch.dtype | None
 ) -> tuple[nn.Module, Depth, _Counts]:
     """Return a whole model, cached: a process traces it many times, with copies of a few layers.
 
     ``folder`` and ``config`` are the other inputs of the model.
     """
-    model = build_on_meta(lambda: recipe.sketch().value)
+    model = build_on_meta(lambda: _sketch(recipe, compute))
     return model, depth_of(model), _counts(model)
+
+
+def _sketch(recipe: ModelRecipe, compute: torch.dtype | None) -> nn.Module:
+    """Create a model with initial weights; ``compute`` is the dtype of its 4-bit layers, if any.
+
+    LoRA is added after the layers are quantized, as peft's own depend on them.
+    """
+    if compute is None or recipe.lora is None:
+        return recipe.sketch().value
+    model = replace(recipe, lora=None).sketch().value
+    four_bit.replace_linear_layers(model, compute, whole=recipe.lora.modules_to_save or ())
+    return lora.add_lora(model, **vars(recipe.lora)).value
 
 
 def _recipe(work: Work) -> ModelRecipe:
@@ -294,7 +309,15 @@ def _recipe(work: Work) -> ModelRecipe:
         files = hugging_face.find_model(work.model_name_or_path)
     adapters = None
     if work.lora_rank is not None:
-        adapters = Lora(rank=work.lora_rank, alpha=work.lora_alpha, targets=work.lora_targets)
+        adapters = Lora(
+            rank=work.lora_rank,
+            alpha=work.lora_alpha,
+            targets=work.lora_targets,
+            dropout=work.lora_dropout,
+            modules_to_save=work.lora_modules_to_save,
+            use_dora=work.lora_use_dora,
+            use_rslora=work.lora_use_rslora,
+        )
     return ModelRecipe(
         files=files,
         build=work.build,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchmuster.errors import Impossible
+from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.cuda_kernels import room_of_attention_backward
 from torchmuster.plan.probes.operations import (
     flops_of,
@@ -131,6 +132,9 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # the most frequent call
             self._see_tensor(args[0], "")
             return func(*args, **kwargs)
+        if four_bit.is_product(func):  # its kernel has large temporary tensors
+            with self:
+                return four_bit.product(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         for one in given:  # storages created in C++, which no mode sees
             self._see_tensor(one, "")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.garbage_collection import freeze_objects
+from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.cuda_kernels import as_on_cuda, fused_as_on_cuda
 from torchmuster.plan.probes.fake_process_group import fake_process_group, masks_of_real_runs
@@ -60,7 +61,11 @@ def trace(request: TraceRequest, *, logs: Path | None = None) -> TraceRecord:
         if request.kernels == "cuda" and not candidate.cpu_offload:
             as_on_cuda(built.optimizer)
         followed = _Followed(request, built, seen)
-        with masks_of_real_runs(packed=request.work.packed), fused_as_on_cuda(request.kernels):
+        with (
+            masks_of_real_runs(packed=request.work.packed),
+            fused_as_on_cuda(request.kernels),
+            four_bit.readable_by_peft(),
+        ):
             followed.train()
         return followed.record(logs, begun)
 
@@ -83,6 +88,7 @@ class _Followed:
     def _note_states(self) -> None:
         model = self.built.model
         self.parameters = self._see(model.parameters())
+        self.parameters |= self._see(four_bit.quantization_tensors(model))
         self.buffers = self._see(model.buffers()) - self.parameters
         for one in model.parameters():
             mesh = one.device_mesh if isinstance(one, DTensor) else None
@@ -210,10 +216,11 @@ class _Followed:
         }
         for name, one in self.built.model.named_parameters():
             block = owners.get(id(one))
+            unpacked = four_bit.whole_shape(one)
             yield Shape(
                 name=own_name(name),
-                shape=tuple(one.shape),
-                dtype=str(one.dtype).removeprefix("torch."),
+                shape=unpacked or tuple(one.shape),
+                dtype="nf4" if unpacked else str(one.dtype).removeprefix("torch."),
                 trained=one.requires_grad,
                 block=block,
                 copies=whole if block is not None and self.built.depth.alike else 1,

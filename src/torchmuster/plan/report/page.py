@@ -10,12 +10,14 @@ from torchmuster.finding import worst_first
 from torchmuster.pages import frame
 from torchmuster.pages.frame import html_article, html_details
 from torchmuster.pages.frame import html_table as cells
-from torchmuster.plan.answer import Answer, Forecast, candidate_name
+from torchmuster.plan.answer import Answer, Forecast, Offer, candidate_name
 from torchmuster.plan.hardware.cluster_file import describe_hardware
 from torchmuster.plan.planning import cost_of
 from torchmuster.plan.report.terminal import (
+    OFFERS_REMARK,
     MemoryPart,
     memory_parts,
+    offer_text,
     plan_question,
     plan_remarks,
     plan_table,
@@ -137,6 +139,7 @@ def plan_json(answer: Answer, *, line: str, settings: dict[str, str]) -> dict[st
         "chosen": {**_forecast(answer.chosen.value, asked), "reason": answer.chosen.reason},
         "runner_up": second and {**_forecast(second.value, asked), "reason": second.reason},
         "would_change": list(answer.would_change),
+        "offers": [_offer(one) for one in answer.offers],
         "table": [_forecast(one, asked) for one in answer.table],
         "passed_over": [_page_plain(one) for one in answer.passed_over],
         "findings": [one.as_json() for one in worst_first(answer.findings)],
@@ -161,6 +164,17 @@ def _forecast(one: Forecast, asked: PlanRequest) -> dict[str, Any]:
         "time": _page_plain(one.time),
         "scaling_efficiency": None if one.time is None else one.time.scaling_efficiency,
         "cost": None if cost is None else _page_plain(cost),
+    }
+
+
+def _offer(one: Offer) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "lora_rank": one.rank,
+        "trained_count": one.trained_count,
+        "settings": dict(one.settings),
+        "flags": one.flags,
+        "forecast": _forecast(one.forecast, one.asked),
     }
 
 
@@ -192,5 +206,7 @@ def plan_page(answer: Answer, *, line: str) -> str:
 def _sentences(answer: Answer) -> list[str]:
     found = [] if answer.runner_up is None else [f"runner-up: {answer.runner_up.reason}"]
     found += answer.would_change
+    if answer.offers:
+        found += [OFFERS_REMARK, *(f"{offer_text(one)}; {one.flags}" for one in answer.offers)]
     found += [sentence for sentence in (scaling_table(answer), *plan_remarks(answer)) if sentence]
     return found + describe_passed_over(answer.passed_over)

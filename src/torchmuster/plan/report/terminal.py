@@ -8,12 +8,17 @@ from dataclasses import dataclass
 
 from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import render
-from torchmuster.plan.answer import Answer, Forecast, candidate_name, recompute_of
+from torchmuster.plan.answer import Answer, Forecast, Offer, candidate_name, recompute_of
 from torchmuster.plan.hardware.cluster_file import describe_hardware
 from torchmuster.plan.planning import cost_of
 from torchmuster.plan.record import CATEGORIES
 from torchmuster.plan.request import PlanRequest
-from torchmuster.plan.search.decide import describe_passed_over
+from torchmuster.plan.search.decide import (
+    describe_candidate,
+    describe_offer,
+    describe_passed_over,
+    samples_per_second,
+)
 from torchmuster.plan.timing.rates import CATALOGUED, PUBLISHED_SPREAD
 from torchmuster.redaction import harmless
 from torchmuster.units import GiB, MiB, format_bytes, plural
@@ -197,6 +202,7 @@ def plan_text(answer: Answer, *, line: str, width: int = 100, colour: bool = Fal
         [*_terminal_table(answer, width)],
         [*_picture(answer)],
         [*_terminal_verdict(answer, width)],
+        *([[*_offers(answer, width)]] if answer.offers else []),
         [*_sources(answer, width)],
     ]
     if answer.findings:
@@ -272,6 +278,39 @@ def _terminal_verdict(answer: Answer, width: int) -> Iterator[str]:
         if cost.price is not None:
             words += f" and cost {plain_number(cost.price)}"
         yield from _wrapped("total", words, width)
+
+
+OFFERS_REMARK = (
+    "what was requested fits only with CPU offload, which is slow. LoRA needs less memory, but "
+    "trains only small matrices, so it can learn less than full training. To use it, add its flags "
+    "to muster plan or muster train"
+)
+
+
+def offer_text(offer: Offer) -> str:
+    """Describe an offer: its configuration, memory per GPU and speed."""
+    one, card = offer.forecast, offer.asked.hardware.card
+    parts_of_it = [
+        f"{format_bytes(one.memory.total_bytes)} of {format_bytes(card.memory_bytes)} per "
+        f"{card.noun}, at most {format_bytes(one.memory.high_bytes)}"
+    ]
+    if not one.fits:
+        parts_of_it[0] += f": {format_bytes(-one.spare_bytes)} too much"
+    if one.memory.where is None:
+        parts_of_it.append("estimated by a formula")
+    if one.time is not None:
+        parts_of_it += [f"{duration_text(one.time.step_s)} per step", samples_per_second(one)]
+    return (
+        f"{describe_offer(offer)}; {describe_candidate(one.candidate, card.noun)}: "
+        f"{', '.join(parts_of_it)}"
+    )
+
+
+def _offers(answer: Answer, width: int) -> Iterator[str]:
+    yield from _wrapped("offers", OFFERS_REMARK, width)
+    for one in answer.offers:
+        yield from _wrapped("offer", offer_text(one), width)
+        yield f"{'':8}{one.flags}"
 
 
 def _sources(answer: Answer, width: int) -> Iterator[str]:

@@ -46,6 +46,15 @@ def device_spreads(asked: PlanRequest) -> list[Candidate]:
     They use all GPUs, one machine or one GPU: more GPUs may be slower.
     """
     found = [one for one in _all_spreads(asked) if _is_asked_for(one, asked)]
+    if asked.work.load_in_4bit:
+        found = [one for one in found if one.strategy != "fsdp"]
+    if not found and asked.work.load_in_4bit:
+        raise Impossible(
+            "model.load_in_4bit cannot be combined with fsdp",
+            why=f"FSDP cannot shard 4-bit weights, and {_fixed(asked)}",
+            fix="use distributed.strategy: ddp without settings of fsdp, or leave out "
+            "model.load_in_4bit",
+        )
     if not found:
         raise Impossible(
             "no strategy for "
@@ -243,10 +252,14 @@ class Explored:
             self.passed_over.append(one)
 
 
-def explore_candidates(asked: PlanRequest, look: Look, *, rates: Rates) -> Explored:
-    """Forecast the candidates that could be chosen."""
+def explore_candidates(
+    asked: PlanRequest, look: Look, *, rates: Rates, ways: Sequence[Candidate] | None = None
+) -> Explored:
+    """Forecast the candidates that could be chosen; ``ways`` are those to consider."""
     explored = Explored(traces=Traces(asked, look))
-    ways = search_order(asked)
+    ways = search_order(asked) if ways is None else ways
+    if not ways:
+        return explored
     shown = explored.traces.first(scout(ways, asked))
     if isinstance(shown, TraceRefused):
         explored.refused = shown
@@ -260,6 +273,19 @@ def explore_candidates(asked: PlanRequest, look: Look, *, rates: Rates) -> Explo
         except CannotBeTraced as error:
             explored.pass_over(PassedOver(name=short_name(way), why=error.refused.what))
     return explored
+
+
+def forecast_by_formula(asked: PlanRequest, explored: Explored, ways: Sequence[Candidate]) -> None:
+    """Estimate a model that cannot be traced, with a wide band and no time."""
+    for way in ways:
+        for candidate in batch_splits(way, asked):
+            needed = by_formula(candidate, asked)
+            if needed is None:
+                return
+            one = as_forecast(candidate, needed, asked)
+            explored.forecasts.append(one)
+            if not one.fits:
+                break
 
 
 def search_order(asked: PlanRequest) -> list[Candidate]:

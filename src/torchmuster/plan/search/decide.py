@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from torchmuster.decision import Decision
-from torchmuster.plan.answer import Forecast, PassedOver, candidate_name, recompute_of
+from torchmuster.plan.answer import Forecast, Offer, PassedOver, candidate_name, recompute_of
 from torchmuster.plan.hardware.catalogue import Link
 from torchmuster.plan.job import Candidate
 from torchmuster.plan.request import PlanRequest
@@ -192,6 +192,16 @@ def _why_not(other: Forecast, best: Forecast, fastest: float, noun: str) -> str:
 
 def _decide_percent(share: float) -> str:
     return f"{share:.0%}".replace("%", " %") if share < 10 else f"{share:.0f} times"
+
+
+def describe_offer(offer: Offer) -> str:
+    """Describe what an offer trains: ``LoRA trains 6.82 M of 8.03 B parameters``."""
+    if offer.trained_count is None or offer.parameter_count is None:
+        return f"{offer.name} trains small matrices of rank {offer.rank}, not the weights"
+    return (
+        f"{offer.name} trains matrices of rank {offer.rank} with {offer.trained_count / 1e6:,.1f} M "
+        f"parameters, not the {(offer.parameter_count - offer.trained_count) / 1e9:,.2f} B weights"
+    )
 
 
 def would_change(

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchmuster.errors import Impossible
-from torchmuster.plan.answer import Forecast
+from torchmuster.plan.answer import Forecast, Offer
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.hardware.cluster_file import describe_hardware as in_words_of
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search import decide, offers
 from torchmuster.plan.search.candidates import (
     CannotBeTraced,
     Explored,
@@ -25,7 +26,6 @@ from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes, plural
 
 _MOST_MACHINES = 4096
-_LORA_RANK = 16
 _SHORTEST_SEQUENCE = 128
 _HALVINGS = 3
 _AS_NEAR = 1.03
@@ -40,10 +40,12 @@ _FIXED = {
 }
 
 
-def refusal(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates) -> Impossible:
+def refusal(
+    asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates, simulate: bool = True
+) -> Impossible:
     """Return the error that reports how much is missing, and what would help."""
     where, noun = in_words_of(asked.hardware), asked.hardware.card.noun
-    changes = [*_changes(asked, explored, look, rates=rates)]
+    changes = [*_changes(asked, explored, look, rates=rates, simulate=simulate)]
     nearest = nearest_of(explored)
     if nearest is None:
         why = _why_not_even_forecast(explored)
@@ -80,10 +82,16 @@ def _why_not_even_forecast(explored: Explored) -> str:
     return "no configuration meets the request" if least is None else f"{least.name}: {least.why}"
 
 
-def _changes(asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates) -> Iterator[str]:
+def _changes(
+    asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates, simulate: bool
+) -> Iterator[str]:
     """Yield each change that makes the model fit, the cheapest first."""
     yield from _left_open(asked, look, rates=rates)
     yield from _other_work(asked, explored, look, rates=rates)
+    if offers.are_needed(asked, None):
+        for one in offers.make_offers(asked, look, rates=rates, simulate=simulate):
+            if one.forecast.fits:
+                yield f"{one.flags} ({decide.describe_offer(one)}): {_offer_figures(one)}"
     yield from _more_cards(asked, explored, rates=rates)
     yield from _larger_card(asked, explored)
 
@@ -107,6 +115,11 @@ def _refusal_room(one: Forecast, asked: PlanRequest) -> str:
     )
 
 
+def _offer_figures(one: Offer) -> str:
+    speed = "" if one.forecast.time is None else f", {decide.samples_per_second(one.forecast)}"
+    return f"{_refusal_room(one.forecast, one.asked)}{speed}"
+
+
 def _other_work(
     asked: PlanRequest, explored: Explored, look: Look, *, rates: Rates
 ) -> Iterator[str]:
@@ -128,10 +141,6 @@ def _other_work(
                 "--set model.torch_dtype=bfloat16 (small updates are rounded away): "
                 f"{_refusal_room(found, asked)}"
             )
-    if work.lora_rank is None and work.model_name_or_path is not None:
-        found = attempt(dataclasses.replace(work, lora_rank=_LORA_RANK))
-        if found:
-            yield f"--set model.lora_rank={_LORA_RANK}: {_refusal_room(found, asked)}"
     yield from _shorter(nearest, work, attempt, asked)
 
 

@@ -14,10 +14,34 @@ from torchmuster.plan.job import Candidate
 from torchmuster.plan.memory import forecast as memory
 from torchmuster.plan.record import TraceRecord
 from torchmuster.plan.request import PlanRequest
+from torchmuster.plan.search import decide
 from torchmuster.plan.search.candidates import Explored, as_forecast
 from torchmuster.plan.tracing.cache import versions
 from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.runfolder import write_atomically
+
+# Memory cached by the allocator (10 % of the tensors, where simulated) and the simulation's band.
+_LEAST_RESERVED = 1.15
+
+
+def simulate_preferred(asked: PlanRequest, explored: Explored) -> None:
+    """Simulate the allocator for the preferred candidate; if it does not fit, for the next one."""
+    card_bytes = asked.hardware.card.memory_bytes
+    hopeful = [
+        one
+        for one in explored.forecasts
+        if one.fits or (one.could_fit and one.memory.low_bytes * _LEAST_RESERVED <= card_bytes)
+    ]
+    simulated: set[Candidate] = set()
+    while hopeful:
+        one = decide.preferred(hopeful)
+        if one.candidate in simulated:
+            return  # and it fits
+        simulated.add(one.candidate)
+        found = with_allocator(one, explored, asked)
+        explored.forecasts[explored.forecasts.index(one)] = found
+        fitting = [one for one in explored.forecasts if one.fits]
+        hopeful = fitting or [one for one in hopeful if one.candidate not in simulated]
 
 
 def with_allocator(one: Forecast, explored: Explored, asked: PlanRequest) -> Forecast:

@@ -19,7 +19,7 @@ from torchmuster.runfolder import user_cache, write_atomically
 from torchmuster.units import GiB
 
 # Packages that determine, besides the request, the operations of a training.
-_PACKAGES = ("torch", "transformers", "peft", "torchmuster")
+_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "torchmuster")
 _MOST_FILES = 2000  # of a package: a folder with more is not a model's
 MOST_BYTES = 2 * GiB  # of cached records and logs
 

@@ -81,7 +81,7 @@ class Tracer:
         """
         self._cache = None if cache is None else TraceCache(cache)
         self._made: dict[TraceRequest, TraceRecord] = {}  # with their logs
-        self._begun = time.monotonic()
+        self._begun = self._said = time.monotonic()
         self._own_logs: tempfile.TemporaryDirectory[str] | None = None
         self._workers = workers
         self._say = say
@@ -151,10 +151,12 @@ class Tracer:
     ) -> dict[TraceRequest, Found]:
         found: dict[TraceRequest, Found] = {}
         while len(found) < wanted:
+            left_s = self._said + _SAY_EVERY_S - time.monotonic()
             try:
-                request, answer = done.get(timeout=_SAY_EVERY_S)
+                request, answer = done.get(timeout=max(left_s, 0.0))
             except queue.Empty:
-                took_s = time.monotonic() - self._begun
+                self._said = time.monotonic()
+                took_s = self._said - self._begun
                 self._say(progress_text(len(self._made) + len(found), wanted - len(found), took_s))
                 continue
             if self._cache is not None and isinstance(answer, TraceRecord):

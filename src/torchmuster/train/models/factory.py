@@ -123,6 +123,10 @@ class Lora:
     rank: int
     alpha: float | None = None
     targets: Sequence[str] | None = None
+    dropout: float = 0.0
+    modules_to_save: Sequence[str] | None = None
+    use_dora: bool = False
+    use_rslora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +177,14 @@ class ModelRecipe:
         if self.lora is None:
             return Decision(value=model, reason="")
         adapted = lora.add_lora(
-            model, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets
+            model,
+            rank=self.lora.rank,
+            alpha=self.lora.alpha,
+            targets=self.lora.targets,
+            dropout=self.lora.dropout,
+            modules_to_save=self.lora.modules_to_save,
+            use_dora=self.lora.use_dora,
+            use_rslora=self.lora.use_rslora,
         )
         if self.files is not None:  # where an adapter finds its base model, from any folder
             config = lora.peft_config(adapted.value)

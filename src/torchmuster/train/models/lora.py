@@ -25,6 +25,10 @@ def add_lora(
     rank: int,
     alpha: float | None = None,
     targets: Sequence[str] | None = None,
+    dropout: float = 0.0,
+    modules_to_save: Sequence[str] | None = None,
+    use_dora: bool = False,
+    use_rslora: bool = False,
 ) -> Decision[nn.Module]:
     """Freeze a model and add matrices of this rank to the targets; only those are trained."""
     peft = _peft()
@@ -33,6 +37,10 @@ def add_lora(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         target_modules=chosen.value,
+        lora_dropout=dropout,
+        modules_to_save=None if modules_to_save is None else list(modules_to_save),
+        use_dora=use_dora,
+        use_rslora=use_rslora,
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )
     try:

@@ -1,0 +1,158 @@
+"""4-bit layers without memory have the bytes of bitsandbytes' own layers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchmuster.plan.job import Candidate, Work
+from torchmuster.plan.memory.shard_degree import FOUR_BIT_BYTES
+from torchmuster.plan.probes import four_bit
+from torchmuster.plan.probes.fake_process_group import fake_process_group, forget_values
+from torchmuster.plan.probes.live_storage import LiveStorages
+from torchmuster.plan.probes.stages import Sized
+from torchmuster.plan.probes.trace import trace
+from torchmuster.plan.record import TraceRequest
+from torchmuster.train.strategies.sharding import ShardLayout
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+pytest.importorskip("bitsandbytes")
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+}
+ALONE = Candidate(
+    strategy="single", layout=ShardLayout(copies=1, shards=1), precision="bf16", micro_batch_size=2
+)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return Work(
+        model_name_or_path=str(tmp_path), sequence_length=32, lora_rank=4, torch_dtype="bfloat16"
+    )
+
+
+def layers(device: str) -> nn.Sequential:
+    sizes = ((128, 320), (320, 128), (128, 64))
+    made = [nn.Linear(*size, bias=False, device=device, dtype=torch.bfloat16) for size in sizes]
+    return nn.Sequential(*made)
+
+
+def states_bytes(model: nn.Module) -> int:
+    tensors = [*model.parameters(), *four_bit.quantization_tensors(model)]
+    return sum(one.numel() * one.itemsize for one in tensors)
+
+
+def test_a_layer_without_memory_has_the_bytes_of_a_real_one() -> None:
+    real = layers("cpu")
+    four_bit.replace_linear_layers(real, torch.bfloat16)
+    weight = real[0].weight
+    assert type(weight).__name__ == "Params4bit"
+    assert weight.dtype is torch.uint8
+    traced = layers("meta")
+    four_bit.replace_linear_layers(traced, torch.bfloat16)
+    with fake_process_group(1, ranks_per_machine=1, reduced=lambda bucket, ranks: None) as world:
+        forget_values(traced, world)
+        four_bit.quantize_without_memory(traced)
+        assert states_bytes(traced) == states_bytes(real)
+        first = next(traced.parameters())
+        assert four_bit.whole_shape(first) == (320, 128)
+    elements = sum(i * o for i, o in ((128, 320), (320, 128), (128, 64)))
+    tables = len(real) * (16 + 256 + 1) * 4  # of nf4, of the scales, and their mean
+    assert states_bytes(real) - tables == pytest.approx(elements * FOUR_BIT_BYTES, rel=0.002)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_product_in_single_operations_is_that_of_bitsandbytes(rows: int) -> None:
+    torch.manual_seed(0)
+    real = layers("cpu")
+    four_bit.replace_linear_layers(real, torch.bfloat16)
+    given = torch.randn(rows, 128, dtype=torch.bfloat16, requires_grad=True)
+    expected = real(given)
+    (gradient,) = torch.autograd.grad(expected.sum(), given)
+    seen = LiveStorages(answer=lambda _: None, on_host=True)
+    with seen.followed():
+        found = real(given)
+        (followed,) = torch.autograd.grad(found.sum(), given)
+    assert torch.equal(found, expected)
+    assert torch.equal(followed, gradient)
+    # The weight of one layer at a time, in the dtype of the product; forward and backward.
+    whole = 128 * 320 * 2
+    sizes = [one.size_bytes for one in seen.log.events if isinstance(one, Sized)]
+    assert sizes.count(whole) >= 4
+
+
+def test_only_named_layers_and_the_output_stay_whole(work: Work) -> None:
+    quantized = trace(TraceRequest(work=replace(work, load_in_4bit=True), candidate=ALONE))
+    dtypes = {one.name: one.dtype for one in quantized.parameters}
+    four = {name for name, dtype in dtypes.items() if dtype == "nf4"}
+    assert len(four) == 7 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
+    assert {dtypes[name] for name in dtypes if "lora_" in name} == {"float32"}
+    assert {dtypes[name] for name in dtypes if "embed" in name or "lm_head" in name} == {"bfloat16"}
+    saved = replace(work, load_in_4bit=True, lora_modules_to_save=("down_proj",))
+    whole = trace(TraceRequest(work=saved, candidate=ALONE))
+    assert sum(one.dtype == "nf4" for one in whole.parameters) == 6 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
+
+
+def test_4_bits_take_less_and_are_counted_as_the_same_parameters(work: Work) -> None:
+    plain = trace(TraceRequest(work=work, candidate=ALONE, kernels="cuda"))
+    quantized = trace(
+        TraceRequest(work=replace(work, load_in_4bit=True), candidate=ALONE, kernels="cuda")
+    )
+    assert quantized.parameter_count == plain.parameter_count
+    assert quantized.trained_count == plain.trained_count
+    assert quantized.states["parameters"] < plain.states["parameters"]
+    assert quantized.states["optimizer"] == plain.states["optimizer"]
+    names = {one.name for stretch in quantized.timeline for one in stretch.operations}
+    assert "bitsandbytes.dequantize_4bit" in names
+    assert "bitsandbytes.gemm_4bit" not in names
+    flops = [
+        sum(one.flops for stretch in each.timeline for one in stretch.operations)
+        for each in (plain, quantized)
+    ]
+    assert flops[0] == flops[1]
+
+
+def test_a_few_layers_tell_the_memory_of_all(work: Work) -> None:
+    """Depth is computed from copies of a few layers, which bitsandbytes' own could not be."""
+    four = replace(work, load_in_4bit=True)
+    few, more, most = (
+        trace(TraceRequest(work=four, candidate=ALONE, blocks=blocks, kernels="cuda"))
+        for blocks in (2, 3, 4)
+    )
+    assert most.blocks == 4
+    added = [one.states["parameters"] for one in (few, more, most)]
+    assert added[2] - added[1] == added[1] - added[0]
+    assert few.parameter_count == most.parameter_count
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_use_dora": True},
+        {"lora_dropout": 0.1, "lora_use_rslora": True},
+        {"lora_modules_to_save": ("lm_head",)},
+        {"lora_use_dora": True, "load_in_4bit": True},
+    ],
+)
+def test_options_of_lora_are_traced(work: Work, changes: dict[str, object]) -> None:
+    plain = trace(TraceRequest(work=work, candidate=ALONE, kernels="cuda"))
+    other = trace(
+        TraceRequest(work=replace(work, **changes), candidate=ALONE, kernels="cuda")  # type: ignore[arg-type]
+    )
+    trains_more = {"lora_use_dora", "lora_modules_to_save"} & set(changes)
+    assert (other.trained_count > plain.trained_count) == bool(trains_more)
