@@ -9,6 +9,7 @@
     console.log    output of the launcher
     logs/          rank-<n>.log
     model/         model files other than weights: config, tokenizer
+    base-model.json  hashes of the weight files that a LoRA run began with
     metrics/  checkpoints/  hang/
     report.html
 """
@@ -80,6 +81,11 @@ class RunFolder:
     def model(self) -> Path:
         """Model files other than weights: config, tokenizer."""
         return self.path / "model"
+
+    @property
+    def base_model(self) -> Path:
+        """The hashes of the base model's weight files, so that they are read only once."""
+        return self.path / "base-model.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -113,10 +113,35 @@ class Model:
     lora_targets: Annotated[
         Annotated[tuple[Text, ...], Meta(min_length=1)] | None,
         Meta(
-            description="Layers that get LoRA matrices, such as q_proj; chosen by model type if "
-            "left out."
+            description="Layers that get LoRA matrices, such as q_proj; all-linear means every linear "
+            "layer but the output; chosen by model type if left out."
         ),
     ] = None
+    lora_dropout: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)],
+        Meta(description="Dropout on the input of the LoRA matrices."),
+    ] = 0.0
+    lora_modules_to_save: Annotated[
+        Annotated[tuple[Text, ...], Meta(min_length=1)] | None,
+        Meta(
+            description="Layers that are trained whole and saved with the adapter, such as lm_head."
+        ),
+    ] = None
+    lora_use_dora: Annotated[
+        bool, Meta(description="Also train the magnitude of each adapted weight (DoRA).")
+    ] = False
+    lora_use_rslora: Annotated[
+        bool,
+        Meta(
+            description="Scale the LoRA matrices by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)."
+        ),
+    ] = False
+    load_in_4bit: Annotated[
+        bool,
+        Meta(
+            description="Load the frozen weights in 4 bits (QLoRA) with bitsandbytes; needs lora_rank."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

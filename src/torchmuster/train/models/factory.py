@@ -123,6 +123,10 @@ class Lora:
     rank: int
     alpha: float | None = None
     targets: Sequence[str] | None = None
+    dropout: float = 0.0
+    modules_to_save: Sequence[str] | None = None
+    use_dora: bool = False
+    use_rslora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +138,9 @@ class ModelRecipe:
     dtype: str = "auto"  # of the weights; auto: from the files or the function
     attention: str = "sdpa"
     lora: Lora | None = None
+    load_in_4bit: bool = False  # the frozen weights of files; the others keep dtype
+    compute: torch.dtype = torch.float32  # of the layers in 4 bits
+    device: str = "cpu"  # that weights in 4 bits are loaded to
 
     def sketch(self) -> Decision[nn.Module]:
         """Create the model with initial weights; the reason says where LoRA is added."""
@@ -157,7 +164,11 @@ class ModelRecipe:
         """Create the model, with the weights of its files if it has any."""
         if self.files is None or not self.files.weights:
             return self.sketch()
-        loaded = hugging_face.load_model(self.files, dtype=self.dtype, attention=self.attention)
+        options = lora.four_bit_options(self.compute, self.device) if self.load_in_4bit else {}
+        loaded = hugging_face.load_model(
+            self.files, dtype=self.dtype, attention=self.attention, options=options
+        )
+        lora.keep_training_kernels(loaded)
         return self._adapted(loaded)
 
     def check(self) -> None:
@@ -173,7 +184,14 @@ class ModelRecipe:
         if self.lora is None:
             return Decision(value=model, reason="")
         adapted = lora.add_lora(
-            model, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets
+            model,
+            rank=self.lora.rank,
+            alpha=self.lora.alpha,
+            targets=self.lora.targets,
+            dropout=self.lora.dropout,
+            modules_to_save=self.lora.modules_to_save,
+            use_dora=self.lora.use_dora,
+            use_rslora=self.lora.use_rslora,
         )
         if self.files is not None:  # where an adapter finds its base model, from any folder
             config = lora.peft_config(adapted.value)
