@@ -97,6 +97,9 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/ranks/test_kubernetes_ranks.py": ["test_an_ordinary_script_trains_in_two_pods[job]"],
     "tests/ranks/test_lab_command.py": [],
+    "tests/ranks/test_lora_runs.py": [
+        "test_two_ranks_train_next_to_shards_in_4_bits_and_peft_loads_the_adapter",
+    ],
     "tests/ranks/test_labs.py": [
         "test_starter_solution_and_every_planted_mistake[communication]",
         "test_every_word_is_planted_and_names_belong_to_one_lab",

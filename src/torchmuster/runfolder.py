@@ -10,6 +10,7 @@
     logs/          rank-<n>.log
     model/         model files other than weights: config, tokenizer
     data.json      of a training on text: what the data is, and a sample with its loss mask
+    base-model.json  hashes of the weight files that a LoRA run began with
     metrics/  checkpoints/  hang/
     report.html
 """
@@ -87,6 +88,11 @@ class RunFolder:
     def data(self) -> Path:
         """What the data of a training on text is, and a sample of it."""
         return self.path / "data.json"
+
+    @property
+    def base_model(self) -> Path:
+        """The hashes of the base model's weight files, so that they are read only once."""
+        return self.path / "base-model.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -30,15 +30,19 @@ from torchmuster.units import format_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# peft's name for a single adapter, which does not appear in its files.
+# "default" is peft's name for a single adapter, which does not appear in its files.
 _DEFAULT = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
+_MAGNITUDE = re.compile(r"(\.lora_magnitude_vector)\.default\.weight$")
+_WHOLE_COPY = ".modules_to_save.default."
 
 
 def name_in_adapter(name: str) -> str | None:
-    """Return the name of a LoRA weight in peft's file; None for a weight of the base model."""
+    """Return the name of a trained weight in peft's file; None for a weight of the base model."""
+    if _WHOLE_COPY in name:
+        return name.replace(_WHOLE_COPY, ".")
     if ".lora_" not in name:
         return None
-    return _DEFAULT.sub(r"\1", name)
+    return _DEFAULT.sub(r"\1", _MAGNITUDE.sub(r"\1", name))
 
 
 _MODEL = "model."

@@ -127,7 +127,9 @@ def _word(info: inspect.Type) -> str:
             if low is not None and high is not None:
                 return f"a whole number from {low} to {high}"
             return "a whole number" + (f" of at least {low}" if low is not None else "")
-        case inspect.FloatType(gt=above, ge=low):
+        case inspect.FloatType(gt=above, ge=low, lt=below):
+            if low is not None and below is not None:
+                return f"a number of at least {low:g}, below {below:g}"
             limit = f" above {above:g}" if above is not None else ""
             return "a number" + (f" of at least {low:g}" if low is not None else limit)
         case inspect.StrType():

@@ -3,7 +3,7 @@
 import glob
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -21,13 +21,26 @@ SINK_LIBRARIES = {
     "wandb": "wandb",
 }
 
+# The extra and the libraries that a setting of the model needs; an extra includes those below it.
+_MODEL_LIBRARIES = {
+    "model.load_in_4bit": ("qlora", ("bitsandbytes", "peft", "transformers")),
+    "model.lora_rank": ("lora", ("peft", "transformers")),
+    "model.model_name_or_path": ("transformers", ("transformers",)),
+}
+
 
 def check_here(resolved: Resolved) -> None:
     """Raise a :class:`ConfigError` with everything the settings name and this machine lacks.
 
     Imports nothing and uses no network: what needs either is checked by the ranks.
     """
-    found = (*_here_files(resolved), *_here_model(resolved), *_modules(resolved), *_sinks(resolved))
+    found = (
+        *_here_files(resolved),
+        *_here_model(resolved),
+        *_modules(resolved),
+        *_libraries(resolved),
+        *_sinks(resolved),
+    )
     if mistakes := list(found):
         raise ConfigError(mistakes)
 
@@ -40,12 +53,16 @@ def check_sinks(resolved: Resolved) -> None:
 
 def missing_library(sink: str) -> str:
     """Return the command that installs a sink's library; "" if it is installed."""
+    return "" if _is_installed(SINK_LIBRARIES[sink]) else f"pip install 'torchmuster[{sink}]'"
+
+
+def _is_installed(library: str) -> bool:
     try:
-        found = importlib.util.find_spec(SINK_LIBRARIES[sink])
+        found = importlib.util.find_spec(library)
     except ValueError:
         found = None
     # A namespace package has no origin: W&B creates a folder named wandb in the working folder.
-    return "" if found is not None and found.origin else f"pip install 'torchmuster[{sink}]'"
+    return found is not None and bool(found.origin)
 
 
 def looks_like_path(name: str) -> bool:
@@ -96,6 +113,24 @@ def _modules(resolved: Resolved) -> Iterator[Mistake]:
                 "installed",
                 fix="run from the folder that contains it; write the module with dots, without .py",
             )
+
+
+def _libraries(resolved: Resolved) -> Iterator[Mistake]:
+    """Yield the first setting of the model, if any, whose libraries are not installed."""
+    values = resolved.values()
+    for path, (extra, libraries) in _MODEL_LIBRARIES.items():
+        missing = [one for one in libraries if not _is_installed(one)] if values[path] else []
+        if missing:
+            yield Mistake(
+                where=resolved.sources[path].where,
+                what=f"{path} needs {' and '.join(missing)}, which {_are(missing)} not installed",
+                fix=f"pip install 'torchmuster[{extra}]'",
+            )
+            return
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _sinks(resolved: Resolved) -> Iterator[Mistake]:

@@ -34,6 +34,11 @@ OWN_LOSSES = ("cross_entropy", "language_model")  # built-in values of model.los
 _NEEDS = {
     "model.lora_alpha": ("model.lora_rank",),
     "model.lora_targets": ("model.lora_rank",),
+    "model.lora_dropout": ("model.lora_rank",),
+    "model.lora_modules_to_save": ("model.lora_rank",),
+    "model.lora_use_dora": ("model.lora_rank",),
+    "model.lora_use_rslora": ("model.lora_rank",),
+    "model.load_in_4bit": ("model.lora_rank",),
     "model.attention": ("model.model_name_or_path",),
     **dict.fromkeys(
         [
@@ -141,6 +146,7 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
             fix=f"leave it out, or give {needed[0]}",
         )
     yield from _no_functions(resolved)
+    yield from _lora(resolved)
     yield from _batch_sizes(resolved)
     yield from _training_times(resolved)
     yield from _open_passwords(resolved)
@@ -168,6 +174,24 @@ def _no_functions(resolved: Resolved) -> Iterator[Mistake]:
                 what=f"{path} is {name!r}, which is not module:function{known}",
                 fix="write the dotted module name, a colon and the function: my_project.models:make",
             )
+
+
+def _lora(resolved: Resolved) -> Iterator[Mistake]:
+    model = resolved.settings.model
+    if "all-linear" in (model.lora_targets or ()) and len(model.lora_targets or ()) > 1:
+        yield Mistake(
+            where=resolved.sources["model.lora_targets"].where,
+            what="model.lora_targets has all-linear and other names",
+            fix="give all-linear alone, or the names of all layers",
+        )
+    if model.load_in_4bit and model.build is not None:
+        yield Mistake(
+            where=resolved.sources["model.load_in_4bit"].where,
+            what=f"model.load_in_4bit needs weight files to load, but model.build "
+            f"({resolved.sources['model.build'].where}) makes the model",
+            fix="give model.model_name_or_path instead of model.build, or leave out "
+            "model.load_in_4bit",
+        )
 
 
 def _batch_sizes(resolved: Resolved) -> Iterator[Mistake]:

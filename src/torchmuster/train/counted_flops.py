@@ -32,6 +32,19 @@ class FlopsPerSample:
         # Called at every micro-batch, so it creates nothing unless it counts.
         return self._count(samples) if self._wanted and samples else _NOTHING
 
+    def state(self) -> list[float | None]:
+        """Return the count to save, if there is one; empty if nothing was counted yet."""
+        return [] if self._wanted else [self.value]
+
+    def restore(self, state: list[float | None]) -> None:
+        """Use the count of another process instead of counting again.
+
+        Counting changes the last digit of some gradients, because torch then decomposes operations,
+        so a resumed run must not count a step that the uninterrupted run did not count.
+        """
+        if state:
+            self._wanted, self.value = False, state[0]
+
     @contextmanager
     def _count(self, samples: int) -> Iterator[None]:
         self._wanted = False

@@ -351,6 +351,7 @@ class Trainer:
                 "loader": self._position or self.loader.state(),
                 "update": self._update.state(),
                 "schedule": None if self.schedule is None else self.schedule.state_dict(),
+                "flops_per_sample": self._flops.state(),
             },
         }
 
@@ -367,6 +368,7 @@ class Trainer:
         self.epoch = progress["loader"]["epoch"]
         self._position = progress["loader"]
         self._update.restore(progress["update"])
+        self._flops.restore(progress.get("flops_per_sample", []))  # not in earlier versions
         if self.schedule is not None:
             self.schedule.load_state_dict(progress["schedule"])
         self._goes_on = self.step > 0
@@ -387,4 +389,8 @@ class Trainer:
                 "resume() needs checkpoint settings",
                 fix="give Trainer(saving=CheckpointSettings(to=…, …))",
             )
-        return trainer_state.resume_trainer(self, self._saving)
+        loaded = trainer_state.resume_trainer(self, self._saving)
+        if loaded is not None and "base" not in loaded.state:
+            # It has the frozen weights, which may differ from the base model's files of today.
+            self._saving = replace(self._saving, base=None)
+        return loaded

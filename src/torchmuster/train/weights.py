@@ -7,7 +7,7 @@ time, so no device ever holds the whole model; rank 0 keeps one file's content i
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -30,6 +30,22 @@ def own_name(name: str) -> str:
     if parts[0] == "module":  # DDP's
         parts = parts[1:]
     return ".".join(part for part in parts if part not in WRAPPED)
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters that are not trained, in the unwrapped model."""
+    return {
+        own_name(name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
+
+
+def is_below(name: str, names: Collection[str]) -> bool:
+    """Return whether a name is one of these, or below one: ``weight.absmax`` of a weight in 4 bits."""
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return bool(name)
 
 
 _MOST_IN_A_FILE_BYTES = 2 * 10**9

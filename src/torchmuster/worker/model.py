@@ -1,13 +1,16 @@
 """Create the model and the strategy that the settings describe."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from torch import nn
 
+from torchmuster.checkpoints.base_model import BaseModel, hash_weights
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
+from torchmuster.runfolder import RunFolder
 from torchmuster.train.data.batch_split import BatchSplit
 from torchmuster.train.data.formats import Tokenizer
 from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
@@ -15,13 +18,14 @@ from torchmuster.train.data.text import TextRows
 from torchmuster.train.models import hugging_face, lora
 from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
 from torchmuster.train.models.factory import Lora, ModelRecipe, check_tokens, lost_updates
-from torchmuster.train.models.meta_init import build_for, build_on_meta
+from torchmuster.train.models.meta_init import build_for, build_on_meta, build_whole
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.weights import replaced_folder
-from torchmuster.train.world import World, rank_zero_first
+from torchmuster.train.world import World, all_gather_object, rank_zero_first
+from torchmuster.units import format_bytes
 from torchmuster.worker.planned import planned_strategy
 from torchmuster.worker.reporting import rank_zero_log
 
@@ -35,13 +39,22 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
             files = hugging_face.find_model(wanted.model_name_or_path)
     adapters = None
     if wanted.lora_rank is not None:
-        adapters = Lora(rank=wanted.lora_rank, alpha=wanted.lora_alpha, targets=wanted.lora_targets)
+        adapters = Lora(
+            rank=wanted.lora_rank,
+            alpha=wanted.lora_alpha,
+            targets=wanted.lora_targets,
+            dropout=wanted.lora_dropout,
+            modules_to_save=wanted.lora_modules_to_save,
+            use_dora=wanted.lora_use_dora,
+            use_rslora=wanted.lora_use_rslora,
+        )
     return ModelRecipe(
         files=files,
         build=wanted.build,
         dtype=wanted.torch_dtype or ("auto" if files is None else "float32"),
         attention=wanted.attention,
         lora=adapters,
+        load_in_4bit=wanted.load_in_4bit,
     )
 
 
@@ -73,11 +86,14 @@ def model_of(
             sequence_length=rows.sequence_length,
         )
     sharding = _sharding(settings)
-    sizes, memory = strategies.sizes_of(sketched), strategies.memory_of_each_rank(world)
+    packed = lora.weights_for_4_bits(sketched) if recipe.load_in_4bit else ()
+    sizes = strategies.sizes_of(sketched, in_4_bits=packed)
+    memory = strategies.memory_of_each_rank(world)
     name = strategies.choose_strategy(
         asked, ranks=world.world_size, sizes=sizes, memory_bytes=memory, sharding=sharding
     )
-    if asked == "auto" and sharding is None and portions is not None and memory is not None:
+    decides_by_trace = asked == "auto" and sharding is None and not recipe.load_in_4bit
+    if decides_by_trace and portions is not None and memory is not None:
         name = planned_strategy(
             settings,
             name,
@@ -89,9 +105,17 @@ def model_of(
             folder=folder,
         )
     is_sharded = name.value == "fsdp"
-    model = build_for(
-        name.value, lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched
-    )
+    if recipe.load_in_4bit:
+        # With fsdp too, every rank loads all of it, to the host: the scales of weights in 4 bits
+        # are no parameters, so a rank could not receive them from rank 0.
+        place = "cpu" if is_sharded else str(world.device)
+        recipe = replace(recipe, compute=number_type.compute, device=place)
+        model = build_whole(lambda: recipe.model().value, seed=wanted.seed)
+        reasons.append(lora.four_bit_memory(model))
+    else:
+        model = build_for(
+            name.value, lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched
+        )
     said = [*reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
     if wanted.activation_checkpointing != "none":
         said.append(_recompute(model, wanted.activation_checkpointing).reason)
@@ -124,6 +148,46 @@ def _sharding(settings: Settings) -> Sharding | None:
         cpu_offload=wanted.fsdp_cpu_offload,
     )
     return None if sharding == Sharding() else sharding
+
+
+_WORTH_A_LINE_BYTES = 2 * 10**9
+
+
+def base_of(recipe: ModelRecipe, model: nn.Module, world: World, folder: Path) -> BaseModel | None:
+    """Return the model whose frozen weights are in its files, and need not be saved; else None.
+
+    One rank of each host hashes the files; all ranks call it. The hash of rank 0's is kept in the
+    run folder.
+    """
+    files = recipe.files
+    frozen = any(not one.requires_grad for one in model.parameters())
+    if files is None or not files.weights or not frozen:
+        return None
+
+    def before(size_bytes: int) -> None:
+        if size_bytes >= _WORTH_A_LINE_BYTES:
+            rank_zero_log(world, f"hashing the base model's files, {format_bytes(size_bytes)}")
+
+    cache = RunFolder(folder).base_model if world.is_first else None
+    found, problem = "", ""
+    if world.local_rank == 0:
+        try:
+            found = hash_weights(files.weights, cache=cache, before=before)
+        except OSError as error:
+            problem = error.strerror or str(error)
+    told = all_gather_object([found, problem], world)
+    for rank, (_, theirs) in enumerate(told):
+        if theirs:
+            raise MusterError(f"rank {rank} cannot read the files of {files.name}", why=theirs)
+    others = [rank for rank, (one, _) in enumerate(told) if one not in ("", told[0][0])]
+    if others:
+        raise Impossible(
+            f"the hosts of rank 0 and rank {others[0]} have different weights of {files.name}",
+            why="the SHA-256 of their files differ, and frozen weights are read on each host",
+            fix="copy or download the same files to all hosts",
+        )
+    dtype = "nf4" if recipe.load_in_4bit else recipe.dtype
+    return BaseModel(name=files.name, revision=files.revision, dtype=dtype, sha256=told[0][0])
 
 
 _OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")

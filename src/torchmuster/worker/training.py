@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from torchmuster.train.weights import save_weights
 from torchmuster.train.world import World, all_gather_object
 from torchmuster.units import parse_seconds
 from torchmuster.worker.data import batches_of, evaluation_of, rows_of, samples_of
-from torchmuster.worker.model import model_of, recipe_of, write_model_files
+from torchmuster.worker.model import base_of, model_of, recipe_of, write_model_files
 from torchmuster.worker.prepare import write_data_report
 from torchmuster.worker.reporting import peak_flops, rank_zero_log, reports_for, start_sinks
 
@@ -89,6 +90,8 @@ def _trainer(
         portions=portions_of(loader),
         folder=folder,
     )
+    if saving is not None:
+        saving = replace(saving, base=base_of(recipe, model, world, folder))
     loss = _training_loss(settings)
     reports = reports_for(settings, world, folder)
     precision_of_run = with_weights_of(model, number_type)

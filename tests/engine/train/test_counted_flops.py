@@ -25,6 +25,19 @@ def compute(network: nn.Module, samples: int) -> None:
     network(torch.randn(samples, 32)).sum().backward()
 
 
+def test_a_resumed_run_uses_the_count_of_the_run_before_and_counts_nothing() -> None:
+    network = model()
+    before, after, new = FlopsPerSample(network), FlopsPerSample(network), FlopsPerSample(network)
+    new.restore(before.state())
+    assert new.state() == []  # nothing was counted yet
+    with before.counting(4):
+        compute(network, 4)
+    after.restore(before.state())
+    with after.counting(2):
+        compute(network, 4)
+    assert after.value == before.value == OF_A_SAMPLE
+
+
 def test_the_first_micro_batch_with_samples_is_counted_and_no_other() -> None:
     network = model()
     flops = FlopsPerSample(network)

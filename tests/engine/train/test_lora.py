@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,20 @@ def test_targets_of_an_unknown_kind_and_as_asked(snapshot: SnapshotAssertion) ->
     assert peft_config(adapted.value).lora_alpha == 3
 
 
+def test_all_linear_layers_and_layers_that_are_trained_whole(snapshot: SnapshotAssertion) -> None:
+    adapted = add_lora(
+        llama(), rank=2, targets=["all-linear"], modules_to_save=["lm_head"], use_dora=True
+    )
+    assert adapted.reason == snapshot
+    of_lora = {name for name in trained(adapted.value) if not name.startswith("weight")}
+    assert of_lora >= {*(f"{one}_proj" for one in "qkvo"), "gate_proj", "up_proj", "down_proj"}
+    with pytest.raises(Impossible) as error:
+        add_lora(llama(), rank=2, modules_to_save=["lm_haed"])
+    assert "lm_haed" in error.value.what
+    assert "lm_head" in error.value.why
+    assert error.value == snapshot
+
+
 def test_targets_that_are_not_there_are_told_with_those_that_are(
     snapshot: SnapshotAssertion,
 ) -> None:
@@ -82,14 +97,23 @@ def test_targets_that_are_not_there_are_told_with_those_that_are(
     assert error.value == snapshot
 
 
-def test_peft_reads_what_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_dora": True, "targets": ["all-linear"]},
+        {"use_rslora": True, "modules_to_save": ["lm_head", "norm"]},
+        {"targets": ["embed_tokens", "o_proj"]},
+    ],
+)
+def test_peft_reads_what_is_saved(options: dict[str, Any], tmp_path: Path) -> None:
     import peft
     import safetensors.torch
 
-    model = add_lora(llama(), rank=2).value
+    model = add_lora(llama(), rank=2, **options).value
     with torch.no_grad():
-        for name, one in model.named_parameters():
-            if "lora_" in name:
+        for one in model.parameters():
+            if one.requires_grad:
                 one.add_(torch.randn_like(one))
     save_adapters(model, model.state_dict(), tmp_path / "adapters", ALONE)
     assert sorted(one.name for one in (tmp_path / "adapters").iterdir()) == [
@@ -97,7 +121,7 @@ def test_peft_reads_what_is_saved(tmp_path: Path) -> None:
         "adapter_model.safetensors",
     ]
     saved = safetensors.torch.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    assert set(saved) == set(peft.get_peft_model_state_dict(model))
+    assert set(saved) == set(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters")
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)

@@ -80,3 +80,25 @@ def test_a_sink_whose_library_is_missing_is_told_with_the_line_that_installs_it(
         ("c.yaml:1:18", "pip install 'torchmuster[wandb]'"),
     ]
     assert [one.what for one in refused.value.mistakes] == snapshot
+
+
+@pytest.mark.parametrize(
+    ("missing", "text", "extra"),
+    [
+        (["bitsandbytes"], "{model_name_or_path: a/b, lora_rank: 4, load_in_4bit: true}", "qlora"),
+        (["peft"], "{model_name_or_path: a/b, lora_rank: 4, load_in_4bit: true}", "qlora"),
+        (["peft", "bitsandbytes"], "{model_name_or_path: a/b, lora_rank: 4}", "lora"),
+        (["peft"], "{build: 'mine_of_here:make', lora_rank: 4}", "lora"),
+        (["transformers", "peft"], "{model_name_or_path: a/b}", "transformers"),
+    ],
+)
+def test_a_model_whose_libraries_are_missing_is_told_once_with_the_line_that_installs_them(
+    missing: list[str], text: str, extra: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    (folder / "c.yaml").write_text(f"model: {text}")
+    with pytest.raises(ConfigError) as refused:
+        check_here(resolve_settings(file=Path("c.yaml")))
+    assert [one.fix for one in refused.value.mistakes] == [f"pip install 'torchmuster[{extra}]'"]
+    assert refused.value.exit_code == 2

@@ -30,7 +30,7 @@ def samples(path: str) -> tuple[tuple[str, object], tuple[str, object]]:
         case inspect.StrType():
             return ("first", "first"), ("second", "second")
         case inspect.FloatType():
-            return ("1e-5", 1e-5), ("2", 2.0)
+            return ("1e-5", 1e-5), ("0.5", 0.5)
         case inspect.LiteralType(values=values):
             default = fields.leaves()[path].default
             one, other, *_ = sorted(map(str, values), key=lambda value: value == default)

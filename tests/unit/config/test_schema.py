@@ -38,6 +38,11 @@ model:
   lora_rank: 8
   lora_alpha: 16
   lora_targets: [q_proj, v_proj]
+  lora_dropout: 0.05
+  lora_modules_to_save: [lm_head]
+  lora_use_dora: true
+  lora_use_rslora: true
+  load_in_4bit: true
 data:
   dataset: my_data:train
   files: data/*.jsonl

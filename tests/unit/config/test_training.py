@@ -187,3 +187,31 @@ def test_each_run_has_a_place_of_its_own_for_checkpoints(tmp_path: Path) -> None
     assert place("") == "/runs/one/checkpoints"
     assert place("checkpoint: {folder: 's3://a/b/'}") == "s3://a/b/one"
     assert place("checkpoint: {enabled: false}") is None
+
+
+def test_settings_of_lora_that_cannot_be(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    text = """\
+model:
+  build: a:b
+  lora_rank: 4
+  lora_targets: [all-linear, q_proj]
+  load_in_4bit: true
+data: {dataset: "a:c"}
+"""
+    found = told(tmp_path, text)
+    assert places(found) == ["c.yaml:4:17", "c.yaml:5:17"]
+    alone = """\
+model:
+  model_name_or_path: m
+  lora_dropout: 0.1
+  lora_modules_to_save: [lm_head]
+  lora_use_dora: true
+  lora_use_rslora: true
+  load_in_4bit: true
+data: {dataset: "a:c"}
+"""
+    without_rank = told(tmp_path, alone)
+    assert [one.partition(":")[2].partition(":")[0] for one in places(without_rank)] == list(
+        "34567"
+    )
+    assert [*found, *without_rank] == snapshot

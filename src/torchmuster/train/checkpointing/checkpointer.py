@@ -389,17 +389,21 @@ class Checkpointer:
             self._hear()
         return self._last
 
-    def load(self, state: dict[str, Any]) -> Loaded | None:
+    def load(self, state: dict[str, Any], *, optional: Collection[str] = ()) -> Loaded | None:
         """Load the newest good checkpoint into the tensors of ``state``; None if there is none.
 
         The tensors keep their device and sharding, regardless of the number of ranks that wrote
-        them. The returned state has these tensors, and everything else as saved.
+        them. The returned state has these tensors, and everything else as saved. ``optional`` names
+        tensors (``model.layers.0.weight``) that a checkpoint may lack if it names the base model
+        that they come from; these are unchanged and not in the returned state.
         """
         self.wait()
         found = newest_valid_checkpoint(self.store, self._world, self._group)
         if found is None:
             return None
-        read = loading.load_into(self.store, found, state, self._world, self._group)
+        read = loading.load_into(
+            self.store, found, state, self._world, self._group, optional=optional
+        )
         return Loaded(step=found.manifest.step, state=read.state, own=read.own, found=found)
 
     def close(self) -> None:

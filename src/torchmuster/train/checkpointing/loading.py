@@ -1,7 +1,7 @@
 """Load a checkpoint into the tensors of a training state that is already distributed."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from torchmuster.checkpoints.base_model import refuse_other_base
 from torchmuster.checkpoints.store import Store, read_small
 from torchmuster.checkpoints.tensor_file import INDEX, Index
 from torchmuster.checkpoints.tensor_file import MOST_BYTES as MOST_INDEX_BYTES
@@ -227,8 +228,13 @@ def load_into(
     state: dict[str, Any],
     world: World,
     group: dist.ProcessGroup,
+    *,
+    optional: Collection[str] = (),
 ) -> LoadedState:
-    """Load a verified checkpoint; reject one that does not match before changing anything."""
+    """Load a verified checkpoint; reject one that does not match before changing anything.
+
+    A checkpoint that names its base model may lack the tensors named in ``optional``.
+    """
     name = found.name
     tensors = flatten(state)[1]
     common: list[Any] = []
@@ -243,8 +249,13 @@ def load_into(
     index, rest, own = (*common, None)[:3]
     saved = {one: one for one in index.tensors} | dict(index.tied)
     try:
-        never = never_stepped(rest, flatten(state)[0])
+        here = flatten(state)[0]
+        never = never_stepped(rest, here)
         tensors = {one: tensor for one, tensor in tensors.items() if not one.startswith(never)}
+        refuse_other_base(name, rest.get("base"), here.get("base"))
+        if rest.get("base") is not None:
+            of_base = set(optional) - saved.keys()
+            tensors = {one: tensor for one, tensor in tensors.items() if one not in of_base}
         refuse_incompatible_state(name, index, tensors, saved=saved)
         once = shared_tensors(tensors)
         state_dict_loader.load(

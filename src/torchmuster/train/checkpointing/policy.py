@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchmuster.checkpoints.base_model import BaseModel
 from torchmuster.checkpoints.places import open_store
 from torchmuster.checkpoints.store import Store
 from torchmuster.errors import Impossible, MusterError
@@ -23,7 +24,9 @@ class CheckpointSettings:
 
     ``to`` is a folder, a URL such as ``s3://bucket/path``, or a store. Rank 0 measures the seconds
     and sends them to the other ranks with every step line, so saves follow a step line. With
-    ``stop``, a signal to any rank makes all of them save after the same step and exit.
+    ``stop``, a signal to any rank makes all of them save after the same step and exit. With
+    ``base``, frozen parameters are not saved: they are those of its files, and a resumed run loads
+    them from there again.
     """
 
     to: Store | Path | str
@@ -32,6 +35,7 @@ class CheckpointSettings:
     keep: int = 3
     mode: Literal["auto", "async", "sync"] = "auto"
     stop: StopRequest | None = None
+    base: BaseModel | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("every_s", self.every_s)):

@@ -23,7 +23,7 @@ from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.models.lora import peft_config
 from torchmuster.train.seeds import derive_seed, seed_process
 from torchmuster.train.strategies.strategy import Strategy
-from torchmuster.train.weights import own_name
+from torchmuster.train.weights import frozen_names, is_below, own_name
 from torchmuster.train.world import World
 from torchmuster.units import plural
 
@@ -63,9 +63,11 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
         trainer.reports.saved(save_message(report, is_last=saves.is_last), asdict(report))
 
     with _checkpointer(trainer, saving, on_saved=say) as checkpointer:
-        saves = CheckpointPolicy(saving, checkpointer, take=lambda: _trainer_state_taken(trainer))
+        saves = CheckpointPolicy(
+            saving, checkpointer, take=lambda: _trainer_state_taken(trainer, saving)
+        )
         with _complete_state(trainer) as state:
-            said = saves.check_room(state)
+            said = saves.check_room(_state_to_save(state, trainer, saving))
         trainer.reports.say(said)
         if saving.mode == "auto" and checkpointer.mode.value == "sync":
             trainer.reports.say(f"checkpoints: {checkpointer.mode.reason}")
@@ -77,7 +79,9 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
 def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded | None:
     """Load the newest good checkpoint into a trainer; None if there is none."""
     with _checkpointer(trainer, saving) as checkpointer, _complete_state(trainer) as state:
-        loaded = checkpointer.load(state)
+        kept = _state_to_save(state, trainer, saving)
+        frozen = [f"model.{name}" for name in state["model"] if name not in kept["model"]]
+        loaded = checkpointer.load({**kept, "model": state["model"]}, optional=frozen)
         if loaded is not None:
             trainer.restore(loaded.state)
     world = trainer.world
@@ -99,7 +103,8 @@ def _checkpointer(
     on_saved: Callable[[SaveReport], None] = lambda report: None,
 ) -> Checkpointer:
     model = trainer.model
-    adapted = peft_config(model) is not None  # most of it is frozen, and never changes
+    # Most of it is frozen, and never changes.
+    adapted = saving.base is not None or peft_config(model) is not None
     portions = portions_of(trainer.loader)
     return Checkpointer(
         saving.store(),
@@ -113,7 +118,20 @@ def _checkpointer(
     )
 
 
-def _trainer_state_taken(trainer: SavedTrainer) -> tuple[dict[str, Any], dict[str, Any]]:
+def _state_to_save(
+    state: dict[str, Any], trainer: SavedTrainer, saving: CheckpointSettings
+) -> dict[str, Any]:
+    """Return a state without the frozen parameters that are in the files of the base model."""
+    if saving.base is None:
+        return state
+    frozen = frozen_names(trainer.model)
+    model = {name: one for name, one in state["model"].items() if not is_below(name, frozen)}
+    return {**state, "model": model, "base": saving.base.as_json()}
+
+
+def _trainer_state_taken(
+    trainer: SavedTrainer, saving: CheckpointSettings
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state to save, and this rank's own part."""
     own = seeds.save_random_states(trainer.world)
     if began := getattr(trainer.loader, _LOADERS_OWN, None):
@@ -123,7 +141,7 @@ def _trainer_state_taken(trainer: SavedTrainer) -> tuple[dict[str, Any], dict[st
     if is_new:  # no step was applied yet, but torch's new states count one
         trainer.optimizer.state.clear()
         state["optimizer"]["state"] = {}
-    return state, own
+    return _state_to_save(state, trainer, saving), own
 
 
 @contextmanager

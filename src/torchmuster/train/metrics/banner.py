@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmuster.train.data.batch_split import BatchSplit
 from torchmuster.train.data.step import Loader
 from torchmuster.train.defaults import portions_of
+from torchmuster.train.models.lora import four_bit_layers, parameter_counts
 from torchmuster.train.world import World
 from torchmuster.units import plural
 
@@ -49,9 +50,12 @@ def _banner_model(model: nn.Module) -> str:
     module = getattr(model, "module", model)  # DDP keeps the model there
     name = type(module).__name__.removeprefix("FSDP")
     parameters = list(model.parameters())
-    types = {str(one.dtype).removeprefix("torch."): None for one in parameters}
-    total = sum(one.numel() for one in parameters)
-    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    packed = {id(one.weight) for one in four_bit_layers(model)}
+    types = {
+        "4 bits" if id(one) in packed else str(one.dtype).removeprefix("torch."): None
+        for one in parameters
+    }
+    total, trained = parameter_counts(model)
     text = f"{name}, {total:,} parameters in {' and '.join(types)}"
     if trained == total:
         return f"{text}, all trained"

@@ -138,6 +138,9 @@ class ModelRecipe:
     dtype: str = "auto"  # of the weights; auto: from the files or the function
     attention: str = "sdpa"
     lora: Lora | None = None
+    load_in_4bit: bool = False  # the frozen weights of files; the others keep dtype
+    compute: torch.dtype = torch.float32  # of the layers in 4 bits
+    device: str = "cpu"  # that weights in 4 bits are loaded to
 
     def sketch(self) -> Decision[nn.Module]:
         """Create the model with initial weights; the reason says where LoRA is added."""
@@ -161,7 +164,11 @@ class ModelRecipe:
         """Create the model, with the weights of its files if it has any."""
         if self.files is None or not self.files.weights:
             return self.sketch()
-        loaded = hugging_face.load_model(self.files, dtype=self.dtype, attention=self.attention)
+        options = lora.four_bit_options(self.compute, self.device) if self.load_in_4bit else {}
+        loaded = hugging_face.load_model(
+            self.files, dtype=self.dtype, attention=self.attention, options=options
+        )
+        lora.keep_training_kernels(loaded)
         return self._adapted(loaded)
 
     def check(self) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,17 @@ def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdp
     return _for_training(model)
 
 
-def load_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
-    """Return the full model with the weights of its folder, on the CPU."""
+def load_model(
+    files: ModelFiles,
+    *,
+    dtype: str = "auto",
+    attention: str = "sdpa",
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Return the full model with the weights of its folder, on the CPU.
+
+    ``options`` are further arguments of ``from_pretrained``.
+    """
     config = load_config(files)
     try:
         model, found = _transformers().AutoModelForCausalLM.from_pretrained(
@@ -93,6 +102,7 @@ def load_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **(options or {}),
         )
     except ValueError as error:
         raise _cannot_build(files, error) from error

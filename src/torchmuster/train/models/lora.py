@@ -1,5 +1,6 @@
-"""LoRA through peft: train small matrices next to frozen weights."""
+"""LoRA and QLoRA through peft and bitsandbytes: train small matrices next to frozen weights."""
 
+import math
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,10 @@ from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.weights import whole_tensor
 from torchmuster.train.world import World
+from torchmuster.units import format_bytes
 
 INSTALL = "pip install 'torchmuster[lora]'"
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output
 _ADAPTER = "default"  # peft's name for a single adapter
 
 
@@ -30,7 +33,12 @@ def add_lora(
     use_dora: bool = False,
     use_rslora: bool = False,
 ) -> Decision[nn.Module]:
-    """Freeze a model and add matrices of this rank to the targets; only those are trained."""
+    """Freeze a model and add matrices of this rank to the targets; only those are trained.
+
+    ``targets`` are names of layers, or ``["all-linear"]``. ``modules_to_save`` names layers that are
+    trained whole. ``use_dora`` also trains the magnitude of each adapted weight; ``use_rslora``
+    scales by alpha / sqrt(rank).
+    """
     peft = _peft()
     chosen = _targets(model, targets)
     config = peft.LoraConfig(
@@ -43,19 +51,59 @@ def add_lora(
         use_rslora=use_rslora,
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )
+    layers, modules = _names_of_layers(model), _module_names(model)
+    _refuse_copies_in_4_bits(model, modules_to_save or ())
     try:
         with warnings.catch_warnings():
             # peft 0.21 asks transformers 5.23 for an attribute by its old name.
             warnings.simplefilter("ignore", FutureWarning)
+            # A trained copy of a tied layer is no longer tied, which the reason says.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise Impossible(
             f"none of the LoRA targets is in the model: {', '.join(targets or ['any'])}",
-            why="the model's layers are "
-            f"{', '.join(_names_of_layers(model)) or 'of no supported kind'}",
+            why=f"the model's layers are {', '.join(layers) or 'of no supported kind'}",
             fix="set lora_targets to some of these",
         ) from error
-    return Decision(value=adapted, reason=chosen.reason)
+    copied = _copied_modules(adapted)
+    for name in modules_to_save or ():
+        if not any(one == name or one.endswith(name) for one in copied):
+            raise Impossible(
+                f"lora_modules_to_save has {name}, which the model does not have",
+                why=f"its layers are {', '.join(sorted(modules))}",
+                fix="set lora_modules_to_save to some of these",
+            )
+    kind = "DoRA" if use_dora else "LoRA"
+    whole = f", {', '.join(sorted(copied))} whole" if copied else ""
+    return Decision(
+        value=adapted,
+        reason=f"{kind} rank {rank} on {chosen.reason}{whole}: {trained_share(adapted)}",
+    )
+
+
+def trained_share(model: nn.Module) -> str:
+    """Describe how many of a model's parameters are trained: ``0.8 M of 124.4 M parameters …``."""
+    total, trained = parameter_counts(model)
+    share = 100 * trained / total
+    return (
+        f"{_count(trained)} of {_count(total)} parameters ({share:.{1 if share >= 0.1 else 3}f} %) "
+        "are trained"
+    )
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """Return the number of all and of the trained weights; in 4 bits, two weights are in a byte."""
+    packed = {id(one.weight): math.prod(one.quant_state.shape) for one in four_bit_layers(model)}
+    counts = [(packed.get(id(one), one.numel()), one.requires_grad) for one in model.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M")):
+        if number >= size / 10:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:,}"
 
 
 def save_adapters(
@@ -98,20 +146,128 @@ def peft_config(model: nn.Module) -> Any:
     return None
 
 
+def four_bit_options(compute: torch.dtype, device: str) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that load linear layers in 4 bits, as QLoRA does.
+
+    transformers quantizes one tensor after another, so the model is never whole in memory in
+    another dtype. The output layer is not quantized.
+    """
+    try:
+        import bitsandbytes  # noqa: F401  # else transformers reports it late, with another fix
+        from transformers import BitsAndBytesConfig
+    except ImportError as error:
+        raise Impossible(
+            "weights in 4 bits need bitsandbytes and transformers",
+            why=str(error),
+            fix="pip install 'torchmuster[qlora]'",
+        ) from error
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return {"quantization_config": quantization, "device_map": {"": device}}
+
+
+# A weight takes half a byte; 64 share a scale of one byte, and 256 scales one of four bytes.
+FOUR_BIT_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+
+
+def weights_for_4_bits(sketch: nn.Module) -> set[int]:
+    """Return the ids of the parameters that :func:`four_bit_options` loads in 4 bits."""
+    output = getattr(sketch, "get_output_embeddings", lambda: None)()
+    return {
+        id(one.weight)
+        for one in sketch.modules()
+        if (isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D")  # GPT-2's linear layer
+        and one is not output
+        and isinstance(one.weight, nn.Parameter)
+        and not one.weight.requires_grad
+    }
+
+
+def four_bit_layers(model: nn.Module) -> list[Any]:
+    """Return the layers whose weights are in 4 bits."""
+    return [one for one in model.modules() if getattr(one, "quant_state", None) is not None]
+
+
+def keep_training_kernels(model: nn.Module) -> None:
+    """Compute an evaluation with the kernels of training.
+
+    On CPUs with AVX512-BF16, bitsandbytes would repack the weights at the first evaluation, in
+    place, for a faster kernel with other rounding.
+    """
+    for layer in four_bit_layers(model):
+        layer.support_avx512bf16_for_cpu = False
+
+
+def four_bit_memory(model: nn.Module) -> str:
+    """Describe the memory of a model whose linear layers are in 4 bits."""
+    layers = four_bit_layers(model)
+    packed = {id(one.weight) for one in layers}
+    packed_bytes = sum(one.weight.nbytes + _state_bytes(one.quant_state) for one in layers)
+    weights = sum(math.prod(one.quant_state.shape) for one in layers)
+    rest = [one for one in model.parameters() if id(one) not in packed and not one.requires_grad]
+    dtypes = " and ".join(sorted({str(one.dtype).removeprefix("torch.") for one in rest}))
+    compute = str(layers[0].compute_dtype).removeprefix("torch.") if layers else ""
+    return (
+        f"the frozen weights take {format_bytes(packed_bytes + sum(one.nbytes for one in rest))}: "
+        f"{_count(weights)} in 4 bits (nf4, double quantization, computed in {compute}) take "
+        f"{format_bytes(packed_bytes)}, the other layers are {dtypes}"
+    )
+
+
+def _state_bytes(state: Any) -> int:
+    tensors = [one for one in vars(state).values() if isinstance(one, torch.Tensor)]
+    inner = _state_bytes(state.state2) if state.nested else 0
+    return inner + sum(one.nbytes for one in tensors)
+
+
+def _refuse_copies_in_4_bits(model: nn.Module, modules_to_save: Sequence[str]) -> None:
+    packed = {id(one) for one in four_bit_layers(model)}
+    for name, module in model.named_modules():
+        if id(module) in packed and name.endswith(tuple(modules_to_save)):
+            raise Impossible(
+                f"{name} cannot be trained whole (lora_modules_to_save): its weights are in 4 bits",
+                why="weights in 4 bits have no gradient, and peft could not load a trained copy next to them",
+                fix="put it into lora_targets instead, or leave out load_in_4bit",
+            )
+
+
+def _copied_modules(adapted: nn.Module) -> set[str]:
+    """Return the names of layers that peft trains whole."""
+    mark = f".modules_to_save.{_ADAPTER}"
+    names = [name for name, _ in adapted.named_parameters() if mark in name]
+    return {name.partition(mark)[0].rpartition(".")[2] for name in names}
+
+
+def _module_names(model: nn.Module) -> set[str]:
+    """Return the last parts of the names of layers that have parameters of their own."""
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    }
+    return {one for one in names if one and not one.isdigit()}
+
+
 def _targets(model: nn.Module, asked: Sequence[str] | None) -> Decision[list[str] | str]:
+    if asked is not None and list(asked) == [ALL_LINEAR]:
+        return Decision(value=ALL_LINEAR, reason="every linear layer but the output (requested)")
     if asked is not None:
-        return Decision(value=list(asked), reason=f"LoRA on {', '.join(asked)}: requested")
+        return Decision(value=list(asked), reason=f"{', '.join(asked)} (requested)")
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind in KNOWN:
         names = list(KNOWN[kind])
         return Decision(
-            value=names, reason=f"LoRA on {', '.join(names)}: peft's targets for {kind} models"
+            value=names, reason=f"{', '.join(names)} (peft's targets for {kind} models)"
         )
     return Decision(
-        value="all-linear",
-        reason="LoRA on every linear layer: peft has no targets for this kind of model",
+        value=ALL_LINEAR,
+        reason="every linear layer (peft has no targets for this kind of model)",
     )
 
 

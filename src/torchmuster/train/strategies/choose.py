@@ -1,6 +1,6 @@
 """Choose a strategy for a model, with the reason; create a strategy by its name."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from torchmuster.decision import Decision
 from torchmuster.devices.for_model import TRAINING_STATES_PER_WEIGHT, USABLE_SHARE
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import Impossible
+from torchmuster.train.models.lora import FOUR_BIT_BYTES
 from torchmuster.train.precision import FP32, Precision
 from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.strategy import Strategy
@@ -42,9 +43,20 @@ class ModelSizes:
         return self.parameter_bytes + (TRAINING_STATES_PER_WEIGHT - 1) * self.trained_bytes
 
 
-def sizes_of(model: nn.Module) -> ModelSizes:
-    """Measure a model, which may be on the meta device."""
-    sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in model.parameters()]
+def sizes_of(model: nn.Module, *, in_4_bits: Collection[int] = ()) -> ModelSizes:
+    """Measure a model, which may be on the meta device.
+
+    ``in_4_bits`` has the ids of parameters that will be loaded in 4 bits.
+    """
+    sizes = [
+        (
+            round(FOUR_BIT_BYTES * one.numel())
+            if id(one) in in_4_bits
+            else one.numel() * one.element_size(),
+            one.requires_grad,
+        )
+        for one in model.parameters()
+    ]
     return ModelSizes(
         parameter_bytes=sum(size for size, _ in sizes),
         trained_bytes=sum(size for size, trained in sizes if trained),

@@ -89,6 +89,8 @@ class Fsdp:
         if self._precision.compute is not torch.float32:
             for norm in _with_running_means(model):  # small, so they may stay unsharded
                 self._shard(norm, mesh, precision=FP32, reshard_after_forward=False)
+        for module in _of_another_dtype(model):
+            self._shard(module, mesh, reshard_after_forward=False)
         for block in _blocks_of_their_own(model):
             self._shard(block, mesh, reshard_after_forward=not keep_whole)
         # The rest of the model is needed first and last, so torch keeps it gathered in between.
@@ -212,6 +214,25 @@ def _with_running_means(model: nn.Module) -> list[nn.Module]:
         one
         for one in model.modules()
         if isinstance(one, _WITH_RUNNING_MEANS) and one.affine and one.track_running_stats
+    ]
+
+
+def _of_another_dtype(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose trained parameters differ in dtype from most trained parameters.
+
+    FSDP reduces the gradients of a group in one dtype. Next to a base model in bfloat16, peft's LoRA
+    matrices are float32, but layers that it trains whole are bfloat16. Frozen parameters do not matter.
+    """
+    trained = Counter(one.dtype for one in model.parameters() if one.requires_grad)
+    if len(trained) < 2:
+        return []
+    usual = trained.most_common(1)[0][0]
+    return [
+        module
+        for module in model.modules()
+        if any(
+            one.requires_grad and one.dtype is not usual for one in module.parameters(recurse=False)
+        )
     ]
 
 

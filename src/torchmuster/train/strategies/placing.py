@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchmuster.errors import Impossible
 from torchmuster.train.models.meta_init import is_on_meta, replace_parameters
-from torchmuster.train.weights import own_name
+from torchmuster.train.weights import frozen_names, is_below, own_name
 from torchmuster.train.world import World, all_gather_object
 
 
@@ -107,11 +107,14 @@ def load_training_state_dict(
 ) -> None:
     """Restore a state: sharded as the model is, full on all ranks, or full on rank 0 alone.
 
-    A parameter that never had a gradient has no optimizer state, and gets none here.
+    A parameter that never had a gradient has no optimizer state, and gets none here. A state may
+    lack all frozen parameters, which then keep their values.
     """
     whole = not any(isinstance(one, DTensor) for one in state.get("model", {}).values())
     only_first = not all(all_gather_object("model" in state, world))
     options = StateDictOptions(full_state_dict=whole, broadcast_from_rank0=only_first)
+    if not only_first:
+        options.strict = not _lacks_frozen(state["model"], model)
     # Copies of the dictionaries, because torch removes names from its arguments.
     dcp.set_model_state_dict(model, dict(state.get("model", {})), options=options)
     if optimizer is not None:
@@ -123,6 +126,15 @@ def load_training_state_dict(
         dcp.set_optimizer_state_dict(model, optimizer, own, options=options)
         if not only_first:
             _forget_all_but(own.get("state", {}), model, optimizer)
+
+
+def _lacks_frozen(given: Collection[str], model: nn.Module) -> bool:
+    """Return whether a state has everything but the frozen parameters of a model."""
+    frozen = frozen_names(model)
+    if not frozen or not frozen.isdisjoint(given):
+        return False
+    names = dcp.get_model_state_dict(model)
+    return {name for name in names if not is_below(name, frozen)} == set(given)
 
 
 def _forget_all_but(

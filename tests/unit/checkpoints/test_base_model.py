@@ -1,0 +1,62 @@
+"""The hash of a base model: read once, the same wherever the files are, and compared on resume."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from torchmuster.checkpoints.base_model import BaseModel, hash_weights, refuse_other_base
+from torchmuster.errors import Impossible
+
+
+def files_in(folder: Path, **contents: str) -> list[Path]:
+    folder.mkdir()
+    files = [folder / f"{name}.safetensors" for name in contents]
+    for file, content in zip(files, contents.values(), strict=True):
+        file.write_text(content)
+    return files
+
+
+def test_the_hash_depends_on_names_and_contents_alone(tmp_path: Path) -> None:
+    first = files_in(tmp_path / "first", a="1", b="2")
+    digest = hash_weights(first)
+    assert digest == hash_weights(files_in(tmp_path / "same", a="1", b="2")[::-1])
+    assert digest != hash_weights(files_in(tmp_path / "swapped", a="2", b="1"))
+    assert digest != hash_weights(files_in(tmp_path / "renamed", a="1", c="2"))
+
+
+def test_a_file_that_did_not_change_is_read_once(tmp_path: Path) -> None:
+    files, cache = files_in(tmp_path / "model", a="one", b="three"), tmp_path / "cache.json"
+    read: list[int] = []
+    digest = hash_weights(files, cache=cache, before=read.append)
+    assert hash_weights(files, cache=cache, before=read.append) == digest
+    assert read == [8]
+    files[0].write_text("two")
+    os.utime(files[0], ns=(1, 1))
+    assert hash_weights(files, cache=cache, before=read.append) == hash_weights(files) != digest
+    assert read == [8, 3]
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", '{"a": 1}', '{"a": {}}', "[" * 100_000])
+def test_a_damaged_cache_is_ignored(tmp_path: Path, text: str) -> None:
+    files, cache = files_in(tmp_path / "model", a="one"), tmp_path / "cache.json"
+    cache.write_text(text)
+    assert hash_weights(files, cache=cache) == hash_weights(files)
+    assert set(json.loads(cache.read_text())) == {str(files[0])}
+
+
+BASE = BaseModel(name="owner/name", revision="abc", dtype="float32", sha256="1" * 64).as_json()
+
+
+def test_only_the_files_and_their_dtype_must_be_the_same(snapshot: SnapshotAssertion) -> None:
+    refuse_other_base("step-1", None, None)
+    refuse_other_base("step-1", None, BASE)
+    refuse_other_base("step-1", BASE, {**BASE, "name": "/elsewhere", "revision": None})
+    refused = []
+    for here in (None, {**BASE, "sha256": "2" * 64}, {**BASE, "dtype": "nf4"}):
+        with pytest.raises(Impossible) as error:
+            refuse_other_base("step-1", BASE, here)
+        refused.append(error.value)
+    assert refused == snapshot
