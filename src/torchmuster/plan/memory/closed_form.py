@@ -78,7 +78,7 @@ def _states(model: ModelFigures, work: Work) -> dict[str, int]:
     if work.lora_rank is not None:
         trained = _ADAPTER_BYTES * model.adapter_parameters(work.lora_rank, work.lora_targets)
         weights += trained
-    moments = trained * OPTIMIZER_COPIES[work.optimizer]
+    moments = round(trained * OPTIMIZER_COPIES[work.optimizer])
     return {"parameters": weights, "gradients": trained, "optimizer": moments}
 
 

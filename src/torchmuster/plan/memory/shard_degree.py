@@ -11,7 +11,8 @@ no model evenly are traced themselves, which is exact.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.finding import Finding, Status
@@ -175,7 +176,11 @@ def degree_findings(record: TraceRecord, *, shards: int) -> list[Finding]:
 
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
-OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1}  # per trained parameter: two moments; a momentum
+# Sizes of the optimizer's states, in copies of the trained parameters: two moments, a momentum. At
+# least, because muon has two moments of some parameters, and a function's optimizer is unknown.
+OPTIMIZER_COPIES: Mapping[str, float] = defaultdict(
+    float, {"adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0, "adamw_8bit": 0.5}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +203,7 @@ def saving_memory(
     whole = 0
     for shape, times in with_times(shapes, blocks):
         copies = 1 + (OPTIMIZER_COPIES[work.optimizer] if shape.trained else 0)
-        whole += copies * times * math.prod(shape.shape) * ITEM_BYTES.get(shape.dtype, 1)
+        size_bytes = times * math.prod(shape.shape) * ITEM_BYTES.get(shape.dtype, 1)
+        whole += round(copies * size_bytes)
     here = min(ranks_per_machine, candidate.layout.ranks)
     return SavingMemory(checkpoint_bytes=whole, host_bytes=whole * here // candidate.layout.ranks)

@@ -78,6 +78,7 @@ def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded 
     """Load the newest good checkpoint into a trainer; None if there is none."""
     with _checkpointer(trainer, saving) as checkpointer, _complete_state(trainer) as state:
         loaded = checkpointer.load(state)
+        decay = _weight_decay(trainer)
         if loaded is not None:
             trainer.restore(loaded.state)
     world = trainer.world
@@ -90,7 +91,18 @@ def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded 
     trainer.reports.go_on_from(trainer.reported, evaluated=trainer.evaluated)
     if loaded is not None:
         trainer.reports.say(_trainer_state_text(loaded, trainer))
+        if (kept := _weight_decay(trainer)) != decay:
+            trainer.reports.say(
+                f"the weight decay stays as in the checkpoint: {kept} instead of {decay}"
+            )
     return loaded
+
+
+def _weight_decay(trainer: SavedTrainer) -> str:
+    return ", ".join(
+        f"{group.get('weight_decay', 0.0):g} for {plural(len(group['params']), 'parameter')}"
+        for group in trainer.optimizer.param_groups
+    )
 
 
 def _checkpointer(
@@ -105,6 +117,7 @@ def _checkpointer(
         saving.store(),
         trainer.world,
         keep=saving.keep,
+        keep_best=saving.keep_best,
         mode=saving.mode,
         strategy=trainer.strategy.value.name,
         global_batch_size=None if portions is None else portions.global_batch_size,
