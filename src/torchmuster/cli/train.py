@@ -195,6 +195,11 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
         output.say(
             f"muster: {run.id} has finished: nothing left to train\n"
             f"        to train longer: muster train --resume {run.id} --set {given}=…"
+            + (
+                "\n        after an early stop: --set train.early_stopping_patience=…"
+                if now["train.early_stopping_patience"]
+                else ""
+            )
         )
         return True
     for path, value in changed.items():

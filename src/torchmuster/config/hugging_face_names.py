@@ -134,7 +134,7 @@ def our_setting(path: str, others: Mapping[str, str]) -> str:
     how = known.how.format_map(_OwnNames(others))
     if how.startswith(known.path):
         return f"use {how}"
-    return f"use {known.path}" + (f": {how}" if how else "")
+    return f"use {known.path}" + (f" ({how})" if how else "")
 
 
 class _OwnNames(dict[str, str]):
