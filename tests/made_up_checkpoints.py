@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
 from torchmuster.checkpoints.store import Store
 from torchmuster.checkpoints.tensor_file import (
@@ -38,9 +40,11 @@ def save(
     *,
     ranks: int = 2,
     tied: Mapping[str, str] | None = None,
+    best: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Save a checkpoint and commit it."""
-    return commit_checkpoint(store, write(store, step, tensors, ranks=ranks, tied=tied))
+    written = write(store, step, tensors, ranks=ranks, tied=tied)
+    return commit_checkpoint(store, msgspec.structs.replace(written, best=best))
 
 
 def write(

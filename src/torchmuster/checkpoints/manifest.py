@@ -57,6 +57,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     ``serial`` is set by :func:`commit`: one more than the largest of the store. It identifies the
     newest checkpoint, even after a restart from an earlier step, or if clocks differ.
+
+    ``best`` is the value of the evaluation metric if it was the best so far when the checkpoint was
+    saved: of all checkpoints with a value, the newest is the best.
     """
 
     name: _Word
@@ -67,6 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: Mapping[str, FileRecord]
     global_batch_size: _Count | None = None
     serial: _Count = 0
+    best: Mapping[_Word, float] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -76,6 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def to_json(self) -> bytes:
         """Return the canonical form of this manifest, with its own hash."""
         content = {"format": FORMAT, "sha256": "", **msgspec.to_builtins(self)}
+        if self.best is None:  # manifests of earlier versions do not have it
+            del content["best"]
         content["files"] = dict(sorted(content["files"].items()))
         content["sha256"] = hashlib.sha256(_spelled(content)).hexdigest()
         return _spelled(content)
@@ -224,6 +230,12 @@ def committed_manifests(store: Store) -> list[Manifest]:
         if manifest is not None:
             manifests.append(manifest)
     return sorted(manifests, key=lambda one: (one.serial, one.step, one.name), reverse=True)
+
+
+def best_manifest(manifests: Iterable[Manifest]) -> Manifest | None:
+    """Return the best checkpoint by the metric of the run; None if none was marked."""
+    marked = [one for one in manifests if one.best]
+    return max(marked, key=lambda one: one.serial, default=None)
 
 
 def now_unix_s() -> float:

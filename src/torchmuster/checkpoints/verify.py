@@ -9,6 +9,7 @@ from torchmuster.checkpoints.manifest import (
     ForeignVersion,
     Manifest,
     UnreadableManifest,
+    best_manifest,
     committed_manifests,
     read_manifest,
     sha256_of,
@@ -197,7 +198,7 @@ def _foreign(store: Store, name: str, why: str) -> Finding:
 
 
 def keep_newest(store: Store, keep: int, *, just_committed: str = "") -> list[str]:
-    """Delete all but the newest ``keep`` checkpoints, and unfinished older saves.
+    """Delete all but the best and the newest ``keep`` checkpoints, and unfinished older saves.
 
     Nothing is deleted before a good checkpoint is found, newest first; damaged newer ones are kept
     for inspection. A checkpoint is good if all its files were read and match. For
@@ -211,7 +212,9 @@ def keep_newest(store: Store, keep: int, *, just_committed: str = "") -> list[st
     if good is None:
         return []
     older = manifests[manifests.index(good) + 1 :]
-    doomed = [one.name for one in older[keep - 1 :]] + _unfinished_names(store, good)
+    best = best_manifest(manifests)
+    doomed = [one.name for one in older[keep - 1 :] if one is not best]
+    doomed += _unfinished_names(store, good)
     return [name for name in doomed if _deleted(store, name)]
 
 

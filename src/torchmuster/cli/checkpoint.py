@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from torchmuster.checkpoints.export import ADAPTER_CONFIG, export_weights
-from torchmuster.checkpoints.manifest import Manifest
+from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_manifests
 from torchmuster.checkpoints.places import open_store, place_of
 from torchmuster.checkpoints.store import Store, step_of
 from torchmuster.checkpoints.verify import look_at_checkpoint, newest_first, verify_checkpoint
@@ -25,6 +25,8 @@ from torchmuster.finding import Finding
 from torchmuster.redaction import harmless
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_bytes, plural
+
+BEST = "best"  # as a checkpoint's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,15 @@ class Meant:
         names = newest_first(self.store)
         if not self.wanted:
             return names
+        if self.wanted == BEST:
+            best = best_manifest(committed_manifests(self.store))
+            if best is None:
+                raise Impossible(
+                    f"there is no best checkpoint in {self.store.where}",
+                    why="the run had no checkpoint.best_metric, or no evaluation yet",
+                    fix="give a name or a step number: muster checkpoint ls shows them",
+                )
+            return [best.name]
         step = int(self.wanted) if self.wanted.isdecimal() and len(self.wanted) < 16 else None
         chosen = [
             one
@@ -161,6 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster checkpoint ls                           list the checkpoints of the last run",
             "muster checkpoint verify s3://bucket/run       read every file and check its hash",
             "muster checkpoint export last --to my-model    export the newest good checkpoint",
+            "muster checkpoint export last best --to my-model    export the best one",
         ],
     )
     parts = parser.add_subparsers(title="actions", metavar="ACTION")
@@ -222,7 +234,11 @@ def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
     )
     if name:
         parser.add_argument(
-            "name", nargs="?", default="", metavar="NAME", help="a checkpoint's name, or its step"
+            "name",
+            nargs="?",
+            default="",
+            metavar="NAME",
+            help="a checkpoint's name, its step, or: best (by checkpoint.best_metric)",
         )
     parsers.add_runs_flag(parser)
 
@@ -230,14 +246,21 @@ def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
 def _ls(options: argparse.Namespace) -> int:
     meant = _checkpoint_place(options)
     rows = [(name, *look_at_checkpoint(meant.store, name)) for name in meant.names()]
+    best = best_manifest(manifest for _, manifest, _ in rows if manifest is not None)
     if options.json:
-        output.print_json([_checkpoint_as_json(*row) for row in rows])
+        output.print_json(
+            [
+                _checkpoint_as_json(*row)
+                | {"best": dict(best.best or {}) if best is not None and row[1] is best else None}
+                for row in rows
+            ]
+        )
         return ExitCode.GOOD
     if not rows:
         print(f"no checkpoints in {meant.store.where}")
         return ExitCode.GOOD
     table: list[tuple[str, ...]] = [("step", "saved", "ranks", "strategy", "size", "state", "name")]
-    table += [_checkpoint_cells(*row) for row in rows]
+    table += [_checkpoint_cells(*row, is_best=best is not None and row[1] is best) for row in rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         print("  ".join(_aligned(row, widths)).rstrip())
@@ -256,11 +279,16 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def _checkpoint_cells(
-    name: str, manifest: Manifest | None, findings: list[Finding]
+    name: str, manifest: Manifest | None, findings: list[Finding], *, is_best: bool
 ) -> tuple[str, ...]:
     step, state = str(step_of(name)), _checkpoint_state(findings)
     if manifest is None:
         return step, "-", "-", "-", "-", state, name
+    if is_best:
+        metrics = ", ".join(
+            f"{harmless(one)} {value:.4g}" for one, value in (manifest.best or {}).items()
+        )
+        state = f"{state}, best {metrics}"
     saved = datetime.fromtimestamp(manifest.made_unix_s).astimezone()
     size = format_bytes(manifest.size_bytes)
     ranks, strategy = str(manifest.world_size), harmless(manifest.strategy)

@@ -99,11 +99,14 @@ _MAY_CHANGE = (
     *("distributed.", "launch.", "checkpoint.every", "checkpoint.keep", "checkpoint.mode"),
     *("train.epochs", "train.steps", "train.micro_batch_size", "train.clip_norm"),
     *("train.precision", "train.activation_checkpointing", "train.compile"),
-    *("train.on_bad_numbers", "train.log_every", "train.evaluate_every"),
+    *("train.on_bad_numbers", "train.log_every", "train.evaluate_every", "train.early_stopping_"),
     *("data.workers", "data.prefetch", "data.evaluation_", "model.device_map"),
     *("model.attention", "metrics."),
 )
 _LENGTHS = ("train.epochs", "train.steps")
+# Changes of these let a finished run continue.
+_LONGER = (*_LENGTHS, "train.early_stopping_patience")
+_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")  # these do not depend on the end
 # Time that a node agent may take to exit after the ranks' grace period.
 _BEYOND_GRACE_S = 10.0
 _KILLED_WITHIN_S = 5.0
@@ -188,21 +191,27 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
     _refuse(run, resolved, before, changed)
     _check_checkpoint(run, resolved)
     state = run_state.read_state(run)
-    if state is not None and state.phase == "finished" and not changed.keys() & set(_LENGTHS):
+    if state is not None and state.phase == "finished" and not changed.keys() & set(_LONGER):
         given = next((path for path in _LENGTHS if now[path]), _LENGTHS[0])
         output.say(
             f"muster: {run.id} has finished: nothing left to train\n"
             f"        to train longer: muster train --resume {run.id} --set {given}=…"
+            + (
+                "\n        after an early stop: --set train.early_stopping_patience=…"
+                if now["train.early_stopping_patience"]
+                else ""
+            )
         )
         return True
     for path, value in changed.items():
         output.say(
             f"muster: {path} is now {_train_shown(value)}; it was {_train_shown(before[path])}"
         )
-    if changed.keys() & set(_LENGTHS) and now["train.schedule"] != "constant":
+    if changed.keys() & set(_LENGTHS) and now["train.schedule"] not in _ENDLESS:
         output.say(
-            f"muster: the {now['train.schedule']} schedule decays to 0 at the new end, so the "
-            "learning rate changes from this step on"
+            f"muster: the {now['train.schedule']} schedule decays to "
+            f"{now['train.min_learning_rate']:g} at the new end, so the learning rate changes from "
+            "this step on"
         )
     return False
 

@@ -13,7 +13,7 @@ from msgspec import inspect
 
 from torchmuster.config.settings import Settings
 
-_LIST = "a list, each item "
+_EACH_ITEM = ", each item "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,12 @@ def is_list(path: str) -> bool:
     return any(isinstance(one, inspect.VarTupleType) for one in _alternatives(leaves()[path].type))
 
 
+def shortest_list(path: str) -> int:
+    """Return the number of items that a list setting needs at least."""
+    kinds = _alternatives(leaves()[path].type)
+    return max(one.min_length or 1 for one in kinds if isinstance(one, inspect.VarTupleType))
+
+
 def is_text(path: str) -> bool:
     """Return whether a setting takes only a string, or also a list of strings."""
     kinds = _alternatives(leaves()[path].type)
@@ -65,7 +71,8 @@ def describe_field(path: str) -> str:
 
 def describe_item(path: str) -> str:
     """Describe what each item of a list setting accepts."""
-    return describe_field(path).removeprefix(_LIST)
+    text = describe_field(path)
+    return text.partition(_EACH_ITEM)[2] if text.startswith("a list") else text
 
 
 def suggest_name(name: str, known: Collection[str]) -> str:
@@ -127,18 +134,20 @@ def _word(info: inspect.Type) -> str:
             if low is not None and high is not None:
                 return f"a whole number from {low} to {high}"
             return "a whole number" + (f" of at least {low}" if low is not None else "")
-        case inspect.FloatType(gt=above, ge=low, lt=below):
-            if low is not None and below is not None:
-                return f"a number of at least {low:g}, below {below:g}"
+        case inspect.FloatType(gt=above, ge=low, lt=below, le=high):
+            if low is not None and high is not None:
+                return f"a number from {low:g} to {high:g}"
             limit = f" above {above:g}" if above is not None else ""
-            return "a number" + (f" of at least {low:g}" if low is not None else limit)
+            limit = f" of at least {low:g}" if low is not None else limit
+            return f"a number{limit}" + (f" and below {below:g}" if below is not None else "")
         case inspect.StrType():
             return "a string"
         case inspect.LiteralType(values=values):
             return "one of " + ", ".join(str(value) for value in values)
-        case inspect.VarTupleType(item_type=item):
+        case inspect.VarTupleType(item_type=item, max_length=most):
             inner = item.types if isinstance(item, inspect.UnionType) else (item,)
-            return _LIST + " or ".join(_word(one) for one in inner)
+            items = f"a list of {most} items" if most is not None else "a list"
+            return items + _EACH_ITEM + " or ".join(_word(one) for one in inner)
     raise TypeError(f"no description for settings of type {info!r}")
 
 

@@ -1,10 +1,12 @@
 """Read the settings file and keep the line and column of every value and mistake."""
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.config import fields, yaml12
+from torchmuster.config.hugging_face_names import our_setting
 from torchmuster.config.layers import Layer, SettingValue, Source, Strength
 from torchmuster.errors import Mistake
 from torchmuster.units import KiB
@@ -62,6 +64,11 @@ class _Reader:
             )
             return
         seen: dict[str, Node] = {}
+        scalars = {
+            name.value: value.value
+            for name, value in node.value
+            if isinstance(name, ScalarNode) and isinstance(value, ScalarNode)
+        }
         for name, value in node.value:
             if not isinstance(name, ScalarNode):
                 self._mistake(name, "a key must be a plain string")
@@ -71,9 +78,11 @@ class _Reader:
                 self._mistake(name, what, f"the first is on line {first}")
             else:
                 seen[name.value] = name
-                self._read_setting(prefix, name, value)
+                self._read_setting(prefix, name, value, scalars)
 
-    def _read_setting(self, prefix: str, key: "Node", value: "Node") -> None:
+    def _read_setting(
+        self, prefix: str, key: "Node", value: "Node", scalars: Mapping[str, str]
+    ) -> None:
         path = _path(prefix, key.value)
         if "." in key.value and path in fields.leaves():
             section, _, last = path.rpartition(".")
@@ -95,7 +104,8 @@ class _Reader:
             )
         else:
             known = [*fields.leaves(), *fields.sections()]
-            self._mistake(key, f"{path} is not a setting", fields.suggest_name(path, known))
+            fix = our_setting(path, scalars) or fields.suggest_name(path, known)
+            self._mistake(key, f"{path} is not a setting", fix)
 
     def _items(self, node: "Node") -> tuple[str, ...]:
         from ruamel.yaml.nodes import SequenceNode

@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torchmuster.config.resolve import Resolved
-from torchmuster.config.training import FUNCTIONS, OWN_LOSSES
+from torchmuster.config.training import FUNCTIONS, OWN_NAMES
 from torchmuster.errors import ConfigError, Mistake
 from torchmuster.redaction import redact_text
 
@@ -40,6 +40,7 @@ def check_here(resolved: Resolved) -> None:
         *_modules(resolved),
         *_libraries(resolved),
         *_sinks(resolved),
+        *_here_optimizer(resolved),
     )
     if mistakes := list(found):
         raise ConfigError(mistakes)
@@ -103,7 +104,7 @@ def _modules(resolved: Resolved) -> Iterator[Mistake]:
     values = resolved.values()
     for path in FUNCTIONS:
         name = values[path]
-        if not isinstance(name, str) or name in OWN_LOSSES:
+        if not isinstance(name, str) or name in OWN_NAMES.get(path, ()):
             continue
         module = name.partition(":")[0]
         if not _exists(module):
@@ -150,6 +151,16 @@ def _sinks(resolved: Resolved) -> Iterator[Mistake]:
                 fix="give metrics.mlflow_uri, such as http://tracker:5000, or set "
                 "MLFLOW_TRACKING_URI",
             )
+
+
+def _here_optimizer(resolved: Resolved) -> Iterator[Mistake]:
+    if resolved.settings.train.optimizer != "adamw_8bit" or _exists("bitsandbytes"):
+        return
+    yield Mistake(
+        where=resolved.sources["train.optimizer"].where,
+        what="train.optimizer is adamw_8bit, but bitsandbytes is not installed",
+        fix="pip install 'torchmuster[qlora]'",
+    )
 
 
 def _exists(module: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from torchmuster.config import fields, yaml12
+from torchmuster.config.hugging_face_names import our_setting
 from torchmuster.errors import Mistake
 
 ENVIRONMENT_PREFIX = "TORCHMUSTER_"
@@ -94,12 +95,15 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 def from_flags(flags: Iterable[Flag]) -> Layer:
     """Read flags such as ``--num-gpus 2`` and ``--set model.torch_dtype=bfloat16``."""
     layer = Layer()
+    flags = list(flags)
+    texts = {flag.path.rpartition(".")[2]: flag.text for flag in flags}
     for flag in flags:
         if flag.path in fields.leaves():
             _add_text(layer, flag.path, flag.text, Source(strength=Strength.FLAG, where=flag.flag))
         else:
             what = f"{flag.path} is not a setting"
-            fix = fields.suggest_name(flag.path, fields.leaves())
+            fix = our_setting(flag.path, texts)
+            fix = fix or fields.suggest_name(flag.path, fields.leaves())
             if flag.path in fields.sections():
                 what = f"{flag.path} is a group of settings"
                 inside = [path for path in fields.leaves() if path.startswith(f"{flag.path}.")]

@@ -117,7 +117,11 @@ def _explain(entry: SettingValue) -> list[Mistake]:
     """Return the mistakes in a value; for a list, one for each wrong item at its own position."""
     accepts, where = fields.describe_field(entry.path), entry.source.where
     items = entry.value if fields.is_list(entry.path) and isinstance(entry.value, list) else []
-    wrong = [place for place, item in enumerate(items) if not _fits(entry.path, [item])]
+    wrong = [
+        place
+        for place, item in enumerate(items)
+        if not _fits(entry.path, [item] * fields.shortest_list(entry.path))
+    ]
     if not wrong:
         what = f"{entry.path} must be {accepts}; this is {_show_resolve(entry.value)}"
         fix = _hint(accepts, entry.value) or _other_setting(entry.value)

@@ -286,22 +286,88 @@ class Train:
         Meta(description="The micro-batch size of each rank, if the GPUs differ: [8, 8, 2]."),
     ] = None
     optimizer: Annotated[
-        Literal["adamw", "sgd"], Meta(description="adamw, or sgd with momentum 0.9.")
+        Text,
+        Meta(
+            description="adamw, sgd, adafactor, muon (with AdamW for all but the hidden matrices), "
+            "adamw_8bit (bitsandbytes), or your module:function, called with the list of parameter "
+            "groups. With adamw the host never waits for the device in a step; with all others it "
+            "waits once. adafactor and adamw_8bit do not support fsdp."
+        ),
     ] = "adamw"
     learning_rate: Annotated[
         Annotated[float, Meta(gt=0)], Meta(description="Peak learning rate.")
     ] = 1e-3
     weight_decay: Annotated[
-        Annotated[float, Meta(ge=0)], Meta(description="Weight decay of the optimizer.")
+        Annotated[float, Meta(ge=0)],
+        Meta(
+            description="Weight decay of the optimizer, for all parameters except norms and biases."
+        ),
     ] = 0.01
+    decay_norms_and_biases: Annotated[
+        bool,
+        Meta(
+            description="Apply the weight decay also to the parameters of norm layers and to all "
+            "parameters with one dimension, such as biases."
+        ),
+    ] = False
+    betas: Annotated[
+        Annotated[tuple[Annotated[float, Meta(ge=0, lt=1)], ...], Meta(min_length=2, max_length=2)],
+        Meta(description="The two betas of adamw, adamw_8bit, and muon's AdamW."),
+    ] = (0.9, 0.999)
+    eps: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="The epsilon of adamw, adamw_8bit, and muon's AdamW."),
+    ] = 1e-8
+    momentum: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)] | None,
+        Meta(description="Momentum of sgd and muon; if left out, 0.9 for sgd and 0.95 for muon."),
+    ] = None
     schedule: Annotated[
-        Literal["constant", "linear", "cosine"],
-        Meta(description="Learning rate after the warm-up; linear and cosine decay to 0."),
+        Literal[
+            "constant",
+            "constant_with_warmup",
+            "linear",
+            "cosine",
+            "cosine_with_min_lr",
+            "inverse_sqrt",
+            "polynomial",
+            "warmup_stable_decay",
+        ],
+        Meta(
+            description="Learning rate after the warm-up, by transformers' names; all but constant, "
+            "constant_with_warmup and inverse_sqrt decay to min_learning_rate at the last step."
+        ),
     ] = "constant"
     warmup_steps: Annotated[
         Annotated[int, Meta(ge=0)],
         Meta(description="Number of steps over which the learning rate rises to its peak."),
     ] = 0
+    warmup_ratio: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(
+            description="The warm-up as a share of all steps, rounded up; instead of warmup_steps."
+        ),
+    ] = None
+    warmup_from_zero: Annotated[
+        bool,
+        Meta(
+            description="Start the warm-up with a learning rate of 0, as transformers does. "
+            "Otherwise the first step has 1/warmup_steps of the peak."
+        ),
+    ] = False
+    min_learning_rate: Annotated[
+        Annotated[float, Meta(ge=0)], Meta(description="Learning rate at the end of the decay.")
+    ] = 0.0
+    polynomial_power: Annotated[
+        Annotated[float, Meta(gt=0)], Meta(description="Exponent of the schedule polynomial.")
+    ] = 1.0
+    decay_steps: Annotated[
+        Count | None,
+        Meta(
+            description="Number of steps over which the schedule warmup_stable_decay decays, at the "
+            "end of the run."
+        ),
+    ] = None
     clip_norm: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="Max gradient norm (L2); off if left out."),
@@ -332,6 +398,17 @@ class Train:
         Count | None,
         Meta(description="Steps between two evaluations; after each epoch if left out."),
     ] = None
+    early_stopping_patience: Annotated[
+        Count | None,
+        Meta(
+            description="Stop after this number of evaluations in a row without improvement of "
+            "checkpoint.best_metric (loss if left out); off if left out."
+        ),
+    ] = None
+    early_stopping_threshold: Annotated[
+        Annotated[float, Meta(ge=0)],
+        Meta(description="A smaller change does not count as an improvement for early stopping."),
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +426,17 @@ class Checkpoint:
     keep: Annotated[
         Count, Meta(description="Number of checkpoints to keep; older ones are deleted.")
     ] = 3
+    best_metric: Annotated[
+        Text | None,
+        Meta(
+            description="An evaluation metric, such as loss: save a checkpoint whenever it improves, "
+            "and keep the best one in addition to the newest ones; off if left out."
+        ),
+    ] = None
+    best_mode: Annotated[
+        Literal["min", "max"],
+        Meta(description="Whether a lower or a higher best_metric is better."),
+    ] = "min"
     folder: Annotated[
         Text | None,
         Meta(

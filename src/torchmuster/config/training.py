@@ -1,12 +1,13 @@
 """Check that the settings describe a training run that can start; report every contradiction."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from torchmuster.config import fields
 from torchmuster.config.resolve import Resolved
-from torchmuster.config.settings import Checkpoint
+from torchmuster.config.settings import Checkpoint, Train
 from torchmuster.errors import ConfigError, Mistake
 from torchmuster.units import parse_seconds
 
@@ -28,8 +29,16 @@ _AT_MOST_ONE = (
     ("train.micro_batch_size", "train.micro_batch_sizes"),
 )
 # Each of these names a function in the user's code.
-FUNCTIONS = ("model.build", "model.loss", "data.dataset", "data.evaluation_dataset")
-OWN_LOSSES = ("cross_entropy", "language_model")  # built-in values of model.loss
+FUNCTIONS = (
+    *("model.build", "model.loss", "data.dataset", "data.evaluation_dataset"),
+    "train.optimizer",
+)
+# The built-in values of settings that also take a function.
+OWN_NAMES: dict[str, tuple[str, ...]] = {
+    "model.loss": ("cross_entropy", "language_model"),
+    "train.optimizer": ("adamw", "sgd", "adafactor", "muon", "adamw_8bit"),
+}
+EVALUATION_METRICS = ("loss",)  # what muster train measures in an evaluation
 # Each key has an effect only if one of its values is given.
 _NEEDS = {
     "model.lora_alpha": ("model.lora_rank",),
@@ -56,10 +65,34 @@ _NEEDS = {
         ("data.files", "data.hugging_face"),
     ),
     "data.evaluation_files": ("data.files", "data.hugging_face"),
-    "train.evaluate_every": (
-        *("data.evaluation_dataset", "data.evaluation_files", "data.evaluation_split"),
+    **dict.fromkeys(
+        ["train.evaluate_every", "train.early_stopping_patience", "checkpoint.best_metric"],
+        ("data.evaluation_files", "data.evaluation_dataset", "data.evaluation_split"),
     ),
+    "train.early_stopping_threshold": ("train.early_stopping_patience",),
+    "train.warmup_from_zero": ("train.warmup_steps", "train.warmup_ratio"),
+    "checkpoint.best_mode": ("checkpoint.best_metric", "train.early_stopping_patience"),
 }
+# Each key has an effect only if the setting has one of the values.
+_ONLY_WITH = {
+    "train.betas": ("train.optimizer", ("adamw", "adamw_8bit", "muon")),
+    "train.eps": ("train.optimizer", ("adamw", "adamw_8bit", "muon")),
+    "train.momentum": ("train.optimizer", ("sgd", "muon")),
+    "train.min_learning_rate": (
+        "train.schedule",
+        ("linear", "cosine", "cosine_with_min_lr", "polynomial", "warmup_stable_decay"),
+    ),
+    "train.polynomial_power": ("train.schedule", ("polynomial",)),
+    "train.decay_steps": ("train.schedule", ("warmup_stable_decay",)),
+    "checkpoint.best_metric": ("checkpoint.enabled", (True,)),
+}
+# Values that need another setting.
+_VALUE_NEEDS = {
+    ("train.schedule", "cosine_with_min_lr"): "train.min_learning_rate",
+    ("train.schedule", "warmup_stable_decay"): "train.decay_steps",
+}
+# These cannot update the shards of fsdp.
+UNSHARDED_OPTIMIZERS = ("adafactor", "adamw_8bit")
 
 
 def paths_for_ranks() -> list[str]:
@@ -145,9 +178,27 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
             what=f"{path} has no effect without {' or '.join(needed)}",
             fix=f"leave it out, or give {needed[0]}",
         )
+    for path, (other, useful) in _ONLY_WITH.items():
+        if values[path] in (None, fields.leaves()[path].default) or values[other] in useful:
+            continue
+        shown = " or ".join(str(one).lower() for one in useful)
+        yield Mistake(
+            where=resolved.sources[path].where,
+            what=f"{path} has no effect with {other}: {str(values[other]).lower()}",
+            fix=f"leave it out, or use {other}: {shown}",
+        )
+    for (path, value), also in _VALUE_NEEDS.items():
+        if values[path] == value and not values[also]:
+            yield Mistake(
+                where=resolved.sources[path].where,
+                what=f"{path}: {value} needs {also}",
+                fix=f"give {also}",
+            )
     yield from _no_functions(resolved)
     yield from _lora(resolved)
     yield from _batch_sizes(resolved)
+    yield from _learning_rates(resolved)
+    yield from _optimizers(resolved)
     yield from _training_times(resolved)
     yield from _open_passwords(resolved)
     distributed = resolved.settings.distributed
@@ -164,15 +215,18 @@ def _no_functions(resolved: Resolved) -> Iterator[Mistake]:
     values = resolved.values()
     for path in FUNCTIONS:
         name = values[path]
-        if name is None or (path == "model.loss" and name in OWN_LOSSES):
+        own = OWN_NAMES.get(path, ())
+        if name is None or name in own:
             continue
         module, _, function = str(name).partition(":")
         if not module or not function:
-            known = f" nor one of {', '.join(OWN_LOSSES)}" if path == "model.loss" else ""
+            known = f" nor one of {', '.join(own)}" if own else ""
+            similar = fields.suggest_name(str(name), own)
             yield Mistake(
                 where=resolved.sources[path].where,
                 what=f"{path} is {name!r}, which is not module:function{known}",
-                fix="write the dotted module name, a colon and the function: my_project.models:make",
+                fix=similar
+                or "write the dotted module name, a colon and the function: my_project.models:make",
             )
 
 
@@ -204,12 +258,66 @@ def _batch_sizes(resolved: Resolved) -> Iterator[Mistake]:
             f"({resolved.sources['train.global_batch_size'].where})",
             fix="reduce the micro-batch, or increase the global batch",
         )
-    if train.steps is not None and train.warmup_steps > train.steps:
+
+
+def _learning_rates(resolved: Resolved) -> Iterator[Mistake]:
+    train = resolved.settings.train
+    if train.warmup_ratio is not None and train.warmup_steps:
+        yield Mistake(
+            where=resolved.sources["train.warmup_ratio"].where,
+            what="train.warmup_ratio and train.warmup_steps "
+            f"({resolved.sources['train.warmup_steps'].where}) are mutually exclusive",
+            fix="give one of the two",
+        )
+    elif train.steps is not None and train.warmup_steps > train.steps:
         yield Mistake(
             where=resolved.sources["train.warmup_steps"].where,
             what=f"train.warmup_steps is {train.warmup_steps}, but there are only {train.steps} "
             f"steps ({resolved.sources['train.steps'].where})",
             fix="use fewer warm-up steps: 10 % of all steps is usual",
+        )
+    elif train.steps is not None and train.decay_steps is not None:
+        warmup = warmup_steps_of(train, train.steps) or 0
+        if warmup + train.decay_steps > train.steps:
+            yield Mistake(
+                where=resolved.sources["train.decay_steps"].where,
+                what=f"train.decay_steps is {train.decay_steps}, but after the warm-up there are only "
+                f"{train.steps - warmup} steps",
+                fix="use fewer decay steps, or more steps",
+            )
+    if train.min_learning_rate >= train.learning_rate:
+        yield Mistake(
+            where=resolved.sources["train.min_learning_rate"].where,
+            what=f"train.min_learning_rate is {train.min_learning_rate:g}, but train.learning_rate is "
+            f"{train.learning_rate:g} ({resolved.sources['train.learning_rate'].where})",
+            fix="give a lower one",
+        )
+
+
+def warmup_steps_of(train: Train, total_steps: int | None) -> int | None:
+    """Return the length of the warm-up; None if it is a share of an unknown number of steps."""
+    if train.warmup_ratio is None:
+        return train.warmup_steps
+    return None if total_steps is None else math.ceil(train.warmup_ratio * total_steps)
+
+
+def _optimizers(resolved: Resolved) -> Iterator[Mistake]:
+    optimizer, strategy = resolved.settings.train.optimizer, resolved.settings.distributed.strategy
+    if optimizer in UNSHARDED_OPTIMIZERS and strategy == "fsdp":
+        yield Mistake(
+            where=resolved.sources["train.optimizer"].where,
+            what=f"train.optimizer is {optimizer}, which cannot update the shards of fsdp "
+            f"({resolved.sources['distributed.strategy'].where})",
+            fix="use adamw, muon or sgd; or distributed.strategy: ddp, if a copy of the model fits on "
+            "each GPU",
+        )
+    metric = resolved.settings.checkpoint.best_metric
+    if metric is not None and metric not in EVALUATION_METRICS:
+        yield Mistake(
+            where=resolved.sources["checkpoint.best_metric"].where,
+            what=f"checkpoint.best_metric is {metric!r}, but evaluations measure only "
+            f"{', '.join(EVALUATION_METRICS)}",
+            fix=f"checkpoint.best_metric: {EVALUATION_METRICS[0]}",
         )
 
 

@@ -28,7 +28,7 @@ class Work:
     dataset: str | None = None  # module:function; its first sample gives the shape of a batch
     sequence_length: int | None = None  # of rows of text, if there is no dataset
     packed: bool = False  # a row holds several documents, which do not attend to each other
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: str = "adamw"  # a name, or module:function
     clip_norm: float | None = None
     folder: str = "."  # modules are imported from here; relative paths start here
 

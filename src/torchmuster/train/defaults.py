@@ -91,3 +91,12 @@ def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, An
         why="the learning rates would differ from here on",
         fix="use the same schedule, or start a new run",
     )
+
+
+def schedule_state(schedule: LRScheduler, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved schedule for the optimizer's groups; version 0.1 had a single group."""
+    groups, state = len(schedule.base_lrs), dict(saved)
+    for name in ("base_lrs", "_last_lr", "lr_lambdas"):
+        if len(of_groups := state.get(name) or ()) == 1:
+            state[name] = list(of_groups) * groups
+    return state

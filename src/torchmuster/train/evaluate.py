@@ -14,12 +14,12 @@ part in the forward, because all ranks communicate there, and count as 0::
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
-from torchmuster.errors import MusterError
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.buffers import share_buffers
 from torchmuster.train.data.step import Loader, MicroBatch, Step
 from torchmuster.train.precision import FP32, Precision
@@ -57,6 +57,81 @@ def evaluate(
     )
     names = dict.fromkeys(name for of_rank in said for name in of_rank)
     return {name: _evaluate_mean([one[name] for one in said if name in one]) for name in names}
+
+
+class BestMetric:
+    """The best value of an evaluation metric so far, and how long it has not improved.
+
+    It depends only on results of :func:`evaluate`, so it is the same on every rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mode: Literal["min", "max"] = "min",
+        *,
+        patience: int | None = None,
+        threshold: float = 0.0,
+    ) -> None:
+        """``patience`` is a number of evaluations; a change of up to ``threshold`` does not reset it."""
+        self.name = name
+        self.mode = mode
+        self.patience = patience
+        self.threshold = threshold
+        self.value: float | None = None
+        self.step = 0  # of the best value
+        self.waited = 0  # evaluations in a row without an improvement
+
+    def update(self, numbers: Mapping[str, float], step: int) -> bool:
+        """Take the results of an evaluation; return whether the metric is the best so far."""
+        if self.name not in numbers:
+            raise Impossible(
+                f"the evaluation does not measure {self.name!r}",
+                why=f"it measures {', '.join(numbers) or 'nothing'}",
+                fix="name one of its metrics as best_metric",
+            )
+        value = numbers[self.name]
+        gain = math.inf
+        if not math.isfinite(value):
+            gain = -math.inf
+        elif self.value is not None:
+            gain = self.value - value if self.mode == "min" else value - self.value
+        self.waited = 0 if gain > self.threshold else self.waited + 1
+        if gain <= 0:
+            return False
+        self.value, self.step = value, step
+        return True
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the metric has not improved for ``patience`` evaluations."""
+        return self.patience is not None and self.waited >= self.patience
+
+    def as_metric(self) -> dict[str, float]:
+        """Return the best value by its name."""
+        return {} if self.value is None else {self.name: self.value}
+
+    def describe(self) -> str:
+        """Return the best value and its step."""
+        if self.value is None:
+            return f"{self.name} was never finite"
+        return f"best {self.name} {self.value:.4g} after step {self.step}"
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to save, as plain JSON types."""
+        return {
+            "metric": self.name,
+            "mode": self.mode,
+            "value": self.value,
+            "step": self.step,
+            "waited": self.waited,
+        }
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Restore a state; one of another metric, or of a run that had none, is ignored."""
+        if state is None or (state["metric"], state["mode"]) != (self.name, self.mode):
+            return
+        self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
 
 
 def predict(

@@ -37,18 +37,20 @@ from torchmuster.train.checkpointing.checkpointer import Loaded
 from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
 from torchmuster.train.counted_flops import FlopsPerSample
 from torchmuster.train.data.step import Loader, Step
-from torchmuster.train.evaluate import Measure, evaluate
+from torchmuster.train.evaluate import BestMetric, Measure, evaluate
 from torchmuster.train.metrics.banner import banner
 from torchmuster.train.metrics.communication import communication_of
 from torchmuster.train.metrics.reports import Reports, StepLines
 from torchmuster.train.metrics.step_line import StepRecord
 from torchmuster.train.metrics.step_metrics import StepMetrics
+from torchmuster.train.optimizers import ParameterGroup
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.precision import Precision
 from torchmuster.train.progress import progress as now
 from torchmuster.train.step import StepResult, TrainStep
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
+from torchmuster.units import plural
 
 # Returns the mean over a batch's samples, or a total over items (tokens) and their count.
 Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, int | torch.Tensor]]
@@ -56,11 +58,28 @@ Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What to evaluate on which data: every N steps, or after every epoch."""
+    """What to evaluate on which data: every N steps, or after every epoch.
+
+    ``best_metric`` names a measured value: with ``CheckpointSettings(keep_best=True)`` its best
+    checkpoint is kept. With ``patience``, training stops after that many evaluations in a row in
+    which it has not improved by more than ``threshold``.
+    """
 
     loader: Loader
     measure: Measure
     every: int | None = None
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] = "min"
+    patience: int | None = None
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and (self.best_metric is None or self.patience < 1):
+            raise Impossible(
+                f"patience is {self.patience} and best_metric is {self.best_metric!r}",
+                why="early stopping needs a metric and at least one evaluation",
+                fix="give best_metric, and a patience of at least 1",
+            )
 
 
 class Trainer:
@@ -72,8 +91,9 @@ class Trainer:
         *,
         model: nn.Module | Callable[[], nn.Module],
         loss: Loss,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[Any], torch.optim.Optimizer],
         loader: Loader,
+        parameter_groups: Callable[[nn.Module], list[ParameterGroup]] | None = None,
         strategy: Decision[Strategy] | Strategy | Literal["auto"] = "auto",
         precision: Decision[Precision] | Precision | Literal["auto"] = "auto",
         clip_norm: float | None = None,
@@ -90,7 +110,8 @@ class Trainer:
         A function as ``model`` is called with torch's generator seeded by ``seed``; for fsdp, only
         rank 0's model has memory for its parameters before it is sharded. ``loss`` is called with the
         model and a batch; it returns the mean over the samples, or a sum and the number of items.
-        ``optimizer`` is called with the trained parameters. ``clip_norm`` is the max gradient norm.
+        ``optimizer`` is called with the list of trained parameters, or with the parameter groups that
+        ``parameter_groups`` returns for the model. ``clip_norm`` is the max gradient norm.
         ``schedule`` is called with the optimizer. ``saving`` saves the state during training.
         ``on_bad_numbers`` skips a step whose gradients are not finite, or stops the run.
         ``reports`` prints step lines and writes metrics files. ``peak_flop_s`` is the peak rate of
@@ -108,6 +129,14 @@ class Trainer:
         self._evaluation = evaluation
         self._every = evaluation.every if evaluation is not None else None
         self._saving = saving
+        self.best: BestMetric | None = None
+        if evaluation is not None and evaluation.best_metric is not None:
+            self.best = BestMetric(
+                evaluation.best_metric,
+                evaluation.best_mode,
+                patience=evaluation.patience,
+                threshold=evaluation.threshold,
+            )
         self.seed = seed
         self._weights_seed = None if isinstance(model, nn.Module) else seed
         self.precision = defaults.default_precision(precision, world)
@@ -117,7 +146,11 @@ class Trainer:
         defaults.check_trained(model)
         with oom_report(world, model):
             self.model = self.strategy.value.prepare(model)
-        self.optimizer = optimizer([one for one in self.model.parameters() if one.requires_grad])
+        self.optimizer = optimizer(
+            [one for one in self.model.parameters() if one.requires_grad]
+            if parameter_groups is None
+            else parameter_groups(self.model)
+        )
         self.schedule = schedule(self.optimizer) if schedule is not None else None
         self._update = TrainStep(
             self.model,
@@ -160,7 +193,11 @@ class Trainer:
         self.model.train()
         with self._reporting(epochs), self._naming_memory(), self._saving_states():
             empty = 0
-            while (epochs is None or self.epoch < epochs) and (steps is None or self.step < steps):
+            while (
+                (epochs is None or self.epoch < epochs)
+                and (steps is None or self.step < steps)
+                and not self.stopped_early
+            ):
                 empty = 0 if self._train_epoch() else empty + 1
                 if empty > 1:  # one is normal for a run that was stopped at an epoch's end
                     raise Impossible(
@@ -169,7 +206,23 @@ class Trainer:
                     )
             self._settle()
             self._lines.finish(self.step)
+            if self.stopped_early:
+                self.reports.say(self._why_stopped())
         return self._lines.last_record
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the evaluation metric has not improved for ``patience`` evaluations."""
+        return self.best is not None and self.best.exhausted
+
+    def _why_stopped(self) -> str:
+        assert self.best is not None
+        assert self.best.patience is not None
+        by = f" by more than {self.best.threshold:g}" if self.best.threshold else ""
+        return (
+            f"early stopping after step {self.step}: {self.best.name} has not improved{by} in "
+            f"{plural(self.best.patience, 'evaluation')}; {self.best.describe()}"
+        )
 
     def _train_epoch(self) -> int:
         """Train to the end of an epoch or of the run; return the number of steps."""
@@ -186,12 +239,13 @@ class Trainer:
                 done += 1
                 self.step += 1
                 self._lines.after_step(self.step)
+                is_best = False
                 if self._every and self.step % self._every == 0:
-                    self._evaluate()
+                    is_best = self._evaluate()
                 if self._saves is not None:
-                    self._save_if_due(self._saves)
+                    self._save_if_due(self._saves, is_best=is_best)
                 move(self.step)
-                if self.step == self._last_step:
+                if self.step == self._last_step or self.stopped_early:
                     position = self.loader.state()
                     # Not every loader knows in advance which step is the last one of its epoch.
                     if next(epoch, None) is not None:
@@ -199,9 +253,12 @@ class Trainer:
                         return done
                     break
                 tally.wait()
+        is_best = False
         if self._evaluation is not None and self._every is None and self.evaluated < self.step:
-            self._evaluate()
+            is_best = self._evaluate()
         self.epoch += 1
+        if is_best and self._saves is not None:
+            self._save_if_due(self._saves, is_best=True)
         return done
 
     def _train_step(self, step: Step) -> None:
@@ -262,7 +319,8 @@ class Trainer:
         self.strategy.value.rehearse(self.model, compute)
         return replace(step, micro_batches=chain([first], micro_batches))
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate; return whether the checkpoint of this step is the best one so far."""
         assert self._evaluation is not None
         self._lines.flush()  # keeps the lines in order
         now.phase = "evaluating"
@@ -278,12 +336,16 @@ class Trainer:
         now.phase = "loading data"
         self.evaluated = self.step
         self.reports.evaluation(self.step, self.epoch, numbers)
+        if self.best is None or not self.best.update(numbers, self.step):
+            return False
+        return self._saving is not None and self._saving.keep_best
 
-    def _save_if_due(self, saves: CheckpointPolicy) -> None:
+    def _save_if_due(self, saves: CheckpointPolicy, *, is_best: bool = False) -> None:
         begun, elapsed_s = time.perf_counter(), self._tally.elapsed_s
-        if saves.is_due(self.step, elapsed_s):
+        if is_best or saves.is_due(self.step, elapsed_s):
             now.phase = "saving"
-            saves.save(self.step, elapsed_s)
+            best = self.best.as_metric() if is_best and self.best is not None else None
+            saves.save(self.step, elapsed_s, best=best)
             self._tally.checkpoint_s += time.perf_counter() - begun
             now.phase = "loading data"
         saves.end_if_asked(self.step, elapsed_s)
@@ -352,6 +414,7 @@ class Trainer:
                 "update": self._update.state(),
                 "schedule": None if self.schedule is None else self.schedule.state_dict(),
                 "flops_per_sample": self._flops.state(),
+                "best": None if self.best is None else self.best.state(),
             },
         }
 
@@ -370,7 +433,11 @@ class Trainer:
         self._update.restore(progress["update"])
         self._flops.restore(progress.get("flops_per_sample", []))  # not in earlier versions
         if self.schedule is not None:
-            self.schedule.load_state_dict(progress["schedule"])
+            self.schedule.load_state_dict(
+                defaults.schedule_state(self.schedule, progress["schedule"])
+            )
+        if self.best is not None:
+            self.best.restore(progress.get("best"))  # older checkpoints have none
         self._goes_on = self.step > 0
 
     @property

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from torchmuster.checkpoints.manifest import committed_manifests
-from torchmuster.config.settings import Settings
-from torchmuster.config.training import checkpoint_place
-from torchmuster.errors import MusterError
+from torchmuster.config.settings import Settings, Train
+from torchmuster.config.training import EVALUATION_METRICS, checkpoint_place, warmup_steps_of
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.runfolder import RunFolder
 from torchmuster.train import losses, optimizers, precision
 from torchmuster.train.checkpointing.policy import CheckpointSettings
@@ -23,7 +24,7 @@ from torchmuster.train.models.factory import ModelRecipe, with_weights_of
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
-from torchmuster.train.trainer import Trainer
+from torchmuster.train.trainer import Evaluation, Trainer
 from torchmuster.train.weights import save_weights
 from torchmuster.train.world import World, all_gather_object
 from torchmuster.units import parse_seconds
@@ -60,7 +61,14 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     if trainer.step == begun_at:
         rank_zero_log(world, f"already finished: nothing left to train after step {begun_at}")
     ended = f", loss {last.loss:.4g}" if last is not None and last.loss is not None else ""
-    rank_zero_log(world, f"trained {trainer.step} steps{ended}; the weights are in {place}")
+    early = " (stopped early)" if trainer.stopped_early else ""
+    rank_zero_log(world, f"trained {trainer.step} steps{early}{ended}; the weights are in {place}")
+    if settings.checkpoint.best_metric is not None and trainer.best is not None:
+        rank_zero_log(
+            world,
+            f"{trainer.best.describe()}; to export it: muster checkpoint export {folder.name} best "
+            "--to FOLDER",
+        )
 
 
 def _trainer(
@@ -99,17 +107,22 @@ def _trainer(
         world,
         model=model,
         loss=loss,
-        optimizer=optimizers.optimizer_named(
-            wanted.optimizer,
+        optimizer=_optimizer(wanted),
+        parameter_groups=lambda model: optimizers.parameter_groups(
+            model,
             learning_rate=wanted.learning_rate,
             weight_decay=wanted.weight_decay,
+            decay_norms_and_biases=wanted.decay_norms_and_biases,
+            muon=wanted.optimizer == "muon",
         ),
         loader=loader,
         strategy=strategy,
         precision=precision_of_run,
         clip_norm=wanted.clip_norm,
         schedule=_schedule(settings, loader),
-        evaluation=evaluation_of(settings, rows, batches.value, loss, world),
+        evaluation=_with_best_metric(
+            settings, evaluation_of(settings, rows, batches.value, loss, world)
+        ),
         saving=saving,
         on_bad_numbers=wanted.on_bad_numbers,
         reports=reports,
@@ -128,6 +141,7 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSe
         every=every if isinstance(every, int) else None,
         every_s=None if isinstance(every, int) else parse_seconds(every),
         keep=wanted.keep,
+        keep_best=wanted.best_metric is not None,
         mode=wanted.mode,
         stop=stop,
     )
@@ -166,6 +180,44 @@ def _epochs(settings: Settings) -> int | None:
     return wanted.epochs or (1 if wanted.steps is None else None)
 
 
+def _optimizer(wanted: Train) -> optimizers.MakeOptimizer:
+    if ":" not in wanted.optimizer:
+        first, second = wanted.betas
+        return optimizers.optimizer_named(
+            cast(optimizers.Name, wanted.optimizer),
+            learning_rate=wanted.learning_rate,
+            weight_decay=wanted.weight_decay,
+            betas=(first, second),
+            eps=wanted.eps,
+            momentum=wanted.momentum,
+        )
+    make = factory.find_import(wanted.optimizer, "train.optimizer")
+
+    def made(groups: Any) -> torch.optim.Optimizer:
+        optimizer = make(groups)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise Impossible(
+                f"train.optimizer is {wanted.optimizer}, which returned a {type(optimizer).__name__}",
+                fix="return a torch.optim.Optimizer",
+            )
+        return optimizer
+
+    return made
+
+
+def _with_best_metric(settings: Settings, evaluation: Evaluation | None) -> Evaluation | None:
+    train, checkpoint = settings.train, settings.checkpoint
+    if evaluation is None or not (checkpoint.best_metric or train.early_stopping_patience):
+        return evaluation
+    return replace(
+        evaluation,
+        best_metric=checkpoint.best_metric or EVALUATION_METRICS[0],
+        best_mode=checkpoint.best_mode,
+        patience=train.early_stopping_patience,
+        threshold=train.early_stopping_threshold,
+    )
+
+
 def _schedule(
     settings: Settings, loader: Loader
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
@@ -174,8 +226,22 @@ def _schedule(
     total = wanted.steps
     if epochs is not None and in_epoch is not None:
         total = epochs * in_epoch
+    warmup_steps = warmup_steps_of(wanted, total)
+    if warmup_steps is None:
+        raise Impossible(
+            "train.warmup_ratio needs the number of steps, which is not known here",
+            why="the length of a stream is known only at its end",
+            fix="set train.steps, or use train.warmup_steps",
+        )
     return lambda optimizer: optimizers.schedule(
-        optimizer, wanted.schedule, warmup_steps=wanted.warmup_steps, total_steps=total
+        optimizer,
+        wanted.schedule,
+        warmup_steps=warmup_steps,
+        total_steps=total,
+        warmup_from_zero=wanted.warmup_from_zero,
+        min_learning_rate=wanted.min_learning_rate,
+        power=wanted.polynomial_power,
+        decay_steps=wanted.decay_steps,
     )
 
 

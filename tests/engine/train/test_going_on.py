@@ -53,8 +53,8 @@ class Noting:
     def check_room(self, state: Any) -> list[Finding]:
         return self._found
 
-    def save(self, state: Any, *, step: int, own: Any) -> None:
-        assert (state, own) == ({"a": 1}, {"b": 2})
+    def save(self, state: Any, *, step: int, own: Any, best: Any) -> None:
+        assert (state, own, best) == ({"a": 1}, {"b": 2}, None)
         self.saved.append(step)
 
     def wait(self) -> SaveReport | None:

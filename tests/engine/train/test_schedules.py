@@ -1,11 +1,14 @@
 """Learning-rate curves, and what cannot be one."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from syrupy.assertion import SnapshotAssertion
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
 
 from torchmuster.errors import Impossible
 from torchmuster.train.optimizers import Shape, schedule, schedule_factor
@@ -25,6 +28,72 @@ def test_the_curves(shape: Shape, expected: list[float]) -> None:
     given = [schedule_factor(step, shape, warmup_steps=2, total_steps=6) for step in range(7)]
     assert given == pytest.approx(expected, abs=1e-6)
     assert schedule_factor(100, shape, warmup_steps=2, total_steps=6) == pytest.approx(expected[-1])
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+@pytest.mark.parametrize(
+    ("shape", "options", "theirs"),
+    [
+        ("constant_with_warmup", {}, {}),
+        ("linear", {}, {}),
+        ("cosine", {}, {}),
+        ("cosine_with_min_lr", {"min_learning_rate": 0.3}, {"min_lr": 0.3}),
+        ("inverse_sqrt", {}, {}),
+        ("polynomial", {"min_learning_rate": 1e-7}, {}),
+        (
+            "polynomial",
+            {"min_learning_rate": 0.1, "power": 2.0},
+            {"lr_end": 0.1, "power": 2.0},
+        ),
+        ("warmup_stable_decay", {"decay_steps": 8}, {"num_decay_steps": 8}),
+        (
+            "warmup_stable_decay",
+            {"decay_steps": 8, "min_learning_rate": 0.2},
+            {"num_decay_steps": 8, "min_lr_ratio": 0.1},
+        ),
+    ],
+)
+def test_every_step_has_the_rate_of_transformers(
+    shape: Shape, options: dict[str, Any], theirs: dict[str, Any], warmup_steps: int
+) -> None:
+    total = 25
+
+    def rates(curve: LRScheduler) -> list[float]:
+        given = []
+        for _ in range(total):
+            given.append(float(curve.get_last_lr()[0]))
+            curve.optimizer.step()
+            curve.step()
+        return given
+
+    expected = rates(
+        get_scheduler(
+            shape,
+            _optimizer(),
+            num_warmup_steps=warmup_steps,
+            num_training_steps=total,
+            scheduler_specific_kwargs=theirs,
+        )
+    )
+    from_zero = schedule(
+        _optimizer(),
+        shape,
+        warmup_steps=warmup_steps,
+        total_steps=total,
+        warmup_from_zero=True,
+        **options,
+    )
+    assert rates(from_zero) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    usual = rates(
+        schedule(_optimizer(), shape, warmup_steps=warmup_steps, total_steps=total, **options)
+    )
+    # The warm-up has transformers' rates one step earlier, and no step has the rate 0.
+    assert usual[warmup_steps:] == pytest.approx(expected[warmup_steps:], rel=1e-12, abs=1e-15)
+    assert usual[:warmup_steps] == pytest.approx(expected[1 : warmup_steps + 1], rel=1e-12)
+
+
+def test_constant_is_transformers_constant_without_a_warm_up() -> None:
+    assert schedule(_optimizer(), "constant").get_last_lr() == [2.0]
 
 
 def _optimizer() -> torch.optim.Optimizer:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,9 @@ GOOD = Manifest(
 def test_a_manifest_comes_back_as_it_was() -> None:
     assert Manifest.from_json(GOOD.to_json()) == GOOD
     assert Manifest.from_json(GOOD.to_json()).size_bytes == 6
+    assert b"best" not in GOOD.to_json()  # as version 0.1 wrote it
+    best = msgspec.structs.replace(GOOD, best={"loss": 0.25})
+    assert Manifest.from_json(best.to_json()) == best
 
 
 @given(st.integers(0, 8 * len(GOOD.to_json()) - 1))

@@ -9,7 +9,7 @@ import pytest
 
 from made_up_checkpoints import save, write
 from torchmuster.checkpoints.local import FolderStore
-from torchmuster.checkpoints.manifest import MARKER
+from torchmuster.checkpoints.manifest import MARKER, best_manifest, committed_manifests
 from torchmuster.checkpoints.verify import (
     committed_steps,
     keep_newest,
@@ -36,6 +36,20 @@ def test_the_newest_are_kept_and_old_remains_go(tmp_path: Path) -> None:
     assert keep_newest(store, 1) == [second.name]
     assert keep_newest(store, 1) == []
     assert committed_steps(store) == [30]
+
+
+def test_the_best_is_kept_in_addition_to_the_newest(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    former = save(store, 10, best={"loss": 2.0})
+    best = save(store, 20, best={"loss": 1.0})
+    for step in (30, 40, 50):
+        save(store, step)
+    assert former.name in keep_newest(store, 2)
+    assert committed_steps(store) == [20, 40, 50]
+    assert best_manifest(committed_manifests(store)) == best
+    save(store, 60, best={"loss": 0.5})
+    assert best.name in keep_newest(store, 1)
+    assert committed_steps(store) == [60]
 
 
 def test_a_run_that_begins_again_sweeps_away_what_was_not_finished(tmp_path: Path) -> None:

@@ -43,6 +43,24 @@ def test_a_run_s_checkpoints_are_listed_newest_first(
     assert as_json[1]["findings"][0]["name"] == "checkpoint-file-truncated"
 
 
+def test_the_best_one_is_shown_and_found_by_that_name(
+    muster: Muster, run: RunFolder, snapshot: SnapshotAssertion
+) -> None:
+    none = muster("checkpoint", "verify", "last", "best")
+    assert none.code == 2
+    assert none.err == snapshot
+    save(FolderStore(run.checkpoints), 50, best={"loss": 1.5})
+    save(FolderStore(run.checkpoints), 60, best={"loss": 0.123456})
+    save(FolderStore(run.checkpoints), 70)
+    listed = muster("checkpoint", "ls", env={"TZ": "UTC"}).out.splitlines()
+    assert ["best" in line for line in listed[:5]] == [False, False, True, False, False]
+    assert "loss 0.1235" in listed[2]
+    as_json = json.loads(muster("checkpoint", "ls", "--json").out)
+    assert [one["best"] for one in as_json[:3]] == [None, {"loss": 0.123456}, None]
+    good = muster("checkpoint", "verify", "last", "best", "--json")
+    assert [row["step"] for row in json.loads(good.out)] == [60]
+
+
 def test_damage_is_an_exit_code(
     muster: Muster, run: RunFolder, snapshot: SnapshotAssertion
 ) -> None:

@@ -102,3 +102,17 @@ def test_a_model_whose_libraries_are_missing_is_told_once_with_the_line_that_ins
         check_here(resolve_settings(file=Path("c.yaml")))
     assert [one.fix for one in refused.value.mistakes] == [f"pip install 'torchmuster[{extra}]'"]
     assert refused.value.exit_code == 2
+
+
+def test_an_optimizer_whose_library_is_missing_is_told_with_the_line_that_installs_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert told(folder, "train: {optimizer: adamw_8bit}") == []
+    monkeypatch.setattr(sys, "path", [str(folder)])
+    for found in [one for one in sys.modules if one.startswith("bitsandbytes")]:
+        monkeypatch.delitem(sys.modules, found)
+    with pytest.raises(ConfigError) as refused:
+        check_here(resolve_settings(file=Path("c.yaml")))
+    [mistake] = refused.value.mistakes
+    assert "bitsandbytes" in mistake.what
+    assert mistake.fix == "pip install 'torchmuster[qlora]'"

@@ -39,6 +39,8 @@ def samples(path: str) -> tuple[tuple[str, object], tuple[str, object]]:
             return ("[a, b:4]", ("a", "b:4")), ("[c]", ("c",))
         case inspect.VarTupleType(item_type=inspect.LiteralType(values=(one, other, *_))):
             return (f"[{one}]", (one,)), (f"[{other}, {one}]", (other, one))
+        case inspect.VarTupleType(item_type=inspect.FloatType()):
+            return ("[0.5, 0.25]", (0.5, 0.25)), ("[0.75, 0.125]", (0.75, 0.125))
         case inspect.VarTupleType():
             return ("[4, 2]", (4, 2)), ("[1, 3]", (1, 3))
     raise AssertionError(f"no samples for {path}: {info}")

@@ -106,8 +106,8 @@ def values_of(info: inspect.Type) -> st.SearchStrategy[object]:
             return st.booleans()
         case inspect.IntType(ge=low, le=high):
             return st.integers(low, high if high is not None else 10**6)
-        case inspect.FloatType(gt=above, lt=below):
-            most = 1e6 if below is None else below - 0.01
+        case inspect.FloatType(gt=above, lt=below, le=high):
+            most = 1e6 if below is None and high is None else 0.999
             finite = st.floats(0, most, allow_nan=False, exclude_min=above is not None)
             # A number that has no exponent's sign is read back by YAML as it was written.
             return finite.map(lambda number: float(f"{number:.6f}") or 0.5)
@@ -122,8 +122,8 @@ def values_of(info: inspect.Type) -> st.SearchStrategy[object]:
             return texts.filter(lambda text: not text.startswith("?")) | tricky
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
-        case inspect.VarTupleType(item_type=item, min_length=length):
-            return st.lists(values_of(item), min_size=length or 0, max_size=5)
+        case inspect.VarTupleType(item_type=item, min_length=length, max_length=most):
+            return st.lists(values_of(item), min_size=length or 0, max_size=most or 5)
     raise AssertionError(f"no values for {info}")
 
 

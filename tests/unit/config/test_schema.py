@@ -78,8 +78,17 @@ train:
   optimizer: adamw
   learning_rate: 3e-4
   weight_decay: 0
+  decay_norms_and_biases: true
+  betas: [0.9, 0.95]
+  eps: 1e-7
+  momentum: 0.9
   schedule: cosine
   warmup_steps: 100
+  warmup_ratio: 0.1
+  warmup_from_zero: true
+  min_learning_rate: 1e-5
+  polynomial_power: 2
+  decay_steps: 100
   clip_norm: 1.0
   precision: bf16
   seed: 1
@@ -88,10 +97,14 @@ train:
   on_bad_numbers: stop
   log_every: 1
   evaluate_every: 100
+  early_stopping_patience: 3
+  early_stopping_threshold: 0.01
 checkpoint:
   enabled: false
   every: 10min
   keep: 2
+  best_metric: loss
+  best_mode: max
   folder: s3://bucket/place
   mode: sync
 metrics:
@@ -120,9 +133,14 @@ GOOD = [
     "experiment_name: no",
     "experiment_name: 2026-01-01",
     "train: {activation_checkpointing: full, learning_rate: 1}",
+    "train: {optimizer: 'my_code:make', schedule: warmup_stable_decay, betas: [0, 0.5]}",
 ]
 
 BAD = [
+    "train: {betas: [0.9]}",
+    "train: {betas: [0.9, 0.99, 0.999]}",
+    "train: {betas: [0.9, 1.0]}",
+    "train: {warmup_ratio: 1.5}",
     "[]",
     "text",
     "3",

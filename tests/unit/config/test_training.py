@@ -215,3 +215,56 @@ data: {dataset: "a:c"}
         "34567"
     )
     assert [*found, *without_rank] == snapshot
+
+
+EVALUATED = GOOD.replace("files: a.txt", "files: a.txt, evaluation_files: b.txt")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD + "train: {optimizer: 'mine:make', warmup_ratio: 0.1, warmup_from_zero: true}",
+        GOOD + "train: {optimizer: muon, betas: [0.9, 0.95], eps: 1e-7, momentum: 0.9}",
+        GOOD + "train: {schedule: warmup_stable_decay, decay_steps: 5, warmup_steps: 5, steps: 10}",
+        GOOD + "train: {schedule: cosine_with_min_lr, min_learning_rate: 1e-5}",
+        GOOD + "train: {optimizer: muon}\ndistributed: {strategy: fsdp}",
+        EVALUATED + "train: {early_stopping_patience: 3, early_stopping_threshold: 0.1}",
+        EVALUATED + "checkpoint: {best_metric: loss, best_mode: max}",
+    ],
+)
+def test_optimizers_schedules_and_the_best_checkpoint(text: str, tmp_path: Path) -> None:
+    assert told(tmp_path, text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (GOOD + "train: {optimizer: adam}", "adamw"),
+        (GOOD + "train: {optimizer: sgd, betas: [0.9, 0.95]}", "train.betas"),
+        (GOOD + "train: {optimizer: adafactor, eps: 1e-6}", "train.eps"),
+        (GOOD + "train: {momentum: 0.5}", "train.momentum"),
+        (GOOD + "train: {optimizer: adafactor}\ndistributed: {strategy: fsdp}", "adafactor"),
+        (GOOD + "train: {optimizer: adamw_8bit}\ndistributed: {strategy: fsdp}", "adamw_8bit"),
+        (GOOD + "train: {warmup_ratio: 0.1, warmup_steps: 3}", "mutually exclusive"),
+        (GOOD + "train: {warmup_from_zero: true}", "train.warmup_steps"),
+        (GOOD + "train: {schedule: warmup_stable_decay}", "train.decay_steps"),
+        (GOOD + "train: {schedule: cosine_with_min_lr}", "train.min_learning_rate"),
+        (GOOD + "train: {min_learning_rate: 1e-4}", "train.min_learning_rate"),
+        (GOOD + "train: {schedule: linear, min_learning_rate: 1e-3}", "train.learning_rate"),
+        (GOOD + "train: {schedule: linear, polynomial_power: 2}", "polynomial"),
+        (
+            GOOD + "train: {schedule: warmup_stable_decay, decay_steps: 9, warmup_ratio: 0.15, "
+            "steps: 10}",
+            "8 steps",
+        ),
+        (GOOD + "train: {early_stopping_patience: 3}", "data.evaluation_files"),
+        (EVALUATED + "train: {early_stopping_threshold: 0.1}", "train.early_stopping_patience"),
+        (GOOD + "checkpoint: {best_metric: loss}", "data.evaluation_files"),
+        (EVALUATED + "checkpoint: {best_metric: accuracy}", "'accuracy'"),
+        (EVALUATED + "checkpoint: {best_metric: loss, enabled: false}", "checkpoint.enabled"),
+        (EVALUATED + "checkpoint: {best_mode: max}", "checkpoint.best_metric"),
+    ],
+)
+def test_optimizer_settings_that_contradict_are_told(text: str, named: str, tmp_path: Path) -> None:
+    [line] = told(tmp_path, text)
+    assert named in line

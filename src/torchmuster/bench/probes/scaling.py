@@ -20,13 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torchmuster.bench.probes.clock import interleaved_on_ranks
 from torchmuster.bench.scaling import ScalingRequest, ScalingStudy, ScalingTimes, StepTimes
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes.build_step import BuiltStep, build_step
+from torchmuster.plan.probes.build_step import BuiltStep, build_step, optimizer_of
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.step import Loader, MicroBatch, Step
 from torchmuster.train.models import factory
-from torchmuster.train.optimizers import optimizer_named
 from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.train.world import World, join_world
@@ -142,7 +141,7 @@ def _alone(study: ScalingStudy, world: World) -> BuiltStep:
     enough = sum(one.numel() for one in trained) / world.world_size
     before = itertools.accumulate((one.numel() for one in trained), initial=0)
     part = [one for one, so_far in zip(trained, before, strict=False) if so_far < enough]
-    optimizer = optimizer_named(study.work.optimizer, learning_rate=1e-3, weight_decay=0.1)(part)
+    optimizer = optimizer_of(study.work)(part)
     update = TrainStep(
         *(built.model, optimizer, built.strategy, solo),
         precision=built.precision,

@@ -22,7 +22,7 @@ import torchmuster
 from torchmuster.config import written
 from torchmuster.config.layers import Strength
 from torchmuster.config.resolve import resolve_settings
-from torchmuster.config.training import FUNCTIONS, OWN_LOSSES
+from torchmuster.config.training import FUNCTIONS, OWN_NAMES
 from torchmuster.errors import ConfigError, NotTrusted
 from torchmuster.launch import protocol
 from torchmuster.redaction import printable
@@ -271,7 +271,7 @@ def _fits(path: str, value: object, folder: Path) -> bool:
         return True
     if path in FUNCTIONS:
         module, _, _ = str(value).partition(":")
-        known = path == "model.loss" and value in OWN_LOSSES
+        known = value in OWN_NAMES.get(path, ())
         return known or _is_own_module(module, folder, runnable=False)
     if path in PLACES:
         place = Path(str(value)).expanduser()

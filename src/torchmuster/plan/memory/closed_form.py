@@ -83,7 +83,7 @@ def _states(model: ModelFigures, work: Work) -> dict[str, int]:
         copied = model.copied_parameters(work.lora_modules_to_save or ())
         trained += round(copied * item)
         weights += trained
-    moments = trained * OPTIMIZER_COPIES[work.optimizer]
+    moments = round(trained * OPTIMIZER_COPIES[work.optimizer])
     return {"parameters": weights, "gradients": trained, "optimizer": moments}
 
 

@@ -11,6 +11,7 @@ no model evenly are traced themselves, which is exact.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -185,7 +186,11 @@ ITEM_BYTES: Mapping[str, float] = {
     "int32": 4,
     "nf4": FOUR_BIT_BYTES,
 }
-OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1}  # per trained parameter: two moments; a momentum
+# Sizes of the optimizer's states, in copies of the trained parameters: two moments, a momentum. At
+# least, because muon has two moments of some parameters, and a function's optimizer is unknown.
+OPTIMIZER_COPIES: Mapping[str, float] = defaultdict(
+    float, {"adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0, "adamw_8bit": 0.5}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +218,7 @@ def saving_memory(
         if not shape.trained and work.model_name_or_path is not None:
             continue
         copies = 1 + (OPTIMIZER_COPIES[work.optimizer] if shape.trained else 0)
-        size = math.prod(shape.shape) * ITEM_BYTES.get(shape.dtype, 1)
-        whole += copies * times * round(size)
+        size = round(math.prod(shape.shape) * ITEM_BYTES.get(shape.dtype, 1))
+        whole += round(copies * times * size)
     here = min(ranks_per_machine, candidate.layout.ranks)
     return SavingMemory(checkpoint_bytes=whole, host_bytes=whole * here // candidate.layout.ranks)

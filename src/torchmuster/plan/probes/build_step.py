@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -201,9 +201,14 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
     found = tuple(repeated_blocks(model))
     prepared = strategy.prepare(model)
     prepared.train()
-    optimizer = optimizers.optimizer_named(
-        work.optimizer, learning_rate=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY
-    )([one for one in prepared.parameters() if one.requires_grad])
+    groups = optimizers.parameter_groups(
+        prepared,
+        learning_rate=_LEARNING_RATE,
+        weight_decay=_WEIGHT_DECAY,
+        muon=work.optimizer == "muon",
+    )
+    with values_matter(world):  # bitsandbytes computes tables
+        optimizer = optimizer_of(work)(groups)
     return BuiltStep(
         work=work,
         candidate=candidate,
@@ -221,6 +226,18 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
         parameter_count=counts.parameters,
         trained_count=counts.trained,
         _sample=sample,
+    )
+
+
+def optimizer_of(work: Work) -> optimizers.MakeOptimizer:
+    """Return a function that creates the optimizer from parameters or parameter groups."""
+    if ":" in work.optimizer:
+        make: optimizers.MakeOptimizer = factory.find_import(work.optimizer, "train.optimizer")
+        return make
+    return optimizers.optimizer_named(
+        cast(optimizers.Name, work.optimizer),
+        learning_rate=_LEARNING_RATE,
+        weight_decay=_WEIGHT_DECAY,
     )
 
 

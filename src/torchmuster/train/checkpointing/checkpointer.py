@@ -17,7 +17,7 @@ group: in the group used for training, two threads would receive each other's me
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -266,6 +266,7 @@ class Checkpointer:
         *,
         strategy: str,
         keep: int = 3,
+        keep_best: bool = False,
         mode: Mode = "auto",
         global_batch_size: int | None = None,
         buffers: Collection[str] | None = None,
@@ -292,6 +293,7 @@ class Checkpointer:
         self._strategy = strategy
         self._global_batch_size = global_batch_size
         self._keep = keep
+        self._keep_best = keep_best
         self._buffers = buffers
         self._on_saved = on_saved
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_SAVE)
@@ -327,11 +329,19 @@ class Checkpointer:
             found.append(disk_check.memory_finding(lack))
         return found
 
-    def save(self, state: dict[str, Any], *, step: int, own: dict[str, Any]) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        own: dict[str, Any],
+        best: Mapping[str, float] | None = None,
+    ) -> None:
         """Save a state; returns when everything that changes before the next update is copied.
 
         Parameters and optimizer states are copied while the next forward and backward run, until
-        :meth:`before_update`. ``own`` is this rank's own state, as JSON types.
+        :meth:`before_update`. ``own`` is this rank's own state, as JSON types. ``best`` marks the best
+        checkpoint so far, with its metric: it is kept in addition to the newest ones.
         """
         begun = time.perf_counter()
         self.wait()
@@ -348,6 +358,7 @@ class Checkpointer:
                 world_size=self._world.world_size,
                 strategy=self._strategy,
                 global_batch_size=self._global_batch_size,
+                best=best,
             ),
             keep=self._keep,
             rest=rest,
@@ -432,7 +443,9 @@ class Checkpointer:
         sweep_unfinished(self.store)
         return [
             one.as_json()
-            for one in disk_check.disk_findings(size_bytes, self.store, keep=self._keep)
+            for one in disk_check.disk_findings(
+                size_bytes, self.store, keep=self._keep + self._keep_best
+            )
         ]
 
     def _hear(self) -> None:

@@ -128,13 +128,15 @@ def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
     return tuple(f"optimizer.state.{one}." for one in names if one not in was["state"])
 
 
-def _options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return an optimizer's options except its learning rate, which may have changed since."""
-    changing = ("params", "lr", "initial_lr")
-    return [
-        {name: value for name, value in group.items() if name not in changing}
+def _options(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's options except those that differ between groups and over time."""
+    changing = ("params", "lr", "initial_lr", "weight_decay", "use_muon")
+    return {
+        name: value
         for group in optimizer["param_groups"]
-    ]
+        for name, value in group.items()
+        if name not in changing
+    }
 
 
 def refuse_incompatible_state(
@@ -204,6 +206,9 @@ _KINDS = {
     frozenset({"momentum_buffer"}): "like SGD with momentum",
     frozenset({"step", "sum"}): "like Adagrad",
     frozenset({"square_avg", "step"}): "like RMSprop",
+    frozenset({"col_var", "row_var", "step", "variance"}): "like Adafactor",
+    frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "step"}): "like Muon with AdamW",
+    frozenset({"absmax1", "absmax2", "qmap1", "qmap2", "state1", "state2"}): "like 8-bit AdamW",
 }
 
 

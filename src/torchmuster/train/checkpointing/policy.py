@@ -1,7 +1,7 @@
 """Checkpoint policy: when to save during training, how saves are reported, and the final save."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,9 @@ State = dict[str, Any]
 class CheckpointSettings:
     """Where to save the training state, and how often: every N steps or seconds, and at the end.
 
-    ``to`` is a folder, a URL such as ``s3://bucket/path``, or a store. Rank 0 measures the seconds
+    ``to`` is a folder, a URL such as ``s3://bucket/path``, or a store. ``keep`` is the number of newest
+    checkpoints to keep; ``keep_best`` also saves after each evaluation with the best metric so far,
+    and keeps that checkpoint (``Evaluation(best_metric=…)``). Rank 0 measures the seconds
     and sends them to the other ranks with every step line, so saves follow a step line. With
     ``stop``, a signal to any rank makes all of them save after the same step and exit. With
     ``base``, frozen parameters are not saved: they are those of its files, and a resumed run loads
@@ -33,6 +35,7 @@ class CheckpointSettings:
     every: int | None = None
     every_s: float | None = None
     keep: int = 3
+    keep_best: bool = False
     mode: Literal["auto", "async", "sync"] = "auto"
     stop: StopRequest | None = None
     base: BaseModel | None = None
@@ -89,10 +92,13 @@ class CheckpointPolicy:
             return True
         return every_s is not None and elapsed_s - self._saved_at_s >= every_s
 
-    def save(self, step: int, elapsed_s: float) -> None:
-        """Copy the state; it is written now or in the background."""
+    def save(self, step: int, elapsed_s: float, *, best: Mapping[str, float] | None = None) -> None:
+        """Copy the state; it is written now or in the background.
+
+        ``best`` is the metric and its value if this checkpoint is the best one so far.
+        """
         state, own = self._take()
-        self._checkpointer.save(state, step=step, own=own)
+        self._checkpointer.save(state, step=step, own=own, best=best)
         self._saved_step = step
         self._saved_at_s = elapsed_s
 

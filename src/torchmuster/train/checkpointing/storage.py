@@ -241,6 +241,7 @@ class WriteFacts:
     world_size: int
     strategy: str
     global_batch_size: int | None
+    best: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +325,7 @@ class Writer(StorageWriter):
                 global_batch_size=self._facts.global_batch_size,
                 made_unix_s=now_unix_s(),
                 files=files,
+                best=self._facts.best,
             )
             commit_checkpoint(self._store, manifest)
             metadata.storage_data = manifest.size_bytes

@@ -82,6 +82,7 @@ def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded 
         kept = _state_to_save(state, trainer, saving)
         frozen = [f"model.{name}" for name in state["model"] if name not in kept["model"]]
         loaded = checkpointer.load({**kept, "model": state["model"]}, optional=frozen)
+        decay = _weight_decay(trainer)
         if loaded is not None:
             trainer.restore(loaded.state)
     world = trainer.world
@@ -94,7 +95,18 @@ def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded 
     trainer.reports.go_on_from(trainer.reported, evaluated=trainer.evaluated)
     if loaded is not None:
         trainer.reports.say(_trainer_state_text(loaded, trainer))
+        if (kept := _weight_decay(trainer)) != decay:
+            trainer.reports.say(
+                f"the weight decay stays as in the checkpoint: {kept} instead of {decay}"
+            )
     return loaded
+
+
+def _weight_decay(trainer: SavedTrainer) -> str:
+    return ", ".join(
+        f"{group.get('weight_decay', 0.0):g} for {plural(len(group['params']), 'parameter')}"
+        for group in trainer.optimizer.param_groups
+    )
 
 
 def _checkpointer(
@@ -110,6 +122,7 @@ def _checkpointer(
         saving.store(),
         trainer.world,
         keep=saving.keep,
+        keep_best=saving.keep_best,
         mode=saving.mode,
         strategy=trainer.strategy.value.name,
         global_batch_size=None if portions is None else portions.global_batch_size,

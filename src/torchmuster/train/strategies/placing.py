@@ -1,6 +1,6 @@
 """Move a model's values to the devices of the ranks."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,8 @@ def load_training_state_dict(
     dcp.set_model_state_dict(model, dict(state.get("model", {})), options=options)
     if optimizer is not None:
         own = dict(state.get("optimizer", {}))
+        if "param_groups" in own:
+            own["param_groups"] = _regrouped(own["param_groups"], model, optimizer)
         kept = [one for of_one in own.get("state", {}).values() for one in of_one.values()]
         if not only_first and not any(isinstance(one, torch.Tensor) for one in kept):
             options = StateDictOptions()  # plain SGD has no state; torch would look for its device
@@ -144,3 +146,27 @@ def _forget_all_but(
     for name, parameter in model.named_parameters():
         if own_name(name) not in kept:
             optimizer.state.pop(parameter, None)
+
+
+def _regrouped(
+    saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[dict[str, Any]]:
+    """Return the saved options of each of the optimizer's groups; a saved group may be split.
+
+    Checkpoints of version 0.1 have one group for all parameters.
+    """
+    names = {id(parameter): own_name(name) for name, parameter in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        members = [names[id(one)] for one in group["params"]]
+        found = [one for one in saved if not set(members).isdisjoint(one["params"])]
+        options = [{key: one[key] for key in one if key != "params"} for one in found]
+        if not options or any(one != options[0] for one in options):
+            raise Impossible(
+                "the checkpoint has other parameter groups than this run's optimizer",
+                why=f"a group of {len(members)} parameters has {len(options)} groups in the checkpoint, "
+                "with different options",
+                fix="use the optimizer settings that it was saved with, or start a new run",
+            )
+        groups.append({**options[0], "params": members})
+    return groups
