@@ -64,7 +64,8 @@ class Model:
     model_name_or_path: Annotated[
         Text | None,
         Meta(
-            description="A language model: a local folder, or its name on the Hugging Face hub. "
+            description="A model: a local folder, or its name on the Hugging Face hub. Its class "
+            "follows from architectures in config.json. "
             "A folder with only config.json is built with random weights."
         ),
     ] = None
@@ -96,8 +97,9 @@ class Model:
     loss: Annotated[
         Text | None,
         Meta(
-            description="cross_entropy, language_model, or your module:function; "
-            "if left out, language_model for a model given by name, else cross_entropy."
+            description="cross_entropy, language_model, masked_language_model, classification, or "
+            "your module:function; if left out, the loss of the class of a model given by name, "
+            "else cross_entropy."
         ),
     ] = None
     lora_rank: Annotated[
@@ -137,6 +139,10 @@ class Data:
         Text | None,
         Meta(description="Text dataset: a local folder, or its name on the Hugging Face hub."),
     ] = None
+    images: Annotated[
+        Text | None,
+        Meta(description="Folder of images to classify, with one subfolder for each class."),
+    ] = None
     split: Annotated[Text, Meta(description="Split of the Hugging Face dataset.")] = "train"
     text_field: Annotated[
         Text, Meta(description="The field that holds the text, if a record has several fields.")
@@ -174,6 +180,10 @@ class Data:
     evaluation_files: Annotated[
         Text | tuple[Text, ...] | None,
         Meta(description="Text files to evaluate on, given like data.files."),
+    ] = None
+    evaluation_images: Annotated[
+        Text | None,
+        Meta(description="Folder of images to evaluate on, with subfolders as in data.images."),
     ] = None
 
 

@@ -19,17 +19,18 @@ _FOR_RANKS = (
 
 # One setting of each group names the model or the data.
 _MODELS = ("model.model_name_or_path", "model.build")
-_DATA = ("data.dataset", "data.files", "data.hugging_face")
+_DATA = ("data.dataset", "data.files", "data.hugging_face", "data.images")
 _AT_MOST_ONE = (
     _MODELS,
     _DATA,
-    ("data.evaluation_dataset", "data.evaluation_files"),
+    ("data.evaluation_dataset", "data.evaluation_files", "data.evaluation_images"),
     ("train.epochs", "train.steps"),
     ("train.micro_batch_size", "train.micro_batch_sizes"),
 )
 # Each of these names a function in the user's code.
 FUNCTIONS = ("model.build", "model.loss", "data.dataset", "data.evaluation_dataset")
-OWN_LOSSES = ("cross_entropy", "language_model")  # built-in values of model.loss
+# Built-in values of model.loss.
+OWN_LOSSES = ("cross_entropy", "language_model", "masked_language_model", "classification")
 # Each key has an effect only if one of its values is given.
 _NEEDS = {
     "model.lora_alpha": ("model.lora_rank",),
@@ -41,7 +42,13 @@ _NEEDS = {
     "data.sequence_length": ("data.files", "data.hugging_face"),
     "data.pack": ("data.files", "data.hugging_face"),
     "data.evaluation_files": ("data.files", "data.hugging_face"),
-    "train.evaluate_every": ("data.evaluation_dataset", "data.evaluation_files"),
+    "data.images": ("model.model_name_or_path",),
+    "data.evaluation_images": ("data.images",),
+    "train.evaluate_every": (
+        "data.evaluation_dataset",
+        "data.evaluation_files",
+        "data.evaluation_images",
+    ),
 }
 
 
@@ -72,7 +79,7 @@ def _missing(resolved: Resolved, file: str) -> Iterator[Mistake]:
         yield Mistake(
             where=file,
             what="there is no data to train on",
-            fix="give data.dataset (module:function), data.files or data.hugging_face",
+            fix="give data.dataset (module:function), data.files, data.hugging_face or data.images",
         )
     text = values["data.files"] or values["data.hugging_face"]
     has_tokens = str(text).endswith(".safetensors")  # already tokenized

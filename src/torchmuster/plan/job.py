@@ -21,6 +21,7 @@ class Work:
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] | None = None
     dataset: str | None = None  # module:function; its first sample gives the shape of a batch
+    images: str | None = None  # or a folder of images; its first one gives the shape
     sequence_length: int | None = None  # of rows of text, if there is no dataset
     packed: bool = False  # a row holds several documents, which do not attend to each other
     optimizer: Literal["adamw", "sgd"] = "adamw"

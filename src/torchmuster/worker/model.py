@@ -5,6 +5,7 @@ from typing import Literal
 
 from torch import nn
 
+from torchmuster.config.image_folder import find_images
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
@@ -32,6 +33,8 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
     if wanted.model_name_or_path is not None:
         with rank_zero_first(world, per="node"):  # one rank downloads it for its host
             files = hugging_face.find_model(wanted.model_name_or_path)
+    images = settings.data.images
+    labels = None if images is None else find_images(images).classes
     adapters = None
     if wanted.lora_rank is not None:
         adapters = Lora(rank=wanted.lora_rank, alpha=wanted.lora_alpha, targets=wanted.lora_targets)
@@ -41,6 +44,7 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
         dtype=wanted.torch_dtype or ("auto" if files is None else "float32"),
         attention=wanted.attention,
         lora=adapters,
+        labels=labels,
     )
 
 
@@ -91,7 +95,7 @@ def model_of(
     model = build_for(
         name.value, lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched
     )
-    said = [*reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
+    said = [*recipe.reasons(), *reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
     if wanted.activation_checkpointing != "none":
         said.append(_recompute(model, wanted.activation_checkpointing).reason)
     if wanted.compile:
@@ -138,7 +142,7 @@ def write_model_files(
         try:
             with replaced_folder(folder) as unfinished:
                 if recipe.files is not None:
-                    hugging_face.save_configs(recipe.files, unfinished)
+                    hugging_face.save_configs(recipe.files, unfinished, model, labels=recipe.labels)
                 if recipe.lora is not None:
                     # Next to a config.json, an adapter would be taken for a whole model.
                     (unfinished / "config.json").unlink(missing_ok=True)
