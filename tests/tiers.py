@@ -131,6 +131,10 @@ DEFAULT: dict[str, list[str]] = {
         "test_what_it_was_that_trained_is_written_down",
     ],
     "tests/ranks/test_heartbeat.py": ["test_what_ranks_do_is_known_and_kept"],
+    "tests/ranks/test_proven_exports.py": [
+        "test_final_and_exports_are_the_trained_model[llama]",
+        "test_final_and_exports_are_the_trained_model[vit]",
+    ],
     "tests/ranks/test_quiet_output.py": ["test_every_line_is_ours[train-ddp]"],
     "tests/ranks/test_recorded_scripts.py": [
         "test_a_plain_script",

@@ -1,7 +1,7 @@
 """Model folders as they come from the hub, a few kilobytes large: weights, config and a real tokenizer."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def make_model(folder: Path, tokenizer: str, **config: object) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would leave a thread
+    logging.disable_progress_bar()  # it would leave a thread
     folder.mkdir()
     # For a Qwen, transformers would not believe that the tokenizer is BERT's.
     kind = "llama" if tokenizer == "word-piece" else "qwen2"
@@ -56,6 +56,54 @@ def make_model(folder: Path, tokenizer: str, **config: object) -> Path:
     }
     makers[tokenizer](folder)
     assert {one for one in FILES[tokenizer] if not (folder / one).is_file()} == set()
+    return folder
+
+
+_VIT = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "intermediate_size": 16}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+# Configs of every architecture whose exports are proven, each with the class that it is saved as.
+ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**TINY, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3ForCausalLM", {**TINY, "head_dim": 8, "tie_word_embeddings": True}),
+    "gemma": ("GemmaForCausalLM", {**TINY, "head_dim": 8}),
+    "mistral": ("MistralForCausalLM", TINY),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": VOCABULARY, **_GPT2}),
+    "phi": ("PhiForCausalLM", TINY),
+    "bert": ("BertForMaskedLM", TINY),
+    "vit": ("ViTModel", {**_VIT, "num_hidden_layers": 2, "num_attention_heads": 2}),
+}
+CLASSES = ("cats", "dogs", "eels")
+
+
+def make_architecture(folder: Path, kind: str, **config: object) -> Path:
+    """Make a folder with random weights of an architecture, without a tokenizer."""
+    import torch
+    import transformers
+
+    name, described = ARCHITECTURES[kind]
+    made = transformers.AutoConfig.for_model(kind, **described, **config)
+    torch.manual_seed(0)
+    getattr(transformers, name)(made).save_pretrained(folder)
+    if kind == "vit":
+        described = {"image_processor_type": "ViTImageProcessor"}
+        _write(
+            folder / "preprocessor_config.json",
+            described | {"size": dict.fromkeys(("height", "width"), 16)},
+        )
+    return folder
+
+
+def make_images(folder: Path, classes: Sequence[str] = CLASSES, each: int = 4) -> Path:
+    """Make a folder with images of several sizes and modes for each class."""
+    from PIL import Image
+
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for place in range(each):
+            color = (90 * number, 20 * place, 200 - 50 * number)
+            image = Image.new("RGB", (20 + place, 24), color)
+            kind = ("png", "jpg", "bmp", "webp")[place % 4]
+            (image.convert("L") if place == 0 else image).save(folder / name / f"{place}.{kind}")
     return folder
 
 

@@ -13,7 +13,7 @@ from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.world import World
-from torchmuster.worker import training
+from torchmuster.worker import exported, training
 
 IDS = torch.tensor([[3, 41, 59, 26, 5, 35], [2, 71, 82, 81, 8, 28]])
 TEXTS = [*tiny_models.LINES[:3], "Ünknown <|im_end|> words\n\n  <think>"]
@@ -37,7 +37,9 @@ def make_and_train(
     for name, (run_folder, settings) in runs.items():
         flags = [Flag(flag="--set", path=path, text=text) for path, text in settings.items()]
         asked = _Asked()
-        with mock.patch.object(training, "Trainer", asked):
+        # The same checks as in the fresh process, without the time that its imports take.
+        in_process = mock.patch.object(training, "run_check", exported.check_export)
+        with mock.patch.object(training, "Trainer", asked), in_process:
             training.train_from_settings(
                 resolve_settings(flags=flags).settings, world, Path(run_folder)
             )

@@ -51,22 +51,12 @@ def write_data(folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(json.dumps(one) for one in records))
 
 
-def write_images(folder: Path) -> None:
-    from PIL import Image
-
-    for name, colour in (("green", (40, 200, 40)), ("red", (200, 40, 40))):
-        (folder / "images" / name).mkdir(parents=True)
-        for one in range(8):
-            shade = tuple(value + 5 * one for value in colour)
-            Image.new("RGB", (40, 30), shade).save(folder / "images" / name / f"{one}.png")
-
-
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_recipe_trains(name: str, run_ranks: RunRanks, tmp_path: Path) -> None:
     assert set(REPLACED) == set(recipes())
     if name == "images":
-        write_images(tmp_path)
-        tiny_models.make_vision_model(tmp_path / "vit")
+        tiny_models.make_images(tmp_path / "images", each=8)
+        tiny_models.make_architecture(tmp_path / "vit", "vit")
     else:
         write_data(tmp_path)
         tiny_models.make_model(tmp_path / "model", "byte-level")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchmuster.checkpoints.model_class import set_dtype
 from torchmuster.checkpoints.store import Store, read_small
 from torchmuster.checkpoints.tensor_file import (
     ELEMENT_BYTES,
@@ -46,6 +47,7 @@ def name_in_adapter(name: str) -> str | None:
 
 
 _MODEL = "model."
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _MOST_IN_A_FILE_BYTES = 2 * 10**9
 _PIECE_BYTES = 4 * 2**20
 
@@ -108,6 +110,7 @@ def export_weights(
             _write_map(unfinished, index, places)
         if beside is not None:
             shutil.copytree(beside, unfinished, dirs_exist_ok=True)
+            set_dtype(unfinished, _dtype_of(index))
         finish(unfinished)
         _make_durable(unfinished)
         exported = _exported(unfinished)
@@ -199,6 +202,15 @@ def _without_adapter(store: Store, name: str, index: Index) -> Index:
 
 def _size_bytes(index: Index) -> int:
     return sum(one.size_bytes for one in index.tensors.values())
+
+
+def _dtype_of(index: Index) -> str:
+    """Return the floating-point dtype that takes the most bytes, as config.json writes it."""
+    sizes = dict.fromkeys(_DTYPES, 0)
+    for one in index.tensors.values():
+        if one.dtype in sizes:
+            sizes[one.dtype] += one.size_bytes
+    return _DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
 
 
 def _refuse_what_cannot_be(folder: Path, index: Index) -> None:

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +10,9 @@ from datetime import datetime
 from pathlib import Path
 
 from torchmuster.checkpoints.export import ADAPTER_CONFIG, export_weights
+from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_check
 from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_manifests
+from torchmuster.checkpoints.model_class import class_in_folder
 from torchmuster.checkpoints.places import open_store, place_of
 from torchmuster.checkpoints.store import Store, step_of
 from torchmuster.checkpoints.verify import look_at_checkpoint, newest_first, verify_checkpoint
@@ -34,6 +34,7 @@ class Meant:
     """A checkpoint store, the requested checkpoint if any, and the run they belong to if any."""
 
     store: Store
+    place: str  # the folder or URL of the store
     wanted: str = ""
     run: RunFolder | None = None
 
@@ -91,14 +92,15 @@ def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
     if parent and step_of(last) is not None:
         place, wanted = parent, last
     if "://" in place:
-        return Meant(store=open_store(place), wanted=wanted)
+        return Meant(store=open_store(place), place=place, wanted=wanted)
     folder = Path(place)
     if folder.is_dir() and not RunFolder(folder).marker.is_file():
-        return Meant(store=open_store(folder), wanted=wanted, run=_run_above(folder))
+        return Meant(store=open_store(folder), place=place, wanted=wanted, run=_run_above(folder))
     run = choose_run(place, runs, "training")
     settings = _settings_of(run)
     given = settings.checkpoint.folder if settings else None
-    return Meant(store=open_store(place_of(run, given)), wanted=wanted, run=run)
+    place = place_of(run, given)
+    return Meant(store=open_store(place), place=place, wanted=wanted, run=run)
 
 
 def _run_above(folder: Path) -> RunFolder | None:
@@ -114,51 +116,6 @@ def _settings_of(run: RunFolder) -> Settings | None:
         return resolve_settings(file=run.config).settings
     except ConfigError:  # of another version; its checkpoints may still be readable
         return None
-
-
-_PROGRAM = "torchmuster.worker.exported"
-# Download nothing, and show no progress bars or warnings.
-_SURROUNDINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "PYTHONWARNINGS": "ignore",
-}
-
-
-def check_export(folder: Path) -> str:
-    """Raise an error if the export loads wrong weights; return why it was not checked, or ""."""
-    return _ask(folder, [])
-
-
-def merge(folder: Path, *, dtype: str) -> None:
-    """Replace a LoRA adapter by the merged model; raise an error if that is not possible here."""
-    unchecked = _ask(folder, ["--merge", "--dtype", dtype])
-    if unchecked:
-        raise MusterError(
-            "cannot merge the adapter here",
-            why=unchecked,
-            fix="export it without --merge, or run this on a machine that has the base model, "
-            "transformers and peft",
-        )
-
-
-def _ask(folder: Path, flags: list[str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", _PROGRAM, str(folder), *flags],
-        env={**os.environ, **_SURROUNDINGS},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return f"the check exited with code {done.returncode}: {last}"
-    if "what" in answer:
-        raise MusterError(answer["what"], why=answer["why"], fix=answer["fix"])
-    return str(answer.get("unchecked", ""))
 
 
 _SAID_EVERY_S = 5.0
@@ -203,23 +160,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parts,
         "export",
         "write a checkpoint's weights as safetensors that transformers loads",
-        more="Without NAME, exports the newest good checkpoint. "
-        "Verifies it first, and checks the result "
-        "with\ntransformers. For a LoRA run, writes an adapter that peft loads. Needs little "
-        "memory.",
+        more="Without NAME, exports the newest good checkpoint. Verifies it first. A separate process "
+        "then\nloads the result with transformers or peft, and compares every tensor, and the logits "
+        "if\nthere is enough memory, with the checkpoint's. For a LoRA run, writes an adapter that "
+        "peft\nloads.",
         examples=[
             "muster checkpoint export --to my-model",
-            "muster checkpoint export --merge --to my-model",
+            "muster checkpoint export --merge --dtype bfloat16 --to my-model",
         ],
     )
     _add_place(export)
     export.add_argument(
         "--to", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet"
     )
-    export.add_argument(
+    what = export.add_mutually_exclusive_group()
+    what.add_argument(
         "--merge",
         action="store_true",
         help="LoRA: merge the adapter into the base model's weights (needs memory for the whole model)",
+    )
+    what.add_argument(
+        "--adapter", action="store_true", help="LoRA: write the adapter alone (default)"
+    )
+    export.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="convert the weights (default: the dtype in the checkpoint)",
     )
     export.set_defaults(run=_export)
 
@@ -357,24 +323,36 @@ def _show_verdict(name: str, manifest: Manifest | None, findings: list[Finding])
 def _export(options: argparse.Namespace) -> int:
     meant = _checkpoint_place(options)
     beside = meant.model_files()
-    if options.merge and (beside is None or not (beside / ADAPTER_CONFIG).is_file()):
+    has_adapter = beside is not None and (beside / ADAPTER_CONFIG).is_file()
+    if (options.merge or options.adapter) and not has_adapter:
+        flag = "--merge" if options.merge else "--adapter"
         raise Impossible(
-            "there is no LoRA adapter to merge",
+            f"there is no LoRA adapter to {flag.removeprefix('--') if options.merge else 'write'}",
             why=f"there is no {ADAPTER_CONFIG} for {meant.store.where}; only LoRA runs have one",
-            fix="leave out --merge, or give a LoRA run",
+            fix=f"leave out {flag}, or give a LoRA run",
         )
     name = _good_one(meant)
     manifest, _ = look_at_checkpoint(meant.store, name)
-    unchecked = ""
+    checked = CheckResult()
 
     def finish(folder: Path) -> None:
-        nonlocal unchecked
+        nonlocal checked
         if options.merge:
             output.say("merging the adapter into the base model's weights")
-            merge(folder, dtype=meant.dtype())
-        elif any((folder / one).is_file() for one in ("config.json", ADAPTER_CONFIG)):
-            output.say("checking the export with the library that loads it")
-            unchecked = check_export(folder)
+        output.say("checking the export in a separate process")
+        run = meant.run
+        checked = run_check(
+            ExportCheck(
+                folder=str(folder),
+                merge=options.merge,
+                dtype=options.dtype,
+                base_dtype=meant.dtype(),
+                checkpoint=meant.place,
+                name=name,
+                config=str(run.config) if run is not None and run.config.is_file() else None,
+                model=None if beside is None else str(beside),
+            )
+        )
 
     done = export_weights(
         meant.store,
@@ -391,17 +369,22 @@ def _export(options: argparse.Namespace) -> int:
     print(f"{options.to}: {files}, {tensors}, {size}, from {name}")
     if done.beside:
         print(f"also written: {', '.join(done.beside)}")
-    if unchecked:
-        output.say(f"warning: not checked with the library that loads it: {unchecked}")
+    print(f"checked: {checked.sentence()}")
+    if checked.unchecked and {"config.json", ADAPTER_CONFIG} & set(done.beside):
+        output.say(f"warning: logits were not compared: {checked.unchecked}")
     print(_how_to_load(options.to, done.beside))
     return ExitCode.GOOD
 
 
 def _how_to_load(folder: Path, beside: Sequence[str]) -> str:
     if ADAPTER_CONFIG in beside:
-        return f'load it with: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        if config.get("task_type") == "CAUSAL_LM":
+            return f'load it with: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
+        return f'load it with: peft.PeftModel.from_pretrained(base_model, "{folder}")'
     if "config.json" in beside:
-        return f'load it with: transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
+        auto = class_in_folder(folder).value.auto
+        return f'load it with: transformers.{auto}.from_pretrained("{folder}")'
     return "there is no config.json for this model; transformers needs one next to the weights"
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from torchmuster.config.image_folder import check_first_images, find_images
 from torchmuster.config.resolve import Resolved
 from torchmuster.config.training import FUNCTIONS, OWN_NAMES
-from torchmuster.errors import ConfigError, Mistake
+from torchmuster.errors import ConfigError, Impossible, Mistake
 from torchmuster.redaction import redact_text
 
 _FILES = ("data.files", "data.evaluation_files")
@@ -36,6 +37,7 @@ def check_here(resolved: Resolved) -> None:
     """
     found = (
         *_here_files(resolved),
+        *_here_images(resolved),
         *_here_model(resolved),
         *_modules(resolved),
         *_libraries(resolved),
@@ -88,6 +90,27 @@ def _here_files(resolved: Resolved) -> Iterator[Mistake]:
                 what=f"{path} is {redact_text(place)!r}, which matches no file in {Path.cwd()}",
                 fix="check the path or the pattern",
             )
+
+
+def _here_images(resolved: Resolved) -> Iterator[Mistake]:
+    """Check image folders: the names of all files, and the header of the first of each class."""
+    data = resolved.settings.data
+    classes = None
+    for path, place in (
+        ("data.images", data.images),
+        ("data.evaluation_images", data.evaluation_images),
+    ):
+        if place is None:
+            continue
+        try:
+            found = find_images(place, classes=classes)
+            check_first_images(found)
+            classes = found.classes
+        except Impossible as error:
+            yield Mistake(
+                where=resolved.sources[path].where, what=f"{error.what}: {error.why}", fix=error.fix
+            )
+            return
 
 
 def _here_model(resolved: Resolved) -> Iterator[Mistake]:

@@ -64,7 +64,8 @@ class Model:
     model_name_or_path: Annotated[
         Text | None,
         Meta(
-            description="A language model: a local folder, or its name on the Hugging Face hub. "
+            description="A model: a local folder, or its name on the Hugging Face hub. Its class "
+            "follows from architectures in config.json. "
             "A folder with only config.json is built with random weights."
         ),
     ] = None
@@ -96,8 +97,9 @@ class Model:
     loss: Annotated[
         Text | None,
         Meta(
-            description="cross_entropy, language_model, or your module:function; "
-            "if left out, language_model for a model given by name, else cross_entropy."
+            description="cross_entropy, language_model, masked_language_model, classification, or "
+            "your module:function; if left out, the loss of the class of a model given by name, "
+            "else cross_entropy."
         ),
     ] = None
     lora_rank: Annotated[
@@ -165,6 +167,10 @@ class Data:
     ] = None
     config_name: Annotated[
         Text | None, Meta(description="Configuration (subset) of the Hugging Face dataset.")
+    ] = None
+    images: Annotated[
+        Text | None,
+        Meta(description="Folder of images to classify, with one subfolder for each class."),
     ] = None
     split: Annotated[Text, Meta(description="Split of the Hugging Face dataset.")] = "train"
     revision: Annotated[
@@ -257,6 +263,10 @@ class Data:
     ] = None
     evaluation_split: Annotated[
         Text | None, Meta(description="Split of the Hugging Face dataset to evaluate on.")
+    ] = None
+    evaluation_images: Annotated[
+        Text | None,
+        Meta(description="Folder of images to evaluate on, with subfolders as in data.images."),
     ] = None
 
 

@@ -20,11 +20,14 @@ _FOR_RANKS = (
 
 # One setting of each group names the model or the data.
 _MODELS = ("model.model_name_or_path", "model.build")
-_DATA = ("data.dataset", "data.files", "data.hugging_face")
+_DATA = ("data.dataset", "data.files", "data.hugging_face", "data.images")
 _AT_MOST_ONE = (
     _MODELS,
     _DATA,
-    ("data.evaluation_dataset", "data.evaluation_files", "data.evaluation_split"),
+    (
+        *("data.evaluation_dataset", "data.evaluation_files", "data.evaluation_split"),
+        "data.evaluation_images",
+    ),
     ("train.epochs", "train.steps"),
     ("train.micro_batch_size", "train.micro_batch_sizes"),
 )
@@ -35,7 +38,7 @@ FUNCTIONS = (
 )
 # The built-in values of settings that also take a function.
 OWN_NAMES: dict[str, tuple[str, ...]] = {
-    "model.loss": ("cross_entropy", "language_model"),
+    "model.loss": ("cross_entropy", "language_model", "masked_language_model", "classification"),
     "train.optimizer": ("adamw", "sgd", "adafactor", "muon", "adamw_8bit"),
 }
 EVALUATION_METRICS = ("loss",)  # what muster train measures in an evaluation
@@ -65,9 +68,14 @@ _NEEDS = {
         ("data.files", "data.hugging_face"),
     ),
     "data.evaluation_files": ("data.files", "data.hugging_face"),
+    "data.images": ("model.model_name_or_path",),
+    "data.evaluation_images": ("data.images",),
     **dict.fromkeys(
         ["train.evaluate_every", "train.early_stopping_patience", "checkpoint.best_metric"],
-        ("data.evaluation_files", "data.evaluation_dataset", "data.evaluation_split"),
+        (
+            *("data.evaluation_files", "data.evaluation_dataset", "data.evaluation_split"),
+            "data.evaluation_images",
+        ),
     ),
     "train.early_stopping_threshold": ("train.early_stopping_patience",),
     "train.warmup_from_zero": ("train.warmup_steps", "train.warmup_ratio"),
@@ -122,7 +130,7 @@ def _missing(resolved: Resolved, file: str) -> Iterator[Mistake]:
         yield Mistake(
             where=file,
             what="there is no data to train on",
-            fix="give data.dataset (module:function), data.files or data.hugging_face",
+            fix="give data.dataset (module:function), data.files, data.hugging_face or data.images",
         )
     text = values["data.files"] or values["data.hugging_face"]
     has_tokens = str(text).endswith(".safetensors")  # already tokenized

@@ -26,6 +26,7 @@ class Work:
     lora_use_rslora: bool = False
     load_in_4bit: bool = False  # the frozen linear layers, with bitsandbytes
     dataset: str | None = None  # module:function; its first sample gives the shape of a batch
+    images: str | None = None  # or a folder of images; its first one gives the shape
     sequence_length: int | None = None  # of rows of text, if there is no dataset
     packed: bool = False  # a row holds several documents, which do not attend to each other
     optimizer: str = "adamw"  # a name, or module:function

@@ -39,7 +39,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(logits, targets)
     except (IndexError, RuntimeError, ValueError) as error:  # not on a GPU: it asserts
         if isinstance(targets, torch.Tensor):
-            _refuse_labels(logits, targets, error)
+            _refuse_labels(logits, targets, error, "cross_entropy")
         raise
 
 
@@ -68,6 +68,45 @@ def language_model(
     return _summed(logits.flatten(0, 1), targets.flatten()), count
 
 
+def masked_language_model(
+    model: nn.Module, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed cross entropy of the masked tokens, and their number.
+
+    A batch holds ``input_ids`` with masked tokens and ``labels``: the original id at each masked
+    position, and -100 at all others.
+    """
+    inputs, labels = _with_labels(batch, "masked_language_model")
+    logits = _logits(model(**inputs))
+    count = (labels != IGNORED).sum()
+    return _summed(logits.flatten(0, 1), labels.flatten()), count
+
+
+def classification(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean cross entropy over the samples of dictionaries with ``labels``.
+
+    The other entries are the model's inputs: ``pixel_values``, or ``input_ids`` and
+    ``attention_mask``. This is the loss of transformers for single-label classification.
+    """
+    inputs, labels = _with_labels(batch, "classification")
+    logits = _logits(model(**inputs)).float()
+    try:
+        return F.cross_entropy(logits, labels)
+    except (IndexError, RuntimeError, ValueError) as error:  # not on a GPU: it asserts
+        _refuse_labels(logits, labels, error, "classification")
+        raise
+
+
+def _with_labels(batch: Any, loss: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        raise Impossible(
+            f"the loss {loss} needs batches with labels, but this batch is {_losses_kind(batch)}",
+            why="its dataset must return dictionaries: {'labels': …, and the inputs of the model}",
+            fix="return such dictionaries, or set another loss (model.loss: module:function)",
+        )
+    return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+
+
 def measured_loss(
     loss: Loss,
 ) -> Callable[[nn.Module, Any], dict[str, tuple[torch.Tensor, torch.Tensor | int]]]:
@@ -85,17 +124,24 @@ def measured_loss(
 
 def loss_named(name: str) -> Loss | None:
     """Return one of these losses by its name; None for an unknown name."""
-    known: dict[str, Loss] = {"cross_entropy": cross_entropy, "language_model": language_model}
+    known: dict[str, Loss] = {
+        "cross_entropy": cross_entropy,
+        "language_model": language_model,
+        "masked_language_model": masked_language_model,
+        "classification": classification,
+    }
     return known.get(name)
 
 
-def _refuse_labels(logits: torch.Tensor, targets: torch.Tensor, error: Exception) -> None:
+def _refuse_labels(
+    logits: torch.Tensor, targets: torch.Tensor, error: Exception, loss: str
+) -> None:
     """Raise if the labels are wrong; checked only after torch has rejected them."""
     classes = logits.shape[1] if logits.ndim > 1 else len(logits)
     kind = str(targets.dtype).removeprefix("torch.")
     if targets.shape != logits.shape and targets.dtype not in (torch.int64, torch.uint8):
         raise Impossible(
-            f"the labels of a batch are {kind}, but the loss cross_entropy needs int64",
+            f"the labels of a batch are {kind}, but the loss {loss} needs int64",
             why=f"a label is the index of one of the model's {classes} classes",
             fix="return labels.long(), or set your own loss (model.loss: module:function)",
         ) from error

@@ -4,24 +4,27 @@ A model of more than 2 GB becomes several files and an index. Shards are gathere
 time, so no device ever holds the whole model; rank 0 keeps one file's content in host memory.
 """
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchmuster.errors import MusterError
+from torchmuster.train.checkpointing.storage import byte_pieces
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.torch_private import WRAPPED
 from torchmuster.train.world import World, all_gather_object
+from torchmuster.units import plural
 
 
 def own_name(name: str) -> str:
@@ -49,6 +52,7 @@ def is_below(name: str, names: Collection[str]) -> bool:
 
 
 _MOST_IN_A_FILE_BYTES = 2 * 10**9
+_SHOWN = 5  # names in a message
 
 
 def save_weights(
@@ -59,22 +63,24 @@ def save_weights(
     *,
     beside: Path | None = None,
     most_in_a_file_bytes: int = _MOST_IN_A_FILE_BYTES,
-) -> None:
+) -> dict[str, str]:
     """Write a model's weights into a folder, under the model's own names; all ranks call it.
 
     The folder appears when it is complete, replaces an existing one, and gets the files of the
-    folder ``beside``. Of tied parameters only the first is written, as transformers does.
+    folder ``beside``. Of tied parameters only the first is written, as transformers does. Return,
+    on rank 0, the hash of each tensor for :func:`compare_hashes`.
     """
     state = strategy.state_dict(model)["model"]
     names = [one for one in state if one not in _tied_names(model)]
     tensors = _whole_tensors(state, names)
     problem = ""
+    hashes: dict[str, str] = {}
     if world.is_first:
         try:
             with replaced_folder(folder) as unfinished:
                 if beside is not None:
                     shutil.copytree(beside, unfinished, dirs_exist_ok=True)
-                _write_files(
+                hashes = _write_files(
                     unfinished, tensors, _weights_files(state, names, most_in_a_file_bytes)
                 )
         except (OSError, SafetensorError) as error:
@@ -88,6 +94,47 @@ def save_weights(
             why=problem,
             fix="free disk space there, or write them to another folder",
         )
+    return hashes
+
+
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 hash of a tensor's bytes, with its dtype and shape."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    for piece in byte_pieces(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def compare_hashes(folder: Path, hashes: Mapping[str, str]) -> int:
+    """Read the weights in a folder back; raise an error unless they are exactly these tensors.
+
+    Return their number.
+    """
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found.update({name: tensor_hash(opened.get_tensor(name)) for name in opened.keys()})  # noqa: SIM118
+    names = found.keys() | hashes.keys()
+    wrong = [name for name in names if found.get(name) != hashes.get(name)]
+    refuse_wrong_tensors(wrong, "the trained model")
+    return len(found)
+
+
+def refuse_wrong_tensors(names: Sequence[str], source: str) -> None:
+    """Raise an error if written tensors differ from their source."""
+    if names:
+        raise MusterError(
+            f"the written weights are wrong: {plural(len(names), 'tensor')} not equal to those of "
+            f"{source}",
+            why=some_names(names),
+            fix="write them again; if this happens again, check the disk and the memory of this host",
+        )
+
+
+def some_names(names: Sequence[object]) -> str:
+    """Return the first names for a message, and how many more there are."""
+    shown = ", ".join(sorted(map(str, names))[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 @contextmanager
@@ -158,8 +205,10 @@ def _weights_files(
 
 def _write_files(
     folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[list[str]]
-) -> None:
+) -> dict[str, str]:
+    """Write the files; return the hash of each tensor."""
     place_of: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     total_bytes = 0
     for number, names in enumerate(files, start=1):
         file = "model.safetensors"
@@ -167,8 +216,10 @@ def _write_files(
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         content = dict(next(tensors) for _ in names)
         total_bytes += sum(one.numel() * one.element_size() for one in content.values())
+        hashes.update({name: tensor_hash(tensor) for name, tensor in content.items()})
         save_file(content, folder / file, metadata={"format": "pt"})
         place_of.update(dict.fromkeys(names, file))
     if len(files) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": place_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return hashes

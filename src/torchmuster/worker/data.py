@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from torchmuster.config.image_folder import check_first_images, find_images
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.data.formats import RecordFormat
+from torchmuster.train.data.images import ImageFolder
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.text import (
     DatasetData,
@@ -17,11 +19,22 @@ from torchmuster.train.data.text import (
     tokenizer_named,
 )
 from torchmuster.train.losses import Loss, measured_loss
-from torchmuster.train.models import factory
+from torchmuster.train.models import factory, hugging_face
+from torchmuster.train.models.factory import ModelRecipe
 from torchmuster.train.trainer import Evaluation
 from torchmuster.train.world import World, rank_zero_first
 
 _USUAL_MICRO_BATCH_SIZE = 8
+
+
+def images_of(place: str, recipe: ModelRecipe, world: World) -> ImageFolder:
+    """Return a folder of images, processed as the model needs them."""
+    assert recipe.files is not None, "images need a model with an image processor"
+    with rank_zero_first(world, per="node"):
+        found = find_images(place, classes=recipe.labels)
+        if world.local_rank == 0:
+            check_first_images(found)
+        return ImageFolder(found, hugging_face.load_image_processor(recipe.files))
 
 
 def rows_of(settings: Settings, world: World) -> TextRows | None:
@@ -155,14 +168,18 @@ def evaluation_of(
     batches: LoaderSpec,
     loss: Loss,
     world: World,
+    *,
+    images: ImageFolder | None = None,
 ) -> Evaluation | None:
     """Return what to evaluate, and when; None if the settings have no evaluation."""
     data = settings.data
     given = (data.evaluation_dataset, data.evaluation_files, data.evaluation_split)
-    if given == (None, None, None):
+    if given == (None, None, None) and images is None:
         return None
     with rank_zero_first(world, per="node"):
-        if data.evaluation_dataset is not None:
+        if images is not None:
+            samples: Any = images
+        elif data.evaluation_dataset is not None:
             samples = factory.call_import(data.evaluation_dataset, "data.evaluation_dataset")
         else:
             assert rows is not None

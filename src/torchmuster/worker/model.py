@@ -7,6 +7,7 @@ from typing import Literal
 from torch import nn
 
 from torchmuster.checkpoints.base_model import BaseModel, hash_weights
+from torchmuster.config.image_folder import find_images
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
@@ -37,6 +38,8 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
     if wanted.model_name_or_path is not None:
         with rank_zero_first(world, per="node"):  # one rank downloads it for its host
             files = hugging_face.find_model(wanted.model_name_or_path)
+    images = settings.data.images
+    labels = None if images is None else find_images(images).classes
     adapters = None
     if wanted.lora_rank is not None:
         adapters = Lora(
@@ -55,6 +58,7 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
         attention=wanted.attention,
         lora=adapters,
         load_in_4bit=wanted.load_in_4bit,
+        labels=labels,
     )
 
 
@@ -116,7 +120,7 @@ def model_of(
         model = build_for(
             name.value, lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched
         )
-    said = [*reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
+    said = [*recipe.reasons(), *reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
     if wanted.activation_checkpointing != "none":
         said.append(_recompute(model, wanted.activation_checkpointing).reason)
     if wanted.compile:
@@ -203,7 +207,7 @@ def write_model_files(
         try:
             with replaced_folder(folder) as unfinished:
                 if recipe.files is not None:
-                    hugging_face.save_configs(recipe.files, unfinished)
+                    hugging_face.save_configs(recipe.files, unfinished, model, labels=recipe.labels)
                 if recipe.lora is not None:
                     # Next to a config.json, an adapter would be taken for a whole model.
                     (unfinished / "config.json").unlink(missing_ok=True)

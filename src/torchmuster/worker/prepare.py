@@ -45,7 +45,7 @@ def prepare_data(
     if not (settings.data.files or settings.data.hugging_face):
         return None
     name = settings.model.model_name_or_path
-    config = None if name is None else hugging_face.load_config(hugging_face.find_model(name))
+    config = None if name is None else hugging_face.model_config(hugging_face.find_model(name))
     rows, reason = text_rows(settings)
     check_tokens(
         config,

@@ -1,13 +1,24 @@
 """Train from settings: build the parts, resume from a checkpoint, train, and write the weights."""
 
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 
+from torchmuster.checkpoints.export import name_in_adapter
+from torchmuster.checkpoints.export_check import (
+    EXACT,
+    OTHER_KERNELS,
+    SIXTEEN_BITS,
+    ExportCheck,
+    run_check,
+)
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.config.settings import Settings, Train
 from torchmuster.config.training import EVALUATION_METRICS, checkpoint_place, warmup_steps_of
@@ -19,16 +30,18 @@ from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.data.text import TextRows
 from torchmuster.train.defaults import portions_of
-from torchmuster.train.models import factory, lora
+from torchmuster.train.models import factory, hugging_face, lora
 from torchmuster.train.models.factory import ModelRecipe, with_weights_of
+from torchmuster.train.models.logits import fixed_batch, is_quantized, logits_on
 from torchmuster.train.out_of_memory import oom_report
+from torchmuster.train.progress import progress
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.trainer import Evaluation, Trainer
-from torchmuster.train.weights import save_weights
-from torchmuster.train.world import World, all_gather_object
-from torchmuster.units import parse_seconds
-from torchmuster.worker.data import batches_of, evaluation_of, rows_of, samples_of
+from torchmuster.train.weights import compare_hashes, save_weights, tensor_hash, whole_tensor
+from torchmuster.train.world import World, all_gather_object, rank_zero_first
+from torchmuster.units import parse_seconds, plural
+from torchmuster.worker.data import batches_of, evaluation_of, images_of, rows_of, samples_of
 from torchmuster.worker.model import base_of, model_of, recipe_of, write_model_files
 from torchmuster.worker.prepare import write_data_report
 from torchmuster.worker.reporting import peak_flops, rank_zero_log, reports_for, start_sinks
@@ -87,7 +100,9 @@ def _trainer(
     )
     if batches.reason:
         rank_zero_log(world, batches.reason)
-    loader = loader_for(samples_of(settings, rows, world), world, batches.value)
+    images = settings.data.images
+    samples = images_of(images, recipe, world) if images else samples_of(settings, rows, world)
+    loader = loader_for(samples, world, batches.value)
     number_type = precision.choose_precision(wanted.precision, precision.precision_support(world))
     model, strategy = model_of(
         settings,
@@ -100,7 +115,8 @@ def _trainer(
     )
     if saving is not None:
         saving = replace(saving, base=base_of(recipe, model, world, folder))
-    loss = _training_loss(settings)
+    loss = _training_loss(settings, recipe, rows)
+    held_out = settings.data.evaluation_images
     reports = reports_for(settings, world, folder)
     precision_of_run = with_weights_of(model, number_type)
     return Trainer(
@@ -121,7 +137,15 @@ def _trainer(
         clip_norm=wanted.clip_norm,
         schedule=_schedule(settings, loader),
         evaluation=_with_best_metric(
-            settings, evaluation_of(settings, rows, batches.value, loss, world)
+            settings,
+            evaluation_of(
+                settings,
+                rows,
+                batches.value,
+                loss,
+                world,
+                images=images_of(held_out, recipe, world) if held_out else None,
+            ),
         ),
         saving=saving,
         on_bad_numbers=wanted.on_bad_numbers,
@@ -168,10 +192,15 @@ def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     return kept
 
 
-def _training_loss(settings: Settings) -> losses.Loss:
-    wanted = settings.model
-    usual = "language_model" if wanted.model_name_or_path else "cross_entropy"
-    name = wanted.loss or usual
+def _training_loss(settings: Settings, recipe: ModelRecipe, rows: TextRows | None) -> losses.Loss:
+    name = settings.model.loss or recipe.usual_loss
+    if rows is not None and name in ("masked_language_model", "classification"):
+        raise Impossible(
+            f"the loss {name} cannot be computed from rows of text",
+            why="; ".join(recipe.reasons()) + ". Rows of text have the next token as their label",
+            fix="give data.dataset: module:function, which returns dictionaries with the inputs of "
+            "the model and labels; or train another model",
+        )
     return losses.loss_named(name) or factory.find_import(name, "model.loss")
 
 
@@ -246,10 +275,92 @@ def _schedule(
 
 
 def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -> None:
-    """Write the trained weights, LoRA matrices or full model, with config and tokenizer."""
-    strategy = trainer.strategy.value
+    """Write the trained weights, LoRA matrices or full model, with config and tokenizer; check them."""
+    world, strategy = trainer.world, trainer.strategy.value
+    expected = _expected_logits(trainer, recipe)
     if recipe.lora is not None:
         state = strategy.state_dict(trainer.model)["model"]
-        lora.save_adapters(trainer.model, state, place, trainer.world, beside=beside)
-        return
-    save_weights(trainer.model, strategy, place, trainer.world, beside=beside)
+        lora.save_adapters(trainer.model, state, place, world, beside=beside)
+        hashes = _adapter_hashes(state)
+    else:
+        hashes = save_weights(trainer.model, strategy, place, world, beside=beside)
+    with rank_zero_first(world):
+        if world.is_first:
+            progress.phase = "checking the weights"
+            rank_zero_log(world, _check_final(trainer, recipe, place, hashes, expected))
+            progress.phase = ""
+
+
+def _expected_logits(trainer: Trainer, recipe: ModelRecipe) -> dict[str, torch.Tensor] | None:
+    """Return a fixed batch with the trained model's logits; None for a model of the user's code.
+
+    All ranks call it: they compute together if the model is sharded.
+    """
+    if recipe.files is None or is_quantized(trainer.model):
+        return None
+    kind = hugging_face.model_class(recipe.files, recipe.labels).value
+    batch = fixed_batch(hugging_face.model_config(recipe.files, recipe.labels), kind)
+    return {**batch, "logits": logits_on(trainer.model, batch, trainer.world.device)}
+
+
+def _adapter_hashes(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the hash of each tensor of an adapter; all ranks call it."""
+    names = {name: name_in_adapter(name) for name in state}
+    return {
+        other: tensor_hash(whole_tensor(state[name].detach()))
+        for name, other in names.items()
+        if other is not None
+    }
+
+
+def _check_final(
+    trainer: Trainer,
+    recipe: ModelRecipe,
+    place: Path,
+    hashes: dict[str, str],
+    expected: dict[str, torch.Tensor] | None,
+) -> str:
+    """Check the final weights; return which checks were made.
+
+    Weights that are wrong stay, under a name that says so.
+    """
+    try:
+        if recipe.files is None:
+            count = compare_hashes(place, hashes)
+            return f"checked: {plural(count, 'tensor')} equal to those of the trained model"
+        with tempfile.TemporaryDirectory(prefix="torchmuster-check-") as folder:
+            file = Path(folder) / "expected.safetensors"
+            if expected is not None:
+                save_file({name: one.contiguous() for name, one in expected.items()}, file)
+            result = run_check(
+                ExportCheck(
+                    folder=str(place),
+                    base_dtype=recipe.dtype,
+                    hashes=hashes,
+                    expected=None if expected is None else str(file),
+                    unchecked="" if expected else "the run's base model is quantized",
+                    limit=_limit(trainer),
+                )
+            )
+        return f"checked: {result.sentence()}"
+    except MusterError as error:
+        failed = place.with_name(f"{place.name}-failed-check")
+        shutil.rmtree(failed, ignore_errors=True)
+        place.rename(failed)
+        raise MusterError(
+            error.what,
+            why=f"{error.why}; the weights are in {failed}",
+            fix=f"{error.fix}. The training state is saved: muster train --resume RUN writes the "
+            "weights again",
+        ) from error
+
+
+def _limit(trainer: Trainer) -> float:
+    """Return how far the loaded model's logits may be from those of the trained model."""
+    sixteen_bits = {torch.bfloat16, torch.float16}
+    types = {one.dtype for one in trainer.model.parameters()}
+    if trainer.strategy.value.name == "fsdp":  # gathers the weights in this dtype
+        types.add(trainer.precision.value.compute)
+    if types & sixteen_bits:
+        return SIXTEEN_BITS
+    return EXACT if trainer.world.device.type == "cpu" else OTHER_KERNELS

@@ -11,6 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.train.models import hugging_face
+from torchmuster.train.models.factory import Lora, ModelRecipe
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
 
@@ -80,7 +81,7 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path) -> None:
     for name in ("generation_config.json", "preprocessor_config.json", "README.md"):
         (tmp_path / "m" / name).write_text("{}")
     (tmp_path / "out").mkdir()
-    hugging_face.save_configs(files, tmp_path / "out")
+    hugging_face.save_configs(files, tmp_path / "out", hugging_face.build_model(files))
     assert sorted(one.name for one in (tmp_path / "out").iterdir()) == [
         "config.json",
         "generation_config.json",
@@ -181,3 +182,83 @@ def test_without_transformers(
             attempt()
         assert error.value == snapshot
         assert error.value.fix == "pip install 'torchmuster[transformers]'"
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "auto", "loss"),
+    [
+        ("llama", None, "AutoModelForCausalLM", "language_model"),
+        ("llama", "LlamaModel", "AutoModelForCausalLM", "language_model"),
+        ("gpt2", "GPT2LMHeadModel", "AutoModelForCausalLM", "language_model"),
+        ("bert", "BertForMaskedLM", "AutoModelForMaskedLM", "masked_language_model"),
+        (
+            "bert",
+            "BertForSequenceClassification",
+            "AutoModelForSequenceClassification",
+            "classification",
+        ),
+        ("vit", "ViTForImageClassification", "AutoModelForImageClassification", "classification"),
+    ],
+)
+def test_the_class_follows_from_architectures(
+    tmp_path: Path, kind: str, named: str | None, auto: str, loss: str
+) -> None:
+    architectures = {} if named is None else {"architectures": [named]}
+    files = hugging_face.find_model(folder(tmp_path / "m", model_type=kind, **architectures))
+    chosen = hugging_face.model_class(files)
+    assert (chosen.value.auto, chosen.value.loss) == (auto, loss)
+    assert (named or "no architectures") in chosen.reason
+    model = hugging_face.build_model(files)
+    assert type(model).__name__ == {None: "LlamaForCausalLM", "LlamaModel": "LlamaForCausalLM"}.get(
+        named, named
+    )
+
+
+def test_the_written_config_has_class_dtype_and_labels(tmp_path: Path) -> None:
+    files = hugging_face.find_model(
+        folder(tmp_path / "m", model_type="vit", torch_dtype="bfloat16")
+    )
+    labels = ("cats", "dogs", "eels")
+    model = hugging_face.build_model(files, dtype="float32", labels=labels)
+    (tmp_path / "out").mkdir()
+    hugging_face.save_configs(files, tmp_path / "out", model, labels=labels)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["ViTForImageClassification"]
+    assert written["dtype"] == "float32"
+    assert "torch_dtype" not in written
+    assert written["id2label"] == {"0": "cats", "1": "dogs", "2": "eels"}
+    assert written["label2id"] == {"cats": 0, "dogs": 1, "eels": 2}
+
+
+def test_a_head_of_other_classes_is_replaced_and_reported(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+        id2label={0: "a", 1: "b"},
+    )
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "classes")
+    transformers.ViTModel(config).save_pretrained(tmp_path / "bare")
+    files = hugging_face.find_model(str(tmp_path / "classes"))
+    three = ("cats", "dogs", "eels")
+    assert hugging_face.new_head(files, ("a", "b")) == ""
+    assert hugging_face.renamed_labels(files, ("a", "b")) == ""
+    assert "'cats'" in hugging_face.renamed_labels(files, three[:2])
+    assert "2 classes" in hugging_face.new_head(files, three)
+    bare = hugging_face.find_model(str(tmp_path / "bare"))
+    assert "ViTModel" in hugging_face.new_head(bare, three)
+    heads = []
+    for source, seed in ((files, 1), (files, 1), (files, 2), (bare, 1)):
+        torch.manual_seed(seed)
+        model: Any = hugging_face.load_model(source, labels=three)
+        heads.append(model.classifier.weight.detach())
+        assert heads[-1].shape == (3, 16)
+    assert heads[0].equal(heads[1])
+    assert not heads[0].equal(heads[2])
+    with pytest.raises(Impossible):  # LoRA would freeze the random head
+        ModelRecipe(files=files, lora=Lora(rank=2), labels=three).check()

@@ -183,3 +183,40 @@ def test_names() -> None:
     assert losses.loss_named("cross_entropy") is losses.cross_entropy
     assert losses.loss_named("language_model") is losses.language_model
     assert losses.loss_named("my.module:loss") is None
+
+
+def test_masked_tokens_are_predicted_at_their_own_places(model: Embedded) -> None:
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    labels = torch.full_like(ids, -100)
+    labels[0, 1], labels[1, 3] = 7, 2
+    total, count = losses.masked_language_model(model, {"input_ids": ids, "labels": labels})
+    logits = model(ids)
+    each = [
+        F.cross_entropy(logits[0, 1], labels[0, 1]),
+        F.cross_entropy(logits[1, 3], labels[1, 3]),
+    ]
+    assert count == 2
+    assert torch.allclose(total, torch.stack(each).sum())
+    with pytest.raises(Impossible):
+        losses.masked_language_model(model, {"input_ids": ids})
+
+
+def test_classification_takes_dictionaries_and_is_the_loss_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=3,
+    )
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config).eval()
+    batch = {"input_ids": torch.randint(20, (4, 6)), "labels": torch.tensor([0, 2, 1, 2])}
+    assert torch.allclose(losses.classification(model, batch), model(**batch).loss)
+    with pytest.raises(Impossible) as error:
+        losses.classification(model, batch | {"labels": torch.tensor([0, 3, 1, 2])})
+    assert "0 to 3" in error.value.what
+    with pytest.raises(Impossible):
+        losses.classification(model, (batch["input_ids"], batch["labels"]))  # type: ignore[arg-type]

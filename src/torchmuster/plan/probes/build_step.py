@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from torchmuster.config.image_folder import find_images
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.fake_process_group import forget_values, values_matter
 from torchmuster.plan.torch_private import children_of, put_children
 from torchmuster.train import losses, optimizers
+from torchmuster.train.data.images import ImageFolder
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models import factory, hugging_face, lora
 from torchmuster.train.models.blocks import recompute_blocks, repeated_blocks
@@ -341,6 +343,7 @@ def _recipe(work: Work) -> ModelRecipe:
         dtype=work.torch_dtype or ("auto" if files is None else "float32"),
         attention=work.attention,
         lora=adapters,
+        labels=None if work.images is None else find_images(work.images).classes,
     )
 
 
@@ -351,8 +354,7 @@ def _counts(model: nn.Module) -> _Counts:
 
 
 def _build_step_loss(work: Work) -> losses.Loss:
-    usual = "language_model" if work.model_name_or_path else "cross_entropy"
-    name = work.loss or usual
+    name = work.loss or _recipe(work).usual_loss
     return losses.loss_named(name) or factory.find_import(name, "model.loss")
 
 
@@ -361,6 +363,11 @@ def _sample_of(work: Work, model: nn.Module) -> Callable[[], Any]:
         samples = factory.call_import(work.dataset, "data.dataset")
         first = samples[0] if hasattr(samples, "__getitem__") else next(iter(samples))
         return lambda: first
+    if work.images is not None:
+        files = _recipe(work).files
+        assert files is not None, "images need a model with an image processor"
+        image = ImageFolder(find_images(work.images), hugging_face.load_image_processor(files))[0]
+        return lambda: image
     if work.sequence_length is None:
         raise Impossible(
             "the shape of a batch is unknown",

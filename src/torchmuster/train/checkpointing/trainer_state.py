@@ -95,9 +95,9 @@ def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded 
     trainer.reports.go_on_from(trainer.reported, evaluated=trainer.evaluated)
     if loaded is not None:
         trainer.reports.say(_trainer_state_text(loaded, trainer))
-        if (kept := _weight_decay(trainer)) != decay:
+        if (restored := _weight_decay(trainer)) != decay:
             trainer.reports.say(
-                f"the weight decay stays as in the checkpoint: {kept} instead of {decay}"
+                f"the weight decay stays as in the checkpoint: {restored} instead of {decay}"
             )
     return loaded
 

@@ -141,12 +141,34 @@ class ModelRecipe:
     load_in_4bit: bool = False  # the frozen weights of files; the others keep dtype
     compute: torch.dtype = torch.float32  # of the layers in 4 bits
     device: str = "cpu"  # that weights in 4 bits are loaded to
+    labels: tuple[str, ...] | None = None  # the classes of images, if it classifies them
+
+    @property
+    def usual_loss(self) -> str:
+        """The loss if model.loss is not set: that of the model's class."""
+        if self.files is None:
+            return "cross_entropy"
+        return hugging_face.model_class(self.files, self.labels).value.loss
+
+    def reasons(self) -> list[str]:
+        """Return why the model has its class, and what happens to its head."""
+        if self.files is None:
+            return []
+        chosen = hugging_face.model_class(self.files, self.labels)
+        replaced = hugging_face.new_head(self.files, self.labels)
+        renamed = hugging_face.renamed_labels(self.files, self.labels)
+        head = renamed
+        if replaced:
+            head = f"the model gets a new head, random from train.seed: {replaced}"
+        return [chosen.reason, *([head] if head else [])]
 
     def sketch(self) -> Decision[nn.Module]:
         """Create the model with initial weights; the reason says where LoRA is added."""
         if self.files is not None:
             return self._adapted(
-                hugging_face.build_model(self.files, dtype=self.dtype, attention=self.attention)
+                hugging_face.build_model(
+                    self.files, dtype=self.dtype, attention=self.attention, labels=self.labels
+                )
             )
         assert self.build is not None
         model = call_import(self.build, "model.build")
@@ -166,19 +188,32 @@ class ModelRecipe:
             return self.sketch()
         options = lora.four_bit_options(self.compute, self.device) if self.load_in_4bit else {}
         loaded = hugging_face.load_model(
-            self.files, dtype=self.dtype, attention=self.attention, options=options
+            self.files,
+            dtype=self.dtype,
+            attention=self.attention,
+            labels=self.labels,
+            options=options,
         )
         lora.keep_training_kernels(loaded)
         return self._adapted(loaded)
 
     def check(self) -> None:
-        """Reject adapters for a model that has no weights."""
+        """Reject adapters for a model that has no weights, or none for its head."""
         if self.lora is not None and self.files is not None and not self.files.weights:
             raise Impossible(
                 f"LoRA was requested, but {self.files.folder} has no weights",
                 why="it has only config.json, and random weights are not saved",
                 fix="set a folder with weights, or remove model.lora_rank",
             )
+        if self.lora is not None and self.files is not None:
+            replaced = hugging_face.new_head(self.files, self.labels)
+            if replaced:
+                raise Impossible(
+                    "LoRA was requested for a model that gets a new head",
+                    why=f"{replaced}; LoRA would freeze the random weights of the new head, and an "
+                    "adapter does not contain them",
+                    fix="remove model.lora_rank, or train a head first and set its folder here",
+                )
 
     def _adapted(self, model: nn.Module) -> Decision[nn.Module]:
         if self.lora is None:

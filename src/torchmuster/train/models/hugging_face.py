@@ -1,9 +1,9 @@
-"""Hugging Face language models: found by folder or name, built or loaded with transformers."""
+"""Hugging Face models: found by folder or name, built or loaded with transformers."""
 
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmuster.checkpoints.model_class import (
+    ModelClass,
+    architecture_of,
+    choose_model_class,
+    read_config,
+    set_dtype,
+)
 from torchmuster.config.here import looks_like_path
+from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 
 INSTALL = "pip install 'torchmuster[transformers]'"
@@ -70,15 +78,61 @@ def find_model(name_or_path: str) -> ModelFiles:
     )
 
 
-def build_model(files: ModelFiles, *, dtype: str = "auto", attention: str = "sdpa") -> nn.Module:
+def model_class(files: ModelFiles, labels: Sequence[str] | None = None) -> Decision[ModelClass]:
+    """Choose the class of a model; with ``labels``, the classes of images, an image classifier."""
+    return choose_model_class(read_config(files.folder), images=labels is not None)
+
+
+def new_head(files: ModelFiles, labels: Sequence[str] | None) -> str:
+    """Return why the model gets a new head for these classes; "" if it keeps the one it has."""
+    if labels is None or not files.weights:
+        return ""
+    config = read_config(files.folder)
+    named = architecture_of(config)
+    if not named.endswith("ForImageClassification"):
+        return f"{named or 'the model'} in config.json has no head for classes of images"
+    count = len(_own_labels(config))
+    if count != len(labels):
+        return f"its head has {count} classes, and the data have {len(labels)}"
+    return ""
+
+
+def renamed_labels(files: ModelFiles, labels: Sequence[str] | None) -> str:
+    """Return a remark if the head stays, but its classes get other names; "" if they keep them."""
+    if labels is None or not files.weights or new_head(files, labels):
+        return ""
+    before = _own_labels(read_config(files.folder))
+    if before == list(labels):
+        return ""
+    return (
+        f"the head keeps its weights, and its {len(labels)} classes get the names of the folders: "
+        f"class 0 was {before[0]!r} and is now {labels[0]!r}"
+    )
+
+
+def _own_labels(config: dict[str, Any]) -> list[str]:
+    named = config.get("id2label")
+    if isinstance(named, dict) and named:
+        return [str(named[key]) for key in sorted(named, key=int)]
+    return [f"LABEL_{number}" for number in range(int(config.get("num_labels") or 2))]
+
+
+def build_model(
+    files: ModelFiles,
+    *,
+    dtype: str = "auto",
+    attention: str = "sdpa",
+    labels: Sequence[str] | None = None,
+) -> nn.Module:
     """Build the model from its config.json alone, with initial weights."""
-    config = load_config(files)
+    kind = model_class(files, labels).value
+    config = model_config(files, labels)
     try:
-        model = _transformers().AutoModelForCausalLM.from_config(
+        model = getattr(_transformers(), kind.auto).from_config(
             config, dtype=_hugging_face_dtype(dtype, config), attn_implementation=attention
         )
     except ValueError as error:
-        raise _cannot_build(files, error) from error
+        raise _cannot_build(files, kind, error) from error
     return _for_training(model)
 
 
@@ -87,26 +141,42 @@ def load_model(
     *,
     dtype: str = "auto",
     attention: str = "sdpa",
+    labels: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Return the full model with the weights of its folder, on the CPU.
 
-    ``options`` are further arguments of ``from_pretrained``.
+    With ``labels`` it classifies images. A head for other classes is replaced by a new one, with
+    random weights from torch's generator. ``options`` are further arguments of ``from_pretrained``.
     """
-    config = load_config(files)
+    kind = model_class(files, labels).value
+    config = model_config(files, labels)
+    replaced = bool(new_head(files, labels))
+    transformers = _transformers()
+    verbosity = transformers.logging.get_verbosity()
+    if replaced:  # Muster reports the new head itself
+        transformers.logging.set_verbosity_error()
     try:
-        model, found = _transformers().AutoModelForCausalLM.from_pretrained(
+        model, found = getattr(transformers, kind.auto).from_pretrained(
             files.folder,
+            config=config,
             dtype=_hugging_face_dtype(dtype, config),
             attn_implementation=attention,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=replaced,
             output_loading_info=True,
             **(options or {}),
         )
     except ValueError as error:
-        raise _cannot_build(files, error) from error
-    _refuse_missing(files, found["missing_keys"])
+        raise _cannot_build(files, kind, error) from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    missing = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    if replaced:
+        inner = f"{model.base_model_prefix}."
+        missing = {name for name in missing if name.startswith(inner)}
+    _refuse_missing(files, missing)
     return _for_training(model)
 
 
@@ -122,8 +192,13 @@ def _refuse_missing(files: ModelFiles, missing: Iterable[str]) -> None:
         )
 
 
-def save_configs(files: ModelFiles, folder: Path) -> None:
-    """Copy a model's config files: all files except weights and tokenizer."""
+def save_configs(
+    files: ModelFiles, folder: Path, model: nn.Module, *, labels: Sequence[str] | None = None
+) -> None:
+    """Copy a model's config files: all files except weights and tokenizer.
+
+    config.json gets the class and the dtype of the model, and the classes of images.
+    """
     from transformers import utils
 
     for name in (
@@ -135,6 +210,61 @@ def save_configs(files: ModelFiles, folder: Path) -> None:
     ):
         if (files.folder / name).is_file():
             shutil.copyfile(files.folder / name, folder / name)
+    config = read_config(files.folder)
+    if (architecture := _architecture(model)) is not None:
+        config["architectures"] = [architecture]
+    if labels is not None:
+        config.pop("num_labels", None)
+        config["id2label"] = {str(number): name for number, name in enumerate(labels)}
+        config["label2id"] = {name: number for number, name in enumerate(labels)}
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / utils.CONFIG_NAME).write_text(text, encoding="utf-8")
+    set_dtype(folder, weights_dtype(model.parameters()))
+
+
+def weights_dtype(tensors: Iterable[torch.Tensor]) -> str:
+    """Return the floating-point dtype that has the most elements."""
+    elements: dict[torch.dtype, int] = {}
+    for one in tensors:
+        if one.is_floating_point():
+            elements[one.dtype] = elements.get(one.dtype, 0) + one.numel()
+    most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
+    return str(most).removeprefix("torch.")
+
+
+def _architecture(model: nn.Module) -> str | None:
+    """Return the name of the transformers class of a model, through any wrappers."""
+    from torch.distributed.fsdp import FSDPModule
+
+    whole = _transformers().PreTrainedModel
+    for module in model.modules():
+        if isinstance(module, whole):
+            # fully_shard puts a class of its own in front of the model's.
+            kinds = [kind for kind in type(module).__mro__ if issubclass(kind, whole)]
+            return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
+    return None
+
+
+def load_image_processor(files: ModelFiles) -> Any:
+    """Load the image processor in a model's folder."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    if not any((files.folder / name).is_file() for name in names):
+        raise Impossible(
+            f"{files.folder} has no image processor",
+            why=f"found none of {', '.join(names)}, which say how images become pixel values",
+            fix="copy preprocessor_config.json from the model's page on the hub into the folder",
+        )
+    try:
+        return _transformers().AutoImageProcessor.from_pretrained(
+            files.folder, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise Impossible(
+            f"cannot load the image processor in {files.folder}",
+            why=str(error).splitlines()[0],
+            fix="check preprocessor_config.json there; Pillow is needed: "
+            "pip install 'torchmuster[images]'",
+        ) from error
 
 
 def load_tokenizer(name_or_path: str) -> Any:
@@ -200,28 +330,38 @@ def _for_training(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def load_config(files: ModelFiles) -> Any:
-    """Return the config of a model."""
+def model_config(files: ModelFiles, labels: Sequence[str] | None = None) -> Any:
+    """Return a model's config as transformers reads it, with ``labels`` as its classes."""
+    classes: dict[str, Any] = {}
+    if labels is not None:
+        classes["id2label"] = dict(enumerate(labels))
+        classes["label2id"] = {name: number for number, name in enumerate(labels)}
     try:
-        return _transformers().AutoConfig.from_pretrained(files.folder, local_files_only=True)
+        return _transformers().AutoConfig.from_pretrained(
+            files.folder, local_files_only=True, **classes
+        )
     except (ValueError, OSError, KeyError) as error:
-        raise _cannot_build(files, error) from error
+        raise _cannot_build(files, model_class(files, labels).value, error) from error
 
 
 def _hugging_face_dtype(name: str, config: Any) -> torch.dtype:
     return DTYPES.get(name, config.dtype or torch.float32)
 
 
-def _cannot_build(files: ModelFiles, error: Exception) -> Impossible:
+def _cannot_build(files: ModelFiles, wanted: ModelClass, error: Exception) -> Impossible:
     kind = "unknown"
     with contextlib.suppress(ValueError, KeyError, TypeError):
         kind = json.loads((files.folder / "config.json").read_text(encoding="utf-8"))["model_type"]
     return Impossible(
-        f"transformers cannot build a language model from {files.folder / 'config.json'}",
+        f"transformers cannot build {_article(wanted.what)} from {files.folder / 'config.json'}",
         why=f"its model_type is {kind!r}; {str(error).splitlines()[0]}",
         fix="check config.json, or build the model yourself: model.build (module:function); "
         "Muster does not run code from a model's folder",
     )
+
+
+def _article(what: str) -> str:
+    return f"an {what}" if what[0] in "aeiou" else f"a {what}"
 
 
 def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:

@@ -1,0 +1,164 @@
+"""The final weights of a run and the exports of its checkpoints give the trained model's logits."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+import tiny_models
+from muster_command import Muster
+from rank_group import RunRanks
+from rank_programs import proven_exports
+from torchmuster.checkpoints.export_check import EXACT, MERGED, SIXTEEN_BITS
+
+pytestmark = pytest.mark.ranks
+
+USUAL = {
+    "train.steps": "2",
+    "train.global_batch_size": "4",
+    "train.learning_rate": "1e-2",
+    "checkpoint.mode": "sync",
+}
+TEXT = {"data.files": "a.txt", "data.tokenizer": "bytes", "data.sequence_length": "16"}
+DATA: Mapping[str, Mapping[str, str]] = {
+    "bert": {"data.dataset": "masked_rows:rows"},
+    "vit": {"data.images": "pics", "data.evaluation_images": "pics"},
+}
+Exports: TypeAlias = Mapping[str, Mapping[str, Any]]  # by name, how each is made
+# These are sharded; the others are copied to each rank.
+SHARDED = ("llama", "gpt2", "bert")
+
+
+def prove(
+    run_ranks: RunRanks,
+    folder: Path,
+    kind: str,
+    *,
+    settings: Mapping[str, str] | None = None,
+    exports: Exports | None = None,
+    fresh: bool = False,
+    damage_final: str = "",
+) -> dict[str, Any]:
+    strategy = {"distributed.strategy": "fsdp" if kind in SHARDED else "ddp"}
+    wanted = {"model.model_name_or_path": f"./{kind}", **USUAL, **DATA.get(kind, TEXT)}
+    facts, _ = run_ranks(
+        proven_exports.train_and_prove,
+        2,
+        str(folder),
+        kind,
+        {**wanted, **strategy, **(settings or {})},
+        exports or {},
+        fresh,
+        damage_final,
+    )
+    return facts
+
+
+def assert_proven(result: Any, limit: float = EXACT) -> None:
+    assert not isinstance(result, str), result
+    assert result.unchecked == ""
+    assert result.limit == limit
+    assert result.difference is not None
+    assert result.difference <= limit
+
+
+@pytest.mark.parametrize("kind", tiny_models.ARCHITECTURES)
+def test_final_and_exports_are_the_trained_model(
+    kind: str, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    exports: Exports = {
+        "whole": {},
+        "parts": {"most_in_a_file_bytes": 3000},
+        "half": {"dtype": "bfloat16"},
+    }
+    facts = prove(run_ranks, tmp_path, kind, exports=exports, fresh=kind != "vit")
+    assert "error" not in facts
+    for name in ("final", "whole", "parts"):
+        assert_proven(facts[name])
+        assert facts[name].tensors > 0
+    assert_proven(facts["half"], SIXTEEN_BITS)
+    final = tmp_path / "run" / "checkpoints" / "final"
+    written = [json.loads((one / "config.json").read_text()) for one in (final, tmp_path / "half")]
+    assert [one["dtype"] for one in written] == ["float32", "bfloat16"]
+    named, _ = tiny_models.ARCHITECTURES[kind]
+    assert written[0]["architectures"] == ["ViTForImageClassification" if kind == "vit" else named]
+    assert (tmp_path / "parts" / "model.safetensors.index.json").is_file()
+    if kind == "vit":
+        assert list(written[0]["id2label"].values()) == list(tiny_models.CLASSES)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_adapters_are_proven_alone_and_merged(
+    strategy: str, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    settings = {"model.lora_rank": "4", "distributed.strategy": strategy}
+    exports: Exports = {
+        "adapter": {},
+        "half": {"dtype": "bfloat16"},
+        "merged": {"merge": True},
+        "merged half": {"merge": True, "dtype": "bfloat16"},
+    }
+    facts = prove(run_ranks, tmp_path, "llama", settings=settings, exports=exports)
+    assert "error" not in facts
+    assert_proven(facts["final"])
+    assert_proven(facts["adapter"])
+    assert facts["final"].tensors == facts["adapter"].tensors == 8  # 2 layers, q and v, A and B
+    assert_proven(facts["half"], SIXTEEN_BITS)
+    assert_proven(facts["merged"], MERGED)
+    assert_proven(facts["merged half"], SIXTEEN_BITS)
+    for name, dtype in (("merged", "float32"), ("merged half", "bfloat16")):
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == dtype
+
+
+def test_weights_in_16_bits_are_proven(run_ranks: RunRanks, tmp_path: Path) -> None:
+    settings = {"model.torch_dtype": "bfloat16"}
+    facts = prove(run_ranks, tmp_path, "mistral", settings=settings, exports={"same": {}})
+    assert_proven(facts["final"], SIXTEEN_BITS)
+    assert_proven(facts["same"])
+    config = json.loads((tmp_path / "same" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+def test_damage_between_writing_and_checking_is_an_error(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    """One weight, then a value of the config: all tensors are right, and the model is another."""
+    exports: Exports = {
+        "weight": {"damage": "tensor model.norm.weight"},
+        "config": {"damage": "config rms_norm_eps 0.5"},
+        "good": {},
+    }
+    facts = prove(
+        run_ranks, tmp_path, "llama", exports=exports, damage_final="tensor lm_head.weight"
+    )
+    assert "lm_head.weight" in facts["error"]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert not (checkpoints / "final").exists()
+    assert (checkpoints / "final-failed-check" / "model.safetensors").is_file()
+    assert "model.norm.weight" in facts["weight"]
+    assert "logits" in facts["config"]
+    assert not (tmp_path / "weight").exists()
+    assert not (tmp_path / "config").exists()
+    assert_proven(facts["good"])
+
+
+def test_the_commands_prove_an_image_classifier(muster: Muster, tmp_path: Path) -> None:
+    """A model of another number of classes gets a new head, which is reported."""
+    tiny_models.make_architecture(tmp_path / "vit", "vit")
+    tiny_models.make_images(tmp_path / "pics")
+    settings = {"model.model_name_or_path": "./vit", "data.images": "pics", **USUAL}
+    flags = [text for path, value in settings.items() for text in ("--set", f"{path}={value}")]
+    done = muster("train", *flags, "--device", "cpu", "--ranks", "1")
+    assert done.code == 0, done.err
+    assert "new head" in done.out
+    assert "checked: " in done.out
+    done = muster("checkpoint", "export", "--to", "out")
+    assert done.code == 0, done.err
+    assert "logits equal" in done.out
+    assert "AutoModelForImageClassification" in done.out
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+    done = muster("checkpoint", "export", "--adapter", "--to", "other")
+    assert done.code == 2
+    assert not (tmp_path / "other").exists()
