@@ -11,8 +11,6 @@ from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.training import check_trainable
 from torchmuster.errors import ExitCode
 
-pytestmark = pytest.mark.unit
-
 NAMES = ["images", "pretrain", "qlora", "sft", "sft-lora"]
 
 
