@@ -12,12 +12,15 @@ pytestmark = pytest.mark.engine
 
 def _llama() -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def _gpt2() -> nn.Module:
     sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes))
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(**sizes))
+    return model
 
 
 def _names(model: nn.Module, parameters: list[nn.Parameter]) -> set[str]:
