@@ -7,6 +7,7 @@ from torchmuster.config.fields import leaves
 from torchmuster.config.layers import Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.config.settings import Settings
+from torchmuster.config.training import UNSHARDED_OPTIMIZERS
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware
@@ -78,10 +79,18 @@ def request_from_settings(
 
 
 def _strategy(resolved: Resolved, hardware: Hardware) -> Literal["single", "ddp", "fsdp"] | None:
-    distributed = resolved.settings.distributed
-    if not distributed.enabled or (distributed.strategy == "ddp" and hardware.cards == 1):
+    distributed, optimizer = resolved.settings.distributed, resolved.settings.train.optimizer
+    strategy = distributed.strategy
+    if optimizer in UNSHARDED_OPTIMIZERS:
+        if strategy == "fsdp":
+            raise Impossible(
+                f"train.optimizer is {optimizer}, which cannot update the shards of fsdp",
+                fix="use adamw, muon or sgd; or distributed.strategy: ddp",
+            )
+        strategy = "ddp"
+    if not distributed.enabled or (strategy == "ddp" and hardware.cards == 1):
         return "single"
-    return None if distributed.strategy == "auto" else distributed.strategy
+    return None if strategy == "auto" else strategy
 
 
 def work_from_settings(resolved: Resolved, *, folder: str) -> Work:

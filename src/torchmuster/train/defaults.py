@@ -95,8 +95,8 @@ def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, An
 
 def schedule_state(schedule: LRScheduler, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved schedule for the optimizer's groups; version 0.1 had a single group."""
-    groups, state = len(schedule.base_lrs), dict(saved)
-    for name in ("base_lrs", "_last_lr", "lr_lambdas"):
-        if len(of_groups := state.get(name) or ()) == 1:
-            state[name] = list(of_groups) * groups
-    return state
+    groups = len(schedule.base_lrs)
+    return {
+        name: value * groups if isinstance(value, list) and len(value) == 1 else value
+        for name, value in saved.items()  # each list has one item per group
+    }

@@ -450,6 +450,18 @@ def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAsser
     assert told["refused"]["what"] == caught.value.what
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "least", "most"),
+    [("adamw", 2, 2.1), ("muon", 1, 2), ("adafactor", 0, 0.2), ("adamw_8bit", 0.5, 2)],
+)
+def test_the_states_of_every_optimizer_are_traced(
+    llama: Work, optimizer: str, least: float, most: float
+) -> None:
+    work = replace(llama, optimizer=optimizer)
+    states = trace(TraceRequest(work=work, candidate=single(), kernels="cuda")).states
+    assert least <= states["optimizer"] / states["parameters"] <= most
+
+
 def test_many_shards_are_not_traced(llama: Work, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match="128 shards") as refused:
         trace(TraceRequest(work=llama, candidate=fsdp(1, 128)))

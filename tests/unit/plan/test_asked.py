@@ -82,3 +82,11 @@ def test_portions_of_different_sizes_are_refused_before_anything_is_traced() -> 
     assert "equal ranks" in refused.value.why
     assert "train.micro_batch_sizes=null" in refused.value.fix
     assert asked(CARD, train__micro_batch_size="4").micro_batch_size == 4
+
+
+def test_an_optimizer_that_cannot_update_shards_is_planned_without_fsdp() -> None:
+    for optimizer in ("adafactor", "adamw_8bit"):
+        assert asked(CARD, train__optimizer=optimizer).strategy == "ddp"
+        with pytest.raises(Impossible, match=f"{optimizer}, which cannot update the shards"):
+            asked(CARD, train__optimizer=optimizer, distributed__strategy="fsdp")
+    assert asked(CARD, train__optimizer="muon").strategy is None
