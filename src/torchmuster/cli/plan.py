@@ -123,7 +123,7 @@ def with_remarks(answer: Answer, resolved: Resolved) -> Answer:
 def _of_data(resolved: Resolved) -> Iterator[Finding]:
     """Yield a note if the command to paste is incomplete."""
     data = resolved.settings.data
-    if not (data.dataset or data.files or data.hugging_face):
+    if not (data.dataset or data.files or data.hugging_face or data.images):
         yield Finding(
             name="no-data",
             status=Status.NOTE,
