@@ -77,6 +77,7 @@ LINES = [
     ["lab", "check", "--help"],
     ["lab", "report", "--help"],
     ["attach", "--help"],
+    ["recipe", "list"],
     ["stop", "--help"],
     ["hang", "--help"],
 ]

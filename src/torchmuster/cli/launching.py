@@ -118,13 +118,14 @@ def start(
     python: str,
     *,
     in_folder: InFolder = lambda spec, _: spec,
+    check: Callable[[], None] = lambda: None,
     prepare: Callable[[RunFolder], None] = lambda _: None,
     run: RunFolder | None = None,
 ) -> int:
     """Start a job as the flags request: as a dry run, through Slurm, detached, or attached.
 
-    ``in_folder`` adds the run folder to the job, ``prepare`` writes the folder's initial files. A
-    given ``run`` is resumed in its folder.
+    ``in_folder`` adds the run folder to the job, ``check`` is called before the folder is created,
+    ``prepare`` writes the folder's initial files. A given ``run`` is resumed in its folder.
     """
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
@@ -145,6 +146,7 @@ def start(
         )
     transport = transport or transport_for(spec, python)
     spec = _with_grace(options, spec)
+    check()
     run = (
         slurm_run.earlier_run(spec, options.runs)
         or run

@@ -325,11 +325,10 @@ def _run_train(options: argparse.Namespace) -> int:
     if options.plan:
         resolved, promise = follow_plan(options, resolved)
     spec = _job(options, resolved)
-    report = None
-    if not options.slurm and not spec.hosts:  # on other hosts, the ranks check it
+    is_here = not options.slurm and not spec.hosts  # on other hosts, the ranks check
+    if is_here:
         check_here(resolved)
-        if not options.dry_run and (report := check_data(resolved)) is not None:
-            show_data(report)
+    data = _CheckedData()
     python = resolved.settings.launch.remote_python or sys.executable
     if options.check and not options.dry_run and not options.slurm:
         code = _check_train(options, spec, python)
@@ -340,7 +339,8 @@ def _run_train(options: argparse.Namespace) -> int:
         spec,
         python,
         in_folder=functools.partial(_in_folder, resolved=resolved),
-        prepare=functools.partial(_write_files, resolved=resolved, promise=promise, report=report),
+        check=functools.partial(data.check, resolved) if is_here else _nothing,
+        prepare=functools.partial(_write_files, resolved=resolved, promise=promise, data=data),
         run=run,
     )
 
@@ -390,16 +390,27 @@ def _in_folder(spec: JobSpec, folder: Path, *, resolved: Resolved) -> JobSpec:
     return dataclasses.replace(spec, command=(*spec.command, *words), checkpoints=place)
 
 
+class _CheckedData:
+    """What the data is, once it was checked."""
+
+    report: dict[str, object] | None = None
+
+    def check(self, resolved: Resolved) -> None:
+        self.report = check_data(resolved)
+        if self.report is not None:
+            show_data(self.report)
+
+
+def _nothing() -> None:
+    pass
+
+
 def _write_files(
-    run: RunFolder,
-    *,
-    resolved: Resolved,
-    promise: "Promise | None",
-    report: dict[str, object] | None,
+    run: RunFolder, *, resolved: Resolved, promise: "Promise | None", data: _CheckedData
 ) -> None:
     write_atomically(run.config, settings_yaml(resolved))
-    if report is not None:
-        write_atomically(run.data, json.dumps(report))
+    if data.report is not None:
+        write_atomically(run.data, json.dumps(data.report))
     if promise is not None:
         from torchmuster.plan.proof import comparison
 

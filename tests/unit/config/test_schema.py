@@ -69,6 +69,8 @@ data:
   evaluation_dataset: my_data:test
   evaluation_files: data/test.jsonl
   evaluation_split: test
+  images: pictures
+  evaluation_images: more-pictures
 train:
   epochs: 3
   steps: 1000

@@ -518,6 +518,9 @@ def test_every_setting_that_is_a_text_was_thought_of() -> None:
     """A new setting that is a text names code, a place or an address, or is added here as harmless."""
     harmless = {
         *("data.split", "data.text_field", "model.lora_targets", "experiment_name"),
+        *("data.config_name", "data.revision", "data.evaluation_split", "data.messages_field"),
+        *("data.prompt_field", "data.completion_field", "model.lora_modules_to_save"),
+        "checkpoint.best_metric",
         *("metrics.mlflow_experiment", "metrics.wandb_project", "checkpoint.every"),
         *("launch.hosts", "launch.remote_python", "distributed.gpu_ids"),  # the launcher's alone
     }

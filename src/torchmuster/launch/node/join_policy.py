@@ -67,7 +67,8 @@ VARIABLES = frozenset(
 PLACES = frozenset(
     {
         *("model.model_name_or_path", "data.files", "data.hugging_face", "data.tokenizer"),
-        *("data.evaluation_files", "checkpoint.folder"),
+        *("data.evaluation_files", "data.images", "data.evaluation_images"),
+        *("data.chat_template", "checkpoint.folder"),
     }
 )
 # For these, a value that is not a local file would be downloaded from the Hugging Face hub.

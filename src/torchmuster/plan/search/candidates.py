@@ -50,8 +50,8 @@ def device_spreads(asked: PlanRequest) -> list[Candidate]:
         found = [one for one in found if one.strategy != "fsdp"]
     if not found and asked.work.load_in_4bit:
         raise Impossible(
-            "model.load_in_4bit cannot be combined with fsdp",
-            why=f"FSDP cannot shard 4-bit weights, and {_fixed(asked)}",
+            "a plan does not support model.load_in_4bit with fsdp",
+            why=f"sharded 4-bit weights are not traced, and {_fixed(asked)}",
             fix="use distributed.strategy: ddp without settings of fsdp, or leave out "
             "model.load_in_4bit",
         )

@@ -200,7 +200,7 @@ def prepare_rows(
         row_tokens=len(rows) * sequence_length if pack else len(ids),
         sample=sample,
     )
-    _write(
+    _write_rows(
         path,
         {
             "tokens": torch.frombuffer(ids, dtype=torch.int32),
@@ -292,7 +292,7 @@ def refuse_records(wrong: Sequence[tuple[str, MusterError]], seen: int) -> None:
     )
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor], facts: PreparedFacts) -> None:
+def _write_rows(path: Path, tensors: dict[str, torch.Tensor], facts: PreparedFacts) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -226,9 +226,10 @@ class DatasetData:
         return records_of(self._dataset, self._name)
 
     def identity(self) -> list[object]:
-        """Return what changes if the dataset does."""
-        known = getattr(self._dataset, "_fingerprint", None) or self._dataset[0]
-        return [self._name, len(self._dataset), known]
+        """Return what changes if the dataset does: its size, its files, else its first record."""
+        files = [Path(one["filename"]) for one in getattr(self._dataset, "cache_files", ())]
+        known = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+        return [self._name, len(self._dataset), *(known or [self._dataset[0]])]
 
     def source(self, rows: "TextRows") -> Source:
         """Return the records as a source of lanes."""
