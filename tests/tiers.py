@@ -10,6 +10,7 @@ import pytest
 # Of these files only the tests named here run in the default tier: a function, or one of its cases.
 # fmt: off
 DEFAULT: dict[str, list[str]] = {
+    "docs/fine-tuning.md": [],
     "docs/preference-tuning.md": [],
     "tests/ranks/test_equal_to_trl.py": [],
     "tests/hosts/test_away.py": ["test_several_that_are_away_are_told_apart_at_once"],

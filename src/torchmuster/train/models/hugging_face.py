@@ -153,6 +153,7 @@ def load_model(
     config = model_config(files, labels)
     replaced = bool(new_head(files, labels))
     transformers = _transformers()
+    transformers.logging.disable_progress_bar()  # a rank's output goes to a log
     verbosity = transformers.logging.get_verbosity()
     if replaced:  # Muster reports the new head itself
         transformers.logging.set_verbosity_error()
