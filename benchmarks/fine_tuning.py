@@ -1,6 +1,6 @@
-"""Compare ``muster train`` with TRL's SFTTrainer on the same chat data: step time and memory.
+"""Compare ``muster train`` with TRL's SFTTrainer and the transformers Trainer on the same chat data: step time and memory.
 
-Both train the same tiny model on the CPU, one process after the other, several times in turn: the speed of a shared
+All train the same tiny model on the CPU, one process after the other, several times in turn: the speed of a shared
 machine changes from minute to minute, so only the ratio within a pair counts. ``python benchmarks/fine_tuning.py --pairs 3``
 prints a table. The losses are equal: tests/ranks/test_equal_to_trl.py.
 """
@@ -28,28 +28,29 @@ def main() -> None:
     """Run the pairs and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--child", choices=("muster", "trl"))
+    parser.add_argument("--child", choices=tuple(CHILDREN))
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     if options.child:
-        {"muster": muster, "trl": trl}[options.child](options.folder)
+        CHILDREN[options.child](options.folder)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_job(folder)
-        measured: dict[str, list[dict[str, float]]] = {"muster": [], "trl": []}
+        measured: dict[str, list[dict[str, float]]] = {child: [] for child in CHILDREN}
         for pair in range(options.pairs):
-            for child in ("muster", "trl") if pair % 2 else ("trl", "muster"):
+            for child in sorted(CHILDREN, reverse=bool(pair % 2)):
                 measured[child].append(run(child, folder))
-    ratios = [
-        mine["step_ms"] / theirs["step_ms"]
-        for mine, theirs in zip(measured["muster"], measured["trl"], strict=True)
-    ]
     for child, results in measured.items():
         step_ms = statistics.median(one["step_ms"] for one in results)
         memory = statistics.median(one["peak_mib"] for one in results)
         print(f"{child:7} {step_ms:7.1f} ms per step, peak memory {memory:5.0f} MiB")
-    print(f"ratio muster / trl: {', '.join(f'{one:.2f}' for one in ratios)}")
+    for other in [child for child in CHILDREN if child != "muster"]:
+        ratios = [
+            mine["step_ms"] / theirs["step_ms"]
+            for mine, theirs in zip(measured["muster"], measured[other], strict=True)
+        ]
+        print(f"step time, muster / {other}: {', '.join(f'{one:.2f}' for one in ratios)}")
 
 
 def write_job(folder: Path) -> None:
@@ -176,6 +177,63 @@ def trl(folder: Path) -> None:
     ).train()
     report(moments)
 
+
+def trainer(folder: Path) -> None:
+    """Train with the transformers Trainer, on the tokens and labels that muster train makes."""
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokens
+    from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
+
+    moments: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            moments.append(time.perf_counter())
+
+    records = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    convert = RecordTokenizer(
+        RecordFormat(kind="chat"), TransformersTokenizer(str(folder / "model"))
+    )
+    rows = [
+        {"input_ids": list(one.ids[:LENGTH]), "labels": list(one.labels or ())[:LENGTH]}
+        for one in convert.documents(records)
+        if isinstance(one, Tokens)
+    ]
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        logging_steps=10,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    Trainer(
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        arguments,
+        train_dataset=rows,  # type: ignore[arg-type]
+        data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
+        callbacks=[Clock()],
+    ).train()
+    report(moments)
+
+
+CHILDREN = {"muster": muster, "trainer": trainer, "trl": trl}
 
 if __name__ == "__main__":
     main()

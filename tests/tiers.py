@@ -107,6 +107,7 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/ranks/test_muster_train.py": [
         "test_under_torchrun",
+        "test_what_needs_no_ranks_is_told_before_they_start",
     ],
     "tests/ranks/test_notebook.py": [
         "test_cells_run_on_ranks_and_what_is_alike_is_shown_once",

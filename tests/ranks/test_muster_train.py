@@ -177,3 +177,20 @@ def test_ranks_with_other_settings_end_together(
     told = line_with(done.err, "rank 1 ", "rank 0: ", "train.seed is 1, not 0")
     assert done.err.count(f"{told}\n") == 2
     assert [told, line_with(done.err, "TORCHMUSTER_ variables")] == snapshot
+
+
+def test_what_needs_no_ranks_is_told_before_they_start(
+    muster: Muster, folder: Path, snapshot: SnapshotAssertion
+) -> None:
+    (folder / "small").mkdir()
+    described = {"model_type": "llama", "vocab_size": 257, "max_position_embeddings": 64}
+    (folder / "small" / "config.json").write_text(json.dumps(described))
+    (folder / "data.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"txt": "three"}\n')
+    (folder / "config.yaml").write_text(
+        "model: {model_name_or_path: small}\n"
+        "data: {files: data.jsonl, tokenizer: bytes, sequence_length: 64}\n"
+    )
+    done = train(muster)
+    assert done.code == 2
+    assert done.err == snapshot
+    assert not list_runs(folder / "runs")

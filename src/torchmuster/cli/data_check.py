@@ -19,14 +19,17 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def check_data(resolved: Resolved) -> dict[str, object] | None:
-    """Check text data with its tokenizer in another process; return what it is, or None.
+    """Check text data and a model's files in another process; return what the data is, or None.
 
     Raises the errors that all ranks would raise, before any of them starts.
     """
-    data = resolved.settings.data
-    if not (data.files or data.hugging_face):
+    settings = resolved.settings
+    if settings.data.files or settings.data.hugging_face:
+        output.say("muster: checking the data and its tokenizer")
+    elif settings.model.model_name_or_path:
+        output.say("muster: checking the model's files")
+    else:
         return None
-    output.say("muster: checking the data and its tokenizer")
     done = subprocess.run(
         [
             *(sys.executable, "-m", _PROGRAM),
@@ -41,14 +44,14 @@ def check_data(resolved: Resolved) -> dict[str, object] | None:
         answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         raise MusterError(
-            f"the check of the data exited with code {done.returncode}",
+            f"the check of model and data exited with code {done.returncode}",
             why="its output is above",
             fix=f"run it alone: {sys.executable} -m {_PROGRAM} --config …",
         ) from None
     if "what" in answer:
         kind = Impossible if answer["impossible"] else MusterError
         raise kind(str(answer["what"]), why=str(answer["why"]), fix=str(answer["fix"]))
-    return answer
+    return answer or None
 
 
 def show_data(report: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Check and prepare the data of a training run before its ranks start, in a separate process.
+"""Check the model's files and prepare the data before the ranks start, in a separate process.
 
 ``python -m torchmuster.worker.prepare --config config.yaml`` prints one line of JSON: what the data
 is and a sample of it (:class:`DataReport`), or the error's ``what``, ``why`` and ``fix``.
@@ -41,11 +41,14 @@ class DataReport:
 def prepare_data(
     settings: Settings, say: Callable[[str], None] = lambda text: None
 ) -> DataReport | None:
-    """Check everything about text data that needs no ranks; None if the data is not text."""
-    if not (settings.data.files or settings.data.hugging_face):
-        return None
+    """Check everything about the model's files and text data that needs no ranks.
+
+    None if the data is not text.
+    """
     name = settings.model.model_name_or_path
     config = None if name is None else hugging_face.model_config(hugging_face.find_model(name))
+    if not (settings.data.files or settings.data.hugging_face):
+        return None
     rows, reason = text_rows(settings)
     check_tokens(
         config,
@@ -66,7 +69,8 @@ def write_data_report(run: RunFolder, rows: TextRows, settings: Settings) -> Non
     """Write what the data is into the run folder, if no one has; rank 0 calls it."""
     if holds_tokens(settings.data.files):
         return
-    report = data_report(rows, f"data.format is {settings.data.format}", training_data(settings))
+    reason = f"data.format is {settings.data.format}"
+    report = data_report(rows, reason, training_data(settings), check=False)
     with contextlib.suppress(OSError):  # only for the report
         write_atomically(run.data, json.dumps(asdict(report)))
 
@@ -76,18 +80,24 @@ def data_report(
     reason: str,
     data: FileData | DatasetData,
     *,
+    check: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> DataReport:
-    """Check all records, or as many as a few seconds allow; describe them."""
+    """Check all records, or as many as a few seconds allow, and describe them.
+
+    Without ``check``, text is only described: ranks check it while they read it.
+    """
     found = rows.of_data(data, say)
     kind = rows.how.kind
     head = f"data: {kind} ({reason})" if reason else f"data: {kind}"
     if isinstance(found, PreparedRows):
         first, *more = found.facts.lines()
         return DataReport(lines=[f"{head}; {first}", *more], sample=found.facts.sample)
-    checked, is_all = _check_records(rows, data)
-    extent = plural(checked, "record") if is_all else f"the first {checked:,} records"
-    return DataReport(lines=[f"{head}; {extent} checked"], sample=_first_sample(rows, data))
+    if check:
+        checked, is_all = _check_records(rows, data)
+        extent = plural(checked, "record") if is_all else f"the first {checked:,} records"
+        head = f"{head}; {extent} checked"
+    return DataReport(lines=[head], sample=_first_sample(rows, data))
 
 
 def _check_records(rows: TextRows, data: FileData | DatasetData) -> tuple[int, bool]:

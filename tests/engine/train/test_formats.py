@@ -296,6 +296,22 @@ def test_prepared_data_is_used_again_until_it_changes(
     assert prepared(rows_for(tokenizer), place).facts.records == 4
 
 
+def test_a_position_is_not_used_for_other_data(
+    tokenizer: TransformersTokenizer, tmp_path: Path
+) -> None:
+    records = [{"messages": chat("a", f"{one}")} for one in range(8)]
+    place = write_jsonl(tmp_path / "a.jsonl", records)
+    spec = LoaderSpec(global_batch_size=1)
+    loader = loader_for(prepared(rows_for(tokenizer), place), made_up_world(), spec)
+    state = loader.state()
+    again = loader_for(prepared(rows_for(tokenizer), place), made_up_world(), spec)
+    again.restore(state)
+    write_jsonl(tmp_path / "a.jsonl", records[::-1])
+    changed = loader_for(prepared(rows_for(tokenizer), place), made_up_world(), spec)
+    with pytest.raises(Impossible):
+        changed.restore(state)
+
+
 def test_packed_samples_do_not_see_each_other(
     model: Path, tokenizer: TransformersTokenizer, tmp_path: Path
 ) -> None:
