@@ -56,6 +56,7 @@ def hash_weights(
                 known[str(one)] = {"state": states[one], "sha256": digest}
         if cache is not None:
             kept = {str(one): known[str(one)] for one in weights}
+            cache.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(cache, json.dumps(kept, indent=1) + "\n")
     together = [f"{one.name} {known[str(one)]['sha256']}\n" for one in sorted(weights)]
     return hashlib.sha256("".join(together).encode()).hexdigest()

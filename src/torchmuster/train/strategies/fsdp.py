@@ -218,7 +218,7 @@ def _with_running_means(model: nn.Module) -> list[nn.Module]:
 
 
 def _of_another_dtype(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose trained parameters differ in dtype from most trained parameters.
+    """Return the modules inside whose trained parameters differ in dtype from most others.
 
     FSDP reduces the gradients of a group in one dtype. Next to a base model in bfloat16, peft's LoRA
     matrices are float32, but layers that it trains whole are bfloat16. Frozen parameters do not matter.
@@ -230,7 +230,8 @@ def _of_another_dtype(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if any(
+        if module is not model
+        and any(
             one.requires_grad and one.dtype is not usual for one in module.parameters(recurse=False)
         )
     ]
