@@ -268,6 +268,24 @@ def test_unusable_records_are_named_with_file_and_line(
     assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
 
 
+def test_rows_of_a_table_are_named_by_their_lines(
+    tokenizer: TransformersTokenizer, tmp_path: Path
+) -> None:
+    # Pandas writes its index as a column without a name.
+    (tmp_path / "a.csv").write_text(',prompt,completion\n0,"a\nb",c\n1,d\n2,e,f,g\n3,h,i\n')
+    with pytest.raises(Impossible) as refused:
+        prepared(rows_for(tokenizer, "prompt_completion"), str(tmp_path / "a.csv"))
+    assert [line.split(": ")[0] for line in refused.value.why.splitlines()] == [
+        f"{tmp_path}/a.csv:{number}" for number in (4, 5)
+    ]
+
+
+@pytest.mark.parametrize("tools", ["[{", 7])
+def test_tools_that_are_no_list_are_refused(tools: Any, tokenizer: TransformersTokenizer) -> None:
+    with pytest.raises(MusterError):
+        tokens_of({"messages": chat("a", "b"), "tools": tools}, tokenizer, kind="chat")
+
+
 def test_a_tokenizer_without_template(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     place = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}])
     with pytest.raises(Impossible) as refused:

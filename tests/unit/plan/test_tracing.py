@@ -246,7 +246,7 @@ def test_answers_that_keep_coming_do_not_hide_the_progress(folder: Path) -> None
         done.put((a_request(folder, 3), TraceRefused(what="no")))
 
     tracer = Tracer(cache=None, say=answer_once_heard)
-    tracer._said -= tracing._SAY_EVERY_S  # nothing was said for so long
+    tracer._said -= tracing._SAY_EVERY_S  # no progress was printed for so long
     assert len(tracer._collected(1, done)) == 1
     assert len(said) == 1
 

@@ -312,7 +312,12 @@ def _template_error(error: Exception) -> MusterError:
 def _tools(record: Any) -> Any:
     """Return the tools that a record lists for the template; some datasets store them as JSON."""
     tools = record.get("tools") if isinstance(record, Mapping) else None
-    return json.loads(tools) if isinstance(tools, str) and tools else tools
+    if not isinstance(tools, str) or not tools:
+        return tools or None
+    try:
+        return json.loads(tools)
+    except ValueError as error:
+        raise MusterError("the field tools is not JSON", why=str(error)) from None
 
 
 def _is_chat(value: Any) -> bool:

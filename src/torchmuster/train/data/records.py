@@ -59,7 +59,8 @@ def _lines(file: File, options: Mapping[str, Any]) -> Iterator[Record]:
 def _rows_of_csv(file: File, options: Mapping[str, Any]) -> Iterator[Record]:
     with open_file(file, options) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        rows = csv.DictReader(text, restkey="", strict=True)
+        rows = csv.DictReader(text, strict=True)
+        columns = len(rows.fieldnames or ())  # reads the first line
         while True:
             begin = rows.line_num + 1
             place = f"{file.shown}:{begin}"
@@ -70,8 +71,8 @@ def _rows_of_csv(file: File, options: Mapping[str, Any]) -> Iterator[Record]:
                 return
             if row is None:
                 return
-            if "" in row or None in row.values():
-                wrong = MusterError(f"the row does not have {len(rows.fieldnames or ())} columns")
+            if None in row or None in row.values():  # more or fewer than in the first line
+                wrong = MusterError(f"the row does not have {columns} columns")
                 yield Record(place, None, wrong)
                 continue
             yield Record(place, row)
