@@ -29,6 +29,7 @@ LEVELS = {
     "train": 3,
     "plan": 4,
     "bench": 5,
+    "prove": 5,
     "labs": 5,
     "worker": 6,
     "notebook": 6,

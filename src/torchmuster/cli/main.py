@@ -33,6 +33,9 @@ COMMANDS = {
     "profile": Command(
         "torchmuster.cli.profile", "find where training time goes and what to change"
     ),
+    "prove": Command(
+        "torchmuster.cli.prove", "show that a training script resumes and scales correctly"
+    ),
     "train": Command("torchmuster.cli.train", "train a model from a settings file"),
     "recipe": Command("torchmuster.cli.recipe", "write a settings file for a common fine-tuning"),
     "run": Command("torchmuster.cli.run", "start a script on one or more hosts"),

@@ -1,23 +1,18 @@
 """``muster profile``: find where training time goes, and what would make it faster."""
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torchmuster.bench.profile.recording import WARM_UP_STEPS, ProfileRequest
 from torchmuster.cli import output, parsers
-from torchmuster.cli.config import add_setting_flags, settings_from
+from torchmuster.cli.config import add_setting_flags
 from torchmuster.cli.job_flags import count
 from torchmuster.cli.scripts import script_from
-from torchmuster.config.here import check_here
-from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder
-from torchmuster.config.written import settings_arguments
-from torchmuster.devices import snapshot
-from torchmuster.devices.visibility import visible
+from torchmuster.cli.training_command import device_of_ranks, settings_file, training_command
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.units import parse_bytes
 
@@ -26,7 +21,6 @@ if TYPE_CHECKING:
     from torchmuster.bench.profile.analysis import Analysis
     from torchmuster.bench.profile.changes import ChangeTrial
 
-_WORKER = "torchmuster.worker"
 _USUAL_STEPS = (20, 23)
 _PLAIN_STEPS = 4  # minimum number of steps timed before the profiler starts
 _TRIAL_ROUNDS, _PROOF_ROUNDS = 2, 3
@@ -171,8 +165,8 @@ def _asked(options: argparse.Namespace) -> ProfileRequest:
     """Return the profile request; raise an error before anything runs if it cannot work."""
     from torchmuster.bench.profile.capture import new_folder
 
-    device, devices = _profile_device(options)
-    config = _config(options)
+    device, devices = device_of_ranks(options)
+    config = settings_file(options)
     ranks = options.ranks or devices or 1
     if device == "gpu" and ranks > devices:
         raise Impossible(
@@ -191,7 +185,9 @@ def _asked(options: argparse.Namespace) -> ProfileRequest:
         script = script_from(options, Path.cwd())
         command, module = script.command, script.module
     else:
-        command, module = _training(options, config, device), True
+        last = options.steps[1]
+        command = training_command(options, config, device, steps=last, doing="a trace of")
+        module = True
     first, last = options.steps
     return ProfileRequest(
         command=command,
@@ -207,49 +203,6 @@ def _asked(options: argparse.Namespace) -> ProfileRequest:
         with_memory=options.memory,
         into=str(new_folder(options.out).absolute()),
     )
-
-
-def _profile_device(options: argparse.Namespace) -> tuple[Literal["cpu", "gpu"], int]:
-    """Return the device type of the ranks, and the number of visible GPUs."""
-    if options.device == "cpu":
-        return "cpu", 0
-    seen = len(visible(snapshot.take_snapshot().accelerators, os.environ).devices)
-    if seen or options.device == "gpu":
-        return "gpu", seen
-    return "cpu", 0
-
-
-def _config(options: argparse.Namespace) -> Path | None:
-    """Return the settings file, given with or without its flag; None for a script."""
-    words = options.stray
-    if len(words) == 1 and words[0].endswith((".yaml", ".yml")) and options.config is None:
-        options.stray, options.config = [], Path(words[0])
-    if options.config is not None and options.command:
-        raise Impossible(
-            "a settings file and a script were both given",
-            why="a settings file is for muster train's own training loop; a script has its own settings",
-            fix="give one of the two",
-        )
-    config: Path | None = options.config
-    return config
-
-
-def _training(options: argparse.Namespace, config: Path, device: str) -> tuple[str, ...]:
-    """Return the command of a rank that trains from a settings file."""
-    resolved = with_absolute_folder(settings_from(options))
-    check_trainable(resolved, file=str(config))
-    check_here(resolved)
-    steps, last = resolved.settings.train.steps, options.steps[1]
-    if steps is not None and steps < last:
-        raise Impossible(
-            f"a trace of step {last} was requested, but the training has {steps} steps",
-            why=f"train.steps is {steps} ({resolved.sources['train.steps'].where})",
-            fix=f"--set train.steps={last}",
-        )
-    # A profile is not sent to trackers.
-    needed = [path for path in paths_for_ranks() if not path.startswith("metrics.")]
-    words = (_WORKER, *settings_arguments(resolved, needed))
-    return (*words, "--device", "cpu") if device == "cpu" else words
 
 
 def _record(asked: ProfileRequest) -> None:

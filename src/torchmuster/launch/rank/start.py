@@ -67,7 +67,7 @@ def main() -> None:
     # The agent's own value differs (elastic_agent.py); this is torchrun's.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     try:
-        _run_start(command, module=settings["module"])
+        run_command(command, module=settings["module"])
     except BaseException as error:
         error.__traceback__ = _without_this_file(error.__traceback__)
         if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -126,7 +126,8 @@ def _begin_recording(rank: int, records: Path, world_size: int, first_step: int)
         atexit.register(recorder.end)
 
 
-def _run_start(command: list[str], *, module: bool) -> None:
+def run_command(command: list[str], *, module: bool) -> None:
+    """Run a script or module in this process, as Python would run it with these arguments."""
     sys.argv = command
     if module:
         sys.path[0] = str(Path.cwd())

@@ -1,0 +1,1 @@
+"""``muster prove``: show that a training script resumes and scales correctly."""

@@ -1,0 +1,206 @@
+"""Run the ranks of a trial, forked from one process that has imported torch and the libraries of the script.
+
+A proof starts a script ten times or more; importing takes most of the time of a short run. The process is that of Python's
+``forkserver``. Ranks get the variables of torchrun; when one fails, the others get SIGTERM, and are killed a few seconds later.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import msgspec
+
+from torchmuster.prove.records import TrialRequest, file_of
+
+_PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch._dynamo",  # seconds of work that the first optimizer of each rank would do
+    "torchmuster.prove.probes.recorded",
+    "torchmuster.prove.probes.before_libraries",
+)
+# Libraries whose import does not depend on the rank (Lightning's does), if the script mentions them.
+_LIBRARIES = {
+    "transformers": ("transformers.trainer", "accelerate"),
+    "trl": ("transformers.trainer", "accelerate", "datasets"),
+    "accelerate": ("accelerate",),
+    "datasets": ("datasets",),
+}
+_GRACE_S = 5.0
+_HANGS_AFTER_S = 180.0  # without a new step or line of output
+_STARTS_WITHIN_S = 1800.0
+_SAY_EVERY_S = 10.0
+_PORTS = range(20_000, 30_000)  # below those that the system gives to other programs
+_PR_SET_PDEATHSIG = 1
+
+
+def preload_for(source: str) -> None:
+    """Choose what the process imports from which ranks are forked, by the source of the script."""
+    names = [
+        name
+        for library, modules in _LIBRARIES.items()
+        if re.search(rf"\b(?:import|from)\s+{library}\b", source)
+        for name in modules
+    ]
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOADED, *names])
+
+
+def run_ranks(
+    request: TrialRequest,
+    environment: dict[str, str],
+    *,
+    doing: str,
+    say: Callable[[str], None],
+) -> str:
+    """Run a trial; return why it failed, or ""."""
+    shared = {
+        **environment,
+        "WORLD_SIZE": str(request.ranks),
+        "LOCAL_WORLD_SIZE": str(request.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": request.name,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    context = multiprocessing.get_context("forkserver")
+    processes = [
+        context.Process(
+            target=_be_rank,
+            args=(
+                msgspec.json.encode(request),
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)},
+                rank,
+            ),
+        )
+        for rank in range(request.ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        return _watch(processes, request, doing, say)
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+            process.close()
+
+
+def _free_port() -> int:
+    for _ in range(100):
+        port = random.choice(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as test:
+            test.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 20000 and 30000")
+
+
+def _watch(
+    processes: Sequence[ForkServerProcess],
+    request: TrialRequest,
+    doing: str,
+    say: Callable[[str], None],
+) -> str:
+    """Wait for all ranks; when one fails, stop the others."""
+    begun_s = said_s = grown_s = time.monotonic()
+    size, trouble, ends_s = 0, "", None
+    while alive := [process for process in processes if process.exitcode is None]:
+        wait([process.sentinel for process in alive], timeout=0.2)
+        now_s = time.monotonic()
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+        if failed and ends_s is None:
+            trouble = _failure(request, processes, failed)
+            ends_s = now_s + _GRACE_S
+            _signal(alive, signal.SIGTERM)
+        if ends_s is not None and now_s > ends_s:
+            _signal(alive, signal.SIGKILL)
+        if (written := _written(request)) != size:
+            size, grown_s = written, now_s
+        recorded = any(file_of(Path(request.into), rank).exists() for rank in range(request.ranks))
+        if now_s - grown_s > (_HANGS_AFTER_S if recorded else _STARTS_WITHIN_S) and ends_s is None:
+            trouble = f"the ranks hang: no step and no output for {now_s - grown_s:.0f} s"
+            ends_s = now_s
+        if now_s - said_s > _SAY_EVERY_S:
+            said_s = now_s
+            say(f"{doing}: {now_s - begun_s:.0f} s so far")
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+    return trouble or (_failure(request, processes, failed) if failed else "")
+
+
+def _signal(processes: Sequence[ForkServerProcess], number: signal.Signals) -> None:
+    for process in processes:
+        if process.pid is not None and process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def _written(request: TrialRequest) -> int:
+    """Return the size of everything that the ranks wrote about themselves."""
+    total = 0
+    for path in Path(request.into).iterdir():
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _failure(
+    request: TrialRequest, processes: Sequence[ForkServerProcess], failed: Sequence[int]
+) -> str:
+    """Describe the first failure: the exception of a rank, or its signal."""
+    errors = [path for rank in failed if (path := _error_file(request, rank)).exists()]
+    if errors:
+        first = min(errors, key=lambda path: path.stat().st_mtime)
+        rank = first.name.removeprefix("rank-").partition(".")[0]
+        text = first.read_text(encoding="utf-8", errors="replace").strip()
+        return f"rank {rank}: {text.splitlines()[-1]}\n{text}"
+    code = processes[failed[0]].exitcode or 0
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    log = Path(request.into) / f"rank-{failed[0]}.log"
+    tail = (
+        log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:] if log.exists() else []
+    )
+    return "\n".join([f"rank {failed[0]} ended with {how}", *tail])
+
+
+def _error_file(request: TrialRequest, rank: int) -> Path:
+    return Path(request.into) / f"rank-{rank}.error"
+
+
+def _be_rank(request_json: bytes, environment: dict[str, str], rank: int) -> None:
+    """Run the script as one rank, in a process that has just been forked."""
+    request = msgspec.json.decode(request_json, type=TrialRequest)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(environment)
+    os.chdir(request.folder)
+    log = os.open(Path(request.into) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    from torchmuster.prove.probes.recorded import run_recorded
+
+    try:
+        run_recorded(request)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _error_file(request, rank).write_text(f"the script exited with: {end.code}\n")
+        raise
+    except BaseException:
+        _error_file(request, rank).write_text(traceback.format_exc())
+        raise

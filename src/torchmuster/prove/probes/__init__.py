@@ -1,0 +1,1 @@
+"""The parts of ``muster prove`` that run in each rank."""

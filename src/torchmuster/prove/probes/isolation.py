@@ -1,0 +1,131 @@
+"""Keep a trial from changing anything outside its own folder, and from uploading anything.
+
+The script and its libraries run unchanged: a write elsewhere is refused with an error that names the path.
+"""
+
+import functools
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchmuster.integrations.import_hooks import when_imported
+
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Caches belong to the libraries: what a trial adds to them is what any run adds.
+_CACHES = (
+    *("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "TORCH_HOME", "XDG_CACHE_HOME"),
+    *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR"),
+)
+_HOME_CACHES = (".cache", ".config", ".triton", ".nv", ".lightning", ".local/share")
+_ALWAYS = ("/dev", "/proc", "/sys")
+_UPLOADS = ("create_repo", "create_commit", "upload_file", "upload_folder", "upload_large_folder")
+
+
+class WriteOutside(PermissionError):
+    """The script wrote to a place outside the copy of its working folder."""
+
+
+def allow_writes_only(folders: Sequence[str]) -> None:
+    """Refuse writes outside these folders, temporary folders and caches, from now on."""
+    home = Path.home()
+    allowed = [
+        *folders,
+        *_ALWAYS,
+        tempfile.gettempdir(),  # of this trial
+        *(os.environ[name] for name in _CACHES if os.environ.get(name)),
+        *(str(home / name) for name in _HOME_CACHES),
+    ]
+    roots = tuple(str(Path(one).resolve()) for one in allowed)
+    inside = tuple(f"{root}{os.sep}" for root in roots)
+
+    def check(path: Any) -> None:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return  # a descriptor that is already open
+        place = os.path.realpath(os.fsdecode(path))
+        if place.startswith(inside) or place in roots or "__pycache__" in place:
+            return
+        raise WriteOutside(
+            f"muster prove: the script writes to {place}, outside the copy of its folder; pass the folder as an "
+            "argument of the script, and give it to muster prove with --outputs"
+        )
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            writes = any(letter in mode for letter in "wax+") if mode else flags & _WRITE_FLAGS
+            if writes:
+                check(path)
+        elif event in ("os.remove", "os.rmdir", "os.truncate") or (
+            event == "os.mkdir" and not Path(os.fsdecode(arguments[0])).is_dir()
+        ):
+            check(arguments[0])
+        elif event == "os.rename":
+            check(arguments[0])
+            check(arguments[1])
+
+    sys.addaudithook(watch)
+    # These open files in C++ and Rust, which no audit hook sees.
+    torch.save = _checked_save(torch.save, check)
+    _before_safetensors.append(lambda _, path: check(path))
+
+
+def _checked_save(usual: Any, check: Any) -> Any:
+    @functools.wraps(usual)
+    def save(obj: Any, f: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(f, str | os.PathLike):
+            check(f)
+        return usual(obj, f, *arguments, **named)
+
+    return save
+
+
+# Called with the tensors and the path of each file that safetensors writes.
+_before_safetensors: list[Callable[[Any, Any], None]] = []
+
+
+def before_safetensors(call: Callable[[Any, Any], None]) -> None:
+    """Call a function before safetensors writes a file."""
+    _before_safetensors.append(call)
+
+
+def watch_safetensors() -> None:
+    """Wrap ``save_file``; libraries import it by name, so this comes before their import."""
+    when_imported("safetensors.torch", _wrap_save_file)
+
+
+def _wrap_save_file(module: Any) -> None:
+    usual = module.save_file
+
+    @functools.wraps(usual)
+    def save_file(tensors: Any, filename: Any, *arguments: Any, **named: Any) -> Any:
+        for call in _before_safetensors:
+            call(tensors, filename)
+        return usual(tensors, filename, *arguments, **named)
+
+    module.save_file = save_file
+
+
+def block_uploads() -> None:
+    """Replace uploads to the Hugging Face hub by a message."""
+    when_imported("huggingface_hub.hf_api", _replace_uploads)
+
+
+def _replace_uploads(module: Any) -> None:
+    def replacement(name: str) -> Any:
+        def blocked(*arguments: Any, **named: Any) -> Any:
+            repository = named.get("repo_id", "")
+            print(f"muster prove: blocked {name} {repository}", file=sys.stderr)
+            return types.SimpleNamespace(repo_id=repository, url="", commit_url="", oid="")
+
+        return blocked
+
+    for name in _UPLOADS:
+        setattr(module.HfApi, name, replacement(name))
+        if hasattr(module, name):
+            setattr(module, name, replacement(name))
