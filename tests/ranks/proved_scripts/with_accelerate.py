@@ -93,7 +93,7 @@ train = DataLoader(
 held_out = DataLoader(Samples(10_000, 32), 8, generator=torch.Generator())
 # Of all ranks together, because a prepared scheduler steps once for each rank.
 total = len(train) // options.accumulate * options.epochs
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (total + 1))
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
 model, optimizer, held_out = accelerator.prepare(model, optimizer, held_out)
 if fault != "loader-not-prepared":
     train = accelerator.prepare(train)
