@@ -93,6 +93,7 @@ def training_function(args):
     digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights))
     accelerator.print(f"final {digest.hexdigest()[:16]} at step {overall_step}")
     accelerator.end_training()
+    return model
 
 
 if __name__ == "__main__":
@@ -102,4 +103,5 @@ if __name__ == "__main__":
     parser.add_argument("--checkpointing_steps", type=int, default=3)
     parser.add_argument("--resume_from_checkpoint", help="a folder, or last")
     parser.add_argument("--output_dir", default="out")
-    training_function(parser.parse_args())
+    # The model lives until the exit: gloo of torch 2.13 can deadlock where DDP is freed at once after a collective.
+    trained = training_function(parser.parse_args())

@@ -71,6 +71,7 @@ def save(step):
     accelerator.save_state(str(temporary))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
         for old in sorted(checkpoints(), key=os.path.getmtime)[:-3]:
             shutil.rmtree(old)
@@ -90,7 +91,9 @@ train = DataLoader(
     Samples(0, 64), options.batch_size, shuffle=True, generator=torch.Generator().manual_seed(1)
 )
 held_out = DataLoader(Samples(10_000, 32), 8, generator=torch.Generator())
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+# Of all ranks together, because a prepared scheduler steps once for each rank.
+total = len(train) // options.accumulate * options.epochs
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
 model, optimizer, held_out = accelerator.prepare(model, optimizer, held_out)
 if fault != "loader-not-prepared":
     train = accelerator.prepare(train)
