@@ -128,6 +128,11 @@ DEFAULT: dict[str, list[str]] = {
         "test_under_torchrun_unchanged",
         "test_spawned_ranks_meet_on_loopback_without_a_launcher",
     ],
+    "tests/ranks/test_prove.py": [
+        "test_the_users_files_stay_as_they_are",
+        "test_a_write_outside_the_folder_is_refused",
+        "test_a_fault_is_the_first_difference[plain-no-set-epoch]",
+    ],
     "tests/ranks/test_profile.py": [
         "test_every_phase_of_a_step_is_seen_without_a_change_of_the_script",
         "test_what_it_was_that_trained_is_written_down",

@@ -76,11 +76,14 @@ def split_off(
     return words, None
 
 
+_TAKE_A_FLAG = ("--resume-with", "--batch-arg", "--accumulation-arg")
+
+
 def with_joined_values(words: list[str]) -> list[str]:
     """Join ``--resume-with --flag`` with ``=``: argparse would take its value for a flag of muster."""
     joined: list[str] = []
     for word in words:
-        if joined and joined[-1] == "--resume-with":
+        if joined and joined[-1] in _TAKE_A_FLAG:
             joined[-1] += f"={word}"
         else:
             joined.append(word)

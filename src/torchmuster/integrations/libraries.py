@@ -14,6 +14,7 @@ def record_script(rank: int, records: Path, world_size: int) -> Recorder:
     watch_torch(recorder)
     when_imported("transformers.trainer", _watch_transformers)
     when_imported("accelerate.accelerator", _watch_accelerate)
+    when_imported("lightning.fabric.fabric", _watch_fabric)
     when_imported("deepspeed.runtime.engine", _watch_deepspeed)
     when_imported("torchtitan.components.metrics", _watch_torchtitan)
     return recorder
@@ -29,6 +30,12 @@ def _watch_accelerate(module: ModuleType) -> None:
     from torchmuster.integrations.accelerate import watch_accelerator
 
     watch_accelerator(module)
+
+
+def _watch_fabric(module: ModuleType) -> None:
+    from torchmuster.integrations.lightning import watch_fabric_saves
+
+    watch_fabric_saves(module)
 
 
 def _watch_deepspeed(module: ModuleType) -> None:

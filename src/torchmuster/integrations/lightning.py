@@ -1,10 +1,13 @@
-"""Record the losses, evaluations and checkpoints of Lightning's Trainer.
+"""Record the losses, evaluations and checkpoints of Lightning's Trainer, and the checkpoints of Fabric.
 
 Lightning finds the callback through its entry point (``lightning.pytorch.callbacks_factory``), so a script needs no change.
 """
 
+import functools
 import importlib
 import sys
+import time
+from types import ModuleType
 from typing import Any
 
 from torchmuster.integrations import recorder as recording
@@ -21,6 +24,26 @@ def callbacks() -> list[Any]:
 def old_callbacks() -> list[Any]:
     """Return the callback for the package ``pytorch_lightning``; none outside of ``muster run``."""
     return _callbacks("pytorch_lightning")
+
+
+def watch_fabric_saves(module: ModuleType) -> None:
+    """Record what every ``Fabric`` saves from now on."""
+    kind = module.Fabric
+    save = kind.save
+
+    @functools.wraps(save)
+    def saved(self: Any, path: Any, *arguments: Any, **names: Any) -> None:
+        recorder = recording.recorder
+        if recorder is None:
+            save(self, path, *arguments, **names)
+            return
+        began = time.perf_counter()
+        with recorder.library_saves():
+            save(self, path, *arguments, **names)
+        took_s = time.perf_counter() - began
+        recorder.saved(str(path), library="torch.save", seconds=took_s)
+
+    kind.save = saved
 
 
 def _callbacks(package: str) -> list[Any]:

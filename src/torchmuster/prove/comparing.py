@@ -1,5 +1,8 @@
 """Compare trials and name the first thing that differs. Pure functions of records."""
 
+import itertools
+import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +16,10 @@ Property = Literal["determinism", "resume", "ranks"]
 # Relative difference of gradient norms that only the order of additions explains, in the first step.
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 _GROWTH = 10.0  # of the rounding in later steps, whose weights differ already
-_NEAR = 0.02  # of a simple ratio, such as 2
+_NEAR = 0.3  # a factor is that of the ranks if it is so much nearer to it than to 1, as logarithms
 _MOSTLY = 0.5  # share of the samples
 _FEW_SAMPLES = 4
+_LONGEST_ERROR = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +42,10 @@ class Difference:
 
 def compare_repeated(first: TrialRecord, second: TrialRecord) -> Difference | None:
     """Return where two runs of the same script differ first."""
+    drawn = _drawn_from(first, second)
     for step in range(min(first.steps, second.steps)):
         for one, other in zip(first.ranks, second.ranks, strict=True):
-            found = list(_differing(one.steps[step], other.steps[step], is_first=step == 0))
+            found = list(_differing(one.steps[step], other.steps[step], drawn, is_first=step == 0))
             if found:
                 kind, what = found[0]
                 return Difference(
@@ -62,7 +67,9 @@ def compare_repeated(first: TrialRecord, second: TrialRecord) -> Difference | No
     return None
 
 
-def _differing(one: StepRecord, other: StepRecord, *, is_first: bool) -> Iterator[tuple[str, str]]:
+def _differing(
+    one: StepRecord, other: StepRecord, drawn: set[str], *, is_first: bool
+) -> Iterator[tuple[str, str]]:
     """Yield what differs between the same step of two runs, causes before effects."""
     if is_first and one.weights_before != other.weights_before:
         yield "weights", "the weights before the first step differ"
@@ -76,8 +83,8 @@ def _differing(one: StepRecord, other: StepRecord, *, is_first: bool) -> Iterato
     if one.scale != other.scale:
         yield "loss-scale", f"the loss scale is {other.scale} instead of {one.scale}"
     if _computes_otherwise(one, other):
-        if one.rng != other.rng:
-            names = [name for name in one.rng if one.rng[name] != other.rng.get(name)]
+        names = [name for name in one.rng if name in drawn and one.rng[name] != other.rng.get(name)]
+        if names:
             yield "rng", f"the random state of {', '.join(names)} differs, and so does the result"
         else:
             yield "computation", "the same weights and samples give another result"
@@ -89,6 +96,18 @@ def _differing(one: StepRecord, other: StepRecord, *, is_first: bool) -> Iterato
         yield "optimizer-state", f"the optimizer state differs: {_names(one.state, other.state)}"
     if one.weights != other.weights:
         yield "weights", "the weights after the step differ"
+
+
+def _drawn_from(*trials: TrialRecord) -> set[str]:
+    """Return the random generators from which steps draw: those whose state changes."""
+    return {
+        name
+        for trial in trials
+        for rank in trial.ranks
+        for one, following in itertools.pairwise(rank.steps)
+        for name, state in one.rng.items()
+        if following.rng.get(name) != state
+    }
 
 
 def _inputs(step: StepRecord) -> list[str]:
@@ -118,12 +137,19 @@ def _names(one: dict[str, str], other: dict[str, str]) -> str:
 # ---- a resumed run
 
 
-def compare_resumed(
-    baseline: TrialRecord, trial: ResumeTrial, *, exact: bool = True
-) -> Difference | None:
-    """Return the first thing in which a resumed run differs from the undisturbed one; None if nothing does.
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """How a resumed run differs from the undisturbed one; ``rounding`` is the largest relative difference of norms."""
 
-    Without ``exact``, the script does not even repeat itself bitwise: only data, learning rates and scale are compared.
+    difference: Difference | None
+    rounding: float = 0.0
+
+
+def compare_resumed(baseline: TrialRecord, trial: ResumeTrial, *, exact: bool = True) -> Resumed:
+    """Find the first thing in which a resumed run differs from the undisturbed one.
+
+    DDP adds up gradients in another order in the first step of a process; with more than two ranks this changes the last
+    digits, which is not a difference. Without ``exact``, the script does not even repeat itself bitwise: only data, learning rates and scale are compared.
     """
     resumed = trial.resumed
     saves = trial.stopped.saves
@@ -131,63 +157,82 @@ def compare_resumed(
     save = next((save for save in reversed(saves) if save.step == expected), None)
     after = f"after a stop at step {trial.stop.after_step} ({trial.stop.how})"
 
-    def difference(kind: str, step: int, what: str, **more: object) -> Difference:
+    def differs(kind: str, step: int, what: str, **more: object) -> Resumed:
         loader = baseline.ranks[0].line_of("loader")
         line = loader if kind == "data-order" else (save.line if save else "")
-        return Difference(
-            property="resume",
-            kind=kind,
-            step=step,
-            what=what,
-            trial=trial.name,
-            line=line,
-            keys=tuple(save.keys) if save else (),
-            **more,  # type: ignore[arg-type]
+        return Resumed(
+            difference=Difference(
+                property="resume",
+                kind=kind,
+                step=step,
+                what=what,
+                trial=trial.name,
+                line=line,
+                keys=tuple(save.keys) if save else (),
+                **more,  # type: ignore[arg-type]
+            )
         )
 
     if not resumed.steps:
         kind = "torn-checkpoint" if trial.torn else "resume-failed"
-        said = resumed.trouble or "it made no steps, and exited without an error"
-        first = said.splitlines()[0]
-        return difference(kind, expected, f"{after}, the script does not resume: {first}")
+        if not resumed.trouble:
+            what = f"{after}, the script made no more steps, and exited without an error"
+            return differs("torn-checkpoint" if trial.torn else "ended-early", expected, what)
+        said = resumed.trouble
+        return differs(kind, expected, f"{after}, the script does not resume: {_short(said)}")
     start = resumed_from(baseline, resumed, expected)
     if start is None and not exact:
         start = expected
+    if start == 0 and expected > 0 and _loaded_the_rest(baseline, resumed, expected):
+        what = f"{after}, the weights are those of the start, but the rest of the checkpoint was loaded"
+        return differs("weights", expected, what)
     if start == 0 and expected > 0:
         what = f"{after}, the script started from zero instead of step {expected}"
-        return difference("started-from-zero", 1, what)
+        return differs("started-from-zero", 1, what)
     if start is None:
         kind = "torn-checkpoint" if trial.torn else "weights"
         what = f"{after}, the weights are not those of any step of the undisturbed run"
-        return difference(kind, expected, what)
+        return differs(kind, expected, what)
     if start < expected:
         what = f"{after}, the script resumed from step {start}; its newest checkpoint is of step {expected}"
-        return difference("older-checkpoint", start, what)
-    found = _first_difference(baseline, resumed, start, exact=exact)
+        return differs("older-checkpoint", start, what)
+    found, rounding = _first_difference(baseline, resumed, start, exact=exact)
     if found is None:
         last = start + resumed.steps
         if last < baseline.steps and resumed.trouble:
-            said = resumed.trouble.splitlines()[0]
-            return difference(
-                "resume-failed", last, f"{after}, it failed after step {last}: {said}"
-            )
+            said = _short(resumed.trouble)
+            return differs("resume-failed", last, f"{after}, it failed after step {last}: {said}")
         if last < baseline.steps:
             what = (
                 f"resumed from step {start}, the script ended after step {last} of {baseline.steps}"
             )
-            return difference("ended-early", last, what)
-        return None
+            return differs("ended-early", last, what)
+        return Resumed(difference=None, rounding=rounding)
     step, rank, kinds = found
     kind, what = kinds[0]
     if kind == "data-order":
         what = data_order(baseline.ranks[rank], resumed.ranks[rank], start)
-    return difference(
+    return differs(
         kind,
         step,
         f"resumed from step {start}, step {step}: {what}",
         rank=rank,
         also=tuple(dict.fromkeys(name for name, _ in kinds[1:] if name != kind)),
     )
+
+
+def _short(trouble: str) -> str:
+    """Return the first line of an error, without its end if it is long."""
+    return textwrap.shorten(trouble.splitlines()[0], _LONGEST_ERROR, placeholder=" …")
+
+
+def _loaded_the_rest(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> bool:
+    """Return whether a run without the weights of its checkpoint has the optimizer state or learning rate of it."""
+    steps, first = baseline.ranks[0].steps, resumed.ranks[0].steps[0]
+    if first.state_before and first.state_before == steps[expected - 1].state:
+        return True
+    rates = [steps[number].learning_rates for number in (0, min(expected, len(steps) - 1))]
+    return rates[0] != rates[1] and first.learning_rates == rates[1]
 
 
 def resumed_from(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> int | None:
@@ -201,7 +246,12 @@ def resumed_from(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> 
 
 def _first_difference(
     baseline: TrialRecord, resumed: TrialRecord, start: int, *, exact: bool
-) -> tuple[int, int, list[tuple[str, str]]] | None:
+) -> tuple[tuple[int, int, list[tuple[str, str]]] | None, float]:
+    """Return the first step, rank and kinds of differences, and the largest rounding before it."""
+    parameters = baseline.ranks[0].parameters
+    allowed = _ROUNDING.get(parameters.dtype if parameters else "float32", 1e-4) / _GROWTH
+    rounding = 0.0
+    drawn = _drawn_from(baseline, resumed)
     for number in range(min(resumed.steps, baseline.steps - start)):
         for one, other in zip(baseline.ranks, resumed.ranks, strict=True):
             before = one.steps[start - 1] if start else None
@@ -215,16 +265,46 @@ def _first_difference(
                 if (others.state_before or {}) != state:
                     names = _names(state, others.state_before or {})
                     kinds.append(("optimizer-state", f"the optimizer state differs: {names}"))
-            kinds += _differing(own, others, is_first=False)
+            kinds += _differing(own, others, drawn, is_first=False)
             kinds += _copies(before, own, others)
             if number == 0 and any(kind == "accumulation" for kind, _ in kinds):
                 kinds = [one for one in kinds if one[0] == "accumulation"] + kinds
+            apart = _apart(own, others)
+            limit = allowed * (_GROWTH if rounding else 1.0)
+            if kinds and exact and apart <= limit and (rounding or _is_rounding(kinds)):
+                rounding = max(rounding, apart)
+                kinds = [kind for kind in kinds if kind[0] in _EXACT]
             if not exact:
-                kept = ("accumulation", "data-order", "loss-scale", "learning-rate")
-                kinds = [one for one in kinds if one[0] in kept]
+                kinds = [kind for kind in kinds if kind[0] in _EXACT]
             if kinds:
-                return start + number + 1, one.rank, kinds
-    return None
+                return (start + number + 1, one.rank, kinds), rounding
+    return None, rounding
+
+
+# What never depends on rounding.
+_EXACT = ("accumulation", "data-order", "loss-scale", "learning-rate")
+
+
+def _is_rounding(kinds: Sequence[tuple[str, str]]) -> bool:
+    """Return whether the same weights, data and state gave a slightly different result."""
+    return kinds[0][0] in ("computation", "rng")
+
+
+def _apart(one: StepRecord, other: StepRecord) -> float:
+    """Return the largest relative difference of losses and norms of a step."""
+    pairs = [
+        (
+            one.replicated_square + one.sharded_square,
+            other.replicated_square + other.sharded_square,
+        ),
+        (one.weights_norm, other.weights_norm),
+        *(
+            (own.loss, its.loss)
+            for own, its in zip(one.micro_batches, other.micro_batches, strict=False)
+            if own.loss is not None and its.loss is not None
+        ),
+    ]
+    return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in pairs)
 
 
 def _copies(
@@ -479,7 +559,8 @@ def _scaling_difference(
 ) -> Difference:
     found = others / own if own else float("inf")
     times = f"the gradient norm of step {step + 1} is {others:.5g} with {names[1]} and {own:.5g} with {names[0]}"
-    if any(abs(found / one - 1) < _NEAR for one in (ratio, 1 / ratio)):
+    size = abs(math.log(found)) if 0 < found < math.inf else math.inf
+    if any(abs(math.log(found / one)) < _NEAR * size for one in (ratio, 1 / ratio)):
         kind = "accumulation-scale" if accumulation else "gradient-scale"
         times += f": a factor of {found:.3g}"
     else:

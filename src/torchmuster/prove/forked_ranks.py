@@ -13,12 +13,14 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,7 +31,6 @@ _PRELOADED = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.data",
-    "torch._dynamo",  # seconds of work that the first optimizer of each rank would do
     "torchmuster.prove.probes.recorded",
     "torchmuster.prove.probes.before_libraries",
 )
@@ -39,6 +40,7 @@ _LIBRARIES = {
     "trl": ("transformers.trainer", "accelerate", "datasets"),
     "accelerate": ("accelerate",),
     "datasets": ("datasets",),
+    "torchmuster": ("torchmuster.worker.training", "transformers.models.auto.modeling_auto"),
 }
 _GRACE_S = 5.0
 _HANGS_AFTER_S = 180.0  # without a new step or line of output
@@ -63,10 +65,14 @@ def run_ranks(
     request: TrialRequest,
     environment: dict[str, str],
     *,
+    fresh: bool = False,
     doing: str,
     say: Callable[[str], None],
 ) -> str:
-    """Run a trial; return why it failed, or ""."""
+    """Run a trial; return why it failed, or "".
+
+    ``fresh`` ranks are new interpreters, each with its own seed for the order of sets, as in a real run.
+    """
     shared = {
         **environment,
         "WORLD_SIZE": str(request.ranks),
@@ -79,8 +85,8 @@ def run_ranks(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
-    context = multiprocessing.get_context("forkserver")
-    processes = [
+    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    processes: list[BaseProcess] = [
         context.Process(
             target=_be_rank,
             args=(
@@ -98,6 +104,8 @@ def run_ranks(
     finally:
         for process in processes:
             if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
             process.close()
@@ -113,7 +121,7 @@ def _free_port() -> int:
 
 
 def _watch(
-    processes: Sequence[ForkServerProcess],
+    processes: Sequence[BaseProcess],
     request: TrialRequest,
     doing: str,
     say: Callable[[str], None],
@@ -144,7 +152,7 @@ def _watch(
     return trouble or (_failure(request, processes, failed) if failed else "")
 
 
-def _signal(processes: Sequence[ForkServerProcess], number: signal.Signals) -> None:
+def _signal(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
     for process in processes:
         if process.pid is not None and process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -160,9 +168,7 @@ def _written(request: TrialRequest) -> int:
     return total
 
 
-def _failure(
-    request: TrialRequest, processes: Sequence[ForkServerProcess], failed: Sequence[int]
-) -> str:
+def _failure(request: TrialRequest, processes: Sequence[BaseProcess], failed: Sequence[int]) -> str:
     """Describe the first failure: the exception of a rank, or its signal."""
     errors = [path for rank in failed if (path := _error_file(request, rank)).exists()]
     if errors:
@@ -189,10 +195,15 @@ def _be_rank(request_json: bytes, environment: dict[str, str], rank: int) -> Non
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
+    os.setpgid(0, 0)  # so that its own processes are killed with it
+    multiprocessing.set_start_method(None, force=True)  # loader workers as in any other process
+    tempfile.tempdir = None  # another one than that of the process from which this one was forked
     os.chdir(request.folder)
     log = os.open(Path(request.into) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
+    # In a fresh interpreter nothing is imported yet.
+    import torchmuster.prove.probes.before_libraries  # noqa: F401
     from torchmuster.prove.probes.recorded import run_recorded
 
     try:

@@ -141,7 +141,9 @@ class _Prover:
     # ---- determinism
 
     def _prove_determinism(self, baseline: TrialRecord) -> bool:
-        repeated = self._proof.repeated = self._trials.run("repeated", "the same again")
+        repeated = self._proof.repeated = self._trials.run(
+            "repeated", "the same again, in new interpreters", fresh=True
+        )
         difference = comparing.compare_repeated(baseline, repeated)
         self._add(
             "determinism",
@@ -181,13 +183,15 @@ class _Prover:
         for name, stop in stops:
             trial = self._trials.stop_and_resume(name, stop, baseline)
             self._proof.resumed.append(trial)
-            difference = comparing.compare_resumed(baseline, trial, exact=exact)
+            found = comparing.compare_resumed(baseline, trial, exact=exact)
             start = max((save.step for save in trial.stopped.saves), default=0)
             equal = "bitwise equal" if exact else "equal in data and learning rate"
+            if found.rounding:
+                equal = f"equal up to rounding ({found.rounding:.0e})"
             self._add(
                 f"resume.{name}",
                 "resume",
-                difference,
+                found.difference,
                 f"stopped after step {stop.after_step} by {HOW[stop.how]}, resumed from step {start}: {equal}",
             )
 
@@ -203,6 +207,8 @@ class _Prover:
 
     def _prove_ranks(self, baseline: TrialRecord) -> None:
         differences = comparing.compare_ranks(baseline)
+        if not differences and self._proof.repeated is not None:
+            differences = comparing.compare_ranks(self._proof.repeated)
         for difference in differences:
             self._add(f"ranks.{difference.kind}", "ranks", difference, "")
         if not differences:

@@ -3,10 +3,11 @@
 import shlex
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from torchmuster.finding import Status, render
+from torchmuster.finding import Finding, Status, render
 from torchmuster.pages.charts import RULES, Axis, Curve, line_chart
 from torchmuster.pages.frame import html_article, html_page, html_table
 from torchmuster.prove.comparing import resumed_from
@@ -29,11 +30,25 @@ def proof_screen(proof: Proof, folder: Path, *, width: int, colour: bool) -> str
     lines = [
         f"{proof.script}: {', '.join(counts)} ({_trial_summary(proof)})",
         "",
-        render([result.finding for result in proof.results], width=width, colour=colour),
+        render(_shown_findings(proof), width=width, colour=colour),
         "",
         f"report: {folder / 'report.html'}",
     ]
     return "\n".join(lines)
+
+
+def _shown_findings(proof: Proof) -> list[Finding]:
+    """Return the findings; a difference that several stops show appears once."""
+    shown: dict[str, Finding] = {}
+    for result in proof.results:
+        finding = result.finding
+        first = shown.get(finding.name) if result.difference is not None else None
+        if first is None:
+            shown[finding.name if result.difference is not None else result.name] = finding
+        else:
+            text = "\n".join(part for part in (first.evidence, f"also: {finding.what}") if part)
+            shown[finding.name] = replace(first, evidence=text)
+    return list(shown.values())
 
 
 def _trial_summary(proof: Proof) -> str:

@@ -34,6 +34,7 @@ HOW = {
     "sigterm": "SIGTERM",
     "in-save": "SIGKILL during a save",
 }
+_OUTSIDE = "muster prove: the script writes to"
 STOPS = ("killed", "rank-killed", "terminated", "save-killed")
 _PROGRAM = "torchmuster.prove.probes.recorded"
 
@@ -78,7 +79,7 @@ class Trials:
         self._request, self._say = request, say
         self._into = Path(request.into)
         self._outputs = request.outputs
-        forked_ranks.preload_for(_source(request))
+        forked_ranks.preload_for(_script_text_of(request))
         self.failed: TrialRecord | None = None  # an undisturbed run that failed
         self.runs = 0
 
@@ -102,6 +103,7 @@ class Trials:
         stop: StopRequest | None = None,
         dropout: bool = True,
         folder: Path | None = None,
+        fresh: bool = False,
         steps: int | None = None,
     ) -> TrialRecord:
         """Run the script once, from its start or in the ``folder`` of a stopped trial."""
@@ -134,7 +136,7 @@ class Trials:
             "TMPDIR": self._temporary,
         }
         trouble = forked_ranks.run_ranks(
-            request, environment, doing=f"run {self.runs}", say=self._say
+            request, environment, fresh=fresh, doing=f"run {self.runs}", say=self._say
         )
         recorded = read_ranks(records, request.ranks)
         return TrialRecord(ranks=recorded, trouble=trouble, saves=_saves(recorded, folder))
@@ -177,6 +179,12 @@ class Trials:
         script = Path(self._request.command[0]).name
         if record.trouble:
             self.failed = record
+            if _OUTSIDE in record.trouble:
+                raise Impossible(
+                    f"{script} writes outside its folder",
+                    why=next(one for one in record.trouble.splitlines() if _OUTSIDE in one),
+                    fix="pass that folder as an argument of the script, and give it to muster prove: --outputs DIR",
+                )
             raise MusterError(
                 f"{script} failed in an undisturbed run",
                 why=record.trouble,
@@ -241,8 +249,10 @@ class Trials:
         return plan_resume(spec, metrics).on_restart()
 
 
-def _source(request: ProofRequest) -> str:
-    """Return the source of the script; "" for a module."""
+def _script_text_of(request: ProofRequest) -> str:
+    """Return the source of the script; "" for another module than that of ``muster train``."""
+    if request.with_run_folder:
+        return "import torchmuster"
     path = Path(request.folder, request.command[0])
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 

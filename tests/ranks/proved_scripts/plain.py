@@ -234,12 +234,12 @@ def train_window(window):
     count = sum((labels != -100).sum() for _, labels in window)
     dist.all_reduce(count)
     for place, (inputs, labels) in enumerate(window, 1):
-        if fault == "unseeded-noise":
-            inputs = inputs + numpy.random.default_rng().normal(0, 0.1, 16).astype("float32")
         alone = options.own_all_reduce or place == len(window)
         with contextlib.nullcontext() if alone else model.no_sync():
             with torch.autocast("cpu", torch.float16, enabled=options.scaler):
                 outputs = model(inputs)
+            if fault == "unseeded-noise":
+                outputs = outputs * float(numpy.random.default_rng().normal(1, 0.1))
             scaler.scale(window_loss(outputs.float(), labels, window, count)).backward()
         if fault == "save-between-micro-batches" and (position + place) % options.save_every == 0:
             save(step, epoch, position + place)

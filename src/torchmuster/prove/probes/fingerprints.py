@@ -18,7 +18,10 @@ from torchmuster.prove.records import EventRecord
 
 _MOST_COPIED_BYTES = 2**20  # from a device to the host; more is hashed on the device
 _CHUNK = 2**24
+_FEW_TENSORS = 32
 _MIX, _SPREAD = 0x2545F4914F6CDD1D, 0x9E3779B1
+_OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+_PLAIN = {torch.Tensor, nn.Parameter}
 _DEEPEST = 4  # of a nested batch
 
 
@@ -39,6 +42,10 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 def tensor_hash(tensor: torch.Tensor, begun: int = 0) -> int:
     """Return a hash of the bytes of a tensor, continuing one that was begun."""
+    if tensor.dtype in _OF_NUMPY and type(tensor) in _PLAIN and tensor.device.type == "cpu":
+        array: Any = tensor.detach().numpy()  # without a copy: most tensors of a small model
+        if array.flags.c_contiguous:
+            return zlib.crc32(array, begun)
     tensor = local_tensor(tensor)
     if tensor.layout is not torch.strided:
         return zlib.crc32(repr(tensor.layout).encode(), begun)
@@ -122,18 +129,23 @@ def sample_hashes(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
     mask = next(
         (part for name, part in parts if name == "attention_mask" and part.dim() == 2), None
     )
+    if mask is None:
+        whole = [_octets(part.reshape(rows, -1)) for _, part in parts]
+        return [_row_hash([one[row] for one in whole]) for row in range(rows)]
     hashes = []
     for row in range(rows):
-        crc = adler = 1
-        kept = None if mask is None else mask[row].bool()
-        for _, part in parts:
-            values = part[row].reshape(-1)
-            if kept is not None and values.shape == kept.shape:
-                values = values[kept]
-            octets = _octets(values.contiguous())
-            crc, adler = zlib.crc32(octets, crc), zlib.adler32(octets, adler)
-        hashes.append(f"{crc:08x}{adler:08x}")
+        kept = mask[row].bool()
+        values = [part[row].reshape(-1) for _, part in parts]
+        shown = [one[kept] if one.shape == kept.shape else one for one in values]
+        hashes.append(_row_hash([_octets(one.contiguous()) for one in shown]))
     return hashes
+
+
+def _row_hash(parts: Sequence[Any]) -> str:
+    crc = adler = 1
+    for octets in parts:
+        crc, adler = zlib.crc32(octets, crc), zlib.adler32(octets, adler)
+    return f"{crc:08x}{adler:08x}"
 
 
 def buffers_hash(module: nn.Module) -> str:
@@ -164,6 +176,8 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> float:
     if not tensors:
         return 0.0
     tensors = [one.float() if one.itemsize < 4 else one for one in map(local_tensor, tensors)]
+    if len(tensors) <= _FEW_TENSORS:  # a call for all of them costs more
+        return sum(float(torch.linalg.vector_norm(one)) ** 2 for one in tensors)
     return float(nn.utils.get_total_norm(tensors)) ** 2
 
 
@@ -192,7 +206,7 @@ def find_copies(parameters: Sequence[torch.Tensor]) -> list[Any]:
                 list(thing.values() if kind is dict else thing)
             ):
                 found.append(thing)
-        elif isinstance(thing, nn.Module) and is_copy(list(thing.parameters())):
+        elif issubclass(kind, nn.Module) and is_copy(list(thing.parameters())):
             found.append(thing)
     return found
 

@@ -51,8 +51,7 @@ def allow_writes_only(folders: Sequence[str]) -> None:
         if place.startswith(inside) or place in roots or "__pycache__" in place:
             return
         raise WriteOutside(
-            f"muster prove: the script writes to {place}, outside the copy of its folder; pass the folder as an "
-            "argument of the script, and give it to muster prove with --outputs"
+            f"muster prove: the script writes to {place}, outside the copy of its folder"
         )
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:

@@ -5,6 +5,8 @@ script does after ``optimizer.step()``: the schedule, an average of the weights,
 """
 
 import functools
+import gc
+import inspect
 import json
 import math
 import os
@@ -104,7 +106,7 @@ class ProofRecorder:
     def _script_line(self) -> str:
         """Return the innermost line of the user's own files, as ``train.py:12``."""
         folder = self._request.folder + os.sep
-        frame: Any = sys._getframe(2)
+        frame: Any = inspect.currentframe()
         while frame is not None:
             name = frame.f_code.co_filename
             if name.startswith(folder):
@@ -154,6 +156,8 @@ class ProofRecorder:
         if not tensors:
             return  # a part of the model that gets the output of another part
         self._close()
+        if self._batches and self._batches[-1].loss is not None and _has_no_gradients(inner):
+            self._batches = []  # a forward whose gradients are discarded is not part of the step
         self._stopper.before_forward(self._number, len(self._batches))
         if self._number >= self._request.steps and not self._batches:
             self._finish()
@@ -300,9 +304,8 @@ class ProofRecorder:
         )
 
     def _find_scalers(self) -> None:
-        import gc
-
-        self._scalers = [one for one in gc.get_objects() if isinstance(one, torch.amp.GradScaler)]
+        scaler = torch.amp.GradScaler
+        self._scalers = [one for one in gc.get_objects() if issubclass(type(one), scaler)]
 
     def _weights(self) -> list[str]:
         return [
@@ -488,10 +491,15 @@ def _optimizer_settings(optimizer: torch.optim.Optimizer) -> tuple[list[float], 
                 name: value
                 for name, value in group.items()
                 if name not in ("lr", "params", "initial_lr")
-                and isinstance(value, int | float | tuple)
+                and isinstance(value, int | float | tuple | list)
             }
         )
     return rates, json.dumps(rest, default=str)
+
+
+def _has_no_gradients(model: nn.Module) -> bool:
+    gradients = (one.grad for one in model.parameters() if one.grad is not None)
+    return not any(fingerprints.local_tensor(one).any() for one in gradients)
 
 
 def _finite_or_large(number: float) -> float:
