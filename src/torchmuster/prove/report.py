@@ -130,10 +130,10 @@ def proof_page(proof: Proof) -> str:
         f"<h1>muster prove {escape(proof.script)}</h1>",
         f"<p>{escape(_trial_summary(proof))}: <code>{escape(printable(request.command))}</code></p>",
         html_table(
-            ("check", "result", "what"),
-            [(one.name, one.outcome, one.finding.what) for one in proof.results],
+            ("check", "result", "first difference", "in step"),
+            [_table_row(result) for result in proof.results],
         ),
-        *(html_article(one.finding) for one in proof.results if one.outcome != "pass"),
+        *(html_article(one) for one in _shown_findings(proof)),
     ]
     if proof.baseline is not None and proof.baseline.steps:
         for name, title in _CURVES.items():
@@ -147,6 +147,12 @@ def proof_page(proof: Proof) -> str:
         f"<p>Repeat: <code>{escape(shlex.join(['muster', 'prove', *request.command]))}</code></p>"
     )
     return html_page(f"muster prove {proof.script}", parts, style=RULES)
+
+
+def _table_row(result: Result) -> tuple[str, str, str, str]:
+    found = result.difference
+    kind, step = (found.kind, str(found.step)) if found is not None else ("", "")
+    return result.name, result.outcome, kind, step
 
 
 def _proof_curves(proof: Proof, name: str) -> Iterator[Curve]:

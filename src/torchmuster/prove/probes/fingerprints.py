@@ -53,7 +53,7 @@ def tensor_hash(tensor: torch.Tensor, begun: int = 0) -> int:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     if flat.device.type != "cpu" and flat.nbytes > _MOST_COPIED_BYTES:
-        return zlib.crc32(_hash_on_device(flat).to_bytes(8, "little"), begun)
+        return zlib.crc32(hash_on_device(flat).to_bytes(8, "little"), begun)
     return zlib.crc32(_octets(flat), begun)
 
 
@@ -62,7 +62,7 @@ def _octets(flat: torch.Tensor) -> Any:
     return flat.view(torch.uint8).cpu().numpy()
 
 
-def _hash_on_device(flat: torch.Tensor) -> int:
+def hash_on_device(flat: torch.Tensor) -> int:
     """Add up all elements, mixed with their position, in integers, whose sum is exact in any order."""
     bits = flat.view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]

@@ -1,0 +1,90 @@
+"""The result of a proof as a screen, a page, JSON and JUnit XML."""
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from syrupy.assertion import SnapshotAssertion
+
+from torchmuster.finding import Finding, Status
+from torchmuster.prove import report
+from torchmuster.prove.comparing import Difference
+from torchmuster.prove.explanations import finding_of
+from torchmuster.prove.proof import Proof, Result
+from torchmuster.prove.trials import ProofRequest
+from unit.prove.made_up_trials import trial
+
+
+def proof() -> Proof:
+    def lost(name: str, step: int) -> Result:
+        found = Difference(
+            property="resume",
+            kind="learning-rate",
+            step=step,
+            what=f"resumed from step {step - 1}, step {step}: the learning rate is 0.1 instead of 0.05",
+            also=("weights",),
+            line="train.py:31",
+            keys=("model", "optimizer"),
+        )
+        return Result(
+            name=name,
+            property="resume",
+            outcome="fail",
+            finding=finding_of(found, allowed=False),
+            difference=found,
+        )
+
+    equal = Finding(name="prove-determinism", status=Status.OK, what="determinism: bitwise equal")
+    request = ProofRequest(
+        command=("train.py", "--lr", "<b>"),
+        module=False,
+        with_run_folder=False,
+        folder="/work",
+        into="/work/prove/x",
+        steps=12,
+        ranks=2,
+    )
+    return Proof(
+        request=request,
+        baseline=trial(range(1, 13), saves=(3, 6)),
+        results=[
+            Result(name="determinism", property="determinism", outcome="pass", finding=equal),
+            lost("resume.killed", 7),
+            lost("resume.terminated", 4),
+        ],
+        runs=6,
+        took_s=5.0,
+    )
+
+
+def test_a_difference_that_two_stops_show_appears_once(snapshot: SnapshotAssertion) -> None:
+    text = report.proof_screen(proof(), Path("prove/x"), width=100, colour=False)
+    assert text == snapshot
+    assert text.count("failure ") == 1
+
+
+def test_each_check_is_a_test_case_of_junit() -> None:
+    suite = ElementTree.fromstring(report.proof_junit(proof()))[0]
+    assert suite.attrib | {"tests": "3", "failures": "2"} == suite.attrib
+    failed = {case.get("name"): case.find("failure") is not None for case in suite}
+    assert failed == {"determinism": False, "resume.killed": True, "resume.terminated": True}
+
+
+def test_json_has_the_difference() -> None:
+    found = report.proof_json(proof(), Path("prove/x"))
+    assert found["passed"] is False
+    results = found["results"]
+    assert isinstance(results, list)
+    assert results[1]["difference"] == {
+        "kind": "learning-rate",
+        "step": 7,
+        "rank": None,
+        "also": ["weights"],
+        "line": "train.py:31",
+    }
+
+
+def test_the_page_shows_curves_and_escapes_text() -> None:
+    page = report.proof_page(proof())
+    assert "undisturbed" in page
+    assert "<svg" in page
+    assert "<b>" not in page.replace('<b class="', "")
