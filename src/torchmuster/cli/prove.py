@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "muster prove [options] script.py | config.yaml [-- the script's own arguments]"
     parser.description = (
         f"{parser.description}\nRuns an unmodified script several times for a few steps: twice from its start, stopped "
-        "and\nresumed in its own way, and on other numbers of ranks. Names the first thing that differs.\nEach run works in a "
+        "and\nresumed, and on other numbers of ranks. Names the first thing that differs.\nEach run works in a "
         "copy of this folder; your files and checkpoints are not changed."
     )
     parsers.show_examples(
@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--outputs",
         action="append",
         default=[],
-        metavar="DIR",
-        help="a folder to which the script writes; it starts empty in each run (default: folders in arguments such as "
+        metavar="PATH",
+        help="a folder or file that the script writes; it starts empty in each run (default: folders in arguments such as "
         "--output_dir)",
     )
     what.add_argument(

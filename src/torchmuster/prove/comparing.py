@@ -4,7 +4,7 @@ import itertools
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +31,6 @@ class Difference:
     step: int
     what: str
     rank: int | None = None
-    trial: str = ""
     also: tuple[str, ...] = ()  # other kinds that differ in the same step
     line: str = ""  # of the script, as train.py:12
     keys: tuple[str, ...] = ()  # of the checkpoint
@@ -166,7 +165,6 @@ def compare_resumed(baseline: TrialRecord, trial: ResumeTrial, *, exact: bool = 
                 kind=kind,
                 step=step,
                 what=what,
-                trial=trial.name,
                 line=line,
                 keys=tuple(save.keys) if save else (),
                 **more,  # type: ignore[arg-type]
@@ -203,9 +201,7 @@ def compare_resumed(baseline: TrialRecord, trial: ResumeTrial, *, exact: bool = 
             said = _short(resumed.trouble)
             return differs("resume-failed", last, f"{after}, it failed after step {last}: {said}")
         if last < baseline.steps:
-            what = (
-                f"resumed from step {start}, the script ended after step {last} of {baseline.steps}"
-            )
+            what = f"resumed from step {start}, the script exited after step {last} of {baseline.steps}"
             return differs("ended-early", last, what)
         return Resumed(difference=None, rounding=rounding)
     step, rank, kinds = found
@@ -376,17 +372,27 @@ def _of_ranks(kind: str, step: int, what: str, **more: object) -> Difference:
     return Difference(property="ranks", kind=kind, step=step, what=what, **more)  # type: ignore[arg-type]
 
 
+def _first_pass(samples: Iterable[str]) -> list[str]:
+    """Return the samples up to the first one that comes again: a loader that is not known may repeat epochs."""
+    seen: dict[str, None] = {}
+    for sample in samples:
+        if sample in seen:
+            break
+        seen[sample] = None
+    return list(seen)
+
+
 def _same_data(record: TrialRecord) -> Difference | None:
     if len(record.ranks) < 2:
         return None
     samples = [
-        [
+        _first_pass(
             sample
             for step in rank.steps[: record.steps]
             for batch in step.micro_batches
             if batch.place is None or batch.place[1] == 0
             for sample in batch.samples
-        ]
+        )
         for rank in record.ranks
     ]
     first = set(samples[0])

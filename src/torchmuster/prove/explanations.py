@@ -22,8 +22,8 @@ _KNOWN: dict[tuple[str, str], tuple[str, str]] = {
         "torch.use_deterministic_algorithms(True) and CUBLAS_WORKSPACE_CONFIG=:4096:8",
     ),
     ("resume", "started-from-zero"): (
-        "the script was started again in its own way to resume, and did not load the checkpoint that it had written",
-        "give its way to resume with --resume-with, for example --resume-with '--resume {path}'; if it has none, load the "
+        "the script was restarted, and did not load the checkpoint that it had written",
+        "pass its resume arguments, for example --resume-with '--resume {path}'; if it has none, load the "
         "newest checkpoint at the start{saved}",
     ),
     ("resume", "older-checkpoint"): (
@@ -37,7 +37,7 @@ _KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("resume", "resume-failed"): (
         "the script stopped with an error when it was started again",
-        "run it by hand from its newest checkpoint, and fix the error; give its way to resume with --resume-with",
+        "run it by hand from its newest checkpoint, and fix the error; pass its resume arguments with --resume-with",
     ),
     ("resume", "weights"): (
         "the checkpoint does not hold the weights of the step exactly, or not all of them: another dtype, a part of the "

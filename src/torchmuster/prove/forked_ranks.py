@@ -42,7 +42,7 @@ _LIBRARIES = {
     "datasets": ("datasets",),
     "torchmuster": ("torchmuster.worker.training", "transformers.models.auto.modeling_auto"),
 }
-_GRACE_S = 5.0
+_GRACE_S = 30.0  # as torchrun
 _HANGS_AFTER_S = 180.0  # without a new step or line of output
 _STARTS_WITHIN_S = 1800.0
 _SAY_EVERY_S = 10.0
@@ -50,8 +50,12 @@ _PORTS = range(20_000, 30_000)  # below those that the system gives to other pro
 _PR_SET_PDEATHSIG = 1
 
 
-def preload_for(source: str) -> None:
-    """Choose what the process imports from which ranks are forked, by the source of the script."""
+def preload_for(source: str, environment: dict[str, str]) -> None:
+    """Choose what the process imports from which ranks are forked, by the source of the script.
+
+    It inherits the variables, which libraries may read when they are imported.
+    """
+    os.environ.update(environment)
     names = [
         name
         for library, modules in _LIBRARIES.items()
@@ -141,7 +145,8 @@ def _watch(
             _signal(alive, signal.SIGKILL)
         if (written := _written(request)) != size:
             size, grown_s = written, now_s
-        recorded = any(file_of(Path(request.into), rank).exists() for rank in range(request.ranks))
+        files = [file_of(Path(request.into), rank) for rank in range(request.ranks)]
+        recorded = any(path.exists() and path.stat().st_size for path in files)
         if now_s - grown_s > (_HANGS_AFTER_S if recorded else _STARTS_WITHIN_S) and ends_s is None:
             trouble = f"the ranks hang: no step and no output for {now_s - grown_s:.0f} s"
             ends_s = now_s
@@ -182,7 +187,7 @@ def _failure(request: TrialRequest, processes: Sequence[BaseProcess], failed: Se
     tail = (
         log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:] if log.exists() else []
     )
-    return "\n".join([f"rank {failed[0]} ended with {how}", *tail])
+    return "\n".join([f"rank {failed[0]} exited with {how}", *tail])
 
 
 def _error_file(request: TrialRequest, rank: int) -> Path:
@@ -197,6 +202,8 @@ def _be_rank(request_json: bytes, environment: dict[str, str], rank: int) -> Non
     os.environ.update(environment)
     os.setpgid(0, 0)  # so that its own processes are killed with it
     multiprocessing.set_start_method(None, force=True)  # loader workers as in any other process
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # Python does this after a fork for its own generator
     tempfile.tempdir = None  # another one than that of the process from which this one was forked
     os.chdir(request.folder)
     log = os.open(Path(request.into) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

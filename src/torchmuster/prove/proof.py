@@ -132,7 +132,8 @@ class _Prover:
         """Name a difference between ranks as the cause of a failed run, if there is one."""
         record = self._trials.failed
         found = comparing.compare_ranks(record) if record is not None and record.steps else []
-        if not found:
+        found = [one for one in found if one.kind == "uneven-batches"]
+        if not found or isinstance(error, Impossible):
             raise error
         self._proof.baseline = record
         for difference in found:
@@ -144,6 +145,12 @@ class _Prover:
         repeated = self._proof.repeated = self._trials.run(
             "repeated", "the same again, in new interpreters", fresh=True
         )
+        if repeated.trouble:
+            raise MusterError(
+                f"{self._proof.script} failed when it was repeated in new interpreters",
+                why=repeated.trouble,
+                fix=f"muster run {self._proof.script}",
+            )
         difference = comparing.compare_repeated(baseline, repeated)
         self._add(
             "determinism",
@@ -183,8 +190,18 @@ class _Prover:
         for name, stop in stops:
             trial = self._trials.stop_and_resume(name, stop, baseline)
             self._proof.resumed.append(trial)
-            found = comparing.compare_resumed(baseline, trial, exact=exact)
             start = max((save.step for save in trial.stopped.saves), default=0)
+            if start >= baseline.steps:
+                self._add(
+                    f"resume.{name}",
+                    "resume",
+                    None,
+                    f"not tested: the script continued to its last step after {HOW[stop.how]}",
+                    outcome="not tested",
+                    why="no steps are left to compare",
+                )
+                continue
+            found = comparing.compare_resumed(baseline, trial, exact=exact)
             equal = "bitwise equal" if exact else "equal in data and learning rate"
             if found.rounding:
                 equal = f"equal up to rounding ({found.rounding:.0e})"
@@ -219,7 +236,18 @@ class _Prover:
                 else "each epoch has its own order, and loader workers their own random numbers"
             )
             self._add("ranks.replicas", "ranks", None, passed)
-        self._prove_scaling(baseline)
+        try:
+            self._prove_scaling(baseline)
+        except MusterError as error:  # keep the other results
+            self._add(
+                "ranks.scaling",
+                "ranks",
+                None,
+                f"not tested: {error.what}",
+                outcome="not tested",
+                why=error.why,
+                fix=error.fix,
+            )
 
     def _prove_scaling(self, baseline: TrialRecord) -> None:
         request = self._request

@@ -38,7 +38,6 @@ class TrialRequest:
     steps: int  # exit after this many
     stop: StopRequest | None = None
     dropout: bool = True
-    writable: tuple[str, ...] = ()  # further folders to which the script may write
 
 
 class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -70,7 +69,6 @@ class StepRecord(msgspec.Struct, kw_only=True, tag="step", omit_defaults=True):
     weights_norm: float = 0.0
     copies: list[str] = []  # of the weights, such as an average (EMA)
     evaluated: bool = False  # before the next step
-    took_s: float = 0.0
     weights_before: list[str] | None = None
     state_before: dict[str, str] | None = None
 

@@ -79,7 +79,8 @@ class Trials:
         self._request, self._say = request, say
         self._into = Path(request.into)
         self._outputs = request.outputs
-        forked_ranks.preload_for(_script_text_of(request))
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if request.device == "cpu" else {}
+        forked_ranks.preload_for(_script_text_of(request), {**hidden, **request.environment})
         self.failed: TrialRecord | None = None  # an undisturbed run that failed
         self.runs = 0
 
@@ -168,10 +169,11 @@ class Trials:
         found = set()
         for save in record.saves:
             place = Path(save.path)
-            if place.is_relative_to(copy) and place.parent != copy:
+            if place.is_relative_to(copy):
                 inside = place.relative_to(copy).parts[0]
                 own = Path(self._request.folder, inside)
-                if own.is_dir() and any(own.iterdir()) and inside not in self._outputs:
+                is_used = own.is_file() or (own.is_dir() and any(own.iterdir()))
+                if is_used and inside not in self._outputs:
                     found.add(inside)
         return found - {Path(one).parts[0] for one in self._workspace().all_outputs()}
 
@@ -183,12 +185,20 @@ class Trials:
                 raise Impossible(
                     f"{script} writes outside its folder",
                     why=next(one for one in record.trouble.splitlines() if _OUTSIDE in one),
-                    fix="pass that folder as an argument of the script, and give it to muster prove: --outputs DIR",
+                    fix="pass that folder as an argument of the script, and give it to muster prove; a large folder in the "
+                    "working folder is linked, not copied, unless it is given: --outputs DIR",
                 )
             raise MusterError(
                 f"{script} failed in an undisturbed run",
                 why=record.trouble,
                 fix=f"first make it run: muster run {script}",
+            )
+        loads = [event.path for event in record.ranks[0].of_kind("load")]
+        if record.steps < 2 and loads:
+            raise Impossible(
+                f"{script} made {record.steps} optimizer steps after it loaded {Path(loads[-1]).name}",
+                why="it resumed from a checkpoint of an earlier run, which was copied with the folder",
+                fix="give the file or its folder, which is then not copied: --outputs PATH",
             )
         if record.steps < 2:
             raise Impossible(
@@ -329,8 +339,8 @@ def stops_for(baseline: TrialRecord) -> list[tuple[str, StopRequest]]:
     add("killed", middle + (1 if middle + 1 not in saves else 0), "kill-all")
     end = (at_end or evaluated or saves)[-1]
     add("rank-killed", end + (1 if end + 1 not in saves else 0), "kill-rank")
-    micro = len(first[middle].micro_batches) if middle < len(first) else 1
-    add("terminated", (inside or saves)[0] + 1, "sigterm", in_micro_batch=1 if micro > 1 else 0)
+    after = min((inside or saves)[0] + 1, steps - 1)
+    add("terminated", after, "sigterm", in_micro_batch=int(len(first[after].micro_batches) > 1))
     if len(saves) > 1:
         add("save-killed", saves[1], "in-save")
     return chosen

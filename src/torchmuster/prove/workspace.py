@@ -38,15 +38,22 @@ class Workspace:
         """Make a copy for a trial; return its folder, and the command with paths that fit it."""
         target = self.within / name
         outputs = {self._absolute(one) for one in self.all_outputs()}
-        _copy_folder(self.folder, target, leave_out={*outputs, self.reports})
+        _copy_folder(self.folder, target, leave_out={*outputs, self.reports, self.within.parent})
         for one in outputs:
             if inside := _relative(one, self.folder):
-                (target / inside).mkdir(parents=True, exist_ok=True)
+                _make_output(target / inside, one)
         return target, self.fitted(target, self.command)
 
     def all_outputs(self) -> list[str]:
         """Return the output folders: those given, and values of arguments whose names say so."""
-        return [*self.outputs, *output_arguments(self.command[1:])]
+        return [
+            *self.outputs,
+            *(
+                one
+                for one in output_arguments(self.command[1:])
+                if not self._absolute(one).is_file()
+            ),
+        ]
 
     def fitted(self, target: Path, command: Sequence[str]) -> tuple[str, ...]:
         """Return a command with absolute output folders inside the copy, and other paths as the user meant them."""
@@ -60,10 +67,10 @@ class Workspace:
             path = self._absolute(value)
             for one in outputs:
                 rest = _relative(path, one)
-                if rest is not None and Path(value).is_absolute():
-                    place = _relative(one, self.folder)
+                place = _relative(one, self.folder)
+                if rest is not None and (Path(value).is_absolute() or place is None):
                     base = target / (place or f"outside{one}".replace("//", "/"))
-                    base.mkdir(parents=True, exist_ok=True)
+                    _make_output(base, one)
                     return before + str(base / rest)
             if value.startswith("..") and path.exists():
                 return before + str(path)
@@ -96,6 +103,12 @@ def output_arguments(words: Iterable[str]) -> list[str]:
                 found.append(word)
             name = ""
     return found
+
+
+def _make_output(place: Path, named: Path) -> None:
+    """Create an empty output folder; for a file, the folder that has it."""
+    is_file = named.is_file() or (bool(named.suffix) and not named.is_dir())
+    (place.parent if is_file else place).mkdir(parents=True, exist_ok=True)
 
 
 def _relative(path: Path, folder: Path) -> Path | None:

@@ -21,7 +21,9 @@ BATCH = ("--ranks", "1,2,4", "--batch-arg", "--batch-size")
 BOTH = (*BATCH, "--accumulation-arg", "--accumulate")
 LIBRARIES = "../library_scripts"
 EXAMPLES = "../../../examples"
-HF = "--resume_from_checkpoint last"
+# The newest complete checkpoint: the Trainer writes its files one by one into the folder that "last" would take.
+HF = "--resume_from_checkpoint {path}"
+NOT_ATOMIC = ("--allow", "torn-checkpoint")
 LIGHTNING = "--ckpt_path last"
 
 HEALTHY = [
@@ -50,10 +52,11 @@ HEALTHY = [
     Healthy("with_fabric.py", flags=BOTH),
     Healthy("with_fabric.py", "--resume", ACCUMULATED),
     Healthy("with_fabric.py", arguments=("--dropout", "0.3", "--batch-norm")),
+    Healthy("two_optimizers.py"),
     # After the libraries' own examples.
     Healthy("accelerate_nlp_example.py", HF),
-    Healthy("hf_run_clm.py"),
-    Healthy("trl_sft.py", "--resume"),
+    Healthy("hf_run_clm.py", flags=NOT_ATOMIC),
+    Healthy("trl_sft.py", "--resume", flags=NOT_ATOMIC),
     Healthy("lightning_autoencoder.py", LIGHTNING, flags=BATCH),
     Healthy("lightning_boring.py", None),
     Healthy("fabric_image_classifier.py", None),

@@ -57,6 +57,23 @@ def test_output_folders_start_empty(
     assert (folder / "out" / "last.pt").read_text() == "of an earlier run"
 
 
+def test_an_output_file_is_no_folder_and_an_input_file_is_kept(folder: Path) -> None:
+    (folder / "pretrained.ckpt").write_text("weights")
+    command = ("--save_path", "new/model.pt", "--ckpt_path", "pretrained.ckpt")
+    copy, words = workspace(folder, *command, outputs=("out/last.pt",)).copy("baseline")
+    assert words[1:] == command
+    assert (copy / "new").is_dir()
+    assert not (copy / "new" / "model.pt").exists()
+    assert (copy / "pretrained.ckpt").read_text() == "weights"
+    assert list((copy / "out").iterdir()) == []
+
+
+def test_an_output_beside_the_folder_moves_into_the_copy(folder: Path) -> None:
+    copy, words = workspace(folder, "--output_dir", "../results").copy("baseline")
+    assert Path(words[2]).is_relative_to(copy)
+    assert Path(words[2]).is_dir()
+
+
 def test_absolute_outputs_move_into_the_copy_and_relative_inputs_stay(folder: Path) -> None:
     elsewhere = folder.parent / "elsewhere"
     elsewhere.mkdir()

@@ -28,6 +28,8 @@ _DEEPEST = 4  # of a nested batch
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, without its gradient history."""
     tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().values()
     local = getattr(tensor, "to_local", None)
     return local() if local is not None else tensor
 
@@ -37,12 +39,14 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     placements = getattr(parameter, "placements", None)
     if placements is not None:
         return not all(placement.is_replicate() for placement in placements)
-    return type(parameter).__name__ == "FlatParameter"
+    # The second one marks the original parameters of FSDP1, whose data is a part.
+    return type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_fsdp_flattened")
 
 
 def tensor_hash(tensor: torch.Tensor, begun: int = 0) -> int:
     """Return a hash of the bytes of a tensor, continuing one that was begun."""
-    if tensor.dtype in _OF_NUMPY and type(tensor) in _PLAIN and tensor.device.type == "cpu":
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    if is_plain and tensor.dtype in _OF_NUMPY and tensor.device.type == "cpu":
         array: Any = tensor.detach().numpy()  # without a copy: most tensors of a small model
         if array.flags.c_contiguous:
             return zlib.crc32(array, begun)
@@ -108,6 +112,8 @@ def data_tensors(batch: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor
         parts: Iterable[tuple[Any, Any]] = batch.items()
     elif isinstance(batch, list | tuple):
         parts = enumerate(batch)
+    elif hasattr(batch, "__dict__") and not callable(batch) and not isinstance(batch, type):
+        parts = vars(batch).items()  # a dataclass, or the batch of a graph library
     else:
         return
     for name, part in parts:
@@ -120,6 +126,7 @@ def sample_hashes(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
 
     Padding, which depends on the other samples of the batch, does not count if there is an ``attention_mask``.
     """
+    tensors = [one for one in tensors if one[1].layout is torch.strided and one[1].numel()]
     rows = next((len(tensor) for _, tensor in tensors if tensor.dim()), 0)
     parts = [
         (name, local_tensor(tensor).cpu().contiguous())
@@ -193,7 +200,7 @@ def find_copies(parameters: Sequence[torch.Tensor]) -> list[Any]:
     def is_copy(tensors: Sequence[Any]) -> bool:
         return (
             len(tensors) == len(shapes)
-            and all(isinstance(one, torch.Tensor) for one in tensors)
+            and all(isinstance(one, torch.Tensor) and not one.is_meta for one in tensors)
             and [tuple(one.shape) for one in tensors] == shapes
             and not any(id(one) in own or local_tensor(one).data_ptr() in places for one in tensors)
         )
@@ -219,7 +226,8 @@ def copy_hash(copy: Any) -> str:
         tensors = list(copy.values()) if isinstance(copy, dict) else copy
     total = 0
     for tensor in tensors:
-        total = tensor_hash(tensor, total)
+        if isinstance(tensor, torch.Tensor):
+            total = tensor_hash(tensor, total)
     return text_hash(total)
 
 

@@ -22,7 +22,7 @@ _CACHES = (
     *("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "TORCH_HOME", "XDG_CACHE_HOME"),
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR"),
 )
-_HOME_CACHES = (".cache", ".config", ".triton", ".nv", ".lightning", ".local/share")
+_HOME_CACHES = (".cache", ".triton", ".nv", ".config/matplotlib")
 _ALWAYS = ("/dev", "/proc", "/sys")
 _UPLOADS = ("create_repo", "create_commit", "upload_file", "upload_folder", "upload_large_folder")
 
@@ -44,10 +44,13 @@ def allow_writes_only(folders: Sequence[str]) -> None:
     roots = tuple(str(Path(one).resolve()) for one in allowed)
     inside = tuple(f"{root}{os.sep}" for root in roots)
 
-    def check(path: Any) -> None:
+    def check(path: Any, folder: int | None = None) -> None:
         if not isinstance(path, str | bytes | os.PathLike):
             return  # a descriptor that is already open
-        place = os.path.realpath(os.fsdecode(path))
+        name = os.fsdecode(path)
+        if folder is not None and folder >= 0:  # relative to an open folder
+            name = str(Path(f"/proc/self/fd/{folder}").resolve() / name)
+        place = os.path.realpath(name)
         if place.startswith(inside) or place in roots or "__pycache__" in place:
             return
         raise WriteOutside(
@@ -60,12 +63,21 @@ def allow_writes_only(folders: Sequence[str]) -> None:
             writes = any(letter in mode for letter in "wax+") if mode else flags & _WRITE_FLAGS
             if writes:
                 check(path)
-        elif event in ("os.remove", "os.rmdir", "os.truncate") or (
-            event == "os.mkdir" and not Path(os.fsdecode(arguments[0])).is_dir()
-        ):
+        elif event == "shutil.rmtree":  # before anything is deleted
+            check(arguments[0], arguments[1] if len(arguments) > 1 else None)
+        elif event in ("os.remove", "os.rmdir"):
+            check(arguments[0], arguments[1])
+        elif event in ("os.truncate", "os.chmod", "os.chown", "os.utime"):
             check(arguments[0])
+        elif event == "os.mkdir" and not Path(os.fsdecode(arguments[0])).is_dir():
+            check(arguments[0], arguments[2])
         elif event == "os.rename":
+            check(arguments[0], arguments[2])
+            check(arguments[1], arguments[3])
+        elif event == "os.link":  # the file itself could be written through it
             check(arguments[0])
+            check(arguments[1])
+        elif event == "os.symlink":
             check(arguments[1])
 
     sys.addaudithook(watch)

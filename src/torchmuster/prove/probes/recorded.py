@@ -10,7 +10,7 @@ from torchmuster.prove.records import TrialRequest
 
 def run_recorded(request: TrialRequest) -> None:
     """Run the script of a trial in this process."""
-    isolation.allow_writes_only((request.folder, request.into, *request.writable))
+    isolation.allow_writes_only((request.folder, request.into))
     recorder = ProofRecorder(request)
     recorder.install()
     command = [*request.command]

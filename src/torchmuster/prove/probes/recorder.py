@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import threading
-import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class ProofRecorder:
         self._batches: list[MicroBatch] = []
         self._begin: dict[str, Any] = {}  # fields known before the step
         self._gradients: dict[str, Any] = {}
+        self._created: list[weakref.ref[torch.optim.Optimizer]] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parameters: list[torch.Tensor] = []
         self._sharded: list[bool] = []
@@ -71,8 +72,6 @@ class ProofRecorder:
         self._iterations: dict[int, int] = {}
         self._place: tuple[int, int, int] | None = None
         self._keys: list[str] = []
-        self._stepped_s = time.perf_counter()
-        self._spent_s = 0.0  # by recording, since the last step
 
     def install(self) -> None:
         """Install the hooks."""
@@ -81,6 +80,7 @@ class ProofRecorder:
         self._watch_clipping()
         self._watch_loaders()
         self._watch_checkpoints()
+        self._watch_optimizers()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         if not self._request.dropout:
@@ -141,7 +141,6 @@ class ProofRecorder:
     def _before_forward(
         self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
-        begun_s = time.perf_counter()
         if id(module) not in self._models:
             if not any(one.requires_grad for one in module.parameters()):
                 return
@@ -177,7 +176,6 @@ class ProofRecorder:
                 place=self._place,
             )
         )
-        self._spent_s += time.perf_counter() - begun_s
 
     def _record_buffers(self, module: nn.Module) -> None:
         self._buffers_of = None
@@ -218,6 +216,17 @@ class ProofRecorder:
 
     # ---- the optimizer
 
+    def _watch_optimizers(self) -> None:
+        """Remember all optimizers, so that the first step knows the parameters of each of them."""
+        usual = torch.optim.Optimizer.__init__
+
+        @functools.wraps(usual)
+        def create(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> None:
+            usual(optimizer, *arguments, **named)
+            self._created.append(weakref.ref(optimizer))
+
+        torch.optim.Optimizer.__init__ = create  # type: ignore[method-assign, assignment]
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
@@ -241,11 +250,12 @@ class ProofRecorder:
     def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_mine() or not (self._batches or self._open):
             return  # DCP creates the state of an optimizer by a step without a forward
-        begun_s = time.perf_counter()
+        if not self._optimizers:
+            self._know([made for ref in self._created if (made := ref()) is not None])
         if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
-            self._know(optimizer)
-        if self._number == 0 and self._open is None:
+            self._know([optimizer])
+        # Only before the first closure of LBFGS, which changes the weights itself.
+        if self._number == 0 and self._open is None and "weights_before" not in self._gradients:
             self._gradients["weights_before"] = self._weights()
             self._gradients["state_before"] = fingerprints.optimizer_state(self._optimizers)
             self._find_scalers()
@@ -270,19 +280,20 @@ class ProofRecorder:
             "settings": settings,
             "scale": next((one.get_scale() for one in self._scalers if one.is_enabled()), None),
         }
-        self._spent_s += time.perf_counter() - begun_s
 
-    def _know(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add the parameters of an optimizer that stepped for the first time, with their names."""
+    def _know(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Add the parameters of optimizers, with their names."""
+        self._optimizers += optimizers
         names = {
             id(parameter): name
             for _, inner in self._models.values()
             for name, parameter in inner.named_parameters()
         }
         known = {id(parameter) for parameter in self._parameters}
-        for group in optimizer.param_groups:
+        for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
             for parameter in group["params"]:
                 if id(parameter) not in known:
+                    known.add(id(parameter))
                     self._parameters.append(parameter)
                     self._sharded.append(fingerprints.is_sharded(parameter))
         layers = {
@@ -327,6 +338,7 @@ class ProofRecorder:
         elif self._open is not None:  # another optimizer of the same step
             more = self._gradients
             self._open.learning_rates += more["learning_rates"]
+            self._open.settings += more["settings"]
             self._open.gradients = more["gradients"]
             self._open.replicated_square = more["replicated_square"]
             self._open.sharded_square = more["sharded_square"]
@@ -338,7 +350,6 @@ class ProofRecorder:
         record, self._open = self._open, None
         if record is None:
             return
-        begun_s = time.perf_counter()
         self._number += 1
         if self._number in _LOOKS_FOR_COPIES_AFTER:
             self._copies = fingerprints.find_copies(self._model_parameters())
@@ -347,10 +358,7 @@ class ProofRecorder:
         record.state = fingerprints.optimizer_state(self._optimizers)
         record.copies = [fingerprints.copy_hash(one) for one in self._copies]
         record.evaluated, self._evaluated = self._evaluated, False
-        record.took_s = begun_s - self._stepped_s
         self._write(record)
-        self._stepped_s = time.perf_counter()
-        self._spent_s = 0.0
 
     def _model_parameters(self) -> list[torch.Tensor]:
         own = {id(one) for one in self._parameters}
@@ -393,7 +401,7 @@ class ProofRecorder:
             iterator = begin(loader)
             positions[id(iterator)] = [number, iteration, -1]
             kind = next(one for one in type(iterator).__mro__ if "__next__" in vars(one))
-            if kind not in watched:
+            if watched.isdisjoint(type(iterator).__mro__):
                 watched.add(kind)
                 watch(kind)
             return iterator

@@ -1,5 +1,6 @@
 """Stop the ranks of a trial at an exact place: kill them, send SIGTERM, or kill them in a save."""
 
+import contextlib
 import functools
 import io
 import os
@@ -71,7 +72,8 @@ class Stopper:
             if (path := self._into / f"pid-{rank}").exists()
         ]
         for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has exited
+                os.kill(pid, signal.SIGKILL)
 
     def _tearing_torch(self, usual: Any) -> Any:
         @functools.wraps(usual)
