@@ -35,12 +35,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Return whether a rank holds only a part of a parameter, or a part of its flat group (FSDP1)."""
+    """Return whether a rank holds only a part of a parameter, if it is a DTensor."""
     placements = getattr(parameter, "placements", None)
     if placements is not None:
         return not all(placement.is_replicate() for placement in placements)
-    # The second one marks the original parameters of FSDP1, whose data is a part.
-    return type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_fsdp_flattened")
+    return False
 
 
 def tensor_hash(tensor: torch.Tensor, begun: int = 0) -> int:

@@ -290,12 +290,14 @@ class ProofRecorder:
             for name, parameter in inner.named_parameters()
         }
         known = {id(parameter) for parameter in self._parameters}
+        flat = self._flattened()
         for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
             for parameter in group["params"]:
                 if id(parameter) not in known:
                     known.add(id(parameter))
                     self._parameters.append(parameter)
-                    self._sharded.append(fingerprints.is_sharded(parameter))
+                    is_part = id(parameter) in flat or fingerprints.is_sharded(parameter)
+                    self._sharded.append(is_part)
         layers = {
             type(layer).__name__
             for _, inner in self._models.values()
@@ -313,6 +315,18 @@ class ProofRecorder:
                 layers=sorted(layers),
             )
         )
+
+    def _flattened(self) -> set[int]:
+        """Return the parameters of FSDP1, which are parts of flat tensors."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        kind = getattr(fsdp, "FullyShardedDataParallel", None)
+        return {
+            id(parameter)
+            for outermost, _ in self._models.values()
+            for module in outermost.modules()
+            if kind is not None and isinstance(module, kind)
+            for parameter in module.parameters()
+        }
 
     def _find_scalers(self) -> None:
         scaler = torch.amp.GradScaler
