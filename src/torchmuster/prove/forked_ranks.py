@@ -1,7 +1,7 @@
 """Run the ranks of a trial, forked from one process that has imported torch and the libraries of the script.
 
 A proof starts a script ten times or more; importing takes most of the time of a short run. The process is that of Python's
-``forkserver``. Ranks get the variables of torchrun; when one fails, the others get SIGTERM, and are killed a few seconds later.
+``forkserver``. Ranks get the variables of torchrun; when one fails, the others get SIGTERM, and are killed 30 s later.
 """
 
 import contextlib

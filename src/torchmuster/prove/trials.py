@@ -20,6 +20,7 @@ from torchmuster.prove.records import (
     EventRecord,
     How,
     RankRecord,
+    StepRecord,
     StopRequest,
     TrialRecord,
     TrialRequest,
@@ -36,7 +37,6 @@ HOW = {
 }
 _OUTSIDE = "muster prove: the script writes to"
 STOPS = ("killed", "rank-killed", "terminated", "save-killed")
-_PROGRAM = "torchmuster.prove.probes.recorded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class Trials:
         return record
 
     def stop_and_resume(self, name: str, stop: StopRequest, baseline: TrialRecord) -> ResumeTrial:
-        """Stop the script, start it again in the same folder in its own way to resume, and record both."""
+        """Stop the script, restart it in the same folder with its resume arguments, and record both."""
         by = HOW[stop.how]
         stopped = self.run(
             f"{name}-stopped", f"stopped after step {stop.after_step} by {by}", stop=stop
@@ -346,9 +346,9 @@ def stops_for(baseline: TrialRecord) -> list[tuple[str, StopRequest]]:
     return chosen
 
 
-def _ends_epoch(steps: Sequence[object]) -> bool:
+def _ends_epoch(steps: Sequence[StepRecord]) -> bool:
     """Return whether the second of two steps begins another iteration of its loader."""
-    places = [step.micro_batches[0].place for step in steps]  # type: ignore[attr-defined]
+    places = [step.micro_batches[0].place for step in steps]
     if len(places) < 2 or places[0] is None or places[1] is None:
         return False
-    return bool(places[0][:2] != places[1][:2])
+    return places[0][:2] != places[1][:2]
