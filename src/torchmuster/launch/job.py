@@ -86,6 +86,7 @@ class JobSpec:
     min_nodes: int | None = None  # the run continues with this many hosts; None: all are needed
     checkpoints: str | None = None  # where its ranks save and resume; None: not known to do so
     resume_with: tuple[str, ...] = ()  # arguments that a restart adds to the script's
+    keep_logs: bool | None = None  # on the ranks' hosts; None: with many hosts
     environment: dict[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 
