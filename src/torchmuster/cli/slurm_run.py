@@ -33,7 +33,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], object], str, str]] = {
     "--warn": (
         "warn",
         job_flags.warning,
-        "[SIGNAL@]DURATION",
+        "DURATION",
         "send SIGUSR1 to the ranks DURATION before the time limit; USR2@5m sends SIGUSR2",
     ),
 }
