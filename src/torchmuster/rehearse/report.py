@@ -44,12 +44,12 @@ def rehearsal_rows(rehearsal: Rehearsal) -> list[tuple[str, str, str]]:
 
 def _saving_rows(rehearsal: Rehearsal, saving: Saving) -> list[tuple[str, str, str]]:
     request = rehearsal.request
-    rate = format_bytes(request.write_bytes_per_s)
+    rate = format_bytes(round(request.write_bytes_per_s))
     return [
         (
             "save",
             format_seconds(saving.save_s),
-            f"{format_bytes(saving.size_bytes)} ({BYTES_PER_PARAMETER} bytes per parameter) at {rate}/s per host, assumed "
+            f"{format_bytes(round(saving.size_bytes))} ({BYTES_PER_PARAMETER} bytes per parameter) at {rate}/s per host, assumed "
             f"(--write-rate); training waits {saving.stall_s:.2f} s",
         ),
         (
