@@ -24,8 +24,8 @@ from patience import GIVE_UP_S
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, committed_manifests, read_manifest
 from torchmuster.checkpoints.places import open_store
-from torchmuster.checkpoints.store import Store, read_small
-from torchmuster.checkpoints.tensor_file import INDEX, Index
+from torchmuster.checkpoints.store import Store
+from torchmuster.checkpoints.tensor_file import Index
 from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import MusterError
@@ -254,13 +254,13 @@ def _let_go(gate: threading.Event, waited_for: threading.Event) -> None:
 
 
 def _files_of_buffers(store: Store, name: str) -> set[str]:
-    index = Index.from_json(read_small(store, name, INDEX, most_bytes=10**6))
+    index = Index.read(store, name)
     buffers = (
         "model.norm.running_mean",
         "model.norm.running_var",
         "model.norm.num_batches_tracked",
     )
-    return {chunk.file for one in buffers for chunk in index.tensors[one].chunks}
+    return {chunk.file for one in buffers for chunk in index.tensors[one].pieces()}
 
 
 def _refusal(
