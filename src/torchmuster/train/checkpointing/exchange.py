@@ -72,7 +72,7 @@ class RankExchange:
         Results are JSON types. If a function fails on any rank, all ranks raise the same error.
         """
         value, problem = _tried(work)
-        text = json.dumps([value, problem]).encode()
+        text = json.dumps([value, problem])
         if self._store is None:
             answer = _combined([json.loads(text)] * self._world_size, combine)
         else:
@@ -89,9 +89,7 @@ class RankExchange:
                 self._store.delete_key(f"process/{self._rank}")
             self._store = None
 
-    def _through_store(
-        self, store: Store, text: bytes, combine: Callable[[list[Any]], Any]
-    ) -> bytes:
+    def _through_store(self, store: Store, text: str, combine: Callable[[list[Any]], Any]) -> str:
         number, self._number = self._number, self._number + 1
         rank, size = self._rank, self._world_size
         try:
@@ -101,7 +99,7 @@ class RankExchange:
                 members = range(rank + 1, min(rank + _GROUP, size))
                 texts = [text, *self._collect(store, f"{number}", members)]
                 if rank:
-                    store.set(f"{number}/of/{rank}", b"[" + b",".join(texts) + b"]")
+                    store.set(f"{number}/of/{rank}", f"[{','.join(texts)}]")
                 else:
                     leaders = range(_GROUP, size, _GROUP)
                     messages = [json.loads(one) for one in texts]
@@ -113,7 +111,7 @@ class RankExchange:
                     store.delete_key(f"{number - 1}/answer")
                     return answer
             store.wait([f"{number}/answer"], _LONGEST_WAIT)
-            return bytes(store.get(f"{number}/answer"))
+            return store.get(f"{number}/answer").decode()
         except RuntimeError as error:  # torch's store errors
             raise MusterError(
                 "the ranks' store became unreachable",
@@ -121,9 +119,9 @@ class RankExchange:
                 fix="check rank 0's log: its process hosts the store, and may have exited",
             ) from error
 
-    def _collect(self, store: Store, folder: str, ranks: Sequence[int]) -> list[bytes]:
+    def _collect(self, store: Store, folder: str, ranks: Sequence[int]) -> list[str]:
         """Return the messages of ranks, and delete them; for a dead rank, one that says so."""
-        texts: dict[int, bytes] = {}
+        texts: dict[int, str] = {}
         begun = looked = time.monotonic()
         pause_s = _SHORTEST_PAUSE_S
         while missing := [rank for rank in ranks if rank not in texts]:
@@ -148,24 +146,25 @@ class RankExchange:
         key = f"process/{rank}"
         return bool(store.check([key])) and process_died(store.get(key).decode())
 
-    def _no_message(self, rank: int, folder: str) -> bytes:
+    def _no_message(self, rank: int, folder: str) -> str:
         message: list[Any] = [None, "its process has exited, or did not answer"]
         if folder.endswith("/of"):  # the messages of its group are lost with it
             message = [message] * min(_GROUP, self._world_size - rank)
-        return json.dumps(message).encode()
+        return json.dumps(message)
 
 
-def _taken(store: Store, folder: str, ranks: Sequence[int]) -> dict[int, bytes]:
+def _taken(store: Store, folder: str, ranks: Sequence[int]) -> dict[int, str]:
     keys = [f"{folder}/{rank}" for rank in ranks]
     if not keys:
         return {}
-    found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    has_multi_get = cast(Any, store).has_extended_api()  # torch's type stubs lack it
+    found = store.multi_get(keys) if has_multi_get else [store.get(key) for key in keys]
     for key in keys:
         store.delete_key(key)
-    return dict(zip(ranks, map(bytes, found), strict=True))
+    return {rank: bytes(one).decode() for rank, one in zip(ranks, found, strict=True)}
 
 
-def _combined(messages: list[Any], combine: Callable[[list[Any]], Any]) -> bytes:
+def _combined(messages: list[Any], combine: Callable[[list[Any]], Any]) -> str:
     """Return the answer to all ranks: the combined result and "", or None and the problem."""
     failed = [(rank, problem) for rank, (_, problem) in enumerate(messages) if problem]
     combined = None
@@ -173,10 +172,10 @@ def _combined(messages: list[Any], combine: Callable[[list[Any]], Any]) -> bytes
         combined, problem = _tried(lambda: combine([value for value, _ in messages]))
         failed = [(0, problem)] if problem else []
     if not failed:
-        return json.dumps([combined, ""]).encode()
+        return json.dumps([combined, ""])
     rank, problem = failed[0]
     more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-    return json.dumps([None, f"rank {rank}: {problem}{more}"]).encode()
+    return json.dumps([None, f"rank {rank}: {problem}{more}"])
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
