@@ -1,5 +1,6 @@
 """Small values of all ranks, combined on rank 0: through every kind of store, with errors and deaths."""
 
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.train.checkpointing import exchange
 from torchmuster.train.checkpointing.exchange import RankExchange, RankFailure, first_of, nothing
+from torchmuster.train.stop_request import process_address
 
 pytestmark = pytest.mark.engine
 
@@ -106,9 +108,11 @@ def test_a_rank_that_died_is_named(tcp_store: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(exchange, "_LIVENESS_EVERY_S", 0.01)
     dead = {2, 4}
     ranks = Ranks(7, tcp_store.clone)
-    monkeypatch.setattr(exchange, "process_died", lambda address: address == "gone")
+    process = subprocess.Popen(["true"])
+    process.wait()
     for rank in dead:
-        tcp_store.set(f"process/{rank}", "gone")
+        here = process_address().rpartition(" ")[0]
+        tcp_store.set(f"process/{rank}", f"{here} {process.pid}")
 
     def run(rank: int, one: RankExchange) -> str:
         if rank in dead:

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -102,6 +105,10 @@ def byte_pieces_of(host: torch.Tensor) -> Iterator[memoryview]:
         yield content[begin : begin + _PIECE_BYTES]
 
 
+# What to read from a file: DCP's item, the chunk it is in, and the dtype of the tensor.
+Reads = list[tuple[ReadItem, Chunk, str]]
+
+
 def read_tensors(
     store: Store,
     name: str,
@@ -110,20 +117,10 @@ def read_tensors(
     tensors: dict[str, torch.Tensor],
 ) -> None:
     """Read this rank's parts of tensors from the chunks that overlap them, file by file."""
-    stored = {one: index.tensors[index.tied.get(one, one)] for one in tensors}
-    parts: dict[str, list[Chunk]] = {one: [] for one in tensors}
-    for one, offset, shape in map(part_of, write_items(tensors)):
-        parts[one] += stored[one].pieces(offset, shape)
+    reads = plan_reads(index, tensors)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, _metadata(stored, parts), False)
-    by_file: dict[str, list[tuple[ReadItem, Chunk, str]]] = {}
-    for item in planner.create_local_plan().items:
-        # DCP's hint is the position in the list of chunks.
-        source = item.storage_index
-        assert source.index is not None
-        chunk = parts[source.fqn][source.index]
-        by_file.setdefault(chunk.file, []).append((item, chunk, stored[source.fqn].dtype))
-    for file, items in by_file.items():
+    planner.set_up_planner(tensors)
+    for file, items in reads.items():
         try:
             with store.open(name, file) as stream:
                 _read_file(stream, files[file].size_bytes, items, planner)
@@ -135,7 +132,22 @@ def read_tensors(
             ) from None
 
 
-def _metadata(stored: Mapping[str, StoredTensor], parts: Mapping[str, list[Chunk]]) -> Metadata:
+def plan_reads(index: Index, tensors: dict[str, torch.Tensor]) -> dict[str, Reads]:
+    """Return what this rank reads from each file."""
+    stored = {one: index.tensors[index.tied.get(one, one)] for one in tensors}
+    chunks: dict[str, list[Chunk]] = {one: [] for one in tensors}
+    for one, offset, shape in map(part_of, write_items(tensors)):
+        chunks[one] += stored[one].pieces(offset, shape)
+    reads: dict[str, Reads] = {}
+    for item in create_default_local_load_plan(tensors, _metadata(stored, chunks)).items:
+        source = item.storage_index
+        assert source.index is not None  # the position in the list of chunks
+        chunk = chunks[source.fqn][source.index]
+        reads.setdefault(chunk.file, []).append((item, chunk, stored[source.fqn].dtype))
+    return reads
+
+
+def _metadata(stored: Mapping[str, StoredTensor], chunks: Mapping[str, list[Chunk]]) -> Metadata:
     """Return DCP's description of the chunks that this rank reads."""
     return Metadata(
         {
@@ -146,7 +158,7 @@ def _metadata(stored: Mapping[str, StoredTensor], parts: Mapping[str, list[Chunk
                     ChunkStorageMetadata(
                         offsets=torch.Size(one.offset), sizes=torch.Size(one.shape)
                     )
-                    for one in parts[name]
+                    for one in chunks[name]
                 ],
             )
             for name, tensor in stored.items()
@@ -157,7 +169,7 @@ def _metadata(stored: Mapping[str, StoredTensor], parts: Mapping[str, list[Chunk
 def _read_file(
     stream: BinaryIO,
     size_bytes: int,
-    items: list[tuple[ReadItem, Chunk, str]],
+    items: Reads,
     planner: LoadPlanner,
 ) -> None:
     found = read_file_head(stream, size_bytes)
