@@ -27,6 +27,7 @@ T = TypeVar("T")
 _GROUP = 64  # ranks per leader
 # Longer than any file takes to write: ranks that are done wait for the others.
 _LONGEST_WAIT = timedelta(hours=3)
+_LONGEST_CLOSE_S = 30.0  # a rank that failed does not close
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25
 _LIVENESS_EVERY_S = 1.0
 
@@ -83,34 +84,29 @@ class RankExchange:
         return combined
 
     def close(self) -> None:
-        """Close the connection to the store."""
+        """Delete this exchange's keys and close the connection; all ranks call this.
+
+        Rank 0 waits until all have read the last answer: its process may host the store, and exit.
+        """
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # torch's store errors: rank 0 has exited
+                self._gather(self._store, "closed", '""', _LONGEST_CLOSE_S)
+                if self._rank == 0:
+                    self._store.delete_key(f"{self._number - 1}/answer")
                 self._store.delete_key(f"process/{self._rank}")
             self._store = None
 
     def _through_store(self, store: Store, text: str, combine: Callable[[list[Any]], Any]) -> str:
         number, self._number = self._number, self._number + 1
-        rank, size = self._rank, self._world_size
         try:
-            if rank % _GROUP:
-                store.set(f"{number}/{rank}", text)
-            else:
-                members = range(rank + 1, min(rank + _GROUP, size))
-                texts = [text, *self._collect(store, f"{number}", members)]
-                if rank:
-                    store.set(f"{number}/of/{rank}", f"[{','.join(texts)}]")
-                else:
-                    leaders = range(_GROUP, size, _GROUP)
-                    messages = [json.loads(one) for one in texts]
-                    for of_group in self._collect(store, f"{number}/of", leaders):
-                        messages += json.loads(of_group)
-                    answer = _combined(messages, combine)
-                    store.set(f"{number}/answer", answer)
-                    # All ranks have sent a message since, so they have read the answer before.
-                    store.delete_key(f"{number - 1}/answer")
-                    return answer
-            return _wait_for_answer(store, f"{number}/answer")
+            messages = self._gather(store, f"{number}", text, _LONGEST_WAIT.total_seconds())
+            if messages is None:
+                return _wait_for_answer(store, f"{number}/answer")
+            answer = _combined(messages, combine)
+            store.set(f"{number}/answer", answer)
+            # All ranks have sent a message since, so they have read the answer before.
+            store.delete_key(f"{number - 1}/answer")
+            return answer
         except RuntimeError as error:  # torch's store errors
             raise MusterError(
                 "the ranks' store became unreachable",
@@ -118,7 +114,25 @@ class RankExchange:
                 fix="check rank 0's log: its process hosts the store, and may have exited",
             ) from error
 
-    def _collect(self, store: Store, folder: str, ranks: Sequence[int]) -> list[str]:
+    def _gather(self, store: Store, folder: str, text: str, limit_s: float) -> list[Any] | None:
+        """Send a message to rank 0, through the leader of the group; there, return all messages."""
+        rank, size = self._rank, self._world_size
+        if rank % _GROUP:
+            store.set(f"{folder}/{rank}", text)
+            return None
+        members = range(rank + 1, min(rank + _GROUP, size))
+        texts = [text, *self._collect(store, folder, members, limit_s)]
+        if rank:
+            store.set(f"{folder}/of/{rank}", f"[{','.join(texts)}]")
+            return None
+        messages = [json.loads(one) for one in texts]
+        for group in self._collect(store, f"{folder}/of", range(_GROUP, size, _GROUP), limit_s):
+            messages += json.loads(group)
+        return messages
+
+    def _collect(
+        self, store: Store, folder: str, ranks: Sequence[int], limit_s: float
+    ) -> list[str]:
         """Return the messages of ranks, and delete them; for a dead rank, one that says so."""
         texts: dict[int, str] = {}
         begun = looked = time.monotonic()
@@ -130,7 +144,7 @@ class RankExchange:
             now = time.monotonic()
             if now - looked > _LIVENESS_EVERY_S:
                 looked = now
-                overdue = now - begun > _LONGEST_WAIT.total_seconds()
+                overdue = now - begun > limit_s
                 gone = [rank for rank in missing if overdue or self._died(store, rank)]
                 # One that has exited may have sent its message before.
                 sent = [rank for rank in gone if store.check([f"{folder}/{rank}"])]
