@@ -491,14 +491,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the page")
     parser.add_argument("--json", type=Path, help="write the figures")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--dcp", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--render", type=Path, help="write the page from these figures")
+    parser.add_argument("--dcp", type=int, help="measure only DCP with so many ranks")
     asked = parser.parse_args()
     if asked.dcp:
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
         resource.setrlimit(resource.RLIMIT_CPU, (_MOST_S, _MOST_S + 1))
         print(json.dumps(dcp(asked.dcp)))
         return
-    found = measure(asked.folder)
+    found = json.loads(asked.render.read_text()) if asked.render else measure(asked.folder)
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1))
     page = render(found)
