@@ -28,6 +28,7 @@ from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import RankLogs
 from torchmuster.launch.launcher.rendezvous_address import (
     RendezvousAddress,
+    TestedHosts,
     choose_rendezvous_address,
 )
 from torchmuster.launch.launcher.silence import SilenceWatch
@@ -99,6 +100,8 @@ class Session:
         self._first_step = 0
         self._hang_monitor: HangMonitor | None = None
         self._many = len(transport.places) > 1
+        # With spares, restarts must be fast: hosts that were tested are not tested again.
+        self.tested = TestedHosts() if spec.spares else None
         self.waiting = WaitingMessages(console.say)
         self.registry = NodeRegistry(
             transport,
@@ -110,6 +113,7 @@ class Session:
             on_output=self._output,
             enough=spec.min_nodes,
             return_s=spec.limits.return_s,
+            spares=spec.spares,
         )
 
     def stop(self, origin: str, *, warned_s: float | None = None) -> None:
@@ -231,6 +235,7 @@ class Session:
             lost_after_s=None if alone else spec.limits.lost_after_s,
             typed=spec.typed,
             run=str(self._run.path.resolve()),
+            warm=spec.spares > 0,
         )
 
     async def differences(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
@@ -256,12 +261,20 @@ class Session:
             node.expect(attempt)
             node.follow_metrics(lambda told: self._metrics.add(told.attempt, told.lines))
         try:
+            spares = self.registry.spares
             async with self.waiting.telling(lambda: "checking that the hosts can reach each other"):
                 meeting = await self.waiting.unless_stopped(
                     choose_rendezvous_address(
-                        self._spec, nodes, attempt=attempt, say=self._console.say
+                        self._spec,
+                        nodes,
+                        attempt=attempt,
+                        say=self._console.say,
+                        spares=spares,
+                        tested=self.tested,
                     )
                 )
+            for spare in spares:
+                self._later(spare.stop(0.0, ""))  # closes the port that was open for the test
             await self._start(nodes, meeting, attempt)
         except MachineLost:
             return await self.fail(nodes)
@@ -341,6 +354,8 @@ class Session:
             if node.prepared is not None
         }
         facts = {"attempt": attempt, "ranks": world_size, "hosts": spread, "devices": devices}
+        if self._spec.spares:
+            facts["spares"] = [node.name for node in self.registry.spares]
         await asyncio.to_thread(run_state.log_event, self._run, "started", **facts)
 
     def _output(self, rank: int, text: str) -> None:

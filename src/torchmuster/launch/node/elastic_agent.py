@@ -21,16 +21,22 @@ _NEVER_KILL_S = 7 * 86400
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the agent; the first argument is the file for the ranks that failed."""
+    """Run the agent; the first argument is the file for the ranks that failed.
+
+    With ``--warm``, the arguments come later, and the ranks are forked from this process.
+    """
     die_with_parent()  # before torch is imported, which takes seconds
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException, api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from torchmuster.launch.node import static_rendezvous
+    from torchmuster.launch.node import static_rendezvous, warm_agent
     from torchmuster.launch.node.rank_exits import RankExits
 
+    if arguments[0] == warm_agent.WARM_FLAG:
+        arguments, ranks = warm_agent.serve_warm(arguments[1:])
+        api.get_subprocess_handler = ranks.handler  # type: ignore[attr-defined]
     static_rendezvous.register_rendezvous()
     exits = RankExits(Path(arguments[0]))
     exits.watch()
