@@ -26,7 +26,7 @@ class RendezvousAddress:
     local: tuple[protocol.Address, ...]
 
 
-class TestedHosts:
+class ReachedHosts:
     """The hosts that reached each other in an earlier attempt, and their own addresses.
 
     A host that reconnected with the same addresses counts as tested.
@@ -63,7 +63,7 @@ async def choose_rendezvous_address(
     attempt: int,
     say: Callable[[str], None],
     spares: Sequence[NodeHandle] = (),
-    tested: TestedHosts | None = None,
+    tested: ReachedHosts | None = None,
 ) -> RendezvousAddress:
     """Choose the address, open its port, and have all hosts check that they reach each other.
 

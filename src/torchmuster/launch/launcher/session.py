@@ -27,8 +27,8 @@ from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import RankLogs
 from torchmuster.launch.launcher.rendezvous_address import (
+    ReachedHosts,
     RendezvousAddress,
-    TestedHosts,
     choose_rendezvous_address,
 )
 from torchmuster.launch.launcher.silence import SilenceWatch
@@ -101,7 +101,7 @@ class Session:
         self._hang_monitor: HangMonitor | None = None
         self._many = len(transport.places) > 1
         # With spares, restarts must be fast: hosts that were tested are not tested again.
-        self.tested = TestedHosts() if spec.spares else None
+        self.tested = ReachedHosts() if spec.spares else None
         self.waiting = WaitingMessages(console.say)
         self.registry = NodeRegistry(
             transport,
@@ -355,7 +355,11 @@ class Session:
         }
         facts = {"attempt": attempt, "ranks": world_size, "hosts": spread, "devices": devices}
         if self._spec.spares:
-            facts["spares"] = [node.name for node in self.registry.spares]
+            spares = self.registry.spares
+            facts["spares"] = [node.name for node in spares]
+            for node in spares[:_MACHINES_SHOWN]:
+                leased = node.prepared.devices if node.prepared else ()
+                devices[f"{node.name} (spare)"] = list(leased)[:_DEVICES_NOTED]
         await asyncio.to_thread(run_state.log_event, self._run, "started", **facts)
 
     def _output(self, rank: int, text: str) -> None:

@@ -180,17 +180,19 @@ class SparePool:
         lost = node is None or bool(node.lost)
         chosen = await self._choose(len(ranks) if ranks is not None else None)
         if chosen.value is None:
-            self._say(f"no spare can replace {name}: {chosen.reason}")
-            await self._note(TAKEOVER, host=name, spare=None, why=why, reason=chosen.reason)
+            what = f"no spare can replace {name}: {chosen.reason}"
+            self._say(what)
+            await self._note(TAKEOVER, what=what, host=name, spare=None, why=why)
             return
         spare = registry.name_of(chosen.value)
         await registry.replace(place, chosen.value)
         left = len([one for one in self._candidates() if not _why_not(one, None)])
         text = takeover_text(name, why, spare, lost=lost, ranks=ranks, left=left)
-        self._say(f"{text} ({chosen.reason})" if chosen.reason else text)
+        what = f"{text} ({chosen.reason})" if chosen.reason else text
+        self._say(what)
         held = [] if ranks is None else [ranks[0], ranks[-1]]
-        facts = {"why": why, "ranks": held, "spares_left": left, "reason": chosen.reason}
-        await self._note(TAKEOVER, host=name, spare=spare, headline=text, **facts)
+        facts = {"host": name, "spare": spare, "why": why, "ranks": held, "spares_left": left}
+        await self._note(TAKEOVER, what=what, **facts)
         if self._failures[place] >= MOST_FAILURES:
             await self._give_up(place)
 
@@ -199,8 +201,9 @@ class SparePool:
         await self._registry.abandon(place)
         name = self._registry.name_of(place)
         why = f"it failed {_times(self._failures[place])} in this run"
-        self._say(f"{name} is not used again: {why}")
-        await self._note(SPARE_REFUSED, host=name, why=why)
+        what = f"{name} is not used again: {why}"
+        self._say(what)
+        await self._note(SPARE_REFUSED, what=what, host=name, why=why)
 
     async def _choose(self, ranks: int | None) -> Decision[int | None]:
         """Choose a spare that passes its last check."""
@@ -243,8 +246,9 @@ class SparePool:
         return bad[0].what if bad else ""
 
     async def _refuse(self, node: NodeHandle, why: str) -> None:
-        self._say(f"{node.name} is not a spare: {why}")
-        await self._note(SPARE_REFUSED, host=node.name, why=why)
+        what = f"{node.name} is not a spare: {why}"
+        self._say(what)
+        await self._note(SPARE_REFUSED, what=what, host=node.name, why=why)
         await self._registry.send_away(node)
         self._registry.call_spares_again()
 
@@ -263,8 +267,9 @@ class SparePool:
                 if node.part not in self._lost:
                     self._lost.add(node.part)
                     if node.part in self._tested:
-                        self._say(f"spare {node.name} is lost: {node.lost}")
-                        await self._note(SPARE_LOST, host=node.name, why=node.lost)
+                        what = f"spare {node.name} is lost: {node.lost}"
+                        self._say(what)
+                        await self._note(SPARE_LOST, what=what, host=node.name, why=node.lost)
             # Until the attempt runs, the hosts answer to its start and accept no other request.
             if not self._is_running():
                 continue
@@ -282,7 +287,7 @@ class SparePool:
             took = f"{time.monotonic() - began_s:.1f} s"
             what = f"spare {node.name} is ready: host test passed in {took}"
             self._say(what)
-            await self._note(SPARE_READY, host=node.name, headline=what)
+            await self._note(SPARE_READY, what=what, host=node.name)
 
     async def _note(self, event: str, **facts: object) -> None:
         await asyncio.to_thread(run_state.log_event, self._run, event, **facts)

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     from torchmuster.launch.node.rank_exits import RankExits
 
     if arguments[0] == warm_agent.WARM_FLAG:
+        _import_for_optimizers()
         arguments, ranks = warm_agent.serve_warm(arguments[1:])
         api.get_subprocess_handler = ranks.handler  # type: ignore[attr-defined]
     static_rendezvous.register_rendezvous()
@@ -64,6 +65,13 @@ def main(arguments: Sequence[str]) -> int:
         exits.drop_ended_by(error.sigval)
         raise
     return 0
+
+
+def _import_for_optimizers() -> None:
+    """Have torch import what it imports for the first optimizer of a process, its compiler among it."""
+    import torch
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
 if __name__ == "__main__":

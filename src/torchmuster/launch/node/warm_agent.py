@@ -41,7 +41,7 @@ _TORCH = (
     "torchmuster.launch.rank.heartbeat",
 )
 # What ``muster train`` runs on each rank; other scripts may set variables before they import their libraries.
-_WORKER = ("torchmuster.worker.__main__",)
+_WORKER = ("torchmuster.worker.__main__", "ruamel.yaml")
 _LENGTH = struct.Struct("!I")
 # Stands for the number that the listening socket of the store gets in the process.
 _SOCKET = "{socket}"
@@ -116,19 +116,19 @@ class WarmEngine(TorchrunEngine):
         super().__init__(share, environment)
         self._warm = warm
         self._early_log = warm.log
-
-    async def start(self) -> int:
-        """Send the waiting process its arguments."""
-        share = self._share
-        self._process = self._warm.process
-        order = {
+        self._socket = share.socket
+        self._order = {
             "arguments": agent_arguments(share, socket_name=_SOCKET),
-            "environment": dict(self._environment),
+            "environment": dict(environment),
             "folder": share.prepare.folder,
             "ranks": share.ranks,
             "log": str(share.records / "agent.log"),
         }
-        self._warm.send(order, share.socket)
+
+    async def start(self) -> int:
+        """Send the waiting process its arguments."""
+        self._process = self._warm.process
+        self._warm.send(self._order, self._socket)
         return self._process.pid
 
 
