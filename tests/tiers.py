@@ -71,6 +71,7 @@ DEFAULT: dict[str, list[str]] = {
         "test_a_run_works_in[a network that has IPv6 only]",
         "test_etcd_brings_the_hosts_together",
     ],
+    "tests/hosts/test_spares.py": ["test_a_spare_takes_the_rank_of_a_host_that_dies"],
     "tests/hosts/test_trouble.py": [
         "test_the_page_for_people_in_trouble_has_every_story",
     ],
@@ -196,6 +197,7 @@ DEFAULT: dict[str, list[str]] = {
         "test_a_failing_rank_fails_the_job_with_its_cause",
     ],
     "tests/slurm/test_preemption.py": [],
+    "tests/slurm/test_spares.py": [],
     "tests/slurm/test_srun.py": [
         "test_agents_come_in_the_order_of_the_nodes",
         "test_long_and_foreign_messages_arrive_whole_both_ways",

@@ -16,6 +16,20 @@ from hosts.lab import Lab
 from muster_command import muster_argv
 from patience import GIVE_UP_S
 
+#: Each attempt writes its ranks and where they run; it ends once it is told to.
+WHERE = """
+import os, socket, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, number = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+dist.barrier()
+print(f"round {number}: rank {rank} on {socket.gethostname()}", flush=True)
+on = torch.ones(1)
+while on.item():
+    on = torch.tensor([float(not os.path.exists("end"))])
+    dist.all_reduce(on, op=dist.ReduceOp.MIN)
+    time.sleep(0.02)
+dist.destroy_process_group()
+"""
 MINE = """
 import os, time, torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -47,6 +61,19 @@ distributed: {{strategy: ddp}}
 train: {{steps: {steps}, global_batch_size: 12, log_every: 1}}
 checkpoint: {{every: 2}}
 """
+
+
+def events(folder: Path, name: str) -> list[dict[str, object]]:
+    """Return the events of this name of the run in a folder."""
+    (file,) = folder.glob("runs/*/events.jsonl")
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    return [one for one in found if one["event"] == name]
+
+
+def log_of(folder: Path, rank: int) -> str:
+    """Return the log of a rank of the run in a folder."""
+    (log,) = folder.glob(f"runs/*/logs/rank-{rank}.log")
+    return log.read_text()
 
 
 def kill_host(lab: Lab, name: str) -> float:
@@ -91,7 +118,7 @@ class Training:
             for step, node_rank in kills:
                 self._await_step(process, step)
                 if await_spare:
-                    self._await_spare()
+                    self._await_spare(process)
                 kill_host(self._lab, self.host_of(node_rank))
             code = process.wait(GIVE_UP_S)
         finally:
@@ -149,10 +176,10 @@ class Training:
                 raise AssertionError(f"step {step} was not reached:\n{self.said()}")
             time.sleep(0.05)
 
-    def _await_spare(self) -> None:
+    def _await_spare(self, process: HostProcess) -> None:
         """Wait until a spare has passed its test since the last takeover."""
         until_s = time.monotonic() + GIVE_UP_S
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_s and process.poll() is None:
             if len(self._events("spare-ready")) > len(self.takeovers()):
                 return
             time.sleep(0.05)

@@ -41,7 +41,13 @@ _TORCH = (
     "torchmuster.launch.rank.heartbeat",
 )
 # What ``muster train`` runs on each rank; other scripts may set variables before they import their libraries.
-_WORKER = ("torchmuster.worker.__main__", "ruamel.yaml")
+_WORKER = (
+    "torchmuster.config.training",
+    "torchmuster.config.written",
+    "torchmuster.worker.reporting",
+    "torchmuster.worker.training",
+    "ruamel.yaml",
+)
 _LENGTH = struct.Struct("!I")
 # Stands for the number that the listening socket of the store gets in the process.
 _SOCKET = "{socket}"
