@@ -4,7 +4,7 @@ import re
 import time
 from pathlib import Path
 
-from hosts.killing import Run, command_line
+from hosts.killing import Kill, Run, command_line
 from hosts.lab import Lab
 from hosts.launching import PATIENT
 from hosts.namespaces import await_true
@@ -70,7 +70,10 @@ def test_a_forked_rank_is_found_and_killed_like_any_other(lab3: Lab, tmp_path: P
     run = Run.launch(lab3, tmp_path, WHERE, options=TWO_AND_ONE)
     run.wait_for_ranks("round 0: rank", ranks=2)
     warm = [pid for pid in lab3.host("node3").pids() if "--warm" in command_line(pid)]
-    assert warm  # the spare has imported torch
+    assert warm  # the spare imports torch
+    Kill(victim="rank 1").strike(run)
+    run.transcript.wait_for("rank 1 on node2 failed: killed (SIGKILL); restarting")
+    run.wait_for_ranks("round 1: rank", ranks=2)
     run.process.interrupt()
     assert run.transcript.end() == 130
     run.seconds_until_clean(time.monotonic())

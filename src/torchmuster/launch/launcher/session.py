@@ -42,6 +42,8 @@ from torchmuster.units import plural
 _PREPARED_WITHIN_S = 60.0
 # How long a host may take to stop beyond the grace period before it is declared lost.
 _END_WITHIN_S = 8.0
+# Ranks of muster train cannot save together without the ranks of a lost host: before a spare takes over, they get this long.
+_TAKEOVER_GRACE_S = 2.0
 _MACHINES_SHOWN = 16
 _DEVICES_NOTED = 16  # of each of them
 
@@ -412,15 +414,26 @@ class Session:
         def words() -> str:
             return waiting_text(waiting, time.monotonic())
 
+        hurried = False
         async with self.waiting.telling(words):
             # A second request brings the end forward.
             while time.monotonic() < self._kill_at_s + _END_WITHIN_S and words():
+                if not hurried and self._cannot_save(nodes):
+                    hurried = True
+                    self._kill_by(_TAKEOVER_GRACE_S)
+                    for node in waiting:
+                        self._later(node.stop(self._left_s(), ""))
                 await self.waiting.something_new(0.2, although_stopped=True)
         if slow := words():
             self._console.say(f"timed out: {slow}")
         for node in waiting:
             if not node.ended:
                 node.lose(f"it did not stop within {time.monotonic() - began_s:.0f} s")
+
+    def _cannot_save(self, nodes: Sequence[NodeHandle]) -> bool:
+        """Return whether a spare replaces a host, without which the other ranks cannot save."""
+        saves_together = self._spec.spares > 0 and self._spec.checkpoints is not None
+        return saves_together and self.cause is None and any(node.lost for node in nodes)
 
     async def leave(self, exit_code: int, words: str) -> None:
         """Release every host; ``words`` is printed on the terminal of a node agent that joined."""

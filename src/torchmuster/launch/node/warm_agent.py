@@ -4,13 +4,13 @@ It waits for the arguments of one attempt, then becomes torchrun's agent (``elas
 store, it forks one process for each rank; the agent starts a rank by sending that process its arguments and environment. So the ranks are
 children of the agent, as always, and have torch imported.
 
-A forked rank differs from a new interpreter in three ways: torch has been imported before the script runs, so the script cannot set
-variables that torch reads when it is imported; all ranks of a host have the same hash seed; and ``ps`` shows the command of the
-agent. The parent never initializes CUDA.
+A forked rank differs from a new interpreter in two ways: torch has been imported before the script runs, so the script cannot set
+variables that torch reads when it is imported, and all ranks of a host have the same hash seed. The parent never initializes CUDA.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +52,8 @@ _LENGTH = struct.Struct("!I")
 # Stands for the number that the listening socket of the store gets in the process.
 _SOCKET = "{socket}"
 _LOOK_EVERY_S = 0.02
+# Room for the variables of a rank where /proc shows the environment of its process.
+_ROOM, _ROOM_BYTES = "TORCHMUSTER_ROOM", 4096
 
 
 # ---- the node agent's side
@@ -85,7 +87,7 @@ class WarmAgent:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-u", "-m", _PROGRAM, WARM_FLAG, str(its.fileno()), *modules),
                 cwd=folder,
-                env=dict(environment),
+                env={**environment, _ROOM: "-" * _ROOM_BYTES},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -211,7 +213,7 @@ class ForkedRanks:
     ) -> "RankHandler":
         """Start a rank in its process: replaces torch's ``get_subprocess_handler``."""
         pid, channel = self._waiting.pop(int(env["LOCAL_RANK"]))
-        order = {"arguments": [entrypoint, *args], "environment": {**os.environ, **env}}
+        order = {"arguments": [entrypoint, *args], "environment": {**env, **os.environ, **env}}
         data = json.dumps(order).encode()
         with channel, contextlib.suppress(OSError):  # if it was killed, its exit code shows it
             channel.recv(1)  # it has its own process group, which gets the signals of the agent
@@ -270,8 +272,11 @@ def _be_rank(channel: socket.socket) -> NoReturn:
     channel.close()
     os.environ.clear()
     os.environ.update(order["environment"])
+    _show_process(order["arguments"], order["environment"])
     signal.set_wakeup_fd(-1)
     random.seed()
+    # As in new processes, which all have different seeds; CUDA's generators do not exist yet.
+    sys.modules["torch"].default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     tempfile.tempdir = None
@@ -280,3 +285,27 @@ def _be_rank(channel: socket.socket) -> NoReturn:
     sys.orig_argv[:] = order["arguments"]
     start.main()
     raise SystemExit(0)
+
+
+def _show_process(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Write a rank's command and variables to where /proc shows them: ``ps`` and ``muster hang`` identify it by them.
+
+    Python and libc have copies of all variables by now, so nothing else reads this memory.
+    """
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    arguments_at, arguments_end, variables_at, variables_end = map(int, fields[45:49])
+    settings = 3  # the fourth argument is long, and of no use to others
+    shown = [word for place, word in enumerate(arguments) if place != settings]
+    _write_texts(arguments_at, arguments_end, shown)
+    variables = (f"{name}={value}" for name, value in environment.items())
+    _write_texts(variables_at, variables_end, variables)
+
+
+def _write_texts(begin: int, end: int, texts: Iterable[str]) -> None:
+    data = b""
+    for text in texts:
+        piece = os.fsencode(text) + b"\0"
+        if len(data) + len(piece) <= end - begin:
+            data += piece
+    if begin < end:
+        ctypes.memmove(begin, data.ljust(end - begin, b"\0"), end - begin)
