@@ -233,6 +233,7 @@ FULL: dict[str, list[str]] = {
         "test_a_damaged_adapter_is_not_exported",
         "test_tokenizer_and_generation_files_come_along[full-ddp]",
     ],
+    "tests/ranks/test_warm_agent.py": ["test_a_forked_rank_sees_what_a_new_one_sees"],
     "tests/ranks/train/test_device_step.py": [
         "test_the_host_reads_nothing_between_two_lines[single-1]",
         "test_the_host_reads_nothing_between_two_lines[hybrid-4]",

@@ -301,6 +301,7 @@ class JobRunner:
             is_running=lambda: self._phase == "running",
             examine=examine,
         )
+        self._broken: dict[int, str] = {}  # the hosts that failed in the last attempt, and why
         self._history: list[PastAttempt] = []
         self._warning: stopping.StopCause | None = None  # forwarded to the ranks
         self.token = self._session.token
@@ -416,6 +417,7 @@ class JobRunner:
                 )
                 return self._stopped(nodes, self._warning) if saved else JobOutcome(good=True)
             number += 1
+            self._broken = broken_hosts(nodes) if self._spec.spares else {}
             after = await self._look(began, before)
             warned = self._warning is not None or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
@@ -459,7 +461,7 @@ class JobRunner:
             if is_changed and number == 0 and now.resume is not None:  # a requeued job
                 self._console.say(restart_text(now.resume))
             if self._spec.spares:
-                await self._take_over(number)
+                await self._take_over()
             if back := await session.registry.call_back_the_lost():
                 await self._prepare(back, again=True)
             if is_changed:
@@ -473,10 +475,11 @@ class JobRunner:
         async with taking_in:
             return await session.attempt(session.registry.nodes, number)
 
-    async def _take_over(self, number: int) -> None:
+    async def _take_over(self) -> None:
         """Let spares replace the hosts that failed in the last attempt, or that did not join."""
         session = self._session
-        broken = {} if number == 0 else broken_hosts(session.registry.nodes)
+        broken = {**self._broken, **broken_hosts(session.registry.nodes)}
+        self._broken = {}
         assert session.tested is not None
         if len(_in_a_row(self._history)) > 1:
             session.tested.forget()  # the cause may be a link

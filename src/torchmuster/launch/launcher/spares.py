@@ -178,6 +178,8 @@ class SparePool:
         name, ranks = registry.name_of(place), registry.ranks_of(place)
         node = registry.at(place)
         lost = node is None or bool(node.lost)
+        if node is not None:
+            self._tested.discard(node.part)
         chosen = await self._choose(len(ranks) if ranks is not None else None)
         if chosen.value is None:
             what = f"no spare can replace {name}: {chosen.reason}"

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] == warm_agent.WARM_FLAG:
         _import_for_optimizers()
         arguments, ranks = warm_agent.serve_warm(arguments[1:])
-        api.get_subprocess_handler = ranks.handler  # type: ignore[attr-defined]
+        api.get_subprocess_handler = ranks.handler  # type: ignore[assignment,attr-defined]
     static_rendezvous.register_rendezvous()
     exits = RankExits(Path(arguments[0]))
     exits.watch()
