@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from torchmuster.finding import Finding, Status
@@ -104,7 +105,7 @@ def test_only_hosts_with_the_same_addresses_count_as_tested() -> None:
         tested.remember([a], [OWN])
         assert tested.local_addresses([a]) == (OWN,)
         assert tested.local_addresses([a, b]) is None
-        a.record = protocol.msgspec.structs.replace(a.record, addresses=())
+        a.record = msgspec.structs.replace(a.record, addresses=())
         assert tested.local_addresses([a]) is None
 
     asyncio.run(story())
