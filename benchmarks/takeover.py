@@ -288,8 +288,12 @@ def _split(folder: Path, killed_s: float) -> dict[str, float]:
     started_s = max(one["at_unix_s"] for one in told if one["event"] == "started")
     moments = [killed_s, stopped_s, started_s]
     moments += [last(name) for name in ("imported", "joined", "model", "step")]
+    noticed_s = max(
+        one.get("noticed_unix_s", stopped_s) for one in told if one["event"] == "restart"
+    )
     spans = [after - before for before, after in itertools.pairwise(moments)]
-    return dict(zip(PHASES, spans, strict=True)) | {"total": moments[-1] - killed_s}
+    split = dict(zip(PHASES, spans, strict=True))
+    return split | {"total": moments[-1] - killed_s, "of it, notice": noticed_s - killed_s}
 
 
 def render(found: Mapping[str, Sequence[Mapping[str, float]]], where: str) -> str:

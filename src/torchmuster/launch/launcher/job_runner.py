@@ -443,7 +443,11 @@ class JobRunner:
         if resume is not None:
             self._console.say(restart_text(resume))
         run = RunFolder(self._logs.parent)
-        facts = {"headline": last.finding.what, "from_step": last.from_step}
+        facts = {
+            "headline": last.finding.what,
+            "from_step": last.from_step,
+            "noticed_unix_s": self._session.noticed_unix_s,
+        }
         await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
         await asyncio.to_thread(mark_restart, self._logs)
 

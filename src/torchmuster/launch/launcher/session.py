@@ -94,6 +94,7 @@ class Session:
         self.cause: StopCause | None = None  # of a stop request to the launcher
         self.failed_before_stop = False  # a rank had failed when the stop was requested
         self.killed_at_once = False  # because of a second request
+        self.noticed_unix_s = 0.0  # when the last failure was noticed
         self._warned = False  # the first request was a warning: the next one is not a repetition
         self._kill_at_s = math.inf
         self._silence = SilenceWatch()
@@ -374,7 +375,7 @@ class Session:
 
     async def fail(self, nodes: Sequence[NodeHandle]) -> Finding:
         """Stop all hosts because one failed; return the root cause."""
-        noticed_s = time.monotonic()
+        noticed_s, self.noticed_unix_s = time.monotonic(), time.time()
         hang = self._hang_monitor.finding if self._hang_monitor is not None else None
         await self.end(nodes)
         self._hang_monitor = None
