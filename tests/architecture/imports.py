@@ -30,6 +30,7 @@ LEVELS = {
     "plan": 4,
     "bench": 5,
     "prove": 5,
+    "rehearse": 5,
     "labs": 5,
     "worker": 6,
     "notebook": 6,

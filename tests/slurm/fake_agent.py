@@ -1,49 +1,42 @@
-"""A node agent that keeps nothing: it says hello, answers, and ends as it is told to."""
+"""A node agent that keeps nothing: it connects, says hello, answers, and ends as it is told to."""
 
 import argparse
+import asyncio
 import os
 import signal
 import sys
 
 from torchmuster.launch import protocol
+from torchmuster.launch.node.__main__ import connect_as
+from torchmuster.launch.node.connection import AgentConnection
 
 
-def say(message: protocol.Message) -> None:
-    sys.stdout.buffer.write(protocol.to_lines(message))
-    sys.stdout.buffer.flush()
-
-
-def answer(message: protocol.ToAgent) -> None:
+async def answer(launcher: AgentConnection, message: protocol.ToAgent) -> None:
     match message:
         case protocol.Prepare():  # how it is here: the GPUs, and the variables that are asked for
             values = tuple(os.environ.get(name, "") for name in message.command)
             gpus = tuple(
                 word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word
             )
-            say(protocol.Prepared(ranks=1, devices=gpus, reasons=values, fingerprint=None))
+            prepared = protocol.Prepared(ranks=1, devices=gpus, reasons=values, fingerprint=None)
+            await launcher.send(prepared)
         case protocol.Stop():  # the same words back
-            say(protocol.Output(rank=int(message.grace_s), text=message.why))
+            await launcher.send(protocol.Output(rank=int(message.grace_s), text=message.why))
         case protocol.Signal(name="KILL"):
             os.kill(os.getpid(), signal.SIGKILL)
         case protocol.Signal(name="FAIL"):
-            say(protocol.Waiting(words="last words"))
-            sys.exit("no reason to live")
+            await launcher.send(protocol.Waiting(words="last words"))
+            await launcher.close()
+            print("no reason to live", file=sys.stderr, flush=True)
+            os._exit(1)
         case protocol.Leave():
-            sys.exit(message.exit_code)
+            os._exit(message.exit_code)
         case _:
-            say(protocol.Alive())
+            await launcher.send(protocol.Alive())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--place", type=int)
-    parser.add_argument("--place-from")
-    parser.add_argument("--silent", action="store_true")
-    options = parser.parse_args()
-    place = int(os.environ[options.place_from]) if options.place_from else options.place
-    mine = {str(place).encode(), b"*"}
-    if options.silent:
-        sys.exit("cannot begin")
+async def serve(place: int) -> None:
+    launcher = await connect_as(place)
     record = protocol.NodeRecord(
         host=os.environ["SLURMD_NODENAME"],
         user="root",
@@ -57,15 +50,25 @@ def main() -> None:
         clock_unix_s=0.0,
         addresses=(),
     )
-    print("a line of the task prolog", flush=True)
-    say(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
-    assembler = protocol.FrameAssembler()
-    for line in sys.stdin.buffer:
-        to, _, rest = line.partition(b" ")
-        if to in mine and (whole := assembler.add(rest)) is not None:
-            answer(protocol.decode_to_agent(whole))
+    await launcher.send(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
+    while (message := await launcher.receive()) is not None:
+        await answer(launcher, message)
     print(f"place {place} heard the end", file=sys.stderr)
     sys.stderr.flush()
+    os._exit(0)  # a thread reads standard input
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--place", type=int)
+    parser.add_argument("--place-from")
+    parser.add_argument("--silent", action="store_true")
+    options = parser.parse_args()
+    place = int(os.environ[options.place_from]) if options.place_from else options.place
+    if options.silent:
+        sys.exit("cannot begin")
+    print("a line of the task prolog", flush=True)
+    asyncio.run(serve(place))
 
 
 main()

@@ -9,6 +9,7 @@ The clients in ``bin`` behave as if typed on the first machine, wherever they ar
 a job they are the plain ones of that job's machine.
 """
 
+import ctypes
 import itertools
 import os
 import re
@@ -17,8 +18,8 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -96,6 +97,21 @@ class SlurmLab:
         become = 'hostname "$0" && exec "$@"'
         inside = ["unshare", "--uts", "sh", "-c", become, machine, *command]
         return ["ip", "netns", "exec", self._namespace(machine), *inside]
+
+    @contextmanager
+    def in_network_of(self, machine: str) -> Iterator[None]:
+        """Let this thread, and the processes it starts, use the network of a machine meanwhile."""
+        setns = ctypes.CDLL(None, use_errno=True).setns
+        with (
+            Path("/proc/thread-self/ns/net").open() as here,
+            Path("/run/netns", self._namespace(machine)).open() as there,
+        ):
+            if setns(there.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+            try:
+                yield
+            finally:
+                setns(here.fileno(), 0)
 
     def pids_on(self, machine: str) -> set[int]:
         """The processes that are alive on a machine."""

@@ -1,16 +1,20 @@
 """``muster attach``: follow a run that was started elsewhere, or show its output."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.which_run import choose_run
-from torchmuster.errors import ExitCode
+from torchmuster.errors import ExitCode, Impossible, NotNow
 from torchmuster.runfolder import RunFolder
+from torchmuster.units import format_bytes
 
 _LOOK_EVERY_S = 0.1
+_FETCHED_WITHIN_S = 20.0
+_SHOWN_BYTES = 256 * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,19 +28,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         [
             "muster attach                      the active run in ./runs, else the newest",
             "muster attach 20260131-1200        a unique part of the run's id",
+            "muster attach last --rank 17       the end of rank 17's log, wherever it is kept",
         ],
     )
     parsers.add_run_argument(parser, default="the active run, else the newest")
+    parser.add_argument(
+        "--rank",
+        type=rank_number,
+        metavar="N",
+        help="show the end of this rank's own log (default: the output of all ranks)",
+    )
     parser.set_defaults(run=_run_attach)
 
 
 def _run_attach(options: argparse.Namespace) -> int:
     run = choose_run(options.which, options.runs, "running")
+    if options.rank is not None:
+        return show_log(run, options.rank)
     try:
         return follow(run)
     except KeyboardInterrupt:
         output.say(f"\nmuster: detached from {run.id}; to stop it: muster stop {run.id}")
         return ExitCode.GOOD
+
+
+def rank_number(text: str) -> int:
+    """Parse the number of a rank."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank number")
+    return int(text)
+
+
+def show_log(run: RunFolder, rank: int) -> int:
+    """Print the end of a rank's log: from the run folder, or from its host while the run is active."""
+    from torchmuster.launch.history import host_logs, run_state
+
+    kept = host_logs.host_of(run, rank)
+    if kept is None:
+        path = run.logs / f"rank-{rank}.log"
+        if not path.is_file():
+            raise Impossible(
+                f"{run.id} has no log of rank {rank}",
+                why=f"{path} does not exist",
+                fix=f"muster attach {run.id}  # shows the output of all ranks",
+            )
+        _show_end(path)
+        return ExitCode.GOOD
+    place = f"{kept.host}:{kept.path_of(rank)}"
+    state = run_state.read_state(run)
+    if state is None or not state.active:
+        raise NotNow(
+            f"the log of rank {rank} is on its host, and the run is over: {place}",
+            why="the logs of this run stayed on the hosts, and only a running node agent can send them",
+            fix=f"ssh {kept.host} tail -n 100 {kept.path_of(rank)}",
+        )
+    output.say(f"muster: fetching {place}")
+    asked = host_logs.request_log(run, rank)
+    deadline_s = time.monotonic() + _FETCHED_WITHIN_S
+    while asked.exists():
+        if time.monotonic() > deadline_s:
+            asked.unlink(missing_ok=True)
+            raise NotNow(
+                f"the log of rank {rank} did not arrive within {_FETCHED_WITHIN_S:.0f} s",
+                why="the launcher or the host does not answer",
+                fix=f"ssh {kept.host} tail -n 100 {kept.path_of(rank)}",
+            )
+        time.sleep(_LOOK_EVERY_S)
+    _show_end(host_logs.fetched_path(run, rank))
+    return ExitCode.GOOD
+
+
+def _show_end(path: Path) -> None:
+    """Print the last part of a file, without terminal control sequences."""
+    from torchmuster.launch.launcher.console import printable
+
+    with path.open("rb") as stream:
+        size_bytes = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size_bytes - _SHOWN_BYTES))
+        lines = stream.read().decode("utf-8", errors="replace").split("\n")
+    if size_bytes > _SHOWN_BYTES:
+        print(f"… {format_bytes(size_bytes - _SHOWN_BYTES)} before this: {path}")
+        del lines[0]
+    for line in lines if lines[-1] else lines[:-1]:
+        print(printable(line, colour=sys.stdout.isatty()))
 
 
 def follow(run: RunFolder) -> int:

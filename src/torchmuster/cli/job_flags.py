@@ -157,6 +157,12 @@ def add_run_flags(
         metavar="DURATION",
         help="kill ranks that hang for DURATION, or: never (default: 1m if they cannot recover)",
     )
+    when.add_argument(
+        "--logs",
+        choices=("launcher", "hosts"),
+        help="where the ranks' output is kept: in the run folder, or on the ranks' hosts, from which muster attach "
+        "--rank fetches it (default: launcher up to 64 hosts)",
+    )
     when.add_argument("--name", help=f"name the run (default: {named})")
     when.add_argument(
         "--runs",
@@ -226,6 +232,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         endpoint=getattr(options, "rdzv_endpoint", None),
         max_restarts=_job_flags_restarts(options, resolved),
         spares=settings.launch.spares if hasattr(options, "spares") else 0,
+        keep_logs=None if (where := getattr(options, "logs", None)) is None else where == "hosts",
         resume_with=getattr(options, "resume_with", ()),  # muster train has no such flag
         environment=_environment(options.env),
         limits=Limits(

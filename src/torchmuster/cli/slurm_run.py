@@ -106,7 +106,7 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     times = "once" if given.restarts == 1 else f"{given.restarts} times"
     again = f", requeued {times}" if given.restarts else ""
     output.say(f"muster: in Slurm job {given.job} with {len(given.nodes)} nodes{again}")
-    return SrunTransport(given)
+    return SrunTransport(given, on_event=lambda words: output.say(f"muster: {words}"))
 
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:

@@ -87,6 +87,7 @@ class JobSpec:
     spares: int = 0  # the last hosts wait, and replace hosts that fail
     checkpoints: str | None = None  # where its ranks save and resume; None: not known to do so
     resume_with: tuple[str, ...] = ()  # arguments that a restart adds to the script's
+    keep_logs: bool | None = None  # on the ranks' hosts; None: with many hosts
     environment: dict[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 

@@ -2,12 +2,12 @@
 
 The launcher is the process of ``muster run``. A node agent is torchmuster's process on each host of a run;
 it starts that host's ranks, monitors them, and stops them on request or when the launcher's heartbeats
-stop. The same messages are sent through a pipe (the local host), through ssh's or srun's standard input and
-output, and through TLS (``muster join``).
+stop. The same messages are sent through a pipe (the local host), through ssh's standard input and
+output, and through TLS (nodes of a Slurm job, ``muster join``).
 
 Every message is one JSON object with its ``kind``. Unknown fields are ignored, so that a newer version can
 add some; an unknown kind or a wrong type is an error. On a pipe a message is split into lines of at most
-``LINE_LIMIT`` characters (srun breaks longer ones): ``+`` and a piece, or ``=`` and the last piece. See
+``LINE_LIMIT`` characters: ``+`` and a piece, or ``=`` and the last piece. See
 docs/wire-protocol.md.
 """
 
@@ -119,6 +119,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     wait_s: float = 0.0
     environment: dict[str, str] = {}
     logs: str | None = None  # where the ranks' logs go; None: a folder of the node agent's own
+    keep_logs: bool = False  # the logs stay there: only rank 0's output and first errors are sent
     alone: bool = True  # this is the only host
     lost_after_s: float | None = None  # without a heartbeat, the launcher is declared lost
     typed: tuple[str, ...] = ("run",)  # arguments after "muster", up to the script: for messages
@@ -187,6 +188,13 @@ class DumpStacks(Message, frozen=True, kw_only=True, tag="dump-stacks"):
     ranks: tuple[Integer, ...]
 
 
+class SendLog(Message, frozen=True, kw_only=True, tag="send-log"):
+    """Request the end of a rank's log."""
+
+    rank: Integer
+    most_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+
+
 class ListPackages(Message, frozen=True, kw_only=True, tag="list-packages"):
     """Request the list of installed packages, sent if the fingerprints differ."""
 
@@ -244,6 +252,7 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     devices: tuple[str, ...]
     reasons: tuple[str, ...]
     fingerprint: Fingerprint | None  # None if this is the only host
+    logs: str = ""  # the folder in which the ranks' logs stay; "": they are sent
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="listening"):
@@ -291,10 +300,14 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
-    """Heartbeats of this host's ranks, sent every two seconds."""
+    """Heartbeats of this host's ranks, sent every two seconds.
+
+    ``moving``: all of its ranks have made progress since the last message, and only the first one's heartbeat is sent.
+    """
 
     attempt: Integer
     heartbeats: tuple[Heartbeat, ...]
+    moving: bool = False
     kept: bool = False  # the host has already written them to the run folder
     stopping: Stopping | None = None
 
@@ -314,6 +327,16 @@ class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
     text: str
 
 
+class LogEnd(Message, frozen=True, kw_only=True, tag="log-end"):
+    """The end of a rank's log; ``problem`` if it cannot be read."""
+
+    rank: Integer
+    path: str
+    size_bytes: Integer = 0  # of the whole log
+    text: str = ""
+    problem: str = ""
+
+
 class StackDump(Message, frozen=True, kw_only=True, tag="stack-dump"):
     """All evidence about this host's ranks has been sent."""
 
@@ -330,6 +353,7 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
         Integer, ...
     ] = ()  # the ranks that had not stopped when the grace period was over
     asked: str = ""  # the signal by which this node agent, and not the launcher, was asked to stop
+    log_bytes: Integer = 0  # of the logs that stay on this host
 
 
 class Packages(Message, frozen=True, kw_only=True, tag="packages"):
@@ -359,6 +383,7 @@ ToAgent = Annotated[
     | Stop
     | Signal
     | DumpStacks
+    | SendLog
     | ListPackages
     | StartSidecar
     | Relay
@@ -379,6 +404,7 @@ FromAgent = Annotated[
     | TrainingMetrics
     | Evidence
     | StackDump
+    | LogEnd
     | Ended
     | Packages
     | SidecarStarted
@@ -428,7 +454,7 @@ def decode_from_agent(data: bytes) -> FromAgent:
 def to_lines(message: Message) -> bytes:
     """Return a message as lines for a pipe."""
     data = encode(message)
-    if not data.isascii():  # srun breaks lines by bytes, which would split a character
+    if not data.isascii():  # pieces are cut by bytes, which would split a character
         data = json.dumps(json.loads(data)).encode("ascii")
     return b"".join(_pieces(data))
 

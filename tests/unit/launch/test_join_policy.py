@@ -430,6 +430,7 @@ def test_every_kind_of_message_was_thought_of(folder: Path) -> None:
         protocol.Signal(name="SIGUSR1"),
         protocol.DumpStacks(ranks=(0,)),
         protocol.ListPackages(),
+        protocol.SendLog(rank=1, most_bytes=1),
         protocol.Alive(),
         protocol.Leave(exit_code=0, words=""),
     ]

@@ -73,6 +73,7 @@ class HangWatch:
         self._stacks_of = stacks_of
         self._devices = devices or {}
         self._ranks: dict[int, ObservedRank] = {}
+        self._of_host: dict[str, list[ObservedRank]] = {}
         self._hosts: dict[str, float] = {}
         self._told: Hang | None = None
         self._tell_after_s = 0.0
@@ -82,18 +83,30 @@ class HangWatch:
         """The last reported hang that is not over."""
         return self._told
 
-    def heard(self, host: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Process the heartbeats of a host's ranks; there may be none."""
+    def heard(self, host: str, heartbeats: Iterable[Heartbeat], *, moving: bool = False) -> None:
+        """Process the heartbeats of a host's ranks; there may be none.
+
+        ``moving``: its other ranks have made progress too.
+        """
         now = self._clock()
         self._hosts[host] = now
+        for one in self._of_host.get(host, ()) if moving else ():
+            one.since_s = one.still_s = now
         for heartbeat in heartbeats:
             known = self._ranks.get(heartbeat.rank)
             if known is None or known.heartbeat.pid != heartbeat.pid:
                 known = ObservedRank(
                     host=host, heartbeat=heartbeat, since_s=now, still_s=now, state_since_s=now
                 )
+                self._forget(heartbeat.rank)
                 self._ranks[heartbeat.rank] = known
+                self._of_host.setdefault(host, []).append(known)
             _go_on(known, heartbeat, now)
+
+    def _forget(self, rank: int) -> None:
+        """Remove an earlier process of a rank."""
+        if (old := self._ranks.pop(rank, None)) is not None:
+            self._of_host[old.host].remove(old)
 
     def look(self) -> Finding | None:
         """Return a finding if there is news: a hang, that it continues, or that it is over."""
@@ -128,7 +141,10 @@ class HangWatch:
         return [one for one in self._ranks.values() if now - self._hosts[one.host] < _UNHEARD_S]
 
     def _judge(self, now: float) -> Hang | None:
-        ranks = sorted(self._heard_of(now), key=lambda one: one.rank)
+        heard = self._heard_of(now)
+        if all(now - one.since_s < _STOPPED_AFTER_S for one in heard):
+            return None  # nobody waits for long enough
+        ranks = sorted(heard, key=lambda one: one.rank)
         # A rank that waits for GPU results keeps a CPU busy; so it also counts as waiting if another rank is
         # known to be missing in its collective.
         least_begun = _least_begun(ranks)

@@ -45,7 +45,7 @@ class RankSample:
     ready: bool  # it has work to do
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ObservedRank:
     """A rank as seen through its heartbeats; times are of the watch's clock."""
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import functools
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,9 @@ _HANGS_KEPT = 20
 # A hang that cannot resolve itself is stopped, so that the run can restart. Not at once: the user may want to
 # inspect the processes.
 _HOPELESS_AFTER_S = 60.0
+# If looking at all ranks takes longer than this, it gets only a share of the launcher's time.
+_LONG_S, _SHARE_OF_TIME = 0.05, 0.05
+_RECORDS_PER_S = 200
 
 
 @dataclass(kw_only=True)
@@ -66,6 +71,8 @@ class HangMonitor:
         self._kept = len(evidence.hang_folders(run))  # also of earlier attempts
         self._examination: _StackDump | None = None
         self._failed = False
+        self._look_after_s = -math.inf
+        self._written_s: dict[int, float] = {}
         for node in nodes:
             node.watch(functools.partial(self._hear, node))
 
@@ -85,9 +92,18 @@ class HangMonitor:
         return hang.hopeless and hang.waited_s >= _HOPELESS_AFTER_S
 
     def look(self) -> None:
-        """Report what is new; called about every second."""
+        """Report what is new; called about every second.
+
+        With thousands of ranks this takes a while, so it is done less often.
+        """
+        began_s = time.monotonic()
+        if began_s < self._look_after_s:
+            return
         with self._whatever_happens():
             told = self._watch.look()
+            took_s = time.monotonic() - began_s
+            if took_s > _LONG_S:
+                self._look_after_s = began_s + took_s / _SHARE_OF_TIME
             if told is None:
                 return
             hang = self._watch.told
@@ -107,8 +123,8 @@ class HangMonitor:
         with self._whatever_happens():
             match sign:
                 case protocol.Heartbeats():
-                    self._watch.heard(node.name, sign.heartbeats)
-                    if sign.heartbeats and not sign.kept:
+                    self._watch.heard(node.name, sign.heartbeats, moving=sign.moving)
+                    if sign.heartbeats and not sign.kept and self._is_due(node):
                         self._later(self._write_down(node, sign))
                 case protocol.Evidence() if self._examination is not None:
                     self._keep(self._examination, sign)
@@ -116,6 +132,14 @@ class HangMonitor:
                     self._examination.missing.discard(node.place)
                     if not self._examination.missing:
                         self._examination.answered.set()
+
+    def _is_due(self, node: NodeHandle) -> bool:
+        """Return whether to write a host's record now: with many hosts, not each time."""
+        now = time.monotonic()
+        due = now - self._written_s.get(node.place, -math.inf) >= len(self._nodes) / _RECORDS_PER_S
+        if due:
+            self._written_s[node.place] = now
+        return due
 
     async def _write_down(self, node: NodeHandle, sign: protocol.Heartbeats) -> None:
         """Record the ranks' heartbeats for a host without access to the run folder."""

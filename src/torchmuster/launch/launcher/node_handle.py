@@ -37,6 +37,7 @@ class NodeHandle:
         self.lost_s = 0.0
         self.heard_s = time.monotonic()
         self.heartbeats: tuple[Heartbeat, ...] = ()  # the newest of its ranks
+        self.moving = False  # all ranks make progress, and only the first heartbeat is new
         self.stopping: protocol.Stopping | None = None  # as last reported, at stopping_s
         self.stopping_s = 0.0
         self._attempt = -1
@@ -46,6 +47,7 @@ class NodeHandle:
         self._on_word: Callable[[Word], None] = lambda _: None
         self._on_sign: Callable[[Sign], None] = lambda _: None
         self._on_metrics: Callable[[protocol.TrainingMetrics], None] = lambda _: None
+        self._on_log: Callable[[protocol.LogEnd], None] = lambda _: None
         self._tasks: list[asyncio.Task[None]] = []
         self._sign: asyncio.Task[None] | None = None
 
@@ -53,6 +55,11 @@ class NodeHandle:
     def has_gpus(self) -> bool:
         """Whether its ranks use GPUs; False until it is prepared."""
         return self.prepared is not None and self.prepared.devices != ("CPU",)
+
+    @property
+    def new_heartbeats(self) -> tuple[Heartbeat, ...]:
+        """The heartbeats that say what its ranks do now."""
+        return self.heartbeats[:1] if self.moving else self.heartbeats
 
     def listen(
         self, *, on_output: Callable[[int, str], None], on_change: Callable[[], None]
@@ -119,7 +126,7 @@ class NodeHandle:
         self._attempt = attempt
         self._asked_to_start = self._asked_to_stop = False
         self.ended = self.stopping = None
-        self.heartbeats = ()
+        self.heartbeats, self.moving = (), False
         self._replies = asyncio.Queue()
         if self.lost:
             self._replies.put_nowait(None)
@@ -141,6 +148,13 @@ class NodeHandle:
     def follow_metrics(self, on_metrics: Callable[[protocol.TrainingMetrics], None]) -> None:
         """Set the callback for what rank 0 records of its script."""
         self._on_metrics = on_metrics
+
+    async def fetch_log(
+        self, rank: int, most_bytes: int, on_log: Callable[[protocol.LogEnd], None]
+    ) -> None:
+        """Request the end of a rank's log; ``on_log`` gets it."""
+        self._on_log = on_log
+        await self.channel.send(protocol.SendLog(rank=rank, most_bytes=most_bytes))
 
     async def engage(
         self, program: str, on_word: Callable[[Word], None], *, within_s: float
@@ -208,6 +222,8 @@ class NodeHandle:
                     self._on_word(message)
                 case protocol.TrainingMetrics():
                     self._on_metrics(message)
+                case protocol.LogEnd():
+                    self._on_log(message)
                 case protocol.Heartbeats() if message.attempt != self._attempt:
                     pass  # from the previous attempt
                 case protocol.Heartbeats():
@@ -221,7 +237,8 @@ class NodeHandle:
                     self._replies.put_nowait(message)
 
     def _take_heartbeats(self, message: protocol.Heartbeats) -> None:
-        self.heartbeats = message.heartbeats
+        others = self.heartbeats[1:] if message.moving else ()
+        self.heartbeats, self.moving = (*message.heartbeats, *others), message.moving
         self.stopping, self.stopping_s = message.stopping, time.monotonic()
 
     def _take_end(self, message: protocol.Ended) -> None:

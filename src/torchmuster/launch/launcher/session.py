@@ -6,19 +6,22 @@ a timeout and reports what it is waiting for.
 """
 
 import asyncio
+import bisect
+import contextlib
 import itertools
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from torchmuster.decision import Decision
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import HangMonitor
-from torchmuster.launch.history import evidence, root_cause, run_state
+from torchmuster.launch.history import evidence, host_logs, root_cause, run_state
 from torchmuster.launch.history.resume import ResumePlan, with_arguments
 from torchmuster.launch.history.script_metrics import ScriptMetrics
 from torchmuster.launch.job import JobSpec
@@ -46,6 +49,7 @@ _END_WITHIN_S = 8.0
 _TAKEOVER_GRACE_S = 2.0
 _MACHINES_SHOWN = 16
 _DEVICES_NOTED = 16  # of each of them
+_LOOK_FOR_REQUESTS_EVERY_S = 1.0
 
 
 class Console(Protocol):
@@ -62,6 +66,17 @@ class Console(Protocol):
 
     def show(self, findings: Sequence[Finding]) -> None:
         """Print findings."""
+
+
+def logs_stay(spec: JobSpec, hosts: int) -> Decision[bool]:
+    """Return whether the ranks' logs stay on their hosts."""
+    if hosts == 1:
+        return Decision(value=False, reason="there is one host")
+    if spec.keep_logs is not None:
+        return Decision(value=spec.keep_logs, reason="requested with --logs")
+    stay = hosts > host_logs.LOGS_STAY_ABOVE
+    more = "more" if stay else "no more"
+    return Decision(value=stay, reason=f"{more} than {host_logs.LOGS_STAY_ABOVE} hosts")
 
 
 def environment_of(spec: JobSpec) -> dict[str, str]:
@@ -105,6 +120,8 @@ class Session:
         self._many = len(transport.places) > 1
         # With spares, restarts must be fast: hosts that were tested are not tested again.
         self.tested = ReachedHosts() if spec.spares else None
+        self._keep_logs = logs_stay(spec, len(transport.places))
+        self._said_logs = False
         self.waiting = WaitingMessages(console.say)
         self.registry = NodeRegistry(
             transport,
@@ -209,6 +226,12 @@ class Session:
 
     def say_reasons(self, nodes: Sequence[NodeHandle]) -> None:
         """Print the reason for each host's choice of devices, grouping hosts with the same reason."""
+        if self._keep_logs.value and not self._said_logs:
+            self._said_logs = True
+            self._console.say(
+                f"logs stay on the hosts ({self._keep_logs.reason}): rank 0's output and the first error of each host "
+                f"are shown here; for another rank: muster attach {self._run.id} --rank N"
+            )
         machines: dict[str, list[str]] = {}
         for node in nodes:
             for reason in node.prepared.reasons if node.prepared else ():
@@ -234,6 +257,7 @@ class Session:
             wait_s=max(spec.wait_s, 30.0) if again else spec.wait_s,
             environment=environment_of(spec),
             logs=self._logs if alone else None,
+            keep_logs=self._keep_logs.value,
             alone=alone,
             lost_after_s=None if alone else spec.limits.lost_after_s,
             typed=spec.typed,
@@ -282,8 +306,9 @@ class Session:
         except MachineLost:
             return await self.fail(nodes)
         self._on_phase("running")
+        serving = self._serve_logs(nodes)
         self._hang_monitor = hang_monitor = self._look_out(nodes)
-        async with self.waiting.telling(self._words):
+        async with self.waiting.telling(self._words), serving:
             while True:
                 await self.waiting.something_new(1.0)
                 if any(not node.ended.good if node.ended else node.lost for node in nodes):
@@ -295,6 +320,48 @@ class Session:
                 hang_monitor.look()
                 if hang_monitor.must_end:
                     return await self.fail(nodes)
+
+    @contextlib.asynccontextmanager
+    async def _serve_logs(self, nodes: Sequence[NodeHandle]) -> AsyncIterator[None]:
+        """Fetch logs that stay on the hosts when a user asks for them."""
+        if not self._keep_logs.value:
+            yield
+            return
+        hosts, first_rank = [], 0
+        by_rank: list[tuple[int, NodeHandle]] = []
+        for node in nodes:
+            assert node.prepared is not None
+            folder, ranks = node.prepared.logs, node.prepared.ranks
+            hosts.append(
+                host_logs.HostLogs(
+                    host=node.name, first_rank=first_rank, ranks=ranks, folder=folder
+                )
+            )
+            by_rank.append((first_rank, node))
+            first_rank += ranks
+        with contextlib.suppress(OSError):  # a full disk must not stop the run
+            await asyncio.to_thread(host_logs.write_hosts, self._run, hosts)
+
+        def answer(log: protocol.LogEnd) -> None:
+            host_logs.write_fetched(self._run, log.rank, log.text or f"{log.path}: {log.problem}\n")
+
+        async def serve() -> None:
+            while True:
+                await asyncio.sleep(_LOOK_FOR_REQUESTS_EVERY_S)
+                for rank in await asyncio.to_thread(host_logs.requested_ranks, self._run):
+                    if rank >= first_rank:
+                        host_logs.write_fetched(self._run, rank, f"there is no rank {rank}\n")
+                        continue
+                    place = bisect.bisect_right(by_rank, rank, key=lambda one: one[0]) - 1
+                    node = by_rank[place][1]
+                    self._later(node.fetch_log(rank, host_logs.MOST_BYTES, answer))
+
+        task = asyncio.create_task(serve())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _look_out(self, nodes: Sequence[NodeHandle]) -> HangMonitor:
         return HangMonitor(
@@ -313,7 +380,7 @@ class Session:
             return waiting_text([node for node in nodes if node.stopping], time.monotonic())
         if self._hang_monitor is not None and self._hang_monitor.finding is not None:
             return ""
-        return self._silence.words(one for node in nodes for one in node.heartbeats)
+        return self._silence.words(one for node in nodes for one in node.new_heartbeats)
 
     async def _start(
         self, nodes: Sequence[NodeHandle], meeting: RendezvousAddress, attempt: int

@@ -1,25 +1,62 @@
-"""``python -m torchmuster.launch.node``: a node agent on standard input and output."""
+"""``python -m torchmuster.launch.node``: a node agent.
+
+Its launcher is at the other end of standard input and output, or, with a node index, at the address in the invitation that is
+the first line of standard input.
+"""
 
 import argparse
 import asyncio
 import os
 import sys
+import threading
 
-from torchmuster.launch.node.connection import PipeConnection
+from torchmuster.errors import MusterError
+from torchmuster.launch.node.connection import AgentConnection, PipeConnection
 from torchmuster.launch.node.node_agent import NodeAgent
+
+# The launcher listens before it starts the node agents: only a firewall or a busy host can delay this.
+_CONNECTED_WITHIN_S = 60.0
 
 
 async def _keep(place: int | None) -> None:
-    code = await NodeAgent(PipeConnection(place)).run()
+    end: AgentConnection = PipeConnection() if place is None else await connect_as(place)
+    code = await NodeAgent(end).run()
     sys.stderr.flush()
     os._exit(code)  # a thread may still be waiting for the launcher, or for GPUs
 
 
+async def connect_as(place: int) -> AgentConnection:
+    """Read the invitation from standard input, and connect to the launcher as this node."""
+    from torchmuster.launch.network import firewall
+    from torchmuster.launch.transports.join.client import connect_to_host
+    from torchmuster.launch.transports.join.invitation import read_invitation
+
+    line = await asyncio.to_thread(sys.stdin.buffer.readline)
+    if not line:
+        sys.exit("the launcher is gone")
+    channel = await connect_to_host(
+        read_invitation(line).code_for(place),
+        on_event=lambda words: print(words, file=sys.stderr, flush=True),
+        open_firewall=firewall.open_command_anywhere,
+        discover=False,
+        patience_s=_CONNECTED_WITHIN_S,
+    )
+    loop = asyncio.get_running_loop()
+
+    def watch() -> None:
+        """Disconnect when srun is gone, and with it the launcher or the job."""
+        sys.stdin.buffer.read()
+        asyncio.run_coroutine_threadsafe(channel.close(), loop)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return channel
+
+
 def main() -> None:
-    """Serve the launcher at the other end of the pipe."""
+    """Serve the launcher."""
     parser = argparse.ArgumentParser(prog="python -m torchmuster.launch.node")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--place", type=int, help="read only the lines addressed to this node index")
+    where.add_argument("--place", type=int, help="the node index; the invitation is on stdin")
     where.add_argument(
         "--place-from",
         metavar="VARIABLE",
@@ -27,7 +64,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     place = int(os.environ[options.place_from]) if options.place_from else options.place
-    asyncio.run(_keep(place))
+    try:
+        asyncio.run(_keep(place))
+    except MusterError as error:
+        sys.exit("\n".join(filter(None, (error.what, error.why, error.fix))))
 
 
 if __name__ == "__main__":

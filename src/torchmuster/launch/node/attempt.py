@@ -8,16 +8,18 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
 from torchmuster.launch import protocol
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
 from torchmuster.launch.node import engines, heartbeats, process_cleanup
 from torchmuster.launch.node.engines import Engine, ExitsOfRanks, NodeShare
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
+from torchmuster.launch.node.kept_logs import FirstError
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
 from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL
 from torchmuster.units import format_bytes
@@ -68,6 +70,14 @@ class Tail:
             cut, end, self._unfinished = self._new_bytes().partition(b"\n")
             skipped += len(cut) + len(end)
         return skipped
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the log."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
 
     def _new_bytes(self) -> bytes:
         try:
@@ -219,6 +229,19 @@ _LAST_WORDS_WITHIN_S = 1.0
 Send = Callable[[protocol.FromAgent], Awaitable[None]]
 
 
+def are_moving(before: Sequence[Heartbeat], now: Sequence[Heartbeat]) -> bool:
+    """Return whether all ranks have made progress between two messages, and nothing else is new about them."""
+    return len(before) == len(now) > 1 and all(
+        one.rank == was.rank
+        and one.pid == was.pid
+        and one.moves != was.moves
+        and one.handles == was.handles
+        and one.state in ("R", "S", "")
+        and not one.silent_s
+        for was, one in zip(before, now, strict=True)
+    )
+
+
 class RunningAttempt:
     """An attempt of this host's ranks."""
 
@@ -231,6 +254,8 @@ class RunningAttempt:
         self._memory = MemoryWatch.begin()
         self._peaks = MemoryPeaks()
         self._heartbeats = HeartbeatReader(share.records, self._ranks)
+        self._told: tuple[Heartbeat, ...] = ()  # the heartbeats of the last message
+        self._first_error = FirstError()
         self._metrics = MetricsReader(share.records, 0) if 0 in self._ranks else None
         self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._stopping = asyncio.Event()
@@ -321,8 +346,14 @@ class RunningAttempt:
         stopping = self._stopping_now()
         if heartbeats or stopping:
             attempt, run = self._share.start.attempt, self._run
+            moving = run is not None and not stopping and are_moving(self._told, heartbeats)
+            self._told = heartbeats
             message = protocol.Heartbeats(
-                attempt=attempt, heartbeats=heartbeats, kept=run is not None, stopping=stopping
+                attempt=attempt,
+                heartbeats=heartbeats[:1] if moving else heartbeats,
+                moving=moving,
+                kept=run is not None,
+                stopping=stopping,
             )
             await self._send(message)
             if heartbeats and run is not None:
@@ -373,10 +404,15 @@ class RunningAttempt:
         for tail in self._tails:
             for _ in range(_PIECES_AT_A_TIME):
                 text = tail.read(now_s)
-                if text:
-                    await self._send(protocol.Output(rank=tail.rank, text=text))
+                await self._tell_output(tail.rank, text)
                 if text.count("\n") <= 1:  # newer output is not urgent
                     break
+
+    async def _tell_output(self, rank: int, text: str) -> None:
+        if text and self._share.prepare.keep_logs and rank != 0:
+            text = self._first_error.look(rank, text)
+        if text:
+            await self._send(protocol.Output(rank=rank, text=text))
 
     async def _forward_the_rest(self) -> None:
         """Send the remaining output, however long it takes: the files are deleted with the node agent.
@@ -386,7 +422,7 @@ class RunningAttempt:
         deadline_s: float | None = None
         for tail in self._tails:
             while text := tail.read(time.monotonic(), last=True):
-                await self._send(protocol.Output(rank=tail.rank, text=text))
+                await self._tell_output(tail.rank, text)
                 why = self._why_leave_out(tail.rank)
                 if why and deadline_s is None:
                     deadline_s = time.monotonic() + _LAST_WORDS_WITHIN_S
@@ -397,7 +433,7 @@ class RunningAttempt:
                     await self._send(protocol.Output(rank=tail.rank, text=words))
 
     def _why_leave_out(self, rank: int) -> str:
-        if self._share.prepare.logs is not None:
+        if self._share.prepare.logs is not None or self._share.prepare.keep_logs:
             return f": see {self._share.logs}/rank-{rank}.log"
         return ", not sent because of the stop request" if self._stopping.is_set() else ""
 
@@ -418,6 +454,7 @@ class RunningAttempt:
                 if (peak := self._peaks.of(pid)) is not None
             },
             began={tail.rank: tail.began for tail in self._tails},
+            hosts=self._share.start.nodes,
         )
         words = exits.words
         if left:
@@ -432,5 +469,8 @@ class RunningAttempt:
             words=words,
             killed=self._killed or self._engine.killed,
             asked=self._asked,
+            log_bytes=sum(tail.size_bytes for tail in self._tails)
+            if self._share.prepare.keep_logs
+            else 0,
         )
         return engines.fitting_failures(ended)

@@ -23,13 +23,12 @@ class AgentConnection(Protocol):
 
 
 class PipeConnection:
-    """Standard input and output; with ``place``, only the lines addressed to it or to all.
+    """Standard input and output.
 
     Read and written by threads, because not every system can wait for pipes in an event loop.
     """
 
-    def __init__(self, place: int | None = None) -> None:
-        self._mine = None if place is None else {str(place).encode(), b"*"}
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[protocol.ToAgent | None] = asyncio.Queue()
         # Output of ranks or libraries must not mix with the messages.
@@ -63,10 +62,6 @@ class PipeConnection:
         assembler = protocol.FrameAssembler()
         try:
             for line in sys.stdin.buffer:
-                if self._mine is not None:
-                    place, _, line = line.partition(b" ")
-                    if place not in self._mine:
-                        continue
                 if (data := assembler.add(line)) is not None:
                     self._deliver(protocol.decode_to_agent(data))
         except (OSError, protocol.UnreadableMessage) as error:

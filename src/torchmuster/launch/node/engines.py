@@ -157,7 +157,7 @@ def direct_environment(share: NodeShare, local_rank: int) -> dict[str, str]:
 _LAST_LINES = 30
 _LAST_BYTES = 8 * 1024
 # The root cause shows one complete failure and compares it with the others; a hundred would be too much.
-_TOLD_WHOLE = 16
+_TOLD_WHOLE, _TOLD_WHOLE_OF_MANY, _MANY_HOSTS = 16, 2, 64
 _SHORT_ERROR = 200
 _EXITED = ("Z", GONE)
 
@@ -199,6 +199,7 @@ def read_failure_files(
     evidence: Mapping[int, str],
     peaks: Mapping[int, int],
     began: Mapping[int, int],
+    hosts: int = 1,
 ) -> list[protocol.Failure]:
     """Return the ranks that failed, with the evidence from each rank and from the host.
 
@@ -228,7 +229,8 @@ def read_failure_files(
                 evidence=evidence.get(rank, ""),
             )
         )
-    return _cut_later(found, _TOLD_WHOLE, _error_alone)
+    whole = _TOLD_WHOLE if hosts <= _MANY_HOSTS else _TOLD_WHOLE_OF_MANY
+    return _cut_later(found, whole, _error_alone)
 
 
 def _exit_code(seen: RankExit | None, own: Mapping[str, Any]) -> int:

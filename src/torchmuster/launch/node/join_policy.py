@@ -127,6 +127,7 @@ def _allowed(message: protocol.ToAgent, folder: Path) -> protocol.ToAgent:
             | protocol.Stop()
             | protocol.Signal()
             | protocol.DumpStacks()
+            | protocol.SendLog()
             | protocol.ListPackages()
             | protocol.Alive()
             | protocol.Leave()

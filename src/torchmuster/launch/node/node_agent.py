@@ -19,7 +19,7 @@ import msgspec
 from torchmuster.errors import ExitCode, Impossible, MusterError, NotTrusted
 from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network import interfaces, listening, reach
-from torchmuster.launch.node import device_lease, process_cleanup
+from torchmuster.launch.node import device_lease, kept_logs, process_cleanup
 from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.connection import AgentConnection
 from torchmuster.launch.node.engines import (
@@ -78,7 +78,7 @@ class NodeAgent:
         self._allowed = allowed
         self._tell = tell or (lambda _: None)
         self._own_terminal = tell is not None
-        self._heard_s = time.monotonic()
+        self._heard_s = self._sent_s = time.monotonic()
         self._lost_after_s: float | None = _SILENT_AT_FIRST_S
         self._job: _AgentJob | None = None
         self._port: listening.OpenPort | None = None
@@ -113,7 +113,7 @@ class NodeAgent:
         ]
         try:
             hello = protocol.Hello(protocol=protocol.PROTOCOL, record=fingerprint.this_node())
-            await self._end.send(hello)
+            await self._send(hello)
             return int(await over)
         finally:
             for task in background:
@@ -162,7 +162,7 @@ class NodeAgent:
                     message = self._allowed(message)
                 except NotTrusted as error:
                     self._tell("\n".join(filter(None, (error.what, error.fix))))
-                    self._do(self._end.send(protocol.Refused(trouble=trouble_of(error))))
+                    self._do(self._send(protocol.Refused(trouble=trouble_of(error))))
                     continue
             match message:
                 case None:  # the launcher was killed: its ranks save and stop
@@ -190,6 +190,8 @@ class NodeAgent:
                     self._do(self._pass_on(message))
                 case protocol.DumpStacks():
                     self._do(self._examine(message))
+                case protocol.SendLog():
+                    self._do(self._send_log(message))
                 case protocol.ListPackages():
                     self._do(self._tell_packages())
                 case protocol.StartSidecar():
@@ -202,11 +204,11 @@ class NodeAgent:
             try:
                 await work
             except MusterError as error:
-                await self._end.send(protocol.Refused(trouble=trouble_of(error)))
+                await self._send(protocol.Refused(trouble=trouble_of(error)))
             except Exception as error:  # every error must reach the launcher
                 words = f"{type(error).__name__}: {error}"
                 unexpected = MusterError(f"the node agent failed: {words}")
-                await self._end.send(protocol.Refused(trouble=trouble_of(unexpected)))
+                await self._send(protocol.Refused(trouble=trouble_of(unexpected)))
 
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
@@ -232,11 +234,13 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
 
         def on_wait(error: MusterError) -> None:
-            waiting = self._end.send(protocol.Waiting(words=error.why or error.what))
+            waiting = self._send(protocol.Waiting(words=error.why or error.what))
             asyncio.run_coroutine_threadsafe(waiting, loop)
 
         held = await asyncio.to_thread(device_lease.lease_devices, message, on_wait)
         logs = Path(message.logs) if message.logs else self._folder / "logs"
+        if message.keep_logs:
+            logs = await asyncio.to_thread(kept_logs.kept_folder, message.run_id)
         logs.mkdir(parents=True, exist_ok=True)
         self._job = _AgentJob(prepare=message, holding=held, logs=logs)
         interfaces.check_socket_variables(
@@ -281,19 +285,20 @@ class NodeAgent:
             code = await asyncio.to_thread(
                 fingerprint.take_fingerprint, prepare.command, prepare.module, prepare.folder
             )
-        await self._end.send(
+        await self._send(
             protocol.Prepared(
                 ranks=held.ranks,
                 devices=held.devices,
                 reasons=held.reasons,
                 fingerprint=code,
+                logs=str(self._job.logs) if prepare.keep_logs else "",
             )
         )
 
     async def _listen(self, message: protocol.Listen) -> None:
         async with self._turn:
             heard = await self._open_port(message)
-        await self._end.send(heard)
+        await self._send(heard)
 
     async def _open_port(self, message: protocol.Listen) -> protocol.Listening:
         assert self._job is not None
@@ -315,13 +320,13 @@ class NodeAgent:
         self._trying = asyncio.create_task(reach.try_all_calls(message))
         await asyncio.wait({self._trying})
         if not self._trying.cancelled():  # as it is after a stop request
-            await self._end.send(self._trying.result())
+            await self._send(self._trying.result())
 
     async def _start(self, message: protocol.Start) -> None:
         async with self._turn:
             self._attempt = message.attempt
             started = await self._start_running(message)
-        await self._end.send(started)
+        await self._send(started)
 
     async def _start_running(self, message: protocol.Start) -> protocol.Started:
         assert self._job is not None
@@ -355,7 +360,7 @@ class NodeAgent:
         if message.interface:
             base |= interfaces.socket_variables(message.interface, base)
         engine = WarmEngine(share, base, warm) if warm else engine_for(share, base, self._system)
-        running = RunningAttempt(share, engine, self._end.send)
+        running = RunningAttempt(share, engine, self._send)
         started = await running.start()
         if listener is not None:
             listener.close()  # the agent has its own copy; when it exits, the port is free
@@ -377,9 +382,9 @@ class NodeAgent:
             ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
         self._running = None
         try:
-            await self._end.send(ended)
+            await self._send(ended)
         except Exception as error:  # without an answer the launcher would wait forever
-            await self._end.send(_in_short(ended, error))
+            await self._send(_in_short(ended, error))
         running.told.set()
 
     async def _stop(self, message: protocol.Stop) -> None:
@@ -391,7 +396,7 @@ class NodeAgent:
                 return
             await self._forget_port()
         # Nothing runs, as requested.
-        await self._end.send(protocol.Ended(attempt=self._attempt, good=True))
+        await self._send(protocol.Ended(attempt=self._attempt, good=True))
 
     async def _pass_on(self, message: protocol.Signal) -> None:
         if self._running is not None:
@@ -400,26 +405,39 @@ class NodeAgent:
     async def _examine(self, message: protocol.DumpStacks) -> None:
         if self._running is not None:
             await self._running.examine(message)
-        await self._end.send(protocol.StackDump())
+        await self._send(protocol.StackDump())
+
+    async def _send_log(self, message: protocol.SendLog) -> None:
+        if self._job is not None:
+            await self._send(
+                await asyncio.to_thread(
+                    kept_logs.end_of_log, self._job.logs, message.rank, message.most_bytes
+                )
+            )
 
     async def _tell_packages(self) -> None:
         packages = await asyncio.to_thread(fingerprint.packages)
-        await self._end.send(protocol.Packages(packages=packages))
+        await self._send(protocol.Packages(packages=packages))
 
     async def _engage(self, message: protocol.StartSidecar) -> None:
         if self._reaper is None:
             self._reaper = Reaper(message.token, self._folder)
         if self._engaged is not None:
             await self._engaged.end()
-        self._engaged = await Sidecar.begin(message, self._end.send)
-        await self._end.send(protocol.SidecarStarted(pid=self._engaged.pid))
+        self._engaged = await Sidecar.begin(message, self._send)
+        await self._send(protocol.SidecarStarted(pid=self._engaged.pid))
 
     async def _say_alive(self) -> None:
         while True:
             await asyncio.sleep(_ALIVE_EVERY_S)
             if self._reaper is not None:
                 self._reaper.see_to_it()
-            await self._end.send(protocol.Alive())
+            if time.monotonic() - self._sent_s > _ALIVE_EVERY_S / 2:
+                await self._send(protocol.Alive())
+
+    async def _send(self, message: protocol.FromAgent) -> None:
+        self._sent_s = time.monotonic()
+        await self._end.send(message)
 
     async def _notice_silence(self, over: "asyncio.Future[int]") -> None:
         while True:

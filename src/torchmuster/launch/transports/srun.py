@@ -1,13 +1,12 @@
-"""The srun transport: one ``srun`` starts all node agents of an allocation and carries their messages.
+"""The srun transport: one ``srun`` starts the node agents of an allocation, which connect to the launcher by TLS.
 
-srun copies its standard input to every task, so each line begins with the place that it is meant for
-(``3 =…``), or ``*`` for all of them. Output of a task has the task number as prefix (``3: =…``). srun
-reports failed tasks on its standard error.
+srun copies its standard input to every task, so a message to one node would be sent to all of them: with N nodes, N times N
+messages. Therefore srun carries only the invitation (join/invitation.py), and each node agent has a connection of its own.
+Output of a task has the task number as prefix (``3: …``); it is shown if the task fails. srun reports failed tasks on its
+standard error.
 
 Measured with Slurm 22.05, and relied on here:
 
-- ``--label`` keeps lines of up to 1023 characters whole; with ``--unbuffered`` it does not: lines
-  are cut at read boundaries, and the pieces are labeled as lines.
 - In a job submitted with ``--gpus-per-task=N`` a step's task gets only N GPUs, even if the step does
   not request that; ``--gres`` gets all GPUs of the node.
 - SIGTERM to srun kills the tasks at once, without a chance to clean up; closing its input lets them
@@ -15,14 +14,23 @@ Measured with Slurm 22.05, and relied on here:
 """
 
 import asyncio
+import ipaddress
 import os
+import random
+import re
+import secrets
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch import protocol
+from torchmuster.launch.network import interfaces
+from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
-from torchmuster.launch.transports.channel import Arrive
+from torchmuster.launch.transports.channel import Arrive, Channel
+from torchmuster.launch.transports.join.invitation import SECRET_BYTES, Invitation, token_for
+from torchmuster.launch.transports.join.service import JoinService
 from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.srun_step import SrunStep
 
@@ -86,6 +94,33 @@ def environment_for_srun(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+# A closed connection is noticed before srun has said how the task exited.
+_REPORT_WITHIN_S = 2.0
+_PORTS_TRIED = 20
+
+
+class SrunChannel:
+    """The launcher's end of the connection to one node agent; srun knows how it exited."""
+
+    def __init__(self, channel: Channel, step: SrunStep, place: int) -> None:
+        self._channel = channel
+        self._step = step
+        self._place = place
+        self.send = channel.send
+        self.close = channel.close
+
+    async def receive(self) -> protocol.FromAgent | None:
+        """Return the next message, or None when the node agent is gone."""
+        message = await self._channel.receive()
+        if message is None:
+            await self._step.reported(self._place, _REPORT_WITHIN_S)
+        return message
+
+    def why_closed(self) -> str:
+        """Return the last output of srun and the node agent, or the error of the connection."""
+        return self._step.last_words(self._place) or self._channel.why_closed()
+
+
 class SrunTransport:
     """A transport to the nodes of an allocation (see channel.Transport)."""
 
@@ -95,15 +130,22 @@ class SrunTransport:
         *,
         agent: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        on_event: Callable[[str], None] = lambda words: None,
         patience_s: float = 10.0,
     ) -> None:
         self._allocation = allocation
         self._agent = agent
         self._environment = environment_for_srun(os.environ if environment is None else environment)
+        self._on_event = on_event
         self._patience_s = patience_s
         self._arrive: Arrive | None = None
+        self._service: JoinService | None = None
+        self._addresses: list[str] = []
+        self._secret = secrets.token_bytes(SECRET_BYTES)
         self._steps: list[SrunStep] = []
         self._step_of: dict[int, SrunStep] = {}
+        self._channels: dict[int, SrunChannel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def places(self) -> Sequence[str]:
@@ -111,20 +153,65 @@ class SrunTransport:
         return self._allocation.nodes
 
     async def open(self, arrive: Arrive) -> None:
-        """Start the node agents on all nodes."""
+        """Listen for the node agents, and start them on all nodes."""
         self._arrive = arrive
+        self._addresses = _addresses()
+        self._service = await self._listen(await asyncio.to_thread(_allowed_ports))
         await self._start(range(len(self.places)), srun_command(self._allocation, self._agent))
 
     async def reopen(self, place: int) -> None:
         """Start the node agent of one node again, in a separate step."""
+        assert self._service is not None
+        self._channels.pop(place, None)
+        await self._service.reopen(place)
         await self._start([place], srun_command(self._allocation, self._agent, place))
 
-    async def _start(self, places: Iterable[int], words: Sequence[str]) -> None:
+    async def _listen(self, ports: Sequence[int]) -> JoinService:
+        """Open the first of these ports that is free; any if none is given."""
+        for number, port in enumerate(ports or [0], 1):
+            service = JoinService(
+                count=len(self.places),
+                first_place=0,
+                addresses=self._addresses,
+                port=port or None,
+                announce=False,
+                on_event=self._on_event,
+                make_token=lambda place: token_for(self._secret, place),
+            )
+            try:
+                await service.open(self._arrived)
+                break
+            except NotNow:  # the port is in use
+                if number >= min(len(ports), _PORTS_TRIED):
+                    raise
+        return service
+
+    def _arrived(self, place: int, channel: Channel) -> None:
         assert self._arrive is not None
-        step = SrunStep(tuple(places), self.places, self._arrive)
+        step = self._step_of[place]
+        step.joined(place)
+        self._channels[place] = SrunChannel(channel, step, place)
+        self._arrive(place, self._channels[place])
+
+    async def _start(self, places: Iterable[int], words: Sequence[str]) -> None:
+        assert self._service is not None
+        step = SrunStep(tuple(places), self.places, self._ended)
         self._steps.append(step)
         self._step_of.update(dict.fromkeys(step.places, step))
-        await step.start(words, self._environment)
+        invitation = Invitation(
+            addresses=tuple(self._addresses),
+            port=self._service.port,
+            fingerprint=self._service.fingerprint,
+            secret=self._secret,
+        )
+        await step.start(words, self._environment, invitation.to_line())
+
+    def _ended(self, place: int) -> None:
+        """Close the connection to a node agent that has exited: its host may be gone."""
+        if (channel := self._channels.pop(place, None)) is not None:
+            task = asyncio.ensure_future(channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def waiting_for(self, place: int) -> str:
         """Return what srun is doing."""
@@ -132,7 +219,8 @@ class SrunTransport:
         if step is None:
             return "srun has not been started"
         seconds = f"srun is starting the node agent, {time.monotonic() - step.since:.0f} s"
-        return f"{seconds}; srun: {step.srun_words}" if step.srun_words else seconds
+        said = step.last_words(place) or step.srun_words
+        return f"{seconds}; {said.splitlines()[-1]}" if said else seconds
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Return why a node will not join, once srun or its task has exited."""
@@ -143,7 +231,7 @@ class SrunTransport:
         return protocol.Trouble(
             name="srun-failed",
             what=f"srun could not start the node agent on {self.places[place]}",
-            why=said,
+            why=said or "srun exited without an error message",
             fix=_way_out(said, self._allocation.job),
         )
 
@@ -154,10 +242,38 @@ class SrunTransport:
     async def close(self) -> None:
         """Close the steps; the node agents and srun exit."""
         await asyncio.gather(*(step.close(self._patience_s) for step in self._steps))
+        if self._service is not None:
+            await self._service.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+def _addresses() -> list[str]:
+    """Return the addresses at which the nodes may reach this host."""
+    found = [one.address for one in interfaces.interface_candidates()]
+    useful = [one for one in found if not ipaddress.ip_address(one).is_link_local]
+    if not useful:
+        raise Impossible(
+            "this host has no network address",
+            why="the nodes of the job connect to the launcher",
+            fix="ip address  # shows its addresses",
+        )
+    return useful
+
+
+def _allowed_ports(ask: jobs.Ask = jobs.run_slurm_command) -> list[int]:
+    """Return some of the ports that the cluster keeps open for srun; [] if any will do."""
+    answer = ask(["scontrol", "show", "config"])
+    found = re.search(r"SrunPortRange\s*=\s*(\d+)-(\d+)", answer.out) if answer else None
+    if found is None or int(found[2]) == 0:
+        return []
+    ports = range(int(found[1]), int(found[2]) + 1)
+    return random.sample(ports, min(len(ports), _PORTS_TRIED))
 
 
 def _way_out(said: str, job: str) -> str:
     text = said.lower()
+    if "cannot reach the host" in text:
+        return "start muster inside the job, where nodes reach each other: sbatch, or muster run --slurm"
     if "no such file or directory" in text:
         return "install torchmuster at the same path on every node, for example on a shared disk"
     if any(word in text for word in ("expired", "invalid job id", "completing or completed")):

@@ -1,4 +1,4 @@
-"""A Slurm step: one running srun and the channels to its node agents (see srun.py)."""
+"""A Slurm step: one running srun, what it and its tasks print, and which tasks have exited (see srun.py)."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,11 @@ import re
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torchmuster.launch import protocol
 from torchmuster.launch.schedulers.slurm.allocation import expand_hostlist
-from torchmuster.launch.transports.channel import Arrive
-from torchmuster.launch.transports.local import FIRST_WORDS
 
-_LABELLED = re.compile(rb" *(\d+): (.*)", re.DOTALL)
+_LABELLED = re.compile(r" *(\d+): (.*)")
 # srun: error: node2: task 1: Killed
 _ENDED = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.*)")
 # srun prints this on clusters without CPU binding; it is harmless.
@@ -23,78 +20,32 @@ _LINES_KEPT = 20
 _LAST_WORDS_S = 0.5
 
 
-class SrunChannel:
-    """The launcher's end of the connection to one node agent."""
-
-    def __init__(self, step: "SrunStep", place: int) -> None:
-        self._step = step
-        self._place = place
-        self._assembler = protocol.FrameAssembler()
-        self._inbox: asyncio.Queue[protocol.FromAgent | protocol.UnreadableMessage | None] = (
-            asyncio.Queue()
-        )
-        self._open = True
-
-    async def send(self, message: protocol.ToAgent) -> None:
-        """Send a message; on a closed channel this does nothing."""
-        if self._open:
-            await self._step.send(self._place, protocol.to_lines(message))
-
-    async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the node agent is gone."""
-        message = await self._inbox.get()
-        if message is None:
-            self._inbox.put_nowait(None)  # later calls return None too
-        elif isinstance(message, protocol.UnreadableMessage):
-            raise message
-        return message
-
-    def why_closed(self) -> str:
-        """Return the last output of srun and the node agent."""
-        return self._step.last_words(self._place)
-
-    async def close(self) -> None:
-        """Close the channel; the node agent exits when the launcher is silent."""
-        self.end()
-
-    def end(self) -> None:
-        """Mark the channel as closed: no more messages arrive."""
-        if self._open:
-            self._open = False
-            self._inbox.put_nowait(None)
-
-    def hear(self, line: bytes) -> None:
-        """Process a line that the node agent wrote."""
-        if not self._open:
-            return
-        try:
-            whole = self._assembler.add(line)
-            if whole is not None:
-                self._inbox.put_nowait(protocol.decode_from_agent(whole))
-        except protocol.UnreadableMessage as error:
-            self._inbox.put_nowait(error)
-
-
 class SrunStep:
-    """One srun and the node agents that it started; its task *n* is at ``places[n]``."""
+    """One srun and the node agents that it started; its task *n* is at ``places[n]``.
 
-    def __init__(self, places: Sequence[int], nodes: Sequence[str], arrive: Arrive) -> None:
+    ``on_end`` is called for each place whose task has exited.
+    """
+
+    def __init__(
+        self, places: Sequence[int], nodes: Sequence[str], on_end: Callable[[int], None]
+    ) -> None:
         self.places = tuple(places)
         self._nodes = nodes
-        self._arrive = arrive
-        self._channels: dict[int, SrunChannel] = {}
+        self._on_end = on_end
+        self._joined: set[int] = set()
         self._ended: dict[int, str] = {}  # place -> how
-        self._said: dict[int, deque[str]] = {}  # place -> last lines of its standard error
+        self._reports: dict[int, asyncio.Event] = {}  # of the places that are waited for
+        self._said: dict[int, deque[str]] = {}  # place -> last lines of its output
         self._srun_said: deque[str] = deque(maxlen=_LINES_KEPT)
-        self._outbox: list[tuple[int, bytes]] = []
-        self._writing = asyncio.Lock()
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self.since = time.monotonic()
         self.over = False
 
-    async def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start srun in its own session, so that only the launcher gets Ctrl-C."""
+    async def start(
+        self, words: Sequence[str], environment: Mapping[str, str], invitation: bytes
+    ) -> None:
+        """Start srun in its own session, so that only the launcher gets Ctrl-C; its tasks get the invitation."""
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *words,
@@ -109,20 +60,10 @@ class SrunStep:
             self.over = True
             return
         self._reading = asyncio.create_task(self._read(self._process))
-
-    async def send(self, place: int, lines: bytes) -> None:
-        """Write to one node agent; a message sent to all at the same time is written once."""
-        self._outbox.append((place, lines))
-        await asyncio.sleep(0)  # other callers may be about to send the same message
-        async with self._writing:
-            stdin = self._process.stdin if self._process else None
-            messages, self._outbox = self._outbox, []
-            if not messages or stdin is None or stdin.is_closing() or self.over:
-                return
-            here = [place for place in self.places if place not in self._ended]
-            stdin.write(b"".join(addressed(messages, here)))
-            with contextlib.suppress(ConnectionError):  # the reader reports the end
-                await stdin.drain()
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # srun has exited, which its output explains
+            self._process.stdin.write(invitation)
+            await self._process.stdin.drain()
 
     async def close(self, patience_s: float) -> None:
         """Close the node agents' input so that they exit; kill those that do not."""
@@ -141,22 +82,29 @@ class SrunStep:
         if self._reading is not None:
             await self._reading
 
-    def arrived(self, place: int) -> bool:
-        """Return whether the node agent of a place has sent a message."""
-        return place in self._channels
+    def joined(self, place: int) -> None:
+        """Record that the node agent of a place has connected."""
+        self._joined.add(place)
+        # Output from before that is not the cause of an exit.
+        self._said.pop(place, None)
 
     def missing(self, place: int) -> bool:
-        """Return whether the node agent of a place will never send a message."""
-        return not self.arrived(place) and (self.over or place in self._ended)
+        """Return whether the node agent of a place will never connect."""
+        return place not in self._joined and (self.over or place in self._ended)
+
+    async def reported(self, place: int, within_s: float) -> None:
+        """Wait until srun has reported how the task of a place exited, if it does soon."""
+        if place not in self._ended:
+            event = self._reports.setdefault(place, asyncio.Event())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), within_s)
 
     def last_words(self, place: int) -> str:
-        """Return how the task of a place exited and its last output."""
+        """Return how the task of a place exited and its last output; "" if it runs."""
         node = self._nodes[place]
         about = [line for line in self._srun_said if re.search(rf"\b{re.escape(node)}\b", line)]
         said = [*self._said.get(place, ()), *(about or self._srun_said)]
-        return "\n".join(dict.fromkeys(said)) or self._ended.get(
-            place, "srun exited without an error message"
-        )
+        return "\n".join(dict.fromkeys(said)) or self._ended.get(place, "")
 
     @property
     def srun_words(self) -> str:
@@ -166,79 +114,46 @@ class SrunStep:
     async def _read(self, process: Process) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        await asyncio.gather(self._read_out(process.stdout), self._read_err(process.stderr))
+        await asyncio.gather(self._listen(process.stdout), self._listen(process.stderr))
         code = await process.wait()
         self.over = True
         for place in self.places:
             self._end(place, f"srun exited with code {code}")
 
-    async def _read_out(self, stream: asyncio.StreamReader) -> None:
-        async for line in stream:
-            labelled = _LABELLED.fullmatch(line)
-            if labelled is None or int(labelled[1]) >= len(self.places):
-                self._srun_said.append(line.decode(errors="replace").rstrip())
-                continue
-            place = self.places[int(labelled[1])]
-            if place not in self._channels:
-                if not labelled[2].startswith(FIRST_WORDS):
-                    self._keep(place, labelled[2].decode(errors="replace").rstrip())
-                    continue
-                self._said.pop(
-                    place, None
-                )  # output from before the start is not the cause of an exit
-                self._channels[place] = SrunChannel(self, place)
-                self._arrive(place, self._channels[place])
-            self._channels[place].hear(labelled[2])
-
-    async def _read_err(self, stream: asyncio.StreamReader) -> None:
-        async for line in stream:
+    async def _listen(self, stream: asyncio.StreamReader) -> None:
+        while line := await _line_of(stream):
             text = line.decode(errors="replace").rstrip()
-            labelled = re.match(r" *(\d+): (.*)", text)
+            labelled = _LABELLED.fullmatch(text)
             if labelled and int(labelled[1]) < len(self.places):
                 place = self.places[int(labelled[1])]
-                self._keep(place, labelled[2])
-                continue
-            if _HARMLESS in text:
-                continue
-            self._srun_said.append(text)
-            if ended := _ENDED.match(text):
-                for task in _numbers(ended[1]):
-                    if task < len(self.places):
-                        later = asyncio.get_running_loop().call_later
-                        later(_LAST_WORDS_S, self._end, self.places[task], ended[2])
+                self._said.setdefault(place, deque(maxlen=_LINES_KEPT)).append(labelled[2])
+            elif _HARMLESS not in text:
+                self._srun_said.append(text)
+                if ended := _ENDED.match(text):
+                    self._note_ends(ended[1], ended[2])
 
-    def _keep(self, place: int, text: str) -> None:
-        self._said.setdefault(place, deque(maxlen=_LINES_KEPT)).append(text)
+    def _note_ends(self, tasks: str, how: str) -> None:
+        for task in _numbers(tasks):
+            if task < len(self.places):
+                later = asyncio.get_running_loop().call_later
+                later(_LAST_WORDS_S, self._end, self.places[task], how)
 
     def _end(self, place: int, how: str) -> None:
-        self._ended.setdefault(place, how)
-        if place in self._channels:
-            self._channels[place].end()
+        if place in self._ended:
+            return
+        self._ended[place] = how
+        if (report := self._reports.get(place)) is not None:
+            report.set()
+        self._on_end(place)
 
 
-def addressed(messages: Sequence[tuple[int, bytes]], here: Sequence[int]) -> list[bytes]:
-    """Prefix every line with its place; ``*`` where all connected places get the same message.
-
-    The order of messages is kept for each place.
-    """
-    queues: dict[int, deque[bytes]] = {}
-    for place, lines in messages:
-        queues.setdefault(place, deque()).append(lines)
-    written: list[bytes] = []
-    while any(queues.values()):
-        heads = {queue[0] if queue else b"" for queue in queues.values()}
-        if len(heads) == 1 and len(here) > 1 and set(queues) >= set(here):
-            written.append(_prefixed(b"* ", heads.pop()))
-            for queue in queues.values():
-                queue.popleft()
+async def _line_of(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line; of one that is too long, nothing but its end."""
+    while True:
+        try:
+            return await stream.readline()
+        except ValueError:
             continue
-        place = next(place for place, queue in queues.items() if queue)
-        written.append(_prefixed(b"%d " % place, queues[place].popleft()))
-    return written
-
-
-def _prefixed(prefix: bytes, lines: bytes) -> bytes:
-    return b"".join(prefix + line for line in lines.splitlines(keepends=True))
 
 
 def _numbers(text: str) -> list[int]:

@@ -224,7 +224,7 @@ def test_a_hang_monitor_that_fails_does_not_end_the_run(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     class Broken(HangWatch):
-        def heard(self, *_: object) -> None:
+        def heard(self, *_: object, moving: bool = False) -> None:
             raise ZeroDivisionError("oh")
 
     it = Scene(tmp_path)

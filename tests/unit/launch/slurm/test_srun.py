@@ -1,20 +1,26 @@
-"""What srun is told, and whom the lines on its input are for."""
+"""What srun is told, and how the nodes that it starts connect."""
 
 import asyncio
+import dataclasses
+import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
+from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
+from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
+from torchmuster.launch.transports import srun
 from torchmuster.launch.transports.channel import Channel, Transport
+from torchmuster.launch.transports.join.client import connect_to_host
+from torchmuster.launch.transports.join.invitation import Invitation, read_invitation
 from torchmuster.launch.transports.srun import SrunTransport, environment_for_srun, srun_command
-from torchmuster.launch.transports.srun_step import addressed
+from torchmuster.rehearse import simulated_hosts
 
 ALLOCATION = Allocation(
     job="41",
@@ -31,7 +37,6 @@ def test_one_step_over_all_nodes_with_all_their_gpus() -> None:
     words = srun_command(ALLOCATION, ["node agent"])
     assert words[:5] == ["srun", "--jobid=41", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert "--gres=gpu:8" in words
-    assert "--unbuffered" not in words  # it cuts lines
     assert words[-3:] == ["node agent", "--place-from", "SLURM_PROCID"]
 
 
@@ -49,47 +54,109 @@ def test_only_the_jobs_own_variables_reach_srun() -> None:
     assert environment_for_srun({**kept, **options, "SRUN_CPUS_PER_TASK": "2"}) == kept
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([b"=a\n", b"+b\n=c\n", b"=d\n"]))))
-def test_everyone_gets_his_own_messages_in_order(messages: list[tuple[int, bytes]]) -> None:
-    written = b"".join(addressed(messages, [0, 1, 2])).splitlines(keepends=True)
-    for place in range(3):
-        mine = (b"%d " % place, b"* ")
-        got = b"".join(line[2:] for line in written if line.startswith(mine))
-        assert got == b"".join(lines for to, lines in messages if to == place)
-
-
-def test_what_all_get_is_written_once() -> None:
-    to_all = [(place, b"+x\n=y\n") for place in range(3)]
-    assert addressed(to_all, [0, 1, 2]) == [b"* +x\n* =y\n"]
-    assert addressed(to_all[:2], [0, 1]) == [b"* +x\n* =y\n"]  # the third has ended
-
-
-def test_what_some_get_does_not_reach_the_others() -> None:
-    assert addressed([(0, b"=x\n"), (2, b"=x\n")], [0, 1, 2]) == [b"0 =x\n", b"2 =x\n"]
-
-
-def test_what_a_task_prolog_prints_is_not_taken_for_a_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says = [
-        "0: ==== Welcome ====",
-        "0: +-----+",
-        f"0: {protocol.to_lines(protocol.Alive()).decode()}",
-    ]
-    (tmp_path / "words").write_text("\n".join(says))
-    (tmp_path / "srun").write_text(f"#!/bin/sh\ncat {tmp_path / 'words'}\n")
+@pytest.fixture
+def as_srun(tmp_path: Path) -> dict[str, str]:
+    """Variables with which ``srun`` is a program that prints like a task prolog, and plays all nodes."""
+    (tmp_path / "srun").write_text(
+        "#!/bin/sh\necho '0: ==== Welcome ===='; echo '0: +-----+'\n"
+        f'exec {sys.executable} -m torchmuster.rehearse.simulated_hosts "$@"\n'
+    )
     (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, simulated_hosts.VARIABLE: str(tmp_path)}
 
-    async def scene() -> protocol.FromAgent | None:
-        arrivals: asyncio.Queue[Channel] = asyncio.Queue()
-        transport = SrunTransport(ALLOCATION)
-        await transport.open(lambda place, channel: arrivals.put_nowait(channel))
-        first = await (await asyncio.wait_for(arrivals.get(), GIVE_UP_S)).receive()
+
+def sized(nodes: int) -> Allocation:
+    return dataclasses.replace(
+        ALLOCATION, nodes=tuple(f"n{place}" for place in range(nodes)), gpus=None
+    )
+
+
+@pytest.mark.parametrize("nodes", [2, 20])
+def test_every_node_connects_as_its_place_and_gets_only_its_own_messages(
+    as_srun: dict[str, str], tmp_path: Path, nodes: int
+) -> None:
+    async def scene() -> None:
+        arrivals: asyncio.Queue[tuple[int, Channel]] = asyncio.Queue()
+        transport = SrunTransport(sized(nodes), environment=as_srun, patience_s=GIVE_UP_S)
+        await transport.open(lambda place, channel: arrivals.put_nowait((place, channel)))
+        channels = dict([await asyncio.wait_for(arrivals.get(), GIVE_UP_S) for _ in range(nodes)])
+        assert sorted(channels) == list(range(nodes))
+        for place, channel in channels.items():
+            hello = await asyncio.wait_for(channel.receive(), GIVE_UP_S)
+            assert isinstance(hello, protocol.Hello)
+            assert hello.record.pid == place + 1
+        await channels[1].send(protocol.Listen(nonce="n", port=7))
+        while not isinstance(
+            answer := await asyncio.wait_for(channels[1].receive(), GIVE_UP_S), protocol.Listening
+        ):
+            assert answer == protocol.Alive()
+        assert answer.addresses[0].address == "10.0.0.1"
+        for channel in channels.values():
+            await channel.send(protocol.Leave(exit_code=0, words=""))
         await transport.close()
-        return first
 
-    assert asyncio.run(scene()) == protocol.Alive()
+    asyncio.run(scene())
+    # The invitation is all that srun copies; one node got two messages, the others one.
+    got = json.loads((tmp_path / simulated_hosts.RESULT).read_text())["received_bytes"]
+    assert got / nodes < 700
+
+
+def test_an_invitation_has_another_token_for_each_place() -> None:
+    invitation = Invitation(
+        addresses=("10.0.0.1", "fd00::1"), port=4711, fingerprint=bytes(16), secret=bytes(32)
+    )
+    again = read_invitation(invitation.to_line())
+    assert again == invitation
+    codes = [again.code_for(place) for place in range(100)]
+    assert len({code.token for code in codes}) == 100
+    assert {code.place for code in codes} == set(range(100))
+    assert "secret" not in repr(invitation)
+    with pytest.raises(protocol.UnreadableMessage):
+        read_invitation(b"==== Welcome ====\n")
+
+
+def test_a_stranger_without_the_secret_is_not_admitted(as_srun: dict[str, str]) -> None:
+    events: list[str] = []
+
+    async def scene() -> None:
+        transport = SrunTransport(
+            sized(2), environment={**as_srun, "PATH": "/nowhere"}, on_event=events.append
+        )
+        arrivals: list[int] = []
+        await transport.open(lambda place, channel: arrivals.append(place))
+        service = transport._service
+        assert service is not None
+        wrong = Invitation(
+            addresses=tuple(transport._addresses),
+            port=service.port,
+            fingerprint=service.fingerprint,
+            secret=bytes(32),
+        )
+        with pytest.raises(Impossible):
+            await connect_to_host(
+                wrong.code_for(0), on_event=events.append, open_firewall=str, discover=False
+            )
+        assert not arrivals
+        await transport.close()
+
+    asyncio.run(scene())
+    assert any("a wrong join code" in event for event in events)
+
+
+@pytest.mark.parametrize(
+    ("answer", "ports"),
+    [
+        ("SrunPortRange           = 60001-60003\n", {60001, 60002, 60003}),
+        ("SrunPortRange           = 0-0\n", set()),
+        ("", set()),
+    ],
+)
+def test_the_launcher_listens_where_the_cluster_lets_srun_listen(
+    answer: str, ports: set[int]
+) -> None:
+    found = srun._allowed_ports(lambda command: jobs.SlurmAnswer(code=0, out=answer, err=""))
+    assert set(found) == ports
 
 
 def test_the_agents_are_started_with_this_python() -> None:

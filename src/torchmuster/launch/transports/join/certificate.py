@@ -39,7 +39,7 @@ def make_certificate() -> Certificate:
         raise Impossible(
             "machines cannot join: the package cryptography is not installed on this host",
             why="the host needs it to create its TLS certificate",
-            fix="pip install 'torchmuster[join]'",
+            fix="pip install cryptography",
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "torchmuster")])

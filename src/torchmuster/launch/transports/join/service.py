@@ -70,7 +70,7 @@ class JoinService:
 
     Places are numbered as in the whole run, here and in codes; ``places`` has the names of this service's
     places only. ``on_event`` gets rate-limited messages about connections; ``on_code`` is called with the
-    new code when a place becomes free again.
+    new code when a place becomes free again. ``make_token`` returns the next token of a place.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class JoinService:
         count: int,
         addresses: Sequence[str],
         on_event: Callable[[str], None],
-        on_code: Callable[[int, JoinCode], None],
+        on_code: Callable[[int, JoinCode], None] = lambda place, code: None,
         first_place: int = 1,
         port: int | None = None,
         announce: bool = True,
+        make_token: Callable[[int], bytes] = token_registry.new_token,
     ) -> None:
         if first_place + count > code.MOST_PLACES:
             raise Impossible(
@@ -96,7 +97,7 @@ class JoinService:
         self._on_event = on_event
         self._on_code = on_code
         self._news = JoinNews(on_event, NEWS_EVERY_S)
-        self._token_registry = TokenRegistry(first_place, count)
+        self._token_registry = TokenRegistry(first_place, count, make_token=make_token)
         self._channels: dict[int, JoinedChannel] = {}
         self._lost_at_s: dict[int, float] = {}
         self._opened_at_s = time.monotonic()
@@ -178,6 +179,11 @@ class JoinService:
         """The port on which machines join, once this is open."""
         assert self._port is not None, "not open yet"
         return self._port
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The fingerprint of the certificate, once this is open."""
+        return self._certificate.fingerprint
 
     def codes(self) -> dict[int, JoinCode]:
         """Return the code of every place that is free."""

@@ -29,6 +29,7 @@ class Stream:
         self.lost = False
         self.why_closed = ""
         self._aborted = False
+        self.paused = False  # the other side accepts no more data for now
         self._next_size: int | None = None
         self._reader = reader
         self._writer: asyncio.StreamWriter | None = None
@@ -102,6 +103,8 @@ class Stream:
         if self.lost or self.writer.is_closing():
             return
         self.writer.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
+        if not self.paused:
+            return
         try:
             async with asyncio.timeout(SEND_S):
                 await self.writer.drain()
@@ -140,6 +143,14 @@ class _Tls(sslproto.SSLProtocol):
 
     max_size = 16 * 1024
     stream: Stream
+
+    def pause_writing(self) -> None:
+        self.stream.paused = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.stream.paused = False
+        super().resume_writing()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

@@ -83,7 +83,7 @@ def refused_message(reason: Reason, why: str) -> Refused:
 _REMEMBERED = 8
 
 
-def new_token() -> bytes:
+def new_token(_: int) -> bytes:
     """Return a random token that cannot be guessed."""
     return secrets.token_bytes(TOKEN_BYTES)
 
@@ -117,14 +117,14 @@ class Refusal:
 
 
 class TokenRegistry:
-    """The places from ``first`` on, by number."""
+    """The places from ``first`` on, by number; ``make_token`` is called with the number of a place."""
 
     def __init__(
-        self, first: int, count: int, *, make_token: Callable[[], bytes] = new_token
+        self, first: int, count: int, *, make_token: Callable[[int], bytes] = new_token
     ) -> None:
         self._make_token = make_token
         self._places = {
-            number: _Place(token=make_token()) for number in range(first, first + count)
+            number: _Place(token=make_token(number)) for number in range(first, first + count)
         }
 
     def missing(self) -> tuple[int, ...]:
@@ -170,4 +170,4 @@ class TokenRegistry:
         """Free a place and give it a new token; the old one stays invalid."""
         place = self._places[number]
         place.guest = None
-        place.token = self._make_token()
+        place.token = self._make_token(number)

@@ -1,0 +1,154 @@
+"""Run the real launcher against simulated hosts, and measure what it needs."""
+
+import asyncio
+import json
+import os
+import resource
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchmuster.finding import Finding
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.job_runner import JobRunner
+from torchmuster.launch.schedulers.slurm.allocation import Allocation
+from torchmuster.launch.transports.srun import SrunTransport
+from torchmuster.rehearse import simulated_hosts
+
+_BEFORE_S = 3.0  # after the start, before the first measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlPlane:
+    """What the launcher needed for so many hosts."""
+
+    hosts: int
+    ranks: int
+    start_s: float  # until all hosts have started their ranks
+    start_cpu_s: float  # of the launcher
+    sent_bytes: int  # to all hosts together
+    heartbeats_cpu: float  # cores, while the ranks print nothing
+    chatty_cpu: float | None  # cores, while every rank prints a line per second
+    memory_bytes: int  # largest resident memory of the launcher
+    notice_s: float | None  # between a host's last message and the stop of the others
+    stop_s: float | None  # between the first and the last host that is told to stop
+
+
+class _Quiet:
+    """A console that prints nothing."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.lines = 0
+
+    def say(self, text: str) -> None:
+        self.words.append(text)
+
+    def world(self, size: int) -> None:
+        pass
+
+    def output(self, rank: int, text: str) -> None:
+        self.lines += text.count("\n")
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        self.words += [one.what for one in findings]
+
+
+def measure(hosts: int, *, quiet_s: float, chatty_s: float) -> ControlPlane:
+    """Start a run on simulated hosts, watch it, lose a host, and stop; in this process."""
+    with tempfile.TemporaryDirectory(prefix="muster-rehearse-") as name:
+        return asyncio.run(_measure(hosts, Path(name), quiet_s, chatty_s))
+
+
+async def _measure(hosts: int, folder: Path, quiet_s: float, chatty_s: float) -> ControlPlane:
+    transport = SrunTransport(_allocation(hosts), environment=_environment(folder), patience_s=60.0)
+    spec = JobSpec(name="rehearsal", command=("train.py",), folder="/", device="gpu")
+    console = _Quiet()
+    running = asyncio.Event()
+    (folder / "logs").mkdir()
+    runner = JobRunner(
+        spec,
+        transport,
+        console,
+        run_id="rehearsal",
+        logs=str(folder / "logs"),
+        on_phase=lambda phase: running.set() if phase == "running" else None,
+    )
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    job = asyncio.create_task(runner.run())
+    await asyncio.wait({job, asyncio.ensure_future(running.wait())}, return_when="FIRST_COMPLETED")
+    if job.done():
+        raise RuntimeError(f"the rehearsal did not start: {job.result()}, {console.words}")
+    start_s, start_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+    await asyncio.sleep(_BEFORE_S)
+    heartbeats_cpu = await _cpu(quiet_s)
+    chatty_cpu = None
+    orders = folder / simulated_hosts.ORDERS
+    if chatty_s:
+        orders.write_text("chatty")
+        await asyncio.sleep(_BEFORE_S)
+        chatty_cpu = await _cpu(chatty_s)
+    orders.write_text(f"silent {hosts // 2}")
+    await job
+    result = json.loads((folder / simulated_hosts.RESULT).read_text())
+    first, last = result["first_stop_unix_s"], result["last_stop_unix_s"]
+    silent = result["silent_unix_s"]
+    return ControlPlane(
+        hosts=hosts,
+        ranks=hosts * simulated_hosts.RANKS_EACH,
+        start_s=round(start_s, 3),
+        start_cpu_s=round(start_cpu_s, 3),
+        sent_bytes=result["received_bytes"],
+        heartbeats_cpu=round(heartbeats_cpu, 4),
+        chatty_cpu=None if chatty_cpu is None else round(chatty_cpu, 4),
+        memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        notice_s=round(first - silent, 3) if first and silent else None,
+        stop_s=round(last - first, 3) if first and last else None,
+    )
+
+
+async def _cpu(for_s: float) -> float:
+    """Return how many cores this process uses."""
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    await asyncio.sleep(for_s)
+    return (time.process_time() - began_cpu_s) / (time.monotonic() - began_s)
+
+
+def _allocation(hosts: int) -> Allocation:
+    return Allocation(
+        job="1",
+        nodes=tuple(f"node{place:05d}" for place in range(hosts)),
+        gpus=None,
+        cores=None,
+        tasks_per_node=None,
+        copies=1,
+        restarts=0,
+    )
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Return an environment in which ``srun`` is the simulation."""
+    program = folder / "srun"
+    program.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -m torchmuster.rehearse.simulated_hosts "$@"\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}",
+        simulated_hosts.VARIABLE: str(folder),
+    }
+
+
+def main() -> None:
+    """Print one measurement as JSON: ``python -m torchmuster.rehearse.control_plane HOSTS``."""
+    hosts, quiet_s, chatty_s = int(sys.argv[1]), *map(float, sys.argv[2:4])
+    print(json.dumps(asdict(measure(hosts, quiet_s=quiet_s, chatty_s=chatty_s))))
+
+
+if __name__ == "__main__":
+    main()
