@@ -9,7 +9,7 @@ import pytest
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.history import run_state
+from torchmuster.launch.history import failure_report, run_state
 from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rendezvous_address import ReachedHosts
@@ -109,6 +109,16 @@ def test_only_hosts_with_the_same_addresses_count_as_tested() -> None:
         assert tested.local_addresses([a]) is None
 
     asyncio.run(story())
+
+
+def test_the_timeline_of_a_run_shows_spares_and_takeovers() -> None:
+    started = {"ranks": 2, "attempt": 0, "hosts": ["a 1", "b 1"], "spares": ["c"]}
+    events = [
+        run_state.RunEvent(at_unix_s=1.0, name="started", facts=started),
+        run_state.RunEvent(at_unix_s=2.0, name=TAKEOVER, facts={"what": "spare c takes over"}),
+    ]
+    shown = [failure_report.failure_text(event) for event in events]
+    assert shown == ["2 ranks started: a 1, b 1; spares: c", "spare c takes over"]
 
 
 # ---- the pool
