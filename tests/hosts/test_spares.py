@@ -9,7 +9,7 @@ from hosts.lab import Lab
 from hosts.launching import PATIENT
 from hosts.namespaces import await_true
 from hosts.spare_training import WHERE, Training, events, kill_host, log_of
-from torchmuster.launch.launcher.spares import SPARE_READY, TAKEOVER
+from torchmuster.launch.history.run_state import SPARE_READY, TAKEOVER
 
 TWO_AND_ONE = ["--hosts", "node1,node2,node3", "--spares", "1", *PATIENT]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hosts.spare_training import WHERE, events, log_of
 from slurm.slurm_lab import SlurmLab, await_until
 from slurm.test_muster_run import CPU, following, living_ranks
-from torchmuster.launch.launcher.spares import TAKEOVER
+from torchmuster.launch.history.run_state import TAKEOVER
 
 
 def kill_node(cluster: SlurmLab, machine: str) -> float:

@@ -10,12 +10,11 @@ import pytest
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import failure_report, run_state
+from torchmuster.launch.history.run_state import SPARE_REFUSED, TAKEOVER
 from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rendezvous_address import ReachedHosts
 from torchmuster.launch.launcher.spares import (
-    SPARE_REFUSED,
-    TAKEOVER,
     Candidate,
     SparePool,
     broken_hosts,

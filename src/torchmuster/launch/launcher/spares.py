@@ -27,10 +27,6 @@ from torchmuster.units import plural
 
 # A host that failed this often in a run is not taken again.
 MOST_FAILURES = 2
-TAKEOVER = "takeover"  # event: a spare replaced a host
-SPARE_READY = "spare-ready"
-SPARE_REFUSED = "spare-refused"  # event: a host is not used as a spare, and why
-SPARE_LOST = "spare-lost"
 _LOOK_EVERY_S = 1.0
 # Known errors that another host does not have: the GPU is broken.
 _BROKEN_GPU = frozenset({"gpu-fell-off-bus", "ecc-error"})
@@ -184,7 +180,7 @@ class SparePool:
         if chosen.value is None:
             what = f"no spare can replace {name}: {chosen.reason}"
             self._say(what)
-            await self._note(TAKEOVER, what=what, host=name, spare=None, why=why)
+            await self._note(run_state.TAKEOVER, what=what, host=name, spare=None, why=why)
             return
         spare = registry.name_of(chosen.value)
         await registry.replace(place, chosen.value)
@@ -194,7 +190,7 @@ class SparePool:
         self._say(what)
         held = [] if ranks is None else [ranks[0], ranks[-1]]
         facts = {"host": name, "spare": spare, "why": why, "ranks": held, "spares_left": left}
-        await self._note(TAKEOVER, what=what, **facts)
+        await self._note(run_state.TAKEOVER, what=what, **facts)
         if self._failures[place] >= MOST_FAILURES:
             await self._give_up(place)
 
@@ -205,7 +201,7 @@ class SparePool:
         why = f"it failed {_times(self._failures[place])} in this run"
         what = f"{name} is not used again: {why}"
         self._say(what)
-        await self._note(SPARE_REFUSED, what=what, host=name, why=why)
+        await self._note(run_state.SPARE_REFUSED, what=what, host=name, why=why)
 
     async def _choose(self, ranks: int | None) -> Decision[int | None]:
         """Choose a spare that passes its last check."""
@@ -250,7 +246,7 @@ class SparePool:
     async def _refuse(self, node: NodeHandle, why: str) -> None:
         what = f"{node.name} is not a spare: {why}"
         self._say(what)
-        await self._note(SPARE_REFUSED, what=what, host=node.name, why=why)
+        await self._note(run_state.SPARE_REFUSED, what=what, host=node.name, why=why)
         await self._registry.send_away(node)
         self._registry.call_spares_again()
 
@@ -271,7 +267,9 @@ class SparePool:
                     if node.part in self._tested:
                         what = f"spare {node.name} is lost: {node.lost}"
                         self._say(what)
-                        await self._note(SPARE_LOST, what=what, host=node.name, why=node.lost)
+                        await self._note(
+                            run_state.SPARE_LOST, what=what, host=node.name, why=node.lost
+                        )
             # Until the attempt runs, the hosts answer to its start and accept no other request.
             if not self._is_running():
                 continue
@@ -289,7 +287,7 @@ class SparePool:
             took = f"{time.monotonic() - began_s:.1f} s"
             what = f"spare {node.name} is ready: host test passed in {took}"
             self._say(what)
-            await self._note(SPARE_READY, what=what, host=node.name)
+            await self._note(run_state.SPARE_READY, what=what, host=node.name)
 
     async def _note(self, event: str, **facts: object) -> None:
         await asyncio.to_thread(run_state.log_event, self._run, event, **facts)
