@@ -184,6 +184,9 @@ DEFAULT: dict[str, list[str]] = {
     ],
     "tests/ranks/test_train_planned.py": [],
     "tests/ranks/test_train_restarts.py": ["test_a_run_survives_the_death_of_a_rank_and_of_its_launcher"],
+    "tests/slurm/test_arrays.py": ["test_a_task_that_is_requeued_leaves_the_others_alone"],
+    "tests/slurm/test_containers.py": ["test_several_nodes_without_srun_are_refused"],
+    "tests/slurm/test_heterogeneous.py": [],
     "tests/slurm/test_jobs.py": [
         "test_a_job_is_followed_from_the_queue_to_its_end",
         "test_a_failure_has_its_exit_code",

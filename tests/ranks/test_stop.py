@@ -22,13 +22,18 @@ pytestmark = pytest.mark.ranks
 
 # Records every signal that it gets; SAVES_S after the first one it writes a file and exits with CODE.
 SAVING = """\
-import os, pathlib, signal, sys, time
+import ctypes, faulthandler, os, pathlib, signal, sys, time
 rank, got = os.environ["RANK"], []
 def hear(number, frame):
     got.append(signal.Signals(number).name)
     print("got", got[-1], rank, flush=True)
+for name in os.environ.get("FAULTHANDLER", "").split():
+    faulthandler.register(getattr(signal, name))
 for name in os.environ.get("HANDLES", "SIGTERM SIGINT SIGHUP").split():
     signal.signal(getattr(signal, name), hear)
+native = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+for name in os.environ.get("NATIVE", "").split():  # installed last, as by a library
+    ctypes.CDLL(None).signal(getattr(signal, name), native)
 if rank == os.environ.get("FAILS"):
     while not pathlib.Path("fail").exists(): time.sleep(0.02)
     raise ValueError("no data")
@@ -158,10 +163,35 @@ def test_a_schedulers_warning_reaches_a_script_as_a_signal_that_it_handles(
     assert result.code == (143 if got == "SIGTERM" else 0), run
 
 
-def wait_until_known(run: Launched, handled: str) -> None:
-    """Wait until the launcher knows that both ranks handle this signal."""
+@pytest.mark.parametrize(
+    ("env", "got"),
+    [
+        ({"HANDLES": "SIGTERM", "FAULTHANDLER": "SIGUSR1"}, "SIGTERM"),
+        ({"HANDLES": "SIGTERM SIGUSR1", "FAULTHANDLER": "SIGUSR1"}, "SIGUSR1"),
+        ({"HANDLES": "SIGTERM SIGUSR1", "NATIVE": "SIGUSR1"}, "SIGTERM"),
+    ],
+    ids=["faulthandler", "faulthandler-then-script", "script-then-native"],
+)
+def test_a_warning_reaches_a_script_next_to_native_handlers(
+    folder: Path, env: dict[str, str], got: str
+) -> None:
+    with launched(folder, *cpu("saving.py"), env=env) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        wait_until_known(run, got, replaced=env.get("NATIVE"))
+        run.send(signal.SIGUSR1)
+        result = run.end()
+    assert signals(folder) == [got, got]
+    assert result.code == (143 if got == "SIGTERM" else 0), run
+
+
+def wait_until_known(run: Launched, handled: str, replaced: str | None = None) -> None:
+    """Wait until the launcher knows that both ranks handle this signal, and which handler was replaced."""
+
+    def is_known(one: Heartbeat) -> bool:
+        return handled in one.handles and (replaced is None or replaced in one.replaced)
+
     until = time.monotonic() + GIVE_UP_S
-    while not (found := reported(run)) or not all(handled in one.handles for one in found):
+    while not (found := reported(run)) or not all(is_known(one) for one in found):
         assert time.monotonic() < until, run
         time.sleep(0.1)
 

@@ -381,6 +381,15 @@ def duration(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def warning(text: str) -> tuple[str, float]:
+    """Parse when a scheduler warns, and by which signal: 5m, USR2@5m. Return the signal and the seconds."""
+    name, at, when = text.rpartition("@")
+    name = name.upper().removeprefix("SIG") if at else "USR1"
+    if name not in ("USR1", "USR2"):
+        raise argparse.ArgumentTypeError(f"{text!r}: the signal is USR1 or USR2, such as USR2@5m")
+    return name, duration(when)
+
+
 def _shell_words(text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))

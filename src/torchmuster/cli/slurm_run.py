@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
+from torchmuster.units import plural
 
 # Flags of the submission, removed from the command inside the job. Each takes one value.
 _VALUES: dict[str, tuple[str, Callable[[str], object], str, str]] = {
@@ -30,9 +32,9 @@ _VALUES: dict[str, tuple[str, Callable[[str], object], str, str]] = {
     "--mem": ("mem", str, "SIZE", "memory per node in Slurm's format: 64G"),
     "--warn": (
         "warn",
-        job_flags.duration,
+        job_flags.warning,
         "DURATION",
-        "send SIGUSR1 to the ranks DURATION before the time limit",
+        "send SIGUSR1 to the ranks DURATION before the time limit; USR2@5m sends SIGUSR2",
     ),
 }
 
@@ -65,7 +67,8 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
         qos=options.qos,
         time=options.time,
         mem=options.mem,
-        warn_s=None if options.warn is None else round(options.warn),
+        warn_s=None if options.warn is None else round(options.warn[1]),
+        warn_signal="USR1" if options.warn is None else options.warn[0],
     )
     script = render_script(spec, request, _inside(options), options.runs)
     if options.dry_run:
@@ -99,8 +102,16 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     allocation.check_counts(given, spec)
     if warning := allocation.few_cores(given, spec):
         output.show_findings([warning], sys.stderr)
-    if given.nodes == (socket.gethostname(),):
+    # The host name of a container may differ from the name of the node.
+    if given.nodes in ((socket.gethostname(),), (os.environ.get("SLURMD_NODENAME"),)):
         return None  # the job has only this node
+    if shutil.which("srun") is None:
+        raise Impossible(
+            f"Slurm job {given.job} has {plural(len(given.nodes), 'node')}, but srun is not installed here",
+            why="Muster starts the ranks on the other nodes with srun; a container has it only if it is mounted",
+            fix="mount Slurm's programs, its configuration and munge's socket into the container, or start muster "
+            "outside the container, or use one node",
+        )
     from torchmuster.launch.transports.srun import SrunTransport
 
     times = "once" if given.restarts == 1 else f"{given.restarts} times"

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchmuster.finding import Finding
@@ -28,6 +28,7 @@ class ControlPlane:
 
     hosts: int
     ranks: int
+    simulated: int  # hosts with which it was measured
     start_s: float  # until all hosts have started their ranks
     start_cpu_s: float  # of the launcher
     sent_bytes: int  # to all hosts together
@@ -36,6 +37,22 @@ class ControlPlane:
     memory_bytes: int  # largest resident memory of the launcher
     notice_s: float | None  # between a host's last message and the stop of the others
     stop_s: float | None  # between the first and the last host that is told to stop
+
+    def for_hosts(self, hosts: int) -> "ControlPlane":
+        """Return the figures for more hosts: the launcher's work grows in proportion."""
+        more = hosts / self.hosts
+        return replace(
+            self,
+            hosts=hosts,
+            ranks=round(self.ranks * more),
+            start_s=self.start_s * more,
+            start_cpu_s=self.start_cpu_s * more,
+            sent_bytes=round(self.sent_bytes * more),
+            heartbeats_cpu=self.heartbeats_cpu * more,
+            chatty_cpu=None if self.chatty_cpu is None else self.chatty_cpu * more,
+            memory_bytes=round(self.memory_bytes * more),
+            stop_s=None if self.stop_s is None else self.stop_s * more,
+        )
 
 
 class _Quiet:
@@ -100,6 +117,7 @@ async def _measure(hosts: int, folder: Path, quiet_s: float, chatty_s: float) ->
     return ControlPlane(
         hosts=hosts,
         ranks=hosts * simulated_hosts.RANKS_EACH,
+        simulated=hosts,
         start_s=round(start_s, 3),
         start_cpu_s=round(start_cpu_s, 3),
         sent_bytes=result["received_bytes"],

@@ -72,12 +72,21 @@ class SignalReader:
         for name in names:
             number = getattr(signal, name, None)  # not every system has all of them
             if number is not None:
-                self._former[number] = signal.signal(number, lambda *_: None)
+                self._former[number] = signal.signal(number, self._handle)
         self._former_descriptor = signal.set_wakeup_fd(
             self._theirs.fileno(), warn_on_full_buffer=False
         )
         _open.append(self)
         _watch_forks()
+
+    def _handle(self, number: int, _: object) -> None:
+        """Read a signal in the main thread: code that ran later, such as asyncio, may have its own wakeup descriptor."""
+        ours = self._theirs.fileno()
+        installed = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
+        if installed != ours:
+            signal.set_wakeup_fd(installed)
+            with contextlib.suppress(OSError):
+                self._theirs.send(bytes([number]))
 
     @property
     def numbers(self) -> list[int]:

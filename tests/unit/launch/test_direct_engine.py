@@ -185,6 +185,36 @@ def test_a_signal_is_passed_on_to_the_ranks(tmp_path: Path, tokens: list[str]) -
     asyncio.run(go())
 
 
+def test_a_warning_does_not_kill_a_rank_without_a_handler(
+    tmp_path: Path, tokens: list[str]
+) -> None:
+    script = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "def warned(*_):\n"
+        "    print('warned', flush=True)\n"
+        "    Path('over').touch()\n"
+        "if os.environ['LOCAL_RANK'] == '0': signal.signal(signal.SIGUSR1, warned)\n"
+        "print('waiting', flush=True)\n"
+        "while not Path('over').exists(): time.sleep(0.02)\n"
+    )
+
+    async def go() -> None:
+        attempt = Attempt(tmp_path, script)
+        tokens.append(attempt.token)
+        running = attempt.running("win32")
+        await running.start()
+        watching = asyncio.create_task(running.watch())
+        await attempt.until_both_spoke()
+        running.warn("SIGUSR1")
+        ended = await asyncio.wait_for(watching, GIVE_UP_S)
+        assert ended.good
+        texts = attempt.output()
+        assert [texts[rank].count("warned") for rank in sorted(texts)] == [1, 0]
+
+    asyncio.run(go())
+
+
 def test_nothing_listens_beyond_this_machine(tmp_path: Path, tokens: list[str]) -> None:
     async def go() -> None:
         attempt = Attempt(tmp_path, STUBBORN)

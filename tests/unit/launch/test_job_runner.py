@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from patience import GIVE_UP_S
+from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history.resume import ResumePlan
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import JobSpec
@@ -19,23 +20,100 @@ from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create_run_folder
 
 
-def supervise(folder: Path) -> JobRunner:
+def supervise(folder: Path, checkpoints: str | None = "s3://bucket/run") -> JobRunner:
     run = create_run_folder(folder, "x")
-    spec = JobSpec(name="x", command=("x.py",), folder=str(folder), checkpoints="s3://bucket/run")
+    spec = JobSpec(name="x", command=("x.py",), folder=str(folder), checkpoints=checkpoints)
     transport, console = LocalTransport("here"), TerminalConsole(run)
     return JobRunner(spec, transport, console, run_id=run.id, logs=str(run.logs))
 
 
-def test_only_a_warning_of_the_end_asks_the_ranks_to_save(tmp_path: Path) -> None:
+class Ranks:
+    """What the session knows of the ranks' handlers, and what it sends to them."""
+
+    def __init__(
+        self, runner: JobRunner, monkeypatch: pytest.MonkeyPatch, known: dict[str, str]
+    ) -> None:
+        self.sent: list[str] = []
+        handles, replaced = known.get("handles", "").split(), known.get("replaced", "").split()
+        beat = Heartbeat(
+            rank=0, pid=1, beat=1, moves=1, handles=tuple(handles), replaced=tuple(replaced)
+        )
+        node = SimpleNamespace(prepared=SimpleNamespace(ranks=1), heartbeats=[beat])
+        registry = SimpleNamespace(nodes=[node])
+        monkeypatch.setattr(runner._session, "registry", registry)
+        monkeypatch.setattr(runner._session, "pass_on", self.sent.append)
+        monkeypatch.setattr(
+            runner._session, "stop", lambda origin, *, warned_s: self.sent.append("SIGTERM")
+        )
+
+
+@pytest.mark.parametrize(
+    ("came", "known", "checkpoints", "in_slurm", "sent"),
+    [
+        ("SIGUSR1", {"handles": "SIGUSR1"}, None, False, "SIGUSR1"),
+        ("SIGUSR1", {}, None, False, "SIGTERM"),  # it would kill the script
+        (
+            "SIGUSR1",
+            {"replaced": "SIGUSR1"},
+            None,
+            False,
+            "SIGTERM",
+        ),  # the script would not hear it
+        ("SIGUSR2", {"handles": "SIGUSR2"}, None, True, "SIGUSR2"),
+        ("SIGUSR2", {"handles": "SIGUSR1"}, None, True, "SIGTERM"),
+        ("SIGUSR2", {}, None, False, "SIGUSR2"),  # not a scheduler's
+        ("SIGUSR1", {}, "runs/x", False, "SIGUSR1"),  # its ranks may still be starting
+        ("SIGUSR2", {}, "runs/x", False, "SIGUSR1"),
+        ("SIGUSR1", {"replaced": "SIGUSR1"}, "runs/x", True, "SIGTERM"),
+        ("SIGUSR2", {"replaced": "SIGUSR1"}, "runs/x", True, "SIGTERM"),
+    ],
+)
+def test_a_warning_is_sent_as_a_signal_that_reaches_the_script(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    came: str,
+    known: dict[str, str],
+    checkpoints: str | None,
+    in_slurm: bool,
+    sent: str,
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if in_slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    runner = supervise(tmp_path, checkpoints)
+    ranks = Ranks(runner, monkeypatch, known)
+    runner.pass_on(came)
+    assert ranks.sent == [sent]
+
+
+def test_a_handler_that_was_just_set_is_seen_in_the_next_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_runner, "_NEXT_HEARTBEATS_S", 0.05)
+    runner = supervise(tmp_path, None)
+    ranks = Ranks(runner, monkeypatch, {})
+
+    async def scene() -> None:
+        runner.pass_on("SIGUSR1")
+        assert ranks.sent == []
+        then = Ranks(runner, monkeypatch, {"handles": "SIGUSR1"})
+        while not then.sent:
+            await asyncio.sleep(0.01)
+        assert then.sent == ["SIGUSR1"]
+
+    asyncio.run(scene())
+
+
+def test_the_first_warning_is_the_origin_of_the_request(tmp_path: Path) -> None:
     run = supervise(tmp_path)
-    run.pass_on("SIGUSR2")
+    run.pass_on("SIGINT")
     before = run._warning
     assert before is None
-    run.pass_on("SIGUSR1")
     run.pass_on("SIGUSR2")
+    run.pass_on("SIGUSR1")
     warning = run._warning
     assert warning is not None
-    assert warning.origin == "SIGUSR1 to the launcher"
+    assert warning.origin == "SIGUSR2 to the launcher"
 
 
 def test_a_restart_replaces_the_arguments_of_the_one_before(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Logs that stay on their hosts: what is sent of them, and how the rest is fetched."""
 
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ from torchmuster.launch.history import host_logs, run_state
 from torchmuster.launch.history.host_logs import HostLogs
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.session import logs_stay
-from torchmuster.launch.node import kept_logs
 from torchmuster.launch.node.kept_logs import FirstError, end_of_log, kept_folder
 from torchmuster.runfolder import RunFolder, create_run_folder
 
@@ -73,7 +73,7 @@ def test_the_end_of_a_log_begins_with_a_whole_line(tmp_path: Path) -> None:
 def test_the_folder_is_private_and_a_run_id_cannot_leave_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_logs.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = kept_folder("20261118-run-1")
     assert folder.parent.parent == tmp_path
     assert folder.parent.stat().st_mode & 0o077 == 0

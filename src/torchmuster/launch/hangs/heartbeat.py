@@ -42,6 +42,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     handles: tuple[
         str, ...
     ] = ()  # stop and warning signals that the script handles: SIGTERM, SIGUSR1
+    replaced: tuple[str, ...] = ()  # those whose handler native code has replaced
     groups: tuple[str, ...] = ()  # its process groups; (): unknown
     begun: dict[str, Integer] = {}  # the number of the last collective of each group; 0: none yet
     waits: tuple[PendingCollective, ...] = ()  # the oldest unfinished one of each group

@@ -32,6 +32,9 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
 
 _LOOK_EVERY_S = 1.0
+# A scheduler's warning, for which ranks of muster train wait; a Slurm job may also be warned by the second signal.
+_WARNING, _OTHER_WARNING = "SIGUSR1", "SIGUSR2"
+_NEXT_HEARTBEATS_S = 2.5
 
 
 class PrepareNodes(Protocol):
@@ -304,28 +307,52 @@ class JobRunner:
         self._broken: dict[int, str] = {}  # the hosts that failed in the last attempt, and why
         self._history: list[PastAttempt] = []
         self._warning: stopping.StopCause | None = None  # forwarded to the ranks
+        self._warned_before = False
         self.token = self._session.token
         self.stop = self._session.stop
 
     def pass_on(self, name: str) -> None:
-        """Forward a signal to every rank.
+        """Forward a signal to every rank: a scheduler's warning, or another signal as it is.
 
-        SIGUSR1 is a scheduler's warning. It would kill a script that does not handle it, so such a script gets
-        SIGTERM instead, and has until the end of the job to stop.
+        A warning is SIGUSR1, or SIGUSR2 in a Slurm job or to ``muster train``. It would kill a script that does not
+        handle it, so such a script gets SIGTERM instead, and has until the end of the job to stop. Ranks of ``muster train`` wait for SIGUSR1. They get SIGTERM if native code (NCCL, a
+        profiler) has replaced their handler.
         """
-        warning = name == "SIGUSR1"
-        if warning and self._spec.checkpoints is None and not self._session.handles(name):
-            within_s = seconds_to_job_end(os.environ)
-            if self._session.cause is None:
-                self._console.say(
-                    f"the launcher received {name}, which the script does not handle: stopping all ranks with "
-                    f"SIGTERM within {format_seconds(within_s)}"
-                )
-            self._session.stop(f"{name} to the launcher", warned_s=within_s)
+        can_save = self._spec.checkpoints is not None
+        may_be_warned = can_save or "SLURM_JOB_ID" in os.environ
+        if name != _WARNING and not (name == _OTHER_WARNING and may_be_warned):
+            self._session.pass_on(name)
             return
-        if warning and self._warning is None:
-            self._warning = stopping.StopCause(origin=f"{name} to the launcher")
-        self._session.pass_on(name)
+        if self._session.cause is not None:
+            return  # the ranks are being stopped already
+        sent = _WARNING if can_save else name
+        why = "" if can_save or self._session.handles(sent) else "which the script does not handle"
+        if self._session.is_replaced(sent):
+            why = f"but native code in a rank has replaced the handler of {sent}"
+        origin = f"{name} to the launcher"
+        if why and self._waits_for_heartbeats(name):
+            return
+        if why:
+            within_s = seconds_to_job_end(os.environ)
+            self._console.say(
+                f"the launcher received {name}, {why}: stopping all ranks with SIGTERM within "
+                f"{format_seconds(within_s)}"
+            )
+            self._session.stop(origin, warned_s=within_s)
+            return
+        if self._warning is None:
+            self._warning = stopping.StopCause(origin=origin)
+        self._session.pass_on(sent)
+
+    def _waits_for_heartbeats(self, name: str) -> bool:
+        """Return whether to decide with the next heartbeats: a script may just have set its handler."""
+        if self._warned_before:
+            return False
+        self._warned_before = True
+        with contextlib.suppress(RuntimeError):  # no event loop
+            asyncio.get_running_loop().call_later(_NEXT_HEARTBEATS_S, self.pass_on, name)
+            return True
+        return False
 
     def _on_phase(self, name: str) -> None:
         self._phase = name

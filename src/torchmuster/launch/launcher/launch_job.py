@@ -171,7 +171,7 @@ async def _launch(
     from torchmuster.launch.history.evidence import keep_failure, read_failures
     from torchmuster.launch.history.run_state import launcher_heartbeat_file
     from torchmuster.launch.launcher.job_runner import JobRunner
-    from torchmuster.launch.schedulers.slurm.allocation import would_not_get_on
+    from torchmuster.launch.schedulers.slurm.allocation import job_id, would_not_get_on
 
     began = time.monotonic()
     event_log = run_state.EventLog(run)
@@ -180,7 +180,7 @@ async def _launch(
     course = make_course(
         spec, transport, console, run_id=run.id, logs=logs, on_phase=event_log.phase
     )
-    slurm_job = os.environ.get("SLURM_JOB_ID")
+    slurm_job = job_id(os.environ)
     run_state.write_job(run, spec, token=course.token, slurm_job=slurm_job)
     with console.speaking():
         asked: list[str] = []
@@ -246,7 +246,7 @@ async def _newest_checkpoint(spec: JobSpec) -> str | None:
 def _go_back_into_the_queue(job: str, console: "TerminalConsole", why_not: str) -> None:
     from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue
 
-    decided = may_go_back(job, why_not=why_not)
+    decided = may_go_back(job, os.environ, why_not=why_not)
     console.say(decided.reason)
     if decided.value and (trouble := requeue(job)):
         console.say(trouble)
@@ -366,7 +366,7 @@ def _signals(
             "a run cannot be suspended; to free the terminal use --detach and muster attach"
         )
 
-    actions = {"SIGINT": stop, "SIGTERM": stop, "SIGUSR1": warn, "SIGUSR2": course.pass_on}
+    actions = {"SIGINT": stop, "SIGTERM": stop, "SIGUSR1": warn, "SIGUSR2": warn}
     known: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     for name, action in actions.items():

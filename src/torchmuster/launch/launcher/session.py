@@ -166,6 +166,11 @@ class Session:
         heard = [one for node in self.registry.nodes for one in node.heartbeats]
         return ranks == len(heard) > 0 and all(name in one.handles for one in heard)
 
+    def is_replaced(self, name: str) -> bool:
+        """Return whether native code has replaced a rank's handler for a signal."""
+        heard = (one for node in self.registry.nodes for one in node.heartbeats)
+        return any(name in one.replaced for one in heard)
+
     def pass_on(self, name: str) -> None:
         """Forward a signal to every rank."""
         for node in self.registry.nodes:

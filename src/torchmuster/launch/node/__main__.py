@@ -62,8 +62,13 @@ def main() -> None:
         metavar="VARIABLE",
         help="read the node index from this environment variable",
     )
+    parser.add_argument(
+        "--first-place", type=int, default=0, help="add this to the value of --place-from"
+    )
     options = parser.parse_args()
-    place = int(os.environ[options.place_from]) if options.place_from else options.place
+    place = options.place
+    if options.place_from:
+        place = options.first_place + int(os.environ[options.place_from])
     try:
         asyncio.run(_keep(place))
     except MusterError as error:

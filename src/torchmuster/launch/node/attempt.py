@@ -192,13 +192,18 @@ def of_this_system(pid: int) -> str:
 
 def _signal(pid: int) -> bool:
     """Request the stacks by signal; only if the process handles it, as it would kill others."""
-    caught = _CAUGHT.search(_dump_text(Path(f"/proc/{pid}/status")))
-    if STACKS_SIGNAL is None or caught is None or not int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1:
+    if STACKS_SIGNAL is None or not _is_caught(pid, STACKS_SIGNAL):
         return False
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, STACKS_SIGNAL)
         return True
     return False
+
+
+def _is_caught(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    caught = _CAUGHT.search(_dump_text(Path(f"/proc/{pid}/status")))
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def _attempt_request(records: Path, rank: int) -> Path:
@@ -235,7 +240,7 @@ def are_moving(before: Sequence[Heartbeat], now: Sequence[Heartbeat]) -> bool:
         one.rank == was.rank
         and one.pid == was.pid
         and one.moves != was.moves
-        and one.handles == was.handles
+        and (one.handles, one.replaced) == (was.handles, was.replaced)
         and one.state in ("R", "S", "")
         and not one.silent_s
         for was, one in zip(before, now, strict=True)
@@ -290,6 +295,14 @@ class RunningAttempt:
         for pid in engines.rank_pids(self._share.records).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.Signals[name])
+
+    def warn(self, name: str) -> None:
+        """Send a scheduler's warning to the ranks that handle it; it would kill the others."""
+        number = signal.Signals[name]
+        for pid in engines.rank_pids(self._share.records).values():
+            if _is_caught(pid, number):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
 
     async def examine(self, message: protocol.DumpStacks) -> None:
         """Send the stack dumps of the requested ranks."""

@@ -53,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 
     for name in _STOP_SIGNALS:
         signal.signal(signal.Signals[name], stop)
+    # A scheduler may warn every process. A handler, because the ranks would inherit SIG_IGN.
+    for name in ("SIGUSR1", "SIGUSR2"):
+        signal.signal(signal.Signals[name], lambda *_: None)
     config, entrypoint, words = config_from_args(parse_args(arguments[1:]))  # type: ignore[no-untyped-call]
     config.signals_to_handle = _LEFT_TO_TORCH
     config.shutdown_timeout = _NEVER_KILL_S

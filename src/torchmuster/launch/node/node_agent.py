@@ -106,6 +106,9 @@ class NodeAgent:
                 number = getattr(signal, name)
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                     loop.add_signal_handler(number, self._signalled, over, name)
+        for name in ("SIGUSR1", "SIGUSR2"):
+            with contextlib.suppress(NotImplementedError, AttributeError):
+                loop.add_signal_handler(getattr(signal, name), self._warned, name)
         background = [
             asyncio.create_task(self._say_alive()),
             asyncio.create_task(self._notice_silence(over)),
@@ -128,6 +131,11 @@ class NodeAgent:
         elif not self._ending:
             self._ending = True
             self._do(self._end_with_grace(self._running, over, name))
+
+    def _warned(self, name: str) -> None:
+        """Forward a warning that a scheduler sent to this process (Slurm's --signal without B:)."""
+        if self._running is not None:
+            self._running.warn(name)
 
     async def _end_with_grace(
         self, running: RunningAttempt, over: "asyncio.Future[int]", name: str

@@ -60,7 +60,7 @@ class Reaper:
 
 def main() -> None:
     """Wait until the node agent exits; without ``done``, kill its processes and remove its folder."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         with contextlib.suppress(AttributeError, ValueError):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     token, folder = (sys.stdin.buffer.readline().decode().rstrip("\n") for _ in range(2))

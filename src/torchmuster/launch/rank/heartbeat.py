@@ -34,11 +34,13 @@ _PROGRESS = "torchmuster.train.progress"
 # The module that records other scripts.
 _RECORDER = "torchmuster.integrations.recorder"
 # The signals by which a script may be asked to save and stop.
-_STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
+_STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 def start_heartbeat(rank: int, records: Path) -> None:
     """Start writing heartbeats; parts that are unavailable here are skipped."""
+    with contextlib.suppress(Exception):
+        _find_python_handler()
     with contextlib.suppress(Exception):
         _register_stacks(records / f"rank-{rank}.faults.txt")
         writer = HeartbeatWriter(rank, records)
@@ -134,6 +136,7 @@ class HeartbeatWriter:
             "doing": reading.doing,
             "waiting": reading.waiting,
             "handles": handled_signals(),
+            "replaced": replaced_signals(),
             "groups": stack.groups_joined(),
             "begun": self._begun,
             "waits": self._waits,
@@ -171,7 +174,20 @@ class HeartbeatWriter:
 
 
 def handled_signals() -> list[str]:
-    """Return the stop and warning signals that this process handles."""
+    """Return the stop and warning signals for which this process calls a Python function."""
+    return [name for name in _python_signals() if not _is_replaced(name)]
+
+
+def replaced_signals() -> list[str]:
+    """Return the stop and warning signals whose Python function is no longer called.
+
+    Native code can install its own handler without Python's knowledge: NCCL with NCCL_PROXY_DUMP_SIGNAL,
+    ``faulthandler.register``.
+    """
+    return [name for name in _python_signals() if _is_replaced(name)]
+
+
+def _python_signals() -> list[str]:
     numbers = {name: getattr(signal, name, None) for name in _STOP_SIGNALS}  # Windows lacks some
     unhandled = (signal.SIG_DFL, signal.SIG_IGN)
     return [
@@ -179,6 +195,31 @@ def handled_signals() -> list[str]:
         for name, number in numbers.items()
         if number is not None and signal.getsignal(number) not in unhandled
     ]
+
+
+# The address of the function that the system calls for each signal that Python handles; None: unknown.
+_python_handler: int | None = None
+
+
+def _find_python_handler() -> None:
+    global _python_handler
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # installed by Python itself
+        _python_handler = _installed_handler(signal.SIGINT)
+
+
+def _is_replaced(name: str) -> bool:
+    return _python_handler is not None and (
+        _installed_handler(signal.Signals[name]) != _python_handler
+    )
+
+
+def _installed_handler(number: int) -> int | None:
+    import ctypes
+
+    get = ctypes.pythonapi.PyOS_getsig
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.c_int,)
+    address: int | None = get(number)
+    return address
 
 
 def all_stacks(rank: int) -> str:

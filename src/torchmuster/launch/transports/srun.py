@@ -1,5 +1,7 @@
 """The srun transport: one ``srun`` starts the node agents of an allocation, which connect to the launcher by TLS.
 
+A heterogeneous job has one ``srun`` for each component.
+
 srun copies its standard input to every task, so a message to one node would be sent to all of them: with N nodes, N times N
 messages. Therefore srun carries only the invitation (join/invitation.py), and each node agent has a connection of its own.
 Output of a task has the task number as prefix (``3: …``); it is shown if the task fails. srun reports failed tasks on its
@@ -50,20 +52,31 @@ _OF_THE_JOB = (
 
 
 def srun_command(
-    allocation: Allocation, agent: Sequence[str] | None = None, place: int | None = None
+    allocation: Allocation,
+    agent: Sequence[str] | None = None,
+    place: int | None = None,
+    component: int = 0,
 ) -> list[str]:
-    """Return the argument vector that starts all node agents, or the one of ``place`` again."""
-    nodes = len(allocation.nodes) if place is None else 1
-    where = [] if place is None else [f"--nodelist={allocation.nodes[place]}"]
-    gpus = allocation.gpus_per_node if place is None else _gpus_at(allocation, place)
+    """Return the argument vector that starts the node agents of a component, or the one of ``place`` again."""
+    components = allocation.components
+    if place is None:
+        places: Sequence[int] = components[component]
+    else:
+        places = [place]
+        component = next(group for group, part in enumerate(components) if place in part)
+    gpus = allocation.gpus_at(places)
     who = ["--place-from", "SLURM_PROCID"] if place is None else ["--place", str(place)]
+    if place is None and component:
+        who += ["--first-place", str(places[0])]
     return [
         "srun",
         f"--jobid={allocation.job}",
-        f"--nodes={nodes}",
-        f"--ntasks={nodes}",
+        # srun copies its input to the tasks of one component only, so each component has its own step.
+        *([f"--het-group={component}"] if len(components) > 1 else []),
+        f"--nodes={len(places)}",
+        f"--ntasks={len(places)}",
         "--ntasks-per-node=1",
-        *where,
+        *([] if place is None else [f"--nodelist={allocation.nodes[place]}"]),
         "--distribution=block",  # ranks in the order of the node list
         "--overlap",  # alongside the job's script, with all resources of the job
         "--mem=0",
@@ -79,10 +92,6 @@ def srun_command(
         *([sys.executable, *NODE_AGENT] if agent is None else agent),
         *who,
     ]
-
-
-def _gpus_at(allocation: Allocation, place: int) -> int | None:
-    return allocation.gpus[place] if allocation.gpus else None
 
 
 def environment_for_srun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -157,7 +166,9 @@ class SrunTransport:
         self._arrive = arrive
         self._addresses = _addresses()
         self._service = await self._listen(await asyncio.to_thread(_allowed_ports))
-        await self._start(range(len(self.places)), srun_command(self._allocation, self._agent))
+        for component, places in enumerate(self._allocation.components):
+            command = srun_command(self._allocation, self._agent, component=component)
+            await self._start(places, command)
 
     async def reopen(self, place: int) -> None:
         """Start the node agent of one node again, in a separate step."""

@@ -7,7 +7,13 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import node_handle
-from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue, would_not_get_on
+from torchmuster.launch.schedulers.slurm.allocation import (
+    job_id,
+    may_go_back,
+    requeue,
+    requeue_line,
+    would_not_get_on,
+)
 from torchmuster.launch.schedulers.slurm.jobs import SlurmAnswer
 
 
@@ -32,7 +38,7 @@ GOOD = SlurmAnswer(code=0, out="", err="")
 
 def test_a_job_that_may_is_put_back(snapshot: SnapshotAssertion) -> None:
     slurm = Slurm(MAY, GOOD)
-    chosen = may_go_back("7", slurm)
+    chosen = may_go_back("7", {}, slurm)
     assert chosen.value
     assert chosen.reason == snapshot
     # Said before Slurm ends the job for it.
@@ -45,9 +51,33 @@ def test_a_job_that_may_is_put_back(snapshot: SnapshotAssertion) -> None:
 def test_one_that_may_not_says_what_to_do(
     shown: SlurmAnswer | None, snapshot: SnapshotAssertion
 ) -> None:
-    chosen = may_go_back("7", Slurm(shown))
+    chosen = may_go_back("7", {}, Slurm(shown))
     assert not chosen.value
     assert chosen.reason == snapshot
+
+
+def test_without_scontrol_the_line_to_paste_requeues_the_task_alone() -> None:
+    task = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    chosen = may_go_back("9", task, Slurm(None))
+    assert requeue_line(task) in chosen.reason
+    assert '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in requeue_line(task)
+    assert '"$SLURM_JOB_ID"' in requeue_line({"SLURM_JOB_ID": "7"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "7"}, "7"),
+        # The job ID of this task is also that of the array.
+        ({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "7_2"),
+        ({"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "8"),
+    ],
+)
+def test_a_task_of_an_array_is_never_addressed_as_the_array(
+    variables: dict[str, str], found: str | None
+) -> None:
+    assert job_id(variables) == found
 
 
 @pytest.mark.parametrize(
@@ -66,7 +96,7 @@ def test_one_that_slurm_does_not_take_back_says_so(answer: SlurmAnswer | None, s
 
 def test_one_that_does_not_get_on_does_not_go_round_for_ever() -> None:
     slurm = Slurm(MAY, GOOD)
-    chosen = may_go_back("7", slurm, why_not="it would not get on")
+    chosen = may_go_back("7", {}, slurm, why_not="it would not get on")
     assert not chosen.value
     assert chosen.reason.endswith(": it would not get on")
     assert slurm.asked == []

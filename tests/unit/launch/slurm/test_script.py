@@ -1,5 +1,6 @@
 """The job script: frozen, accepted by shellcheck, and impossible wishes refused before it exists."""
 
+import argparse
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from text_snapshots import TextFile
+from torchmuster.cli import job_flags
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import Host, JobSpec
 from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render_script
@@ -110,6 +112,26 @@ def test_runs_elsewhere_have_their_log_there() -> None:
     assert "#SBATCH --output=/scratch/runs/slurm-%j.log\n" in script
     script = render_script(spec(), SlurmRequest(), MUSTER, Path("/home/me/work/out/runs"))
     assert "#SBATCH --output=out/runs/slurm-%j.log\n" in script
+
+
+def test_another_signal_may_warn() -> None:
+    request = SlurmRequest(warn_s=120, warn_signal="USR2")
+    script = render_script(spec(device="cpu"), request, MUSTER, Path("runs"))
+    assert "#SBATCH --signal=B:USR2@120\n" in script
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("2m", ("USR1", 120.0)), ("USR2@2m", ("USR2", 120.0)), ("sigusr1@90s", ("USR1", 90.0))],
+)
+def test_a_warning_has_a_time_and_perhaps_a_signal(text: str, found: tuple[str, float]) -> None:
+    assert job_flags.warning(text) == found
+
+
+@pytest.mark.parametrize("text", ["KILL@2m", "@2m", "USR2@", "USR2"])
+def test_a_warning_that_the_launcher_would_not_understand_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        job_flags.warning(text)
 
 
 def test_gpus_follow_from_the_ranks_where_gpus_are_meant() -> None:

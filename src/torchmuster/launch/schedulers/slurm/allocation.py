@@ -1,12 +1,13 @@
 """The Slurm allocation of this process: its nodes, their GPUs, and whether they suffice."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from torchmuster.decision import Decision
-from torchmuster.errors import Impossible
+from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
@@ -18,6 +19,20 @@ from torchmuster.units import format_seconds, plural
 
 # A user's own script that ran this long is assumed to have made progress.
 _LONG_S = 300.0
+
+
+def job_id(environment: Mapping[str, str]) -> str | None:
+    """Return the ID by which Slurm's commands address the job of this process; None outside a job.
+
+    The job ID of one task of a job array is also that of the array: ``scontrol requeue`` and ``scancel`` with it apply
+    to all tasks. That task is addressed as ``ARRAY_TASK``. The other tasks keep their own job ID, because a job that
+    was submitted from an array task inherits the array's variables.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    task = environment.get("SLURM_ARRAY_TASK_ID")
+    if task and job == environment.get("SLURM_ARRAY_JOB_ID"):
+        return f"{job}_{task}"
+    return job
 
 
 def would_not_get_on(
@@ -35,7 +50,11 @@ def would_not_get_on(
 
 
 def may_go_back(
-    job: str, ask: jobs.Ask = jobs.run_slurm_command, *, why_not: str = ""
+    job: str,
+    environment: Mapping[str, str],
+    ask: jobs.Ask = jobs.run_slurm_command,
+    *,
+    why_not: str = "",
 ) -> Decision[bool]:
     """Decide whether to requeue the job that this process runs in.
 
@@ -43,15 +62,26 @@ def may_go_back(
     """
     if why_not:
         return Decision(value=False, reason=f"job {job} is not requeued: {why_not}")
-    by_hand = f"to requeue it: scontrol requeue {job}"
     answer = ask(["scontrol", "show", "job", job])
     if answer is None or answer.code != 0:
         said = answer.err if answer is not None else "scontrol is not installed on this host"
-        return Decision(value=False, reason=f"cannot query job {job} ({said}); {by_hand}")
+        reason = (
+            f"job {job} is not requeued: {said}; in a container, add this line to the job script after muster: "
+            f"{requeue_line(environment)}"
+        )
+        return Decision(value=False, reason=reason)
     if re.search(r"\bRequeue=0\b", answer.out):
         reason = f"job {job} cannot be requeued (Requeue=0); submit it again to resume"
         return Decision(value=False, reason=reason)
     return Decision(value=True, reason=f"requeueing job {job}; it resumes when it starts again")
+
+
+def requeue_line(environment: Mapping[str, str]) -> str:
+    """Return the line of a job script that requeues the job if muster, on the line before, has saved."""
+    job = "$SLURM_JOB_ID"
+    if environment.get("SLURM_ARRAY_TASK_ID"):
+        job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    return f'if [ $? -eq {int(ExitCode.SAVED)} ]; then scontrol requeue "{job}"; fi'
 
 
 def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str:
@@ -69,7 +99,7 @@ def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str:
 
 def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> RunFolder | None:
     """Return the newest run of the same command in the same Slurm job; None on its first start."""
-    job = environment.get("SLURM_JOB_ID")
+    job = job_id(environment)
     if job is None or environment.get("SLURM_RESTART_COUNT", "0") == "0":
         return None
     words = redact_command(spec.command)
@@ -93,21 +123,36 @@ _GPUS = re.compile(r"(?:^|,)(?:gres/|gres:)?gpu(?::[^,:()]+)??:(?P<count>\d+)(?=
 class Allocation:
     """The resources of the Slurm job that this process is part of.
 
-    ``gpus`` is for each node, in the order of ``nodes``; None where Slurm reports no GPUs.
+    ``gpus`` is for each node, in the order of ``nodes``; None where Slurm reports no GPUs. A heterogeneous job has
+    the nodes of all its components, in their order.
     """
 
-    job: str
+    job: str  # as srun --jobid takes it; for a heterogeneous job the ID of its first component
     nodes: tuple[str, ...]
     gpus: tuple[int, ...] | None
     cores: int | None  # on the node of this process
     tasks_per_node: int | None  # None: not requested
     copies: int  # of this program that srun started
     restarts: int  # how often Slurm has requeued the job
+    component_sizes: tuple[int, ...] = ()  # nodes of each component of a heterogeneous job
+
+    @property
+    def components(self) -> tuple[range, ...]:
+        """The places of each component: positions in ``nodes``. A step runs on the nodes of one component."""
+        sizes = self.component_sizes or (len(self.nodes),)
+        return tuple(
+            range(last - size, last) for size, last in zip(sizes, accumulate(sizes), strict=True)
+        )
+
+    def gpus_at(self, places: Sequence[int]) -> int | None:
+        """Return the GPUs of each node at these places; None where unknown or not the same on all."""
+        counts = {self.gpus[place] for place in places} if self.gpus else set()
+        return counts.pop() if len(counts) == 1 else None
 
     @property
     def gpus_per_node(self) -> int | None:
         """The GPUs of each node; None where unknown or not the same on all."""
-        return self.gpus[0] if self.gpus and len(set(self.gpus)) == 1 else None
+        return self.gpus_at(range(len(self.nodes)))
 
 
 def allocation_here(
@@ -118,16 +163,30 @@ def allocation_here(
     node_list = environment.get("SLURM_JOB_NODELIST", "")
     if not job.isdecimal() or not node_list:
         return None
-    nodes = _node_names(node_list, ask)
+    if lists := _component_lists(environment):
+        components = [_node_names(one, ask) for one in lists]
+    else:
+        components = [_node_names(node_list, ask)]
+    nodes = tuple(node for component in components for node in component)
     return Allocation(
         job=job,
         nodes=nodes,
-        gpus=_gpus(job, nodes, environment, ask),
+        gpus=_gpus(components, environment, ask),
         cores=_allocation_number(environment.get("SLURM_CPUS_ON_NODE")),
-        tasks_per_node=_tasks_per_node(environment, len(nodes)),
+        tasks_per_node=None if lists else _tasks_per_node(environment, len(nodes)),
         copies=_allocation_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
         restarts=_allocation_number(environment.get("SLURM_RESTART_COUNT")) or 0,
+        component_sizes=tuple(len(component) for component in components) if lists else (),
     )
+
+
+def _component_lists(environment: Mapping[str, str]) -> list[str]:
+    """Return the node list of each component of a heterogeneous job; [] for other jobs."""
+    size = _allocation_number(environment.get("SLURM_HET_SIZE")) or 0
+    # A job that was submitted from a heterogeneous job inherits its variables.
+    if environment.get("SLURM_JOB_ID_HET_GROUP_0") != environment["SLURM_JOB_ID"]:
+        return []
+    return [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "") for group in range(size)]
 
 
 def check_counts(allocation: Allocation, spec: JobSpec) -> None:
@@ -221,16 +280,16 @@ def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
     if spec.device == "cpu":
         return
     job = f"Slurm job {allocation.job}"
-    if allocation.gpus is not None and len(set(allocation.gpus)) > 1:
-        each = [
-            f"{node} {gpus}" for node, gpus in zip(allocation.nodes, allocation.gpus, strict=True)
-        ]
-        raise Impossible(
-            f"the nodes of {job} have different numbers of GPUs",
-            why=f"srun cannot give all of them to one step: {_few(each)}",
-            fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(allocation.gpus)}",
-        )
-    has, asked = allocation.gpus_per_node, spec.ranks
+    gpus = allocation.gpus or ()
+    for places in allocation.components if gpus else ():
+        if allocation.gpus_at(places) is None:
+            each = [f"{allocation.nodes[place]} {gpus[place]}" for place in places]
+            raise Impossible(
+                f"the nodes of {job} have different numbers of GPUs",
+                why=f"srun cannot give all of them to one step: {_few(each)}",
+                fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(gpus[place] for place in places)}",
+            )
+    has, asked = min(gpus, default=None), spec.ranks
     # Where Slurm reports no GPUs, the nodes are queried later.
     if has and not spec.share and asked is not None and asked > has:
         raise Impossible(
@@ -261,14 +320,17 @@ def _node_names(node_list: str, ask: jobs.Ask) -> tuple[str, ...]:
 
 
 def _gpus(
-    job: str, nodes: tuple[str, ...], environment: Mapping[str, str], ask: jobs.Ask
+    components: Sequence[tuple[str, ...]], environment: Mapping[str, str], ask: jobs.Ask
 ) -> tuple[int, ...] | None:
     """Ask Slurm; if it does not answer, use what the job's environment states unambiguously."""
-    answer = ask(["scontrol", "show", "-d", "job", job])
+    nodes = [node for component in components for node in component]
+    answer = ask(["scontrol", "show", "-d", "job", job_id(environment) or ""])
     if answer is not None and answer.code == 0:
         by_node = gpus_by_node(answer.out)
         if all(node in by_node for node in nodes):
             return tuple(by_node[node] for node in nodes) if any(by_node.values()) else None
+    if len(components) > 1:
+        return _gpus_of_components(components, environment)
     on_each = _gpus_here(environment)
     total = _allocation_number(environment.get("SLURM_GPUS"))
     if not on_each or (total is not None and total != on_each * len(nodes)):
@@ -276,10 +338,25 @@ def _gpus(
     return (on_each,) * len(nodes)
 
 
+def _gpus_of_components(
+    components: Sequence[tuple[str, ...]], environment: Mapping[str, str]
+) -> tuple[int, ...] | None:
+    found = [
+        _gpus_in(environment.get(f"SLURM_GPUS_PER_NODE_HET_GROUP_{group}", ""))
+        for group in range(len(components))
+    ]
+    gpus = [count for nodes, count in zip(components, found, strict=True) for _ in nodes]
+    return tuple(gpus) if any(gpus) else None
+
+
+def _gpus_in(per_node: str) -> int:
+    """Return the number of GPUs in the value of --gpus-per-node: 4, or a100:2,h100:2."""
+    return _count_gpus(",".join("gpu:" + word for word in per_node.split(",")))
+
+
 def _gpus_here(environment: Mapping[str, str]) -> int | None:
-    if per_node := environment.get("SLURM_GPUS_PER_NODE"):  # 4, or a100:2,h100:2
-        words = ["gpu:" + word for word in per_node.split(",")]
-        return _count_gpus(",".join(words)) or None
+    if per_node := environment.get("SLURM_GPUS_PER_NODE"):
+        return _gpus_in(per_node) or None
     if on_node := _allocation_number(environment.get("SLURM_GPUS_ON_NODE")):
         return on_node
     listed = environment.get("SLURM_JOB_GPUS") or environment.get("SLURM_STEP_GPUS")

@@ -20,8 +20,8 @@ _LONGEST_WARNING_S = 65535
 class SlurmRequest:
     """The resources to request from Slurm; None uses the cluster's default.
 
-    ``time`` and ``mem`` use Slurm's format (``2-12:00:00``, ``64G``). The ranks get SIGUSR1 ``warn_s``
-    seconds before the time limit; with ``no_kill`` the job survives the loss of a node.
+    ``time`` and ``mem`` use Slurm's format (``2-12:00:00``, ``64G``). The ranks get ``warn_signal`` (USR1 or USR2)
+    ``warn_s`` seconds before the time limit; with ``no_kill`` the job survives the loss of a node.
     """
 
     nodes: int = 1
@@ -34,6 +34,7 @@ class SlurmRequest:
     time: str | None = None
     mem: str | None = None
     warn_s: int | None = None
+    warn_signal: str = "USR1"
 
 
 def render_script(
@@ -63,7 +64,7 @@ def render_script(
         _directive("open-mode", "append"),
         "# Requeue the job if a node fails or a job of higher priority preempts it.",
         "#SBATCH --requeue",
-        *_warning(request.warn_s),
+        *_warning(request.warn_s, request.warn_signal),
         "# The job gets the environment of the submitting shell: virtual environment, loaded modules and",
         "# tokens. Slurm stores a copy of it until it forgets the job.",
         _directive("export", "ALL"),
@@ -138,7 +139,7 @@ def _limits(request: SlurmRequest) -> Iterator[str]:
             yield _directive(option, value)
 
 
-def _warning(warn_s: int | None) -> Iterator[str]:
+def _warning(warn_s: int | None, name: str) -> Iterator[str]:
     if warn_s is None:
         return
     if not 1 <= warn_s <= _LONGEST_WARNING_S:
@@ -147,9 +148,9 @@ def _warning(warn_s: int | None) -> Iterator[str]:
             why=f"Slurm can warn 1 to {_LONGEST_WARNING_S} s before the time limit",
             fix="--warn 120s",
         )
-    yield "# Send SIGUSR1 this many seconds before the time limit. B: only to this script, that is to"
+    yield f"# Send SIG{name} this many seconds before the time limit. B: only to this script, that is to"
     yield "# Muster, which forwards it to the ranks."
-    yield _directive("signal", f"B:USR1@{warn_s}")
+    yield _directive("signal", f"B:{name}@{warn_s}")
 
 
 def _log_pattern(spec: JobSpec, run_root: Path) -> str:

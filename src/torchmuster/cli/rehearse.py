@@ -1,0 +1,147 @@
+"""``muster rehearse``: what a run on thousands of hosts would need, before there are any."""
+
+import argparse
+from pathlib import Path
+
+from torchmuster.cli import output, parsers
+from torchmuster.cli.job_flags import count, duration
+from torchmuster.errors import ExitCode
+
+_AMOUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``muster rehearse``."""
+    parser.description = (
+        f"{parser.description}\nRuns the real launcher on this machine with hosts that only answer its "
+        "messages, and puts the\nfigures together with the planner's step time and a published "
+        "failure rate."
+    )
+    parsers.show_examples(
+        parser,
+        [
+            "muster rehearse --nodes 4000                        start, launcher, dead hosts",
+            "muster rehearse --nodes 4000 --parameters 70B       and saves, failures, spares",
+            "muster rehearse --nodes 512 --config config.yaml --gpu H100   with the planner's step time",
+            "muster rehearse --nodes 4000 --parameters 70B --html rehearsal.html",
+        ],
+    )
+    parser.add_argument(
+        "--nodes", type=count, required=True, metavar="N", help="number of hosts, without spares"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=count, default=8, metavar="N", help="GPUs per host (default: 8)"
+    )
+    parser.add_argument(
+        "--parameters", type=amount, metavar="N", help="parameters of the model, such as 70B"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="settings of a training, for the planner"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="GPU for the planner, such as H100 (with --config)"
+    )
+    parser.add_argument(
+        "--step-time", type=duration, metavar="DURATION", help="time of a step (default: planned)"
+    )
+    parser.add_argument(
+        "--write-rate",
+        type=amount,
+        default=1e9,
+        metavar="BYTES",
+        help="bytes per second that each host writes and reads, such as 2B (default: 1B, which is 1 GB/s)",
+    )
+    parser.add_argument(
+        "--spares", type=int, metavar="K", help="spare hosts (default: as many as are worth having)"
+    )
+    parser.add_argument(
+        "--repair",
+        type=duration,
+        default=86_400.0,
+        metavar="DURATION",
+        help="time until a failed host can be used again (default: 24h)",
+    )
+    parser.add_argument(
+        "--gpu-hours-per-failure",
+        type=amount,
+        metavar="N",
+        help="mean GPU hours between failures (default: 50.7K, as published for Llama 3)",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    parsers.add_json_flag(parser)
+    parser.set_defaults(run=_run_rehearse)
+
+
+def amount(text: str) -> float:
+    """Parse an amount such as 70B or 1.5T."""
+    unit = text[-1:].upper()
+    try:
+        number = float(text[:-1] if unit in _AMOUNTS else text) * _AMOUNTS.get(unit, 1.0)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount; write for example 70B")
+    return number
+
+
+def _run_rehearse(options: argparse.Namespace) -> int:
+    from torchmuster.rehearse import report
+    from torchmuster.rehearse.failures import GPU_HOURS_PER_FAILURE
+    from torchmuster.rehearse.rehearsal import RehearsalRequest, rehearse
+    from torchmuster.runfolder import write_atomically
+
+    parameters, step_s = options.parameters, options.step_time
+    if options.config is not None:
+        parameters, step_s = _planned(options)
+    result = rehearse(
+        RehearsalRequest(
+            hosts=options.nodes,
+            gpus_per_host=options.gpus_per_node,
+            parameters=parameters,
+            step_s=step_s,
+            write_bytes_per_s=options.write_rate,
+            repair_s=options.repair,
+            spares=options.spares,
+            gpu_hours_per_failure=options.gpu_hours_per_failure or GPU_HOURS_PER_FAILURE,
+        ),
+        lambda words: output.say(f"muster: {words}"),
+    )
+    if options.html is not None:
+        write_atomically(options.html, report.rehearsal_page(result))
+    if options.json:
+        output.print_json(report.rehearsal_json(result))
+        return ExitCode.GOOD
+    print(report.rehearsal_text(result))
+    if parameters is None:
+        output.say("muster: with --parameters 70B or --config FILE also saves, failures and spares")
+    if options.html is not None:
+        output.say(f"muster: page: {options.html}")
+    return ExitCode.GOOD
+
+
+def _planned(options: argparse.Namespace) -> tuple[float, float | None]:
+    """Return the parameters and the step time of a training, from the planner."""
+    from torchmuster.config.resolve import resolve_settings
+    from torchmuster.errors import Impossible
+    from torchmuster.plan import planning
+    from torchmuster.plan.hardware import cluster_file
+    from torchmuster.plan.request import request_from_settings
+    from torchmuster.plan.timing.rates import usual_rates
+    from torchmuster.plan.tracing.cache import cache_folder
+    from torchmuster.plan.tracing.tracer import Tracer
+
+    if options.gpu is None:
+        raise Impossible("--config needs the kind of GPU", fix="add --gpu H100")
+    resolved = resolve_settings(file=options.config, environment={}, flags=[])
+    hardware = cluster_file.parse_hardware(f"{options.nodes}x{options.gpus_per_node}x{options.gpu}")
+    output.say("muster: planning the training")
+    with Tracer(cache=cache_folder(), say=output.say) as tracer:
+        asked = request_from_settings(resolved, hardware, folder=str(Path.cwd()))
+        rates = usual_rates(hardware.card.kind)
+        answer = planning.make_plan(asked, tracer.records, rates=rates)
+    time = answer.chosen.value.time
+    parameters = options.parameters or answer.parameter_count
+    if parameters is None:
+        raise Impossible("the number of parameters is unknown", fix="add --parameters 70B")
+    step_s = options.step_time or (None if time is None else time.step_s)
+    return float(parameters), step_s
