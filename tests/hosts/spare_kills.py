@@ -60,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--results", type=Path, default=Path("build/spare-kills.jsonl"))
+    parser.add_argument("--first-seed", type=int, default=0)
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.touch()
@@ -73,7 +74,8 @@ def main() -> None:
             print(f"{done} kills in {len(lines)} trainings, {equal} bitwise equal", flush=True)
             if done >= options.kills:
                 break
-            result = one_training(lab, folder / str(len(lines)), expected, seed=len(lines))
+            seed = options.first_seed + len(lines)
+            result = one_training(lab, folder / str(len(lines)), expected, seed)
             with options.results.open("a") as out:
                 out.write(json.dumps(result) + "\n")
             shutil.rmtree(folder / str(len(lines)))
