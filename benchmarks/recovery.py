@@ -259,10 +259,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3, help="in each run")
     parser.add_argument("--size", choices=_WORKLOADS, default="small")
     parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument(
+        "--hosts", action="store_true", help="lose a host instead, with and without a spare"
+    )
+    parser.add_argument("--slurm", action="store_true", help="with --hosts: nodes of a Slurm job")
+    parser.add_argument("--base", type=Path, help="with --hosts: src folder of an older version")
     parser.add_argument("--be-torchrun-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.be_torchrun_rank:
         be_torchrun_rank()
+        return
+    if asked.hosts:
+        from takeover import measure_takeovers
+
+        measure_takeovers(rounds=asked.rounds, base=asked.base, out=asked.out, slurm=asked.slurm)
         return
     found: dict[str, list[float | None]] = {side.name: [] for side in SIDES}
     for number in range(asked.rounds):

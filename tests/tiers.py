@@ -71,6 +71,7 @@ DEFAULT: dict[str, list[str]] = {
         "test_a_run_works_in[a network that has IPv6 only]",
         "test_etcd_brings_the_hosts_together",
     ],
+    "tests/hosts/test_spares.py": ["test_a_spare_takes_the_rank_of_a_host_that_dies"],
     "tests/hosts/test_trouble.py": [
         "test_the_page_for_people_in_trouble_has_every_story",
     ],
@@ -199,6 +200,7 @@ DEFAULT: dict[str, list[str]] = {
         "test_a_failing_rank_fails_the_job_with_its_cause",
     ],
     "tests/slurm/test_preemption.py": [],
+    "tests/slurm/test_spares.py": [],
     "tests/slurm/test_srun.py": [
         "test_agents_come_in_the_order_of_the_nodes",
         "test_long_and_foreign_messages_arrive_whole_both_ways",
@@ -234,6 +236,7 @@ FULL: dict[str, list[str]] = {
         "test_a_damaged_adapter_is_not_exported",
         "test_tokenizer_and_generation_files_come_along[full-ddp]",
     ],
+    "tests/ranks/test_warm_agent.py": ["test_a_forked_rank_sees_what_a_new_one_sees"],
     "tests/ranks/train/test_device_step.py": [
         "test_the_host_reads_nothing_between_two_lines[single-1]",
         "test_the_host_reads_nothing_between_two_lines[hybrid-4]",

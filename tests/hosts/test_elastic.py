@@ -127,7 +127,7 @@ def test_a_training_takes_a_machine_in_as_soon_as_it_is_back(lab3: Lab, tmp_path
     boot()
     run.transcript.wait_for("node3 can rejoin")
     assert run.transcript.wait_for(" 3 of 3 hosts; ").text.endswith(" 12")  # the global batch
-    going_on = run.transcript.wait_for("(of 2 ranks, now 3)").text
+    going_on = run.transcript.wait_for("2 ranks, now 3)").text
     step = int(re.search(r"resuming from step (\d+)", going_on)[1])  # type: ignore[index]
     run.transcript.wait_for(f"step {step + 1}/")
     run.transcript.process.terminate()

@@ -72,10 +72,13 @@ def show(spec: JobSpec, remote_python: str, runs: Path, *, as_json: bool) -> int
     if as_json:
         settled_later = {word: _MEANINGS[word] for word in words}
         plan = {"machines": [one.as_json() for one in machines], "settled_later": settled_later}
-        output.print_json({**plan, "max_restarts": spec.max_restarts})
+        spares = [host.name for host in _spares(spec)]
+        output.print_json({**plan, "max_restarts": spec.max_restarts, "spares": spares})
         return ExitCode.GOOD
     for machine in machines:
         _print(machine)
+    for host in _spares(spec):
+        print(f"{host.name}: spare; it takes the place of a host that fails")
     if spec.max_restarts:
         times = "once" if spec.max_restarts == 1 else f"up to {spec.max_restarts} times"
         print(f"after a failure all ranks are restarted, {times}")
@@ -143,11 +146,16 @@ def _alone(spec: JobSpec, runs: Path) -> Machine:
     )
 
 
+def _spares(spec: JobSpec) -> tuple[Host, ...]:
+    return spec.hosts[len(spec.hosts) - spec.spares :]
+
+
 def _over_ssh(spec: JobSpec, remote_python: str) -> list[Machine]:
-    prepares = [_prepare(spec, host) for host in spec.hosts]
+    hosts = spec.hosts[: len(spec.hosts) - spec.spares]
+    prepares = [_prepare(spec, host) for host in hosts]
     sizes = [prepare.ranks for prepare in prepares]
     machines = []
-    for place, (host, prepare) in enumerate(zip(spec.hosts, prepares, strict=True)):
+    for place, (host, prepare) in enumerate(zip(hosts, prepares, strict=True)):
         held = device_lease.DeviceLease(
             ranks=prepare.ranks or _RANKS,
             devices=(),

@@ -41,10 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_range,
         required=True,
         metavar="N",
-        help="number of machines, including this one; with 2:4, the run continues on 2 if others are lost",
+        help="number of machines without spares, including this one; with 2:4, the run continues on 2 if others are lost",
     )
     job_flags.add_machine_flags(parser)
     many = job_flags.add_rendezvous_flags(parser)
+    job_flags.add_spares_flag(many)
     many.add_argument(
         "--join-port",
         type=job_flags.port,
@@ -75,17 +76,18 @@ def _run_host(options: argparse.Namespace) -> int:
             why="it waits for machines to join; launch.hosts is for connections over ssh",
             fix="use muster run for ssh, or leave out launch.hosts",
         )
-    if options.nnodes.most < 2:
+    if options.nnodes.most + spec.spares < 2:
         raise Impossible(
             "--nnodes 1 leaves no machine to join", fix="use muster run, or --nnodes 2 or more"
         )
     transport = transport_for_guests(
-        options.nnodes.most,
+        options.nnodes.most + spec.spares,
         port=options.join_port,
         announce=not options.no_announce,
         short=options.short_codes,
         stream=sys.stdout,
     )
+    spec = job_flags.with_spares(spec, options.nnodes.most + spec.spares)
     spec = job_flags.with_nodes(spec, options.nnodes)
     run = create_run_folder(options.runs, spec.name)
     return with_report(run, lambda: stay(spec, transport, run))

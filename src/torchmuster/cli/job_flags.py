@@ -118,6 +118,16 @@ def add_host_flags(many: Any) -> None:
     )
 
 
+def add_spares_flag(many: Any) -> None:
+    """Add the flag for hot spares."""
+    many.add_argument(
+        "--spares",
+        metavar="K",
+        help="use the last K hosts as hot spares: they wait, and replace hosts that fail (default: 0). Spares are used "
+        "first; with --nodes MIN:MAX, the run then continues with fewer hosts",
+    )
+
+
 def add_run_flags(
     parser: argparse.ArgumentParser,
     *,
@@ -182,6 +192,7 @@ def settings_of(options: argparse.Namespace) -> Resolved:
         ("hosts", "launch.hosts"),
         ("max_restarts", "launch.max_restarts"),
         ("remote_python", "launch.remote_python"),
+        ("spares", "launch.spares"),
     ):
         given = getattr(options, name, None)
         if given is not None:
@@ -220,6 +231,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         backend=getattr(options, "rdzv_backend", "muster"),
         endpoint=getattr(options, "rdzv_endpoint", None),
         max_restarts=_job_flags_restarts(options, resolved),
+        spares=settings.launch.spares if hasattr(options, "spares") else 0,
         keep_logs=None if (where := getattr(options, "logs", None)) is None else where == "hosts",
         resume_with=getattr(options, "resume_with", ()),  # muster train has no such flag
         environment=_environment(options.env),
@@ -238,6 +250,20 @@ def with_nodes(spec: JobSpec, nodes: NodeCounts) -> JobSpec:
         return spec
     restarts = spec.max_restarts or USUAL_RESTARTS
     return replace(spec, min_nodes=nodes.least, max_restarts=restarts)
+
+
+def with_spares(spec: JobSpec, machines: int) -> JobSpec:
+    """Return the job if so many hosts are enough for its spares; a spare needs restarts to take over."""
+    if not spec.spares:
+        return spec
+    if machines <= spec.spares:
+        known = "only this host is known" if machines < 2 else f"there are {machines} hosts"
+        raise Impossible(
+            f"--spares {spec.spares}, but {known}",
+            why="spares are the last hosts of --hosts or of the Slurm job; at least one other host must run ranks",
+            fix=f"list {spec.spares + 1} or more hosts: --hosts a,b,…, or use fewer spares",
+        )
+    return replace(spec, max_restarts=spec.max_restarts or USUAL_RESTARTS)
 
 
 def console_for(run: RunFolder) -> "Any":

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchmuster.cli import job_flags, output, slurm_run
 from torchmuster.cli.reporting import with_report
@@ -19,6 +20,10 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder, create_run_folder
+
+if TYPE_CHECKING:
+    from torchmuster.launch.launcher.console import TerminalConsole
+    from torchmuster.launch.launcher.job_runner import JobRunner
 
 # How long --detach waits for the run to start.
 _STAY_S = 60.0
@@ -131,6 +136,7 @@ def start(
         return slurm_run.submit_and_follow(options, spec)
     transport = slurm_run.transport_inside(spec)
     machines = len(transport.places) if transport is not None else len(spec.hosts)
+    spec = job_flags.with_spares(spec, machines)
     spec = slurm_run.for_so_many(options, spec, machines)
     slurm_run.refuse_flags_without_slurm(options)
     if options.dry_run and transport is None:
@@ -178,7 +184,27 @@ def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
     """Launch a job and show its output until it is over."""
     from torchmuster.launch.launcher.launch_job import launch_job
 
-    return launch_job(spec, transport, run, job_flags.console_for)
+    make_task = _task_with_spares if spec.spares else None
+    return launch_job(spec, transport, run, job_flags.console_for, make_task)
+
+
+def _task_with_spares(
+    spec: JobSpec,
+    transport: Transport,
+    console: "TerminalConsole",
+    *,
+    run_id: str,
+    logs: str,
+    on_phase: Callable[[str], None],
+) -> "JobRunner":
+    """Return the run, which tests the health of its spares."""
+    from torchmuster.diagnose.spare_check import SpareCheck
+    from torchmuster.launch.launcher.job_runner import JobRunner
+
+    examine = SpareCheck(spec.folder)
+    return JobRunner(
+        spec, transport, console, run_id=run_id, logs=logs, on_phase=on_phase, examine=examine
+    )
 
 
 def transport_for(spec: JobSpec, python: str) -> Transport:

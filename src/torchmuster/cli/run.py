@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_flags.add_machine_flags(parser)
     many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
+    job_flags.add_spares_flag(many)
     many.add_argument(
         "--rdzv-backend",
         choices=("muster", "c10d", "etcd-v2"),

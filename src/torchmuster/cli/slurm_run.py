@@ -21,7 +21,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], object], str, str]] = {
         "nodes",
         job_flags.nodes,
         "N",
-        "number of nodes (default: 1); with 2:4, the run continues on 2 if others are lost",
+        "number of nodes without spares (default: 1); with 2:4, the run continues on 2 if others are lost",
     ),
     "--gpus-per-node": ("gpus_per_node", job_flags.count, "N", "GPUs per node"),
     "--cpus-per-node": ("cpus_per_node", job_flags.count, "N", "cores per node"),
@@ -57,8 +57,9 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
     from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render_script, submit_job
 
     request = SlurmRequest(
-        nodes=options.nodes.most if options.nodes else 1,
-        no_kill=options.nodes is not None and options.nodes.least < options.nodes.most,
+        nodes=(options.nodes.most if options.nodes else 1) + spec.spares,
+        no_kill=spec.spares > 0
+        or (options.nodes is not None and options.nodes.least < options.nodes.most),
         gpus_per_node=options.gpus_per_node,
         cpus_per_node=options.cpus_per_node,
         partition=options.partition,
@@ -160,11 +161,17 @@ def for_so_many(options: argparse.Namespace, spec: JobSpec, machines: int) -> Jo
     nodes = options.nodes
     if nodes is None or machines < 2:
         return spec
-    if nodes.most != machines:
+    ranked = machines - spec.spares
+    if nodes.most != ranked:
+        counted = (
+            f"{machines} hosts, {spec.spares} of them spares"
+            if spec.spares
+            else f"{machines} hosts"
+        )
         raise Impossible(
-            f"--nodes {nodes}, but there are {machines} hosts",
-            why="the maximum is the number of hosts in --hosts or in the Slurm job",
-            fix=f"--nodes {min(nodes.least, machines)}:{machines}",
+            f"--nodes {nodes}, but there are {counted}",
+            why="the maximum is the number of hosts in --hosts or in the Slurm job, without the spares",
+            fix=f"--nodes {min(nodes.least, ranked)}:{ranked}",
         )
     options.nodes = None  # handled
     return job_flags.with_nodes(spec, nodes)

@@ -288,7 +288,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="resume a run (its id, its folder, or: last) from its newest good checkpoint",
     )
     job_flags.add_machine_flags(parser)
-    job_flags.add_host_flags(job_flags.add_rendezvous_flags(parser))
+    many = job_flags.add_rendezvous_flags(parser)
+    job_flags.add_host_flags(many)
+    job_flags.add_spares_flag(many)
     slurm_run.add_flags(parser)
     when = job_flags.add_run_flags(
         parser,

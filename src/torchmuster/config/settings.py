@@ -516,6 +516,14 @@ class Launch:
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="Python on the other hosts; the same path as here if left out."),
     ] = None
+    spares: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Number of hot spares: the last hosts of the list wait with torch imported, and replace "
+            "hosts that fail.",
+        ),
+    ] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

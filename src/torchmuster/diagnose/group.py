@@ -279,7 +279,7 @@ class GroupCheck:
 
         async def examine(examiner: HostProbe) -> list[Finding]:
             told = await examiner.ask("examine", argument, within_s=_EXAMINED_WITHIN_S)
-            return [_finding(one) for check in told for one in check["findings"]]
+            return [finding_from_json(one) for check in told for one in check["findings"]]
 
         found = await self._each(examiners, examine)
         self._of_machines = {examiner.place: told for examiner, told in found}
@@ -427,7 +427,8 @@ def _group_machine(
     )
 
 
-def _finding(told: Mapping[str, str]) -> Finding:
+def finding_from_json(told: Mapping[str, str]) -> Finding:
+    """Return a finding that a probe program sent."""
     try:
         return Finding(
             status=Status(told["status"]),

@@ -84,6 +84,7 @@ class JobSpec:
     endpoint: str | None = None  # of the rendezvous service, for etcd
     max_restarts: int = 0  # in a row, without a newer checkpoint between them
     min_nodes: int | None = None  # the run continues with this many hosts; None: all are needed
+    spares: int = 0  # the last hosts wait, and replace hosts that fail
     checkpoints: str | None = None  # where its ranks save and resume; None: not known to do so
     resume_with: tuple[str, ...] = ()  # arguments that a restart adds to the script's
     keep_logs: bool | None = None  # on the ranks' hosts; None: with many hosts

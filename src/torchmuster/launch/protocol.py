@@ -124,6 +124,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     lost_after_s: float | None = None  # without a heartbeat, the launcher is declared lost
     typed: tuple[str, ...] = ("run",)  # arguments after "muster", up to the script: for messages
     run: str | None = None  # the run folder: a host that can access it writes its heartbeats there
+    warm: bool = False  # import torch now, in the process that later starts the ranks
 
 
 class Listen(Message, frozen=True, kw_only=True, tag="listen"):

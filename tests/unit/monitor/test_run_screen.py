@@ -6,6 +6,7 @@ import pytest
 
 from made_up_runs import NOW, a_run, add_lines, add_ranks, set_state
 from script_checkpoints import accelerate_folder, cut, record, torch_file
+from torchmuster.launch.history import run_state
 from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
 from torchmuster.monitor.views.run_screen import run_screen
 from torchmuster.runfolder import RunFolder
@@ -124,3 +125,17 @@ def test_a_run_that_failed(run: RunFolder) -> None:
     picture = _look(run)
     assert picture.is_over
     assert [one.alert.name for one in picture.news] == ["MusterRunFailed"]
+
+
+def test_spares_and_the_last_takeover(run: RunFolder) -> None:
+    run_state.log_event(run, "started", ranks=2, hosts=["a 1", "b 1"], spares=["c"])
+    assert "spares: c\n" in _shown(run)
+    run_state.log_event(run, run_state.TAKEOVER, what="host a is lost: …", host="a", spare="c")
+    run_state.log_event(run, "started", ranks=2, hosts=["c 1", "b 1"], spares=[])
+    shown = _shown(run)
+    assert "spares: none\n" in shown
+    assert "host a is lost: …\n" in shown
+    run_state.log_event(run, run_state.SPARE_READY, host="a")
+    assert "spares: a\n" in _shown(run)
+    run_state.log_event(run, run_state.SPARE_LOST, host="a")
+    assert "spares: none\n" in _shown(run)

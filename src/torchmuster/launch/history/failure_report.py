@@ -182,6 +182,9 @@ def _event_words(event: run_state.RunEvent) -> str:
             count, attempt = facts.get("ranks"), facts.get("attempt")
             hosts = facts.get("hosts")
             where = f": {', '.join(map(str, hosts))}" if isinstance(hosts, list) else ""
+            spares = facts.get("spares")
+            if isinstance(spares, list):
+                where += f"; spares: {', '.join(map(str, spares)) or 'none'}"
             again = f" (attempt {attempt + 1})" if isinstance(attempt, int) and attempt else ""
             return f"{count} rank{'' if count == 1 else 's'} started{where}{again}"
         case "finished" | "failed" | "stopped" | "saved":

@@ -113,6 +113,9 @@ def silent_for_s(state: Path) -> float:
 ACTIVE = ("submitted", "joining", "starting", "running")
 EVENTS = "events.jsonl"
 RESTART = "restart"  # event: all ranks, or their launcher, restart after a failure
+TAKEOVER = "takeover"  # event: a spare replaced a host, or none could
+SPARE_READY, SPARE_LOST = "spare-ready", "spare-lost"
+SPARE_REFUSED = "spare-refused"  # event: a host is not used as a spare, and why
 # How long the launcher of a new, empty run folder may take to write the job.
 _WRITTEN_WITHIN_S = 5.0
 _CLOCK_TOLERANCE_S = 2.0

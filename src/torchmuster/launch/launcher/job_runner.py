@@ -24,6 +24,7 @@ from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import mark_restart
 from torchmuster.launch.launcher.session import Console, Session
+from torchmuster.launch.launcher.spares import Examine, SparePool, broken_hosts
 from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.schedulers.time_limits import seconds_to_job_end
 from torchmuster.launch.transports.channel import Transport
@@ -119,6 +120,11 @@ def rejoin_message(registry: NodeRegistry, all_machines: int, global_batch_size:
         "" if global_batch_size is None else f"; the global batch size stays {global_batch_size:,}"
     )
     return f"continuing with {here:,} of {all_machines:,} hosts{without}{batch}"
+
+
+def _spares_text(spares: Sequence[NodeHandle], wanted: int) -> str:
+    names = name_several([node.name for node in spares]) if spares else "none has joined"
+    return f"spares: {names}" + (f" ({len(spares)} of {wanted})" if len(spares) != wanted else "")
 
 
 # The same error at the same step this many times is a crash loop.
@@ -278,6 +284,7 @@ class JobRunner:
         run_id: str,
         logs: str,
         on_phase: Callable[[str], None] = lambda _: None,
+        examine: Examine | None = None,
     ) -> None:
         self._spec = spec
         self._transport = transport
@@ -289,6 +296,15 @@ class JobRunner:
         self._session = Session(
             spec, transport, console, run_id=run_id, logs=logs, on_phase=self._on_phase
         )
+        self._spares = SparePool(
+            self._session.registry,
+            RunFolder(self._logs.parent),
+            say=console.say,
+            prepare=lambda nodes: self._prepare(nodes, again=True),
+            is_running=lambda: self._phase == "running",
+            examine=examine,
+        )
+        self._broken: dict[int, str] = {}  # the hosts that failed in the last attempt, and why
         self._history: list[PastAttempt] = []
         self._warning: stopping.StopCause | None = None  # forwarded to the ranks
         self._warned_before = False
@@ -351,10 +367,16 @@ class JobRunner:
             await self._transport.open(session.registry.arrive)
             await session.registry.call(range(len(self._transport.places)))
             if self._many:
+                everybody = [*session.registry.nodes, *session.registry.spares]
                 self._console.say(session.registry.words())
-                self._refuse(session.differing_records(session.registry.nodes))
-            await self._prepare(session.registry.nodes)
-            outcome = await self._attempts()
+                self._refuse(session.differing_records(everybody))
+            await self._prepare([*session.registry.nodes, *session.registry.spares])
+            if self._spec.spares:
+                self._console.say(_spares_text(session.registry.spares, self._spec.spares))
+                async with self._spares:
+                    outcome = await self._attempts()
+            else:
+                outcome = await self._attempts()
         except Stopped:
             nodes = session.registry.nodes
             if session.failed_before_stop:
@@ -422,6 +444,7 @@ class JobRunner:
                 )
                 return self._stopped(nodes, self._warning) if saved else JobOutcome(good=True)
             number += 1
+            self._broken = broken_hosts(nodes) if self._spec.spares else {}
             after = await self._look(began, before)
             warned = self._warning is not None or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
@@ -447,7 +470,11 @@ class JobRunner:
         if resume is not None:
             self._console.say(restart_text(resume))
         run = RunFolder(self._logs.parent)
-        facts = {"headline": last.finding.what, "from_step": last.from_step}
+        facts = {
+            "headline": last.finding.what,
+            "from_step": last.from_step,
+            "noticed_unix_s": self._session.noticed_unix_s,
+        }
         await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
         await asyncio.to_thread(mark_restart, self._logs)
 
@@ -464,6 +491,8 @@ class JobRunner:
             is_changed = session.resume_script(now.resume, again=number > 0)
             if is_changed and number == 0 and now.resume is not None:  # a requeued job
                 self._console.say(restart_text(now.resume))
+            if self._spec.spares:
+                await self._take_over()
             if back := await session.registry.call_back_the_lost():
                 await self._prepare(back, again=True)
             if is_changed:
@@ -472,9 +501,20 @@ class JobRunner:
             return await session.fail(session.registry.nodes)
         if session.registry.left_out != missed or (number == 0 and missed):
             batch = now.global_batch_size
-            self._console.say(rejoin_message(session.registry, len(self._transport.places), batch))
+            hosts = len(self._transport.places) - self._spec.spares
+            self._console.say(rejoin_message(session.registry, hosts, batch))
         async with taking_in:
             return await session.attempt(session.registry.nodes, number)
+
+    async def _take_over(self) -> None:
+        """Let spares replace the hosts that failed in the last attempt, or that did not join."""
+        session = self._session
+        broken = {**self._broken, **broken_hosts(session.registry.nodes)}
+        self._broken = {}
+        assert session.tested is not None
+        if len(_in_a_row(self._history)) > 1:
+            session.tested.forget()  # the cause may be a link
+        await session.waiting.unless_stopped(self._spares.take_over(broken))
 
     def _failed(
         self,

@@ -30,7 +30,8 @@ _LEAVE_WITHIN_S = 3.0
 class NodeRegistry:
     """The hosts of a run as they join, leave and rejoin.
 
-    With ``enough``, that many hosts suffice: missing hosts are left out and may still join.
+    With ``enough``, that many hosts suffice: missing hosts are left out and may still join. The last ``spares`` hosts have no
+    ranks until one of them replaces another host.
     """
 
     def __init__(
@@ -44,8 +45,12 @@ class NodeRegistry:
         on_output: Callable[[int, str], None],
         enough: int | None = None,
         return_s: float = 5.0,
+        spares: int = 0,
     ) -> None:
         self._transport = transport
+        # The place of the host with each node rank; all other hosts are spares.
+        self._order = list(range(len(transport.places) - spares))
+        self._has_spares = spares > 0
         self._waiting = waiting
         self._enough = enough
         self._return_s = return_s
@@ -59,23 +64,99 @@ class NodeRegistry:
         self._refusals: dict[int, MusterError] = {}
         self._care: asyncio.Task[None] | None = None
         self._left_out: dict[int, asyncio.Task[None]] = {}
+        self._abandoned: set[int] = set()
 
     @property
     def nodes(self) -> list[NodeHandle]:
         """The participating hosts, in rank order."""
-        return [self._nodes[one] for one in sorted(self._nodes) if one not in self._left_out]
+        return [
+            self._nodes[one]
+            for one in self._order
+            if one in self._nodes and one not in self._left_out
+        ]
 
     @property
     def left_out(self) -> list[str]:
         """The hosts that the others continue without."""
         names = self._transport.places
-        return [names[place] for place in sorted(self._left_out)]
+        return [names[place] for place in sorted(self._left_out) if place in self._order]
 
     @property
     def newcomers(self) -> list[NodeHandle]:
         """The left-out hosts that have joined since."""
         self._name_all()
-        return [self._nodes[place] for place in sorted(self._left_out) if self._is_here(place)]
+        return [
+            self._nodes[place]
+            for place in sorted(self._left_out)
+            if place in self._order and self._is_here(place)
+        ]
+
+    @property
+    def spares(self) -> list[NodeHandle]:
+        """The hosts without ranks that have joined."""
+        if not self._has_spares:
+            return []
+        self._name_all()
+        return [
+            self._nodes[place]
+            for place in sorted(self._nodes)
+            if place not in self._order and self._is_here(place)
+        ]
+
+    @property
+    def missing(self) -> list[int]:
+        """The places of hosts with ranks that are not here, in the order of their node ranks."""
+        return [place for place in self._order if not self._is_here(place)]
+
+    def at(self, place: int) -> NodeHandle | None:
+        """Return the host at this place, if it has joined."""
+        return self._nodes.get(place)
+
+    def name_of(self, place: int) -> str:
+        """Return the display name of the host at this place."""
+        return self._transport.places[place]
+
+    def ranks_of(self, place: int) -> range | None:
+        """Return the ranks of a host; None if not all hosts before it are prepared."""
+        first = 0
+        for one in self._order:
+            node = self._nodes.get(one)
+            if node is None or node.prepared is None:
+                return None
+            if one == place:
+                return range(first, first + node.prepared.ranks)
+            first += node.prepared.ranks
+        return None
+
+    async def replace(self, place: int, spare: int) -> None:
+        """Let a spare take the node rank of a host; that host is reconnected in the background, as a spare."""
+        await self._take_in([spare])
+        self._order[self._order.index(place)] = spare
+        node = self._nodes.get(place)
+        if node is not None:
+            node.lose("another host has its ranks")
+        if place not in self._left_out:
+            self._leave_out([place])
+
+    async def abandon(self, place: int) -> None:
+        """Release a host without ranks, and do not reconnect it."""
+        await self._take_in([place])
+        node = self._nodes.pop(place, None)
+        self._abandoned.add(place)
+        if node is not None:
+            node.lose("it is not needed")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(node.close(), _LET_GO_WITHIN_S)
+
+    def call_spares_again(self) -> list[NodeHandle]:
+        """Reconnect the spares that are lost, in the background; return them."""
+        lost = [
+            node
+            for place, node in self._nodes.items()
+            if place not in self._order and node.lost and place not in self._abandoned
+        ]
+        self._leave_out(node.place for node in lost if node.place not in self._left_out)
+        return lost
 
     def arrive(self, place: int, channel: Channel) -> None:
         """Register a host that has connected."""
@@ -94,16 +175,20 @@ class NodeRegistry:
     async def call(self, places: Iterable[int], *, again: bool = False) -> None:
         """Wait until these hosts have joined; with ``again``, reconnect those that failed to connect."""
         within_s = self._return_s if again else self._join_s
-        began = time.monotonic()
+        began = complete_s = time.monotonic()
         missing = set(places)
         async with self._waiting.telling(self.words):
             while missing := {place for place in missing if not self._is_here(place)}:
                 waited_s = time.monotonic() - began
                 no_use = not again and all(self._will_not_come(place) for place in missing)
-                if self._are_enough() and (waited_s > within_s or no_use):
+                if not missing.isdisjoint(self._order):
+                    complete_s = time.monotonic()
+                only_spares_s = time.monotonic() - complete_s
+                late = waited_s > within_s or only_spares_s > self._return_s
+                if self._are_enough(again=again) and (late or no_use):
                     self._leave_out(missing)
                     break
-                self._raise_refusal()
+                self._raise_refusal(missing, again=again)
                 until_s = began + self._join_s
                 await self._deal_with_refused(missing, again=again, until_s=until_s)
                 if waited_s > self._join_s:
@@ -117,26 +202,36 @@ class NodeRegistry:
                 await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
         self._name_all()
 
-    def _are_enough(self) -> bool:
-        here = sum(self._is_here(place) for place in self._nodes if place not in self._left_out)
-        return self._enough is not None and here >= self._enough
+    def _are_enough(self, *, again: bool) -> bool:
+        counted = self._order if again else self._nodes
+        here = sum(self._is_here(place) for place in counted if place not in self._left_out)
+        enough = self._needed(again=again)
+        return enough is not None and here >= enough
 
-    def _can_be_enough(self) -> bool:
+    def _needed(self, *, again: bool) -> int | None:
+        """Return how many hosts suffice; None: all of them. At first, a spare can replace a missing host."""
+        if self._enough is None and self._has_spares and not again:
+            return len(self._order)
+        return self._enough
+
+    def _can_be_enough(self, *, again: bool) -> bool:
         """Return whether enough hosts can still join, where not all are needed."""
-        places = range(len(self._transport.places))
+        places = self._order if again else range(len(self._transport.places))
         hopeless = sum(self._will_not_come(place) for place in places)
-        return self._enough is not None and len(places) - hopeless >= self._enough
+        enough = self._needed(again=again)
+        return enough is not None and len(places) - hopeless >= enough
 
     def _will_not_come(self, place: int) -> bool:
         node = self._nodes.get(place)
         lost = node is not None and bool(node.lost)
         return lost or place in self._left_out or self._transport.gave_up(place) is not None
 
-    def _raise_refusal(self) -> None:
+    def _raise_refusal(self, missing: Iterable[int], *, again: bool) -> None:
         """Raise the error of a refused host; a lost host is skipped if enough others can join."""
-        for place in list(self._refusals):
-            error = self._refusals.pop(place)
-            if not (isinstance(error, MachineLost) and self._can_be_enough()):
+        for place in missing:
+            error = self._refusals.pop(place, None)
+            skipped = isinstance(error, MachineLost) and self._can_be_enough(again=again)
+            if error is not None and not skipped:
                 raise error
 
     def _leave_out(self, places: Iterable[int]) -> None:
@@ -214,8 +309,7 @@ class NodeRegistry:
         new = [newcomer.place for newcomer in self.newcomers]
         await self._take_in(new)
         whole = {place for place, one in self._nodes.items() if one.prepared and not one.lost}
-        places = set(range(len(self._transport.places)))
-        lost = sorted(places.difference(whole, new, self._left_out))
+        lost = sorted(set(self._order).difference(whole, new, self._left_out))
         known = [self._nodes[place] for place in lost if place in self._nodes]
 
         def words() -> str:
@@ -320,7 +414,7 @@ class NodeRegistry:
     ) -> None:
         for place in missing:
             trouble = self._transport.gave_up(place)
-            if trouble is None or (not again and self._can_be_enough()):
+            if trouble is None or (not again and self._can_be_enough(again=again)):
                 continue
             if not again or time.monotonic() > until_s:
                 raise error_from(trouble)

@@ -26,12 +26,57 @@ class RendezvousAddress:
     local: tuple[protocol.Address, ...]
 
 
+class ReachedHosts:
+    """The hosts that reached each other in an earlier attempt, and their own addresses.
+
+    A host that reconnected with the same addresses counts as tested.
+    """
+
+    def __init__(self) -> None:
+        self._local: dict[str, tuple[tuple[protocol.Address, ...], protocol.Address]] = {}
+
+    def remember(self, nodes: Sequence[NodeHandle], local: Sequence[protocol.Address]) -> None:
+        """Remember each host's address and interface towards the others."""
+        for node, own in zip(nodes, local, strict=True):
+            assert node.record is not None
+            self._local[node.name] = (node.record.addresses, own)
+
+    def forget(self) -> None:
+        """Have the next attempt test all hosts again."""
+        self._local.clear()
+
+    def local_addresses(self, nodes: Sequence[NodeHandle]) -> tuple[protocol.Address, ...] | None:
+        """Return the addresses of these hosts; None if one of them was not tested."""
+        found = []
+        for node in nodes:
+            addresses, own = self._local.get(node.name, ((), None))
+            if own is None or node.record is None or node.record.addresses != addresses:
+                return None
+            found.append(own)
+        return tuple(found)
+
+
 async def choose_rendezvous_address(
-    spec: JobSpec, nodes: Sequence[NodeHandle], *, attempt: int, say: Callable[[str], None]
+    spec: JobSpec,
+    nodes: Sequence[NodeHandle],
+    *,
+    attempt: int,
+    say: Callable[[str], None],
+    spares: Sequence[NodeHandle] = (),
+    tested: ReachedHosts | None = None,
 ) -> RendezvousAddress:
-    """Choose the address, open its port, and have all hosts check that they reach each other."""
-    head, *others = nodes
+    """Choose the address, open its port, and have all hosts check that they reach each other.
+
+    Hosts that are in ``tested`` are not tested again. ``spares`` take part in the test only.
+    """
     nonce = os.urandom(16).hex()
+    if tested is not None and (known := tested.local_addresses(nodes)) is not None:
+        own = known[0].address
+        listening = await _listen_rendezvous_address(nodes[0], nonce, spec.port, own)
+        return _meeting(spec, own, listening.port, known)
+    ranked = len(nodes)
+    nodes = [*nodes, *spares]
+    head, *others = nodes
     if not others:
         listening = await _listen_rendezvous_address(head, nonce, spec.port, spec.address)
         only = listening.addresses[0]
@@ -78,7 +123,9 @@ async def choose_rendezvous_address(
         say(f"rendezvous at {(best or chosen).reason}; {listening.reason}")
         if note:
             say(note)
-    return _meeting(spec, chosen.value, listening.port, local)
+    if tested is not None:
+        tested.remember(nodes, local)
+    return _meeting(spec, chosen.value, listening.port, local[:ranked])
 
 
 async def _listen_rendezvous_address(

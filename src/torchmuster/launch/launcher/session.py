@@ -30,6 +30,7 @@ from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import RankLogs
 from torchmuster.launch.launcher.rendezvous_address import (
+    ReachedHosts,
     RendezvousAddress,
     choose_rendezvous_address,
 )
@@ -44,6 +45,8 @@ from torchmuster.units import plural
 _PREPARED_WITHIN_S = 60.0
 # How long a host may take to stop beyond the grace period before it is declared lost.
 _END_WITHIN_S = 8.0
+# Ranks of muster train cannot save together without the ranks of a lost host: before a spare takes over, they get this long.
+_TAKEOVER_GRACE_S = 2.0
 _MACHINES_SHOWN = 16
 _DEVICES_NOTED = 16  # of each of them
 _LOOK_FOR_REQUESTS_EVERY_S = 1.0
@@ -106,6 +109,7 @@ class Session:
         self.cause: StopCause | None = None  # of a stop request to the launcher
         self.failed_before_stop = False  # a rank had failed when the stop was requested
         self.killed_at_once = False  # because of a second request
+        self.noticed_unix_s = 0.0  # when the last failure was noticed
         self._warned = False  # the first request was a warning: the next one is not a repetition
         self._kill_at_s = math.inf
         self._silence = SilenceWatch()
@@ -114,6 +118,8 @@ class Session:
         self._first_step = 0
         self._hang_monitor: HangMonitor | None = None
         self._many = len(transport.places) > 1
+        # With spares, restarts must be fast: hosts that were tested are not tested again.
+        self.tested = ReachedHosts() if spec.spares else None
         self._keep_logs = logs_stay(spec, len(transport.places))
         self._said_logs = False
         self.waiting = WaitingMessages(console.say)
@@ -127,6 +133,7 @@ class Session:
             on_output=self._output,
             enough=spec.min_nodes,
             return_s=spec.limits.return_s,
+            spares=spec.spares,
         )
 
     def stop(self, origin: str, *, warned_s: float | None = None) -> None:
@@ -260,6 +267,7 @@ class Session:
             lost_after_s=None if alone else spec.limits.lost_after_s,
             typed=spec.typed,
             run=str(self._run.path.resolve()),
+            warm=spec.spares > 0,
         )
 
     async def differences(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
@@ -285,12 +293,20 @@ class Session:
             node.expect(attempt)
             node.follow_metrics(lambda told: self._metrics.add(told.attempt, told.lines))
         try:
+            spares = self.registry.spares
             async with self.waiting.telling(lambda: "checking that the hosts can reach each other"):
                 meeting = await self.waiting.unless_stopped(
                     choose_rendezvous_address(
-                        self._spec, nodes, attempt=attempt, say=self._console.say
+                        self._spec,
+                        nodes,
+                        attempt=attempt,
+                        say=self._console.say,
+                        spares=spares,
+                        tested=self.tested,
                     )
                 )
+            for spare in spares:
+                self._later(spare.stop(0.0, ""))  # closes the port that was open for the test
             await self._start(nodes, meeting, attempt)
         except MachineLost:
             return await self.fail(nodes)
@@ -413,6 +429,12 @@ class Session:
             if node.prepared is not None
         }
         facts = {"attempt": attempt, "ranks": world_size, "hosts": spread, "devices": devices}
+        if self._spec.spares:
+            spares = self.registry.spares
+            facts["spares"] = [node.name for node in spares]
+            for node in spares[:_MACHINES_SHOWN]:
+                leased = node.prepared.devices if node.prepared else ()
+                devices[f"{node.name} (spare)"] = list(leased)[:_DEVICES_NOTED]
         await asyncio.to_thread(run_state.log_event, self._run, "started", **facts)
 
     def _output(self, rank: int, text: str) -> None:
@@ -425,7 +447,7 @@ class Session:
 
     async def fail(self, nodes: Sequence[NodeHandle]) -> Finding:
         """Stop all hosts because one failed; return the root cause."""
-        noticed_s = time.monotonic()
+        noticed_s, self.noticed_unix_s = time.monotonic(), time.time()
         hang = self._hang_monitor.finding if self._hang_monitor is not None else None
         await self.end(nodes)
         self._hang_monitor = None
@@ -465,15 +487,26 @@ class Session:
         def words() -> str:
             return waiting_text(waiting, time.monotonic())
 
+        hurried = False
         async with self.waiting.telling(words):
             # A second request brings the end forward.
             while time.monotonic() < self._kill_at_s + _END_WITHIN_S and words():
+                if not hurried and self._cannot_save(nodes):
+                    hurried = True
+                    self._kill_by(_TAKEOVER_GRACE_S)
+                    for node in waiting:
+                        self._later(node.stop(self._left_s(), ""))
                 await self.waiting.something_new(0.2, although_stopped=True)
         if slow := words():
             self._console.say(f"timed out: {slow}")
         for node in waiting:
             if not node.ended:
                 node.lose(f"it did not stop within {time.monotonic() - began_s:.0f} s")
+
+    def _cannot_save(self, nodes: Sequence[NodeHandle]) -> bool:
+        """Return whether a spare replaces a host, without which the other ranks cannot save."""
+        saves_together = self._spec.spares > 0 and self._spec.checkpoints is not None
+        return saves_together and self.cause is None and any(node.lost for node in nodes)
 
     async def leave(self, exit_code: int, words: str) -> None:
         """Release every host; ``words`` is printed on the terminal of a node agent that joined."""

@@ -327,7 +327,7 @@ class RunningAttempt:
         finally:
             killer.cancel()
         left = await asyncio.to_thread(
-            process_cleanup.kill_processes, self._share.prepare.token, within_s=_KILL_WITHIN_S
+            process_cleanup.kill_processes, self._share.token, within_s=_KILL_WITHIN_S
         )
         if not left:
             self.gone.set()
@@ -406,7 +406,7 @@ class RunningAttempt:
             await asyncio.sleep(min(self._deadline_s - now, 0.1))
         self._killed = engines.living_ranks(self._share.records)
         await asyncio.to_thread(
-            process_cleanup.kill_processes, self._share.prepare.token, within_s=_KILL_WITHIN_S
+            process_cleanup.kill_processes, self._share.token, within_s=_KILL_WITHIN_S
         )
 
     def _some_rank_lives(self) -> bool:

@@ -21,16 +21,23 @@ _NEVER_KILL_S = 7 * 86400
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the agent; the first argument is the file for the ranks that failed."""
+    """Run the agent; the first argument is the file for the ranks that failed.
+
+    With ``--warm``, the arguments come later, and the ranks are forked from this process.
+    """
     die_with_parent()  # before torch is imported, which takes seconds
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException, api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from torchmuster.launch.node import static_rendezvous
+    from torchmuster.launch.node import static_rendezvous, warm_agent
     from torchmuster.launch.node.rank_exits import RankExits
 
+    if arguments[0] == warm_agent.WARM_FLAG:
+        _import_for_optimizers()
+        arguments, ranks = warm_agent.serve_warm(arguments[1:])
+        api.get_subprocess_handler = ranks.handler  # type: ignore[assignment,attr-defined]
     static_rendezvous.register_rendezvous()
     exits = RankExits(Path(arguments[0]))
     exits.watch()
@@ -61,6 +68,13 @@ def main(arguments: Sequence[str]) -> int:
         exits.drop_ended_by(error.sigval)
         raise
     return 0
+
+
+def _import_for_optimizers() -> None:
+    """Have torch import what it imports for the first optimizer of a process, its compiler among it."""
+    import torch
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
 if __name__ == "__main__":

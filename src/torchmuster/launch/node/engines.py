@@ -32,6 +32,12 @@ class NodeShare:
     logs: Path
     records: Path
     socket: int | None = None  # the listening socket of the store, on the first host
+    own_token: str = ""  # of this attempt's processes, if others of the run must survive it
+
+    @property
+    def token(self) -> str:
+        """The token in the environment of this attempt's processes."""
+        return self.own_token or self.prepare.token
 
     @property
     def first(self) -> bool:
@@ -54,12 +60,21 @@ def rank_command(share: NodeShare) -> list[str]:
 
 
 def agent_command(share: NodeShare) -> list[str]:
-    """Return the command of the agent: torchrun's flags, with no defaults."""
+    """Return the command of the agent."""
+    module = "torchmuster.launch.node.elastic_agent"
+    return [sys.executable, "-m", module, *agent_arguments(share)]
+
+
+def agent_arguments(share: NodeShare, *, socket_name: str | None = None) -> list[str]:
+    """Return the arguments of the agent: its report, and torchrun's flags, with no defaults.
+
+    ``socket_name`` replaces the number of the listening socket, if another process has it under another number.
+    """
     flags = [
         f"--nnodes={share.start.nodes}",
         f"--nproc-per-node={share.ranks}",
         f"--rdzv-id={share.prepare.run_id}.{share.start.attempt}",
-        *_rendezvous(share),
+        *_rendezvous(share, socket_name),
         f"--local-addr={share.start.local_address}",
         "--max-restarts=0",  # the launcher restarts: all hosts, with a clean store
         "--monitor-interval=0.1",
@@ -69,16 +84,16 @@ def agent_command(share: NodeShare) -> list[str]:
     # torchrun replaces ${local_rank} and $$ in a command; the user's command must arrive unchanged.
     command = [word.replace("$", "$$") for word in rank_command(share)]
     report = str(share.records / "agent.json")
-    return [sys.executable, "-m", "torchmuster.launch.node.elastic_agent", report, *flags, *command]
+    return [report, *flags, *command]
 
 
-def _rendezvous(share: NodeShare) -> list[str]:
+def _rendezvous(share: NodeShare, socket_name: str | None) -> list[str]:
     start = share.start
     timeout = round(start.timeout_s)
     if start.backend == "muster":
         conf = f"rank={start.node_rank},timeout={timeout}"
         if share.socket is not None:
-            conf += f",socket={share.socket}"
+            conf += f",socket={socket_name or share.socket}"
         flags = ["--rdzv-backend=torchmuster", f"--rdzv-endpoint={start.endpoint}"]
         return [*flags, f"--rdzv-conf={conf}"]
     # The keep-alive compares the clocks of different hosts, so it must tolerate wrong ones.
@@ -96,15 +111,27 @@ def agent_environment(
     share: NodeShare, base: Mapping[str, str], devices: Mapping[str, str | None], threads: int
 ) -> dict[str, str]:
     """Return the environment of the agent and its ranks; the user's variables are never overwritten."""
+    return job_environment(share.prepare, base, devices, threads, token=share.token)
+
+
+def job_environment(
+    prepare: protocol.Prepare,
+    base: Mapping[str, str],
+    devices: Mapping[str, str | None],
+    threads: int,
+    *,
+    token: str,
+) -> dict[str, str]:
+    """Return the part of the agent's environment that is known before an attempt starts."""
     merged = {name: value for name, value in base.items() if not name.startswith("PET_")}
-    merged |= share.prepare.environment
+    merged |= prepare.environment
     for name, value in devices.items():
         if value is None:
             merged.pop(name, None)
         else:
             merged[name] = value
     merged.setdefault("OMP_NUM_THREADS", str(threads))
-    merged[TOKEN_VARIABLE] = share.prepare.token
+    merged[TOKEN_VARIABLE] = token
     # Restarted ranks must not read keys of an earlier attempt from a shared store.
     merged["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     merged.setdefault(GRACE_VARIABLE, USUAL_GRACE_S)
@@ -327,6 +354,7 @@ class TorchrunEngine:
         self._share = share
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
+        self._early_log: Path | None = None  # output from before the agent has its own log
         self.kill_at_s: float | None = None
         self.killed: tuple[int, ...] = ()
 
@@ -362,7 +390,10 @@ class TorchrunEngine:
             if code < 0
             else f"exited with code {code}"
         )
-        said = last_output_lines(self._share.records / "agent.log", 0)[-_AGENT_WORDS:]
+        said = last_output_lines(self._share.records / "agent.log", 0)
+        if not said and self._early_log is not None:
+            said = last_output_lines(self._early_log, 0)
+        said = said[-_AGENT_WORDS:]
         return ExitsOfRanks(words=f"torchrun's agent {how}\n{said}".strip())
 
     def terminate(self) -> None:
@@ -379,7 +410,7 @@ class TorchrunEngine:
         self.kill_at_s = time.monotonic() + left_s
         await asyncio.sleep(left_s)
         self.killed = living_ranks(self._share.records)
-        token = self._share.prepare.token
+        token = self._share.token
         await asyncio.to_thread(
             process_cleanup.kill_processes, token, within_s=_KILL_WITHIN_S, spare=agent.pid
         )

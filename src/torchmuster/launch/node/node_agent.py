@@ -22,10 +22,16 @@ from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.launch.node import device_lease, kept_logs, process_cleanup
 from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.connection import AgentConnection
-from torchmuster.launch.node.engines import NodeShare, agent_environment, engine_for
+from torchmuster.launch.node.engines import (
+    NodeShare,
+    agent_environment,
+    engine_for,
+    job_environment,
+)
 from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.node.reaper import Reaper
 from torchmuster.launch.node.sidecar import Sidecar
+from torchmuster.launch.node.warm_agent import WarmAgent, WarmEngine
 from torchmuster.redaction import printable
 
 _ALIVE_EVERY_S = 2.0
@@ -36,6 +42,8 @@ _UNREACHABLE_GRACE_S = 2.0
 _SILENT_AT_FIRST_S = 12.0
 # Ranks that cannot even be killed are left behind after this long.
 _GONE_WITHIN_S = 5.0
+# The process for the next restart imports torch once the ranks have started, so that it does not slow them down.
+_WARM_AFTER_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -83,6 +91,8 @@ class NodeAgent:
         self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
         self._turn = asyncio.Lock()  # serialises starting and stopping of ranks
         self._reaper: Reaper | None = None
+        self._warm: WarmAgent | None = None  # for the next attempt
+        self._warm_count = 0
         self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
         self._tasks: set[asyncio.Task[None]] = set()
         self.words = ""  # why it exited, for this terminal
@@ -247,6 +257,33 @@ class NodeAgent:
             gpus=held.held is not None,
         )
         await self._tell_prepared()
+        await self._warm_up()
+
+    async def _warm_up(self) -> None:
+        """Start a process that has torch imported when the next attempt starts, if there is none."""
+        async with self._turn:
+            if self._job is not None and self._warms and self._warm is None:
+                self._warm = await self._begin_warm()
+
+    @property
+    def _warms(self) -> bool:
+        return self._job is not None and self._job.prepare.warm and self._system == "linux"
+
+    async def _begin_warm(self) -> WarmAgent:
+        assert self._job is not None
+        prepare, held = self._job.prepare, self._job.holding
+        # Its own token: the end of an attempt kills only the processes of that attempt.
+        token = f"{prepare.token}.{self._warm_count}"
+        log = self._folder / f"warm-{self._warm_count}.log"
+        self._warm_count += 1
+        variables = job_environment(prepare, os.environ, held.variables, held.threads, token=token)
+        return await WarmAgent.begin(
+            prepare.command, prepare.folder, variables, token=token, log=log
+        )
+
+    async def _warm_up_later(self) -> None:
+        await asyncio.sleep(_WARM_AFTER_S)
+        await self._warm_up()
 
     async def _tell_prepared(self) -> None:
         assert self._job is not None
@@ -313,6 +350,9 @@ class NodeAgent:
             listener = None
         records = self._folder / f"attempt-{message.attempt}"
         records.mkdir()
+        warm, self._warm = self._warm, None
+        if self._warms and (warm is None or not warm.is_alive):
+            warm = await self._begin_warm()  # it imports torch once for itself and the ranks
         share = NodeShare(
             prepare=self._job.prepare,
             start=message,
@@ -320,19 +360,23 @@ class NodeAgent:
             logs=self._job.logs,
             records=records,
             socket=None if listener is None else listener.fileno(),
+            own_token=warm.token if warm is not None else "",
         )
         base = agent_environment(
             share, os.environ, self._job.holding.variables, self._job.holding.threads
         )
         if message.interface:
             base |= interfaces.socket_variables(message.interface, base)
-        running = RunningAttempt(share, engine_for(share, base, self._system), self._send)
+        engine = WarmEngine(share, base, warm) if warm else engine_for(share, base, self._system)
+        running = RunningAttempt(share, engine, self._send)
         started = await running.start()
         if listener is not None:
             listener.close()  # the agent has its own copy; when it exits, the port is free
             self._socket = None
         self._running = running
         self._do(self._watch(running))
+        if self._warms:
+            self._do(self._warm_up_later())
         return started
 
     async def _watch(self, running: RunningAttempt) -> None:
@@ -435,6 +479,8 @@ class NodeAgent:
             except TimeoutError:
                 ended = False  # the reaper keeps trying
         await self._forget_port()
+        if self._warm is not None:
+            await self._warm.close()
         if self._job is not None:
             self._job.holding.release()
         if self._reaper is not None and ended:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from torchmuster.checkpoints.foreign import Completeness, Condition
+from torchmuster.launch.history import run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alerts.watching import AlertNews
 from torchmuster.monitor.views.bars import curve
@@ -49,6 +50,7 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
     yield title
     if picture.headline:
         yield Text(harmless(picture.headline.partition("\n")[0]))
+    yield from _spares(picture)
     told = [figure.line for figure in key_figures(picture.values, ended=picture.is_over)]
     line = ""
     for one in told:
@@ -62,6 +64,26 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
         yield Text("no step yet", style="dim")
     if picture.checkpoint is not None:
         yield _checkpoint_line(picture.checkpoint, picture.condition, width)
+
+
+def _spares(picture: RunPicture) -> Iterator[Text]:
+    """Yield the spares that are there now, and the last takeover."""
+    spares: list[str] | None = None
+    taken = ""
+    for event in picture.events:
+        host, listed = str(event.facts.get("host", "")), event.facts.get("spares")
+        if event.name == "started" and isinstance(listed, list):
+            spares = [str(name) for name in listed]
+        elif event.name == run_state.SPARE_READY and spares is not None and host not in spares:
+            spares.append(host)
+        elif event.name in (run_state.SPARE_LOST, run_state.SPARE_REFUSED) and spares is not None:
+            spares = [name for name in spares if name != host]
+        elif event.name == run_state.TAKEOVER:
+            taken = str(event.facts.get("what", ""))
+    if spares is not None:
+        yield Text(harmless(f"spares: {', '.join(spares) or 'none'}"))
+    if taken:
+        yield Text(harmless(taken))
 
 
 def _checkpoint_line(checkpoint: ScriptCheckpoint, condition: Condition | None, width: int) -> Text:
