@@ -32,7 +32,7 @@ def rehearsal_rows(rehearsal: Rehearsal) -> list[tuple[str, str, str]]:
             (
                 "dead host",
                 f"noticed after {format_seconds(control.notice_s)}",
-                f"without a sign from it (--lost-after); all others are told to stop {control.stop_s:.1f} s later",
+                f"without a sign from it (--lost-after); the others get the request to stop within {control.stop_s:.1f} s",
             )
         )
     if rehearsal.saving is not None:

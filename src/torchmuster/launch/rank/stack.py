@@ -198,7 +198,7 @@ _CHECKPOINT = _in_torch("distributed", "checkpoint")
 # Our own saves; ranks wait for each other in these functions.
 _CHECKPOINTER = str(Path("train", "checkpointing", "checkpointer.py"))
 _EXCHANGE = str(Path("train", "checkpointing", "exchange.py"))
-_EXCHANGE_WAITS = ("_collect", "_wait_for_answer")
+_EXCHANGE_WAITS = ("collect_texts", "wait_for_answer")
 _CALLED = re.compile(r"([\w.]+)\s*\(")
 _IMPORTED = re.compile(r"(?:from|import)\s+([\w.]+(?:, *[\w.]+)*)")
 

@@ -101,7 +101,7 @@ class RankExchange:
         try:
             messages = self._gather(store, f"{number}", text, _LONGEST_WAIT.total_seconds())
             if messages is None:
-                return _wait_for_answer(store, f"{number}/answer")
+                return wait_for_answer(store, f"{number}/answer")
             answer = _combined(messages, combine)
             store.set(f"{number}/answer", answer)
             # All ranks have sent a message since, so they have read the answer before.
@@ -121,16 +121,18 @@ class RankExchange:
             store.set(f"{folder}/{rank}", text)
             return None
         members = range(rank + 1, min(rank + _GROUP, size))
-        texts = [text, *self._collect(store, folder, members, limit_s)]
+        texts = [text, *self.collect_texts(store, folder, members, limit_s)]
         if rank:
             store.set(f"{folder}/of/{rank}", f"[{','.join(texts)}]")
             return None
         messages = [json.loads(one) for one in texts]
-        for group in self._collect(store, f"{folder}/of", range(_GROUP, size, _GROUP), limit_s):
+        for group in self.collect_texts(
+            store, f"{folder}/of", range(_GROUP, size, _GROUP), limit_s
+        ):
             messages += json.loads(group)
         return messages
 
-    def _collect(
+    def collect_texts(
         self, store: Store, folder: str, ranks: Sequence[int], limit_s: float
     ) -> list[str]:
         """Return the messages of ranks, and delete them; for a dead rank, one that says so."""
@@ -166,8 +168,8 @@ class RankExchange:
         return json.dumps(message)
 
 
-def _wait_for_answer(store: Store, key: str) -> str:
-    """Return rank 0's answer. The hang monitor knows this function and ``_collect`` by name."""
+def wait_for_answer(store: Store, key: str) -> str:
+    """Return rank 0's answer. The hang monitor knows this function and ``collect_texts`` by name."""
     store.wait([key], _LONGEST_WAIT)
     return store.get(key).decode()
 
