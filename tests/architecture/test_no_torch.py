@@ -57,6 +57,7 @@ LINES = [
     ["bench", "matmul", "--help"],
     ["profile", "--help"],
     ["prove", "--help"],
+    ["rehearse", "--help"],
     ["run", "--dry-run", "train.py"],
     ["run", "--dry-run", "--hosts", "a,b:4", "train.py"],
     ["run", "--slurm", "--gpus-per-node", "8", "--dry-run", "train.py"],

@@ -19,13 +19,16 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from patience import GIVE_UP_S
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, committed_manifests, read_manifest
 from torchmuster.checkpoints.places import open_store
-from torchmuster.checkpoints.store import Store, read_small
-from torchmuster.checkpoints.tensor_file import INDEX, Index
+from torchmuster.checkpoints.store import Store
+from torchmuster.checkpoints.tensor_file import Index
 from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import MusterError
@@ -162,6 +165,57 @@ def _save(world: World, folder: Path, way: str, mode: Mode) -> str:
     return digest
 
 
+def on_meshes(world: World, folder: Path) -> list[str]:
+    """Save states on meshes of all kinds, each another than before; return what came back wrong."""
+    weight = torch.arange(1.0, 1 + 7 * 6).view(7, 6)
+    square = init_device_mesh("cpu", (2, world.world_size // 2), mesh_dim_names=("copy", "shard"))
+    line = init_device_mesh("cpu", (world.world_size,))
+    states: list[dict[str, Any]] = [
+        {"w": _on(square, weight, Replicate(), Shard(0))},
+        # a state that came later, and another division
+        {
+            "w": _on(square, weight, Shard(0), Shard(1)),
+            "exp_avg": _on(line, weight * 2, Shard(1)),
+            "step": torch.tensor(3.0),
+        },
+        {"w": _on(square, weight[:6], _StridedShard(0, split_factor=2), Shard(0))},
+        {
+            "w": _on(square["shard"], weight, Shard(0)),
+            "step": torch.tensor(4.0),
+        },  # ranks have two meshes
+        {"w": weight},
+    ]
+    wrong = []
+    store = FolderStore(folder / "meshes")
+    with Checkpointer(store, world, strategy="fsdp", mode="async", keep=2) as checkpointer:
+        for number, tensors in enumerate(states, start=1):
+            checkpointer.save({"model": tensors}, step=number, own={})
+            report = checkpointer.wait()
+            assert report is not None
+            assert not report.problem, report.problem
+            for places in ([Shard(1), Replicate()], [Shard(0), Shard(0)]):
+                whole = {name: whole_tensor(one) for name, one in tensors.items()}
+                room = {
+                    name: torch.zeros_like(one)
+                    if one.ndim == 0
+                    else _on(square, torch.zeros_like(one), *places)
+                    for name, one in whole.items()
+                }
+                loaded = checkpointer.load({"model": room})
+                assert loaded is not None
+                assert loaded.step == number
+                wrong += [
+                    f"{number} {places}: {name}"
+                    for name, one in room.items()
+                    if not torch.equal(whole_tensor(one), whole[name])
+                ]
+    return wrong
+
+
+def _on(mesh: DeviceMesh, whole: torch.Tensor, *placements: Placement) -> DTensor:
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
 class Obstructed(FolderStore):
     """A folder that fails, or waits, when a rank's tensors are written."""
 
@@ -254,13 +308,13 @@ def _let_go(gate: threading.Event, waited_for: threading.Event) -> None:
 
 
 def _files_of_buffers(store: Store, name: str) -> set[str]:
-    index = Index.from_json(read_small(store, name, INDEX, most_bytes=10**6))
+    index = Index.read(store, name)
     buffers = (
         "model.norm.running_mean",
         "model.norm.running_var",
         "model.norm.num_batches_tracked",
     )
-    return {chunk.file for one in buffers for chunk in index.tensors[one].chunks}
+    return {chunk.file for one in buffers for chunk in index.tensors[one].pieces()}
 
 
 def _refusal(

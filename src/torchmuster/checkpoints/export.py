@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchmuster.checkpoints.model_class import set_dtype
-from torchmuster.checkpoints.store import Store, read_small
+from torchmuster.checkpoints.store import Store
 from torchmuster.checkpoints.tensor_file import (
     ELEMENT_BYTES,
     INDEX,
-    MOST_BYTES,
     Chunk,
     Index,
     file_head,
@@ -150,7 +149,7 @@ def contiguous_runs(
 def _export_weights(store: Store, name: str) -> Index:
     """Return the index of the model's tensors only, under the model's own names."""
     try:
-        index = Index.from_json(read_small(store, name, INDEX, most_bytes=MOST_BYTES))
+        index = Index.read(store, name)
     except (ValueError, FileNotFoundError) as error:
         raise _strange(store, name, INDEX, str(error)) from None
     tensors = {
@@ -278,7 +277,7 @@ def _copy_chunks(
 ) -> None:
     by_source: dict[str, list[tuple[str, Chunk]]] = {}
     for tensor, stored in index.tensors.items():
-        for chunk in stored.chunks:
+        for chunk in stored.pieces():
             by_source.setdefault(chunk.file, []).append((tensor, chunk))
     sizes = store.sizes(name)
     for source, chunks in sorted(by_source.items()):

@@ -10,7 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, names_in_order
+from torchmuster.checkpoints.store import (
+    MARKER,
+    checked_file,
+    checked_name,
+    is_folder_name,
+    names_in_order,
+)
 
 # Errors of file systems that cannot sync a folder (some shared ones cannot).
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
@@ -42,7 +48,7 @@ class FolderStore:
         """Write a temporary file, sync it to disk, then rename it."""
         path = self._path(name, file)
         self._make_folder(path.parent)
-        temporary = path.with_name(f".{file}.{os.urandom(4).hex()}")
+        temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
         try:
             with temporary.open("xb") as stream:
                 yield stream
@@ -68,15 +74,13 @@ class FolderStore:
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file; empty if the checkpoint does not exist."""
-        sizes = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._path(name)) as entries:
-            for one in entries:
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # deleted meanwhile, or a dangling link
-                    if one.is_file():
-                        sizes[one.name] = one.stat().st_size
-        return sizes
+        return _file_sizes(self._path(name))
+
+    def size(self, name: str, file: str) -> int | None:
+        """Return the size of one file in bytes; None if it does not exist."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._path(name, file).stat().st_size
+        return None
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its marker first; for a link, only the link."""
@@ -109,10 +113,25 @@ class FolderStore:
         return folder / checked_file(file) if file else folder
 
     def _make_folder(self, folder: Path) -> None:
+        """Create a checkpoint's folder or a sub-folder of it, durably."""
         if folder.is_dir():
             return
+        if folder.parent != self._folder:
+            self._make_folder(folder.parent)
         folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(self._folder)
+        _sync_folder(folder.parent)
+
+
+def _file_sizes(folder: Path, prefix: str = "") -> dict[str, int]:
+    sizes = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile, or a dangling link
+                if entry.is_file():
+                    sizes[prefix + entry.name] = entry.stat().st_size
+                elif not prefix and is_folder_name(entry.name) and entry.is_dir():
+                    sizes |= _file_sizes(folder / entry.name, f"{entry.name}/")
+    return sizes
 
 
 def _forget_cached(stream: BinaryIO) -> None:

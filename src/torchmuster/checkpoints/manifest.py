@@ -14,17 +14,26 @@ import msgspec
 from msgspec import Meta
 
 from torchmuster.checkpoints.store import MARKER as MARKER  # re-exported for readers of manifests
-from torchmuster.checkpoints.store import Store, decode_strictly, is_file_name, read_small, step_of
+from torchmuster.checkpoints.store import (
+    Store,
+    decode_strictly,
+    is_file_name,
+    read_small,
+    refuse_too_large,
+    step_of,
+)
+from torchmuster.checkpoints.tensor_file import MOST_RANKS
 from torchmuster.errors import MusterError
 from torchmuster.redaction import harmless
 
-FORMAT = 1
-# Two files for each of 100,000 ranks are 30 MB; a larger one was not written by torchmuster.
-MOST_BYTES = 64 * 2**20
+FORMAT = 2  # since format 2, an index may have splits, and files may be in sub-folders
+_READABLE = (1, FORMAT)
+# Two files for each of 100,000 ranks are 32 MB.
+_MOST_BYTES = 64 * 2**20
 _PIECE_BYTES = 4 * 2**20
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
-_Ranks = Annotated[int, Meta(ge=1, le=10**6)]
+_Ranks = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 _Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _UnixTime = Annotated[
     float, Meta(ge=0, le=250_000_000_000)
@@ -41,7 +50,7 @@ class ForeignVersion(Exception):
 
     def __init__(self, version: object) -> None:
         super().__init__(
-            f"its format is {harmless(repr(version))[:40]}, but this version reads {FORMAT}"
+            f"its format is {harmless(repr(version))[:40]}, but this version reads 1 to {FORMAT}"
         )
 
 
@@ -79,7 +88,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def to_json(self) -> bytes:
         """Return the canonical form of this manifest, with its own hash."""
-        content = {"format": FORMAT, "sha256": "", **msgspec.to_builtins(self)}
+        return self._spelled_as(FORMAT)
+
+    def _spelled_as(self, version: int) -> bytes:
+        content = {"format": version, "sha256": "", **msgspec.to_builtins(self)}
         if self.best is None:  # manifests of earlier versions do not have it
             del content["best"]
         content["files"] = dict(sorted(content["files"].items()))
@@ -94,7 +106,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except ValueError as error:
             raise UnreadableManifest(f"invalid JSON: {error}") from None
         version = content.pop("format", None)
-        if version != FORMAT:
+        if type(version) is not int or version not in _READABLE:
             raise ForeignVersion(version)
         content.pop("sha256", None)
         try:
@@ -106,7 +118,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise UnreadableManifest(f"it has an invalid file name, {harmless(file)[:100]!r}")
         if step_of(manifest.name) != manifest.step:
             raise UnreadableManifest("its name and its step do not match")
-        if manifest.to_json() != text:
+        if manifest._spelled_as(version) != text:
             raise UnreadableManifest("it was changed after it was written: its hash does not match")
         return manifest
 
@@ -150,7 +162,7 @@ def write_file(
 def _read_back(
     store: Store, name: str, file: str, record: FileRecord, on_bytes: Callable[[int], None]
 ) -> None:
-    size_bytes = store.sizes(name).get(file, 0)
+    size_bytes = store.size(name, file) or 0
     good = size_bytes == record.size_bytes
     if good and not store.checked_on_arrival():
         good = sha256_of(store, name, file, on_bytes=on_bytes) == record.sha256
@@ -182,7 +194,7 @@ def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
     """Commit the files as a checkpoint: write its marker. Return the written manifest.
 
     All files must be visible from here: ranks that write to their own disks have not saved
-    anything.
+    anything. Raises ValueError for a manifest that could not be read again.
     """
     sizes = store.sizes(manifest.name)
     absent = sorted(
@@ -197,7 +209,13 @@ def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
         )
     newest = max((one.serial for one in committed_manifests(store)), default=0)
     manifest = msgspec.structs.replace(manifest, serial=newest + 1)
-    write_file(store, manifest.name, MARKER, [manifest.to_json()])
+    text = manifest.to_json()
+    refuse_too_large(MARKER, len(text), most_bytes=_MOST_BYTES)
+    try:
+        Manifest.from_json(text)
+    except UnreadableManifest as error:
+        raise ValueError(str(error)) from None
+    write_file(store, manifest.name, MARKER, [text])
     return manifest
 
 
@@ -208,7 +226,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     store fails.
     """
     try:
-        text = read_small(store, name, MARKER, most_bytes=MOST_BYTES)
+        text = read_small(store, name, MARKER, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         return None
     except ValueError as error:

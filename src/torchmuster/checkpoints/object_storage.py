@@ -82,12 +82,21 @@ class ObjectStore:
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file; empty if the checkpoint does not exist."""
-        listed = self._listed(self._path(name))
-        return {path.rsplit("/", 1)[-1]: int(info["size"] or 0) for path, info in listed.items()}
+        folder = self._path(name)
+        found = self._found(folder).items()
+        return {path[len(folder) + 1 :]: int(info["size"] or 0) for path, info in found}
+
+    def size(self, name: str, file: str) -> int | None:
+        """Return the size of one file in bytes; None if it does not exist."""
+        try:
+            with self._in_words():
+                return int(self._storage.info(self._path(name, file))["size"] or 0)
+        except FileNotFoundError:
+            return None
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its marker first."""
-        paths = [self._path(name, MARKER), *self._listed(self._path(name))]
+        paths = [self._path(name, MARKER), *self._found(self._path(name))]
         for path in dict.fromkeys(paths):
             with contextlib.suppress(FileNotFoundError), self._in_words():
                 self._storage.rm_file(path)
@@ -107,6 +116,15 @@ class ObjectStore:
         with self._in_words():
             config = self._storage.s3.meta.config
         return getattr(config, "request_checksum_calculation", None) == "when_supported"
+
+    def _found(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Return all files of a checkpoint, with those in sub-folders."""
+        try:
+            with self._in_words():
+                found = self._storage.find(folder, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {path: info for path, info in found.items() if path.startswith(f"{folder}/")}
 
     def _listed(self, path: str) -> dict[str, dict[str, Any]]:
         try:

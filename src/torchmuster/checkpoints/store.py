@@ -16,7 +16,9 @@ from torchmuster.redaction import harmless
 # Written last: a folder without it is not a checkpoint.
 MARKER = "manifest.json"
 # A file that is being written has a name that begins with a dot, which no checkpoint file can have.
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# Files of many ranks are in sub-folders (rank_file of tensor_file.py).
+_FILE = re.compile(r"(?:ranks-[0-9]{5,7}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_FOLDER = re.compile(r"ranks-[0-9]{5,7}")
 _CHECKPOINT = re.compile(r"step-(\d{8,15})-[0-9a-f]{4,16}")
 _PIECE_BYTES = 2**20
 
@@ -38,7 +40,13 @@ class Store(Protocol):
         """Open a file to read and seek in; FileNotFoundError if it does not exist."""
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file; empty if the checkpoint does not exist."""
+        """Return the size in bytes of each file; empty if the checkpoint does not exist.
+
+        It lists the whole checkpoint, so only one process may call it; see :meth:`size`.
+        """
+
+    def size(self, name: str, file: str) -> int | None:
+        """Return the size of one file in bytes; None if it does not exist."""
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its marker first, so that a partial one never counts as complete."""
@@ -68,8 +76,13 @@ def checked_name(name: str) -> str:
 
 
 def is_file_name(file: str) -> bool:
-    """Return whether this is a valid checkpoint file: a plain name, without a folder."""
+    """Return whether this is a valid checkpoint file: a plain name, or one in a folder of ranks."""
     return _FILE.fullmatch(file) is not None
+
+
+def is_folder_name(folder: str) -> bool:
+    """Return whether this is a sub-folder with the files of some ranks."""
+    return _FOLDER.fullmatch(folder) is not None
 
 
 def checked_file(file: str) -> str:
@@ -77,7 +90,8 @@ def checked_file(file: str) -> str:
     if not is_file_name(file):
         raise Impossible(
             f"{harmless(file)!r} is not a valid checkpoint file name",
-            why="file names have letters, digits, dots, dashes and underscores, and no folder",
+            why="file names have letters, digits, dots, dashes and underscores; the only folders are "
+            "ranks-<number>",
         )
     return file
 
@@ -96,9 +110,14 @@ def read_small(store: Store, name: str, file: str, *, most_bytes: int) -> bytes:
     with store.open(name, file) as stream:
         while piece := stream.read(_PIECE_BYTES):  # in pieces: one read would allocate the maximum
             content += piece
-            if len(content) > most_bytes:
-                raise ValueError(f"{file} is larger than {most_bytes} bytes")
+            refuse_too_large(file, len(content), most_bytes=most_bytes)
     return bytes(content)
+
+
+def refuse_too_large(file: str, size_bytes: int, *, most_bytes: int) -> None:
+    """Raise ValueError for a file above the limit: before it is read, and before it is written."""
+    if size_bytes > most_bytes:
+        raise ValueError(f"{file} is larger than {most_bytes} bytes")
 
 
 T = TypeVar("T")

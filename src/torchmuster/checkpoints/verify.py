@@ -56,25 +56,27 @@ def _verified(
 
 def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
     """Read the manifest and compare the file sizes, which is fast; [] if all match."""
+    manifest, findings = look_at_manifest(store, name)
+    if manifest is None:
+        return None, findings
+    sizes = store.sizes(name)
+    for file, record in manifest.files.items():
+        if file not in sizes:
+            findings.append(_missing(store, name, file))
+        elif sizes[file] != record.size_bytes:
+            findings.append(_wrong_size(store, name, file, sizes[file], record))
+    return manifest, findings
+
+
+def look_at_manifest(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
+    """Read the manifest only; None and a finding if there is none that can be read."""
     try:
         manifest = read_manifest(store, name)
     except ForeignVersion as error:
         return None, [_foreign(store, name, str(error))]
     except (UnreadableManifest, OSError) as error:
         return None, [_unreadable(store, name, MARKER, str(error))]
-    if manifest is None:
-        return None, [_unfinished(store, name)]
-    sizes = store.sizes(name)
-    findings = []
-    for file, record in manifest.files.items():
-        if file not in sizes:
-            findings.append(_missing(store, name, file))
-        elif sizes[file] < record.size_bytes:
-            findings.append(_truncated(store, name, file, sizes[file], record))
-        elif sizes[file] > record.size_bytes:
-            grown = f"it has {sizes[file]} bytes, but {record.size_bytes} were written"
-            findings.append(_changed(store, name, file, grown))
-    return manifest, findings
+    return manifest, [] if manifest is not None else [_unfinished(store, name)]
 
 
 def verify_file(
@@ -85,13 +87,22 @@ def verify_file(
     *,
     on_bytes: Callable[[int], None] = _not_said,
 ) -> list[Finding]:
-    """Read one file and compare its hash; [] if it is intact."""
+    """Read one file and compare its size and hash; [] if it is intact."""
+    size_bytes = 0
+
+    def count(piece_bytes: int) -> None:
+        nonlocal size_bytes
+        size_bytes += piece_bytes
+        on_bytes(piece_bytes)
+
     try:
-        sha256 = sha256_of(store, name, file, on_bytes=on_bytes)
+        sha256 = sha256_of(store, name, file, on_bytes=count)
     except FileNotFoundError:
         return [_missing(store, name, file)]
     except OSError as error:
         return [_unreadable(store, name, file, error.strerror or str(error))]
+    if size_bytes != record.size_bytes:
+        return [_wrong_size(store, name, file, size_bytes, record)]
     if sha256 != record.sha256:
         why = f"its SHA-256 is {sha256[:16]}…, but {record.sha256[:16]}… was expected"
         return [_changed(store, name, file, why)]
@@ -153,12 +164,15 @@ def _missing(store: Store, name: str, file: str) -> Finding:
     )
 
 
-def _truncated(store: Store, name: str, file: str, size_bytes: int, record: FileRecord) -> Finding:
+def _wrong_size(store: Store, name: str, file: str, size_bytes: int, record: FileRecord) -> Finding:
+    why = f"it has {size_bytes} bytes, but {record.size_bytes} were written"
+    if size_bytes > record.size_bytes:
+        return _changed(store, name, file, why)
     return Finding(
         name="checkpoint-file-truncated",
         status=Status.FAILURE,
         what=f"{name} is damaged: {file} is truncated",
-        why=f"it has {size_bytes} bytes, but {record.size_bytes} were written",
+        why=why,
         fix=_FIX,
         evidence=f"{store.where}/{name}/{file}",
     )
@@ -238,7 +252,7 @@ def _without_marker(store: Store) -> list[str]:
     return [
         name
         for name in store.names()
-        if any(one.name == "checkpoint-unfinished" for one in look_at_checkpoint(store, name)[1])
+        if any(one.name == "checkpoint-unfinished" for one in look_at_manifest(store, name)[1])
     ]
 
 

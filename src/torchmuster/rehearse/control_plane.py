@@ -78,11 +78,15 @@ class _Quiet:
 def measure(hosts: int, *, quiet_s: float, chatty_s: float) -> ControlPlane:
     """Start a run on simulated hosts, watch it, lose a host, and stop; in this process."""
     with tempfile.TemporaryDirectory(prefix="muster-rehearse-") as name:
-        return asyncio.run(_measure(hosts, Path(name), quiet_s, chatty_s))
+        return asyncio.run(_measure_launcher(hosts, Path(name), quiet_s, chatty_s))
 
 
-async def _measure(hosts: int, folder: Path, quiet_s: float, chatty_s: float) -> ControlPlane:
-    transport = SrunTransport(_allocation(hosts), environment=_environment(folder), patience_s=60.0)
+async def _measure_launcher(
+    hosts: int, folder: Path, quiet_s: float, chatty_s: float
+) -> ControlPlane:
+    transport = SrunTransport(
+        _allocation(hosts), environment=_simulated_environment(folder), patience_s=60.0
+    )
     spec = JobSpec(name="rehearsal", command=("train.py",), folder="/", device="gpu")
     console = _Quiet()
     running = asyncio.Event()
@@ -148,7 +152,7 @@ def _allocation(hosts: int) -> Allocation:
     )
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _simulated_environment(folder: Path) -> dict[str, str]:
     """Return an environment in which ``srun`` is the simulation."""
     program = folder / "srun"
     program.write_text(

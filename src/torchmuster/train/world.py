@@ -112,12 +112,10 @@ def is_simulated(world: World) -> bool:
     return world.backend == "fake"
 
 
-def all_gather_object(
-    value: Any, world: World, group: dist.ProcessGroup | None = None
-) -> list[Any]:
+def all_gather_object(value: Any, world: World) -> list[Any]:
     """Return each rank's object (plain JSON types), in rank order.
 
-    A background thread needs its own ``group``, a CPU one (gloo).
+    Each rank receives the objects of all; a background thread uses ``RankExchange`` instead.
     """
     text = json.dumps(value).encode()
     if world.world_size == 1:
@@ -125,25 +123,22 @@ def all_gather_object(
     if is_simulated(world):
         return [json.loads(text)] * world.world_size
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    if group is None:
-        own = own.to(world.device)
-    return [json.loads(bytes(one.tolist())) for one in gather_rows(own, world, group)]
+    own = own.to(world.device)
+    return [json.loads(bytes(one.tolist())) for one in gather_rows(own, world)]
 
 
-def gather_rows(
-    own: torch.Tensor, world: World, group: dist.ProcessGroup | None = None
-) -> list[torch.Tensor]:
+def gather_rows(own: torch.Tensor, world: World) -> list[torch.Tensor]:
     """Return each rank's tensor, in rank order; only the first dimension may differ."""
     if world.world_size == 1:
         return [own]
     length = torch.tensor([len(own)], device=own.device)
     lengths = [torch.zeros_like(length) for _ in range(world.world_size)]
-    dist.all_gather(lengths, length, group=group)
+    dist.all_gather(lengths, length)
     sizes = [int(one.item()) for one in lengths]
     room = own.new_zeros(max(sizes), *own.shape[1:])
     room[: len(own)] = own
     rooms = [torch.zeros_like(room) for _ in range(world.world_size)]
-    dist.all_gather(rooms, room, group=group)
+    dist.all_gather(rooms, room)
     return [one[:size] for one, size in zip(rooms, sizes, strict=True)]
 
 

@@ -35,11 +35,9 @@ from torchmuster.checkpoints.export_check import (
 )
 from torchmuster.checkpoints.model_class import class_in_folder, set_dtype
 from torchmuster.checkpoints.places import open_store
-from torchmuster.checkpoints.store import Store, decode_strictly, read_small
+from torchmuster.checkpoints.store import Store, decode_strictly
 from torchmuster.checkpoints.tensor_file import (
     ELEMENT_BYTES,
-    INDEX,
-    MOST_BYTES,
     FileEntry,
     Index,
     read_file_head,
@@ -194,7 +192,7 @@ def compare_tensors(request: ExportCheck) -> tuple[int, str]:
 
 def checkpoint_tensors(store: Store, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the model's tensors in a checkpoint, each assembled from the pieces of all ranks."""
-    index = Index.from_json(read_small(store, name, INDEX, most_bytes=MOST_BYTES))
+    index = Index.read(store, name)
     sizes = store.sizes(name)
     heads: dict[str, dict[str, FileEntry]] = {}
     for key, stored in index.tensors.items():
@@ -202,7 +200,7 @@ def checkpoint_tensors(store: Store, name: str) -> Iterator[tuple[str, torch.Ten
             continue
         dtype = STORED_DTYPES[stored.dtype]
         whole = torch.empty(stored.shape, dtype=dtype)
-        for chunk in stored.chunks:
+        for chunk in stored.pieces():
             if math.prod(chunk.shape) == 0:
                 continue
             with store.open(name, chunk.file) as stream:
@@ -333,7 +331,7 @@ def _refuse_lack_of_memory(request: ExportCheck) -> None:
         sizes[0] += sum(_bytes_of(file, request.base_dtype) for file in files)
     if request.checkpoint is not None:
         store = open_store(request.checkpoint)
-        index = Index.from_json(read_small(store, request.name, INDEX, most_bytes=MOST_BYTES))
+        index = Index.read(store, request.name)
         stored = [one for name, one in index.tensors.items() if name.startswith(_MODEL)]
         sizes.append(sum(one.size_bytes for one in stored))
     needed = round(_MARGIN * max(sizes)) + _MARGIN_BYTES

@@ -40,6 +40,12 @@ def test_what_some_ranks_save_any_number_reads_bit_by_bit(
             )
 
 
+def test_states_on_any_mesh_are_saved_and_loaded_on_another(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert run_ranks(saving.on_meshes, 4, tmp_path) == [[]] * 4
+
+
 def test_saves_that_fail_or_are_slow_leave_the_training_going(
     run_ranks: RunRanks, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:

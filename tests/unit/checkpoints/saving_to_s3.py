@@ -32,6 +32,11 @@ def main(url: str) -> None:
                 fsspec.filesystem("s3").mkdir(rest)
             elif word == "save":
                 answer = save(store, int(rest)).name
+            elif word == "deep":
+                name, file = new_name(int(rest)), "ranks-00500/rank-00501.json"
+                write_file(store, name, file, [b"{}"])
+                answer = [store.sizes(name), store.size(name, "rank-00501.json")]
+                store.delete(name)
             elif word == "upload":
                 write_file(store, new_name(int(rest)), "rank-00000.safetensors", _slowly())
             elif word == "break-off":

@@ -32,6 +32,26 @@ def test_a_file_appears_when_it_is_whole_and_not_before(tmp_path: Path) -> None:
         read_small(store, NAME, "a.json", most_bytes=4)
 
 
+def test_files_of_many_ranks_are_in_sub_folders(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    deep = "ranks-00500/rank-00501.json"
+    for file, content in (("state.json", b"1"), (deep, b"123")):
+        with store.create(NAME, file) as stream:
+            stream.write(content)
+    (tmp_path / NAME / "other").mkdir()
+    (tmp_path / NAME / "other" / "file").touch()
+    os.mkfifo(tmp_path / NAME / "ranks-01000")
+    assert store.sizes(NAME) == {"state.json": 1, deep: 3}
+    assert (store.size(NAME, deep), store.size(NAME, "rank-00501.json")) == (3, None)
+    with store.open(NAME, deep) as stream:
+        assert stream.read() == b"123"
+    store.delete(NAME)
+    assert store.names() == []
+    for file in ("ranks-00500/.x", "ranks-00500/../state.json", "ranks-5/x", "ranks-00500/a/b"):
+        with pytest.raises(Impossible):
+            store.size(NAME, file)
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
 

@@ -101,10 +101,49 @@ def test_a_careful_forger_could_have_written_a_good_one() -> None:
     )  # so the cases above say something
 
 
-@pytest.mark.parametrize("version", [2, "1", None, [1]])
+@pytest.mark.parametrize("version", [0, 3, "1", 1.0, True, None, [1]])
 def test_another_version_is_named(version: object) -> None:
-    with pytest.raises(ForeignVersion, match=r"reads 1$"):
+    with pytest.raises(ForeignVersion, match=r"reads 1 to 2$"):
         Manifest.from_json(_altered(format=version))
+
+
+def test_the_first_format_is_still_read() -> None:
+    assert Manifest.from_json(_altered(format=1)).step == 120
+    assert Manifest.from_json(_altered(format=2)).step == 120
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"strategy": "x" * 101}, {"world_size": 10**6 + 1}, {"best": {"loss" * 30: 1.0}}],
+    ids=str,
+)
+def test_what_no_reader_would_accept_is_not_committed(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    store = FolderStore(tmp_path)
+    manifest = msgspec.structs.replace(write(store, 5), **change)
+    with pytest.raises(ValueError, match="Expected"):
+        commit_checkpoint(store, manifest)
+    assert MARKER not in store.sizes(manifest.name)
+
+
+def test_a_manifest_too_large_to_read_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path)
+    manifest = write(store, 5)
+    monkeypatch.setattr("torchmuster.checkpoints.manifest._MOST_BYTES", 500)
+    with pytest.raises(ValueError, match=r"manifest\.json is larger than 500 bytes"):
+        commit_checkpoint(store, manifest)
+    assert MARKER not in store.sizes(manifest.name)
+
+
+def test_no_rank_lists_the_folder_to_read_its_own_file_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path)
+    monkeypatch.setattr(store, "sizes", None)
+    assert write_file(store, new_name(5), "a.json", [b"12"]).size_bytes == 2
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\x80\x04}", b"[" * 100_000, b"null"])
@@ -162,8 +201,8 @@ class _Forgetful(FolderStore):
         self._path(name, file).write_bytes(self._instead)
         return super().open(name, file)
 
-    def sizes(self, name: str) -> dict[str, int]:
-        return dict.fromkeys(super().sizes(name), len(self._instead))
+    def size(self, name: str, file: str) -> int | None:
+        return len(self._instead)
 
 
 @pytest.mark.parametrize(

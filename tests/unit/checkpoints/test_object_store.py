@@ -39,6 +39,17 @@ def test_checkpoints_are_written_read_and_kept(store: Store) -> None:
     assert found.rejected[0].evidence == f"memory:///bucket/run/{new.name}/state.json"
 
 
+def test_files_of_many_ranks_are_in_sub_folders(store: Store) -> None:
+    name, deep = "step-00000010-00aa", "ranks-00500/rank-00501.json"
+    for file, content in (("state.json", b"1"), (deep, b"123")):
+        with store.create(name, file) as stream:
+            stream.write(content)
+    assert store.sizes(name) == {"state.json": 1, deep: 3}
+    assert (store.size(name, deep), store.size(name, "rank-00501.json")) == (3, None)
+    store.delete(name)
+    assert store.sizes(name) == {}
+
+
 def test_the_marker_goes_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     name = save(store, 10).name
     deleted: list[str] = []

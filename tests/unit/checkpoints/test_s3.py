@@ -101,6 +101,7 @@ def test_checkpoints_in_s3_and_a_service_that_is_killed_in_the_middle(tmp_path: 
         assert "AWS_ENDPOINT_URL" in fix
         saver.ask("bucket bucket")
         old, new = saver.ask("save 10"), saver.ask("save 20")
+        assert saver.ask("deep 15") == [{"ranks-00500/rank-00501.json": 2}, None]
         assert saver.ask("names") == {old: 7, new: 7}
         assert saver.ask("newest") == new
         assert saver.ask(f"export {tmp_path / 'out'}") == ["model.safetensors"]

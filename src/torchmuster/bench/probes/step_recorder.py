@@ -286,10 +286,13 @@ class StepRecorder:
         import torch.distributed.checkpoint as dcp  # slow to import, so only if needed
         from torch.distributed.checkpoint import state_dict_saver
 
+        from torchmuster.train.checkpointing.checkpointer import Checkpointer
+
         torch.save = self._watched_save(torch.save)
         for module in (dcp, state_dict_saver):
             for name in ("save", "async_save"):
                 setattr(module, name, self._watched_save(getattr(module, name)))
+        Checkpointer.save = self._watched_save(Checkpointer.save)  # type: ignore[method-assign]
 
     def _watched_save(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(usual)

@@ -10,8 +10,8 @@
         if step % 100 == 0:
             checkpointer.save(state, step=step, own=random_states.keep(world))
 
-All ranks call every method, in the same order. Background saves communicate in a separate process
-group: in the group used for training, two threads would receive each other's messages.
+All ranks call every method, in the same order. Each rank plans its part of a save itself; the ranks exchange only the
+checkpoint's name and the records of their files, through the job's store (:class:`RankExchange`).
 """
 
 import contextlib
@@ -19,15 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from torchmuster.checkpoints.manifest import new_name
@@ -38,21 +34,31 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.train.checkpointing import disk_check, loading
 from torchmuster.train.checkpointing.disk_check import remove_unfinished
-from torchmuster.train.checkpointing.flatten import flatten, shared_tensors
-from torchmuster.train.checkpointing.loading import (
-    finding_of_rank,
-    newest_valid_checkpoint,
-    run_on_all_ranks,
+from torchmuster.train.checkpointing.exchange import (
+    RankExchange,
+    RankFailure,
+    error_text,
+    first_of,
 )
+from torchmuster.train.checkpointing.flatten import flatten, shared_tensors
+from torchmuster.train.checkpointing.loading import finding_of_rank, newest_valid_checkpoint
 from torchmuster.train.checkpointing.pace import Pace
+from torchmuster.train.checkpointing.planning import (
+    SavePlan,
+    assign_writers,
+    holdings_of,
+    layout_digest,
+    plan_save,
+)
 from torchmuster.train.checkpointing.storage import (
     WriteFacts,
-    Writer,
     byte_pieces_of,
+    commit_save,
     refuse_unknown_dtype,
     unstaged_bytes,
+    write_rank_files,
 )
-from torchmuster.train.world import World, all_gather_object
+from torchmuster.train.world import World
 
 
 class Staging:
@@ -111,7 +117,7 @@ class AsyncSave:
         self,
         store: Store,
         world: World,
-        group: dist.ProcessGroup,
+        exchange: RankExchange,
         facts: WriteFacts,
         *,
         keep: int,
@@ -127,19 +133,18 @@ class AsyncSave:
         Values may differ between ranks, as each rank's BatchNorm has seen different samples. Rank
         0's values are saved, so only rank 0 writes these unsharded tensors.
         """
-        if not world.is_first:
-            gone = {one for one in changing if not isinstance(tensors[one], DTensor)}
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in gone}
         self._store = store
         self._world = world
-        self._group = group
+        self._exchange = exchange
         self._keep = keep
         self._rest = rest
         self._own = own
         self._tensors = tensors
+        self._only_first = {one for one in changing if not isinstance(tensors[one], DTensor)}
         self._copies: dict[str, torch.Tensor] = {}
         if staging is not None:
-            self._copies = {one: tensors[one].clone() for one in changing if one in tensors}
+            written = changing if world.is_first else set(changing) - self._only_first
+            self._copies = {one: tensors[one].clone() for one in written}
         self._staging = staging
         self.pace = Pace()
         if staging is None or world.device.type != "cpu":
@@ -161,12 +166,13 @@ class AsyncSave:
         """Split the state among the ranks, copy it, write it, commit. Never raises."""
         try:
             self._write()
-        except CheckpointException as error:  # which is not an Exception
-            self.problem = _of_ranks(error)
-            # If that fails too, the next successful save does it.
-            remove_unfinished(self._store, self.name, self._world)
+        except RankFailure as error:
+            self.problem = error_text(error)
+            if self.name:  # if that fails too, the next successful save does it
+                remove_unfinished(self._store, self.name, self._world)
         except Exception as error:
-            self.problem = _in_words(error)
+            # The others may have committed.
+            self.problem = error_text(error)
         finally:
             self._tensors, self._copies = {}, {}
             self.took_s = time.perf_counter() - self._begun
@@ -174,36 +180,71 @@ class AsyncSave:
             self.done.set()
 
     def _write(self) -> None:
-        is_first = self._world.is_first
-        said = [new_name(self.facts.step), shared_tensors(self._tensors)] if is_first else None
-        self.name, tied = all_gather_object(said, self._world, self._group)[0]
+        self.name, tied, is_same = self._exchange.run(
+            lambda: layout_digest(self._tensors, self._only_first), self._begin
+        )
         tensors = {**self._tensors, **self._copies}
-        metadata = state_dict_saver.save(
-            {name: tensor for name, tensor in tensors.items() if name not in tied},
-            storage_writer=Writer(
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+        only_first = self._only_first - tied.keys()
+        writers = None
+        if not is_same:
+            left_out = () if self._world.is_first else only_first
+            writers = self._exchange.run(lambda: holdings_of(tensors, left_out), assign_writers)
+        plan = SavePlan(mine=frozenset(), splits={})
+
+        def write() -> dict[str, Any]:
+            nonlocal plan
+            plan = self._plan(tensors, only_first, writers)
+            return write_rank_files(
+                self._store,
+                self.name,
+                tensors,
+                plan,
+                rank=self._world.global_rank,
+                own=self._own,
+                take=unstaged_bytes if self._staging is None else self._take,
+                rest_after=self.pace.rest,
+            )
+
+        def commit(written: list[dict[str, Any]]) -> int:
+            return commit_save(
                 self._store,
                 self.name,
                 self.facts,
-                rank=self._world.global_rank,
-                own=self._own,
-                rest=self._rest,
+                written,
+                tensors=tensors,
+                plan=plan,
                 tied=tied,
-                take=unstaged_bytes if self._staging is None else self._take,
-                rest_after=self.pace.rest,
-            ),
-            # The state is already flat. Replicated tensors are split among the ranks by size.
-            planner=DefaultSavePlanner(
-                flatten_state_dict=False,
-                flatten_sharded_tensors=False,
-                dedup_save_to_lowest_rank=False,
-            ),
-            process_group=self._group,
-        )
-        self.size_bytes = metadata.storage_data
-        if is_first:
+                rest=self._rest,
+            )
+
+        self.size_bytes = self._exchange.run(write, commit)
+        if self._world.is_first:
             # Deletions that fail now are retried after the next save.
             with contextlib.suppress(OSError, MusterError):
                 keep_newest(self._store, self._keep, just_committed=self.name)
+
+    def _begin(self, layouts: list[str]) -> list[Any]:
+        """Return the name of the checkpoint, tied tensors, and whether all ranks plan the same."""
+        return [
+            new_name(self.facts.step),
+            shared_tensors(self._tensors),
+            len(set(layouts)) == 1,
+        ]
+
+    def _plan(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        only_first: Collection[str],
+        writers: Mapping[str, Collection[int]] | None,
+    ) -> SavePlan:
+        rank = self._world.global_rank
+        if writers is None:
+            return plan_save(
+                tensors, only_first=only_first, rank=rank, world_size=self._world.world_size
+            )
+        mine = frozenset(name for name, ranks in writers.items() if rank in ranks)
+        return SavePlan(mine=mine, splits={})
 
     def _take(self, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
         assert self._staging is not None
@@ -213,24 +254,7 @@ class AsyncSave:
         return content
 
 
-def _of_ranks(error: CheckpointException) -> str:
-    failures = sorted(error.failures.items())
-    rank, (first, _) = failures[0]
-    more = len(failures) - 1
-    others = f" (and {more} more ranks failed)" if more else ""
-    return f"rank {rank}: {_in_words(first)}{others}"
-
-
-def _in_words(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
-    if not isinstance(error, MusterError):
-        text = f"{type(error).__name__}: {text.splitlines()[0]}"
-    return "; ".join(text.splitlines())
-
-
 Mode = Literal["auto", "async", "sync"]
-# Longer than any file takes to write: ranks that are done wait for the others.
-_LONGEST_SAVE = timedelta(hours=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +320,7 @@ class Checkpointer:
         self._keep_best = keep_best
         self._buffers = buffers
         self._on_saved = on_saved
-        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_SAVE)
+        self._exchange = RankExchange.of_job(world)
         self._staging = Staging(world.device)
         self._save: AsyncSave | None = None
         self._last: SaveReport | None = None
@@ -309,16 +333,13 @@ class Checkpointer:
         self.wait()
         size_bytes = disk_check.checkpoint_bytes(flatten(state)[1].values())
         memory = disk_check.fits_in_memory(size_bytes, self._world)
-        lacks = run_on_all_ranks(
-            lambda: "" if memory.value else memory.reason, self._world, self._group
+        lack = self._exchange.run(
+            lambda: "" if memory.value else memory.reason, lambda of_ranks: max(of_ranks, key=bool)
         )
-        findings = run_on_all_ranks(
-            lambda: self._look_at_disk(size_bytes), self._world, self._group
-        )[0]
+        findings = self._exchange.run(lambda: self._look_at_disk(size_bytes), first_of)
         found = [finding_of_rank(one) for one in findings]
         if not any(one.status is Status.FAILURE for one in found):
-            found += disk_check.storage_findings(self.store, self._world, self._group)
-        lack = next(filter(None, lacks), "")
+            found += disk_check.storage_findings(self.store, self._world, self._exchange)
         if self._asked == "auto":
             self.mode = (
                 Decision(value="sync", reason=f"training waits for each save: {lack}")
@@ -352,7 +373,7 @@ class Checkpointer:
         save = AsyncSave(
             self.store,
             self._world,
-            self._group,
+            self._exchange,
             WriteFacts(
                 step=step,
                 world_size=self._world.world_size,
@@ -409,11 +430,11 @@ class Checkpointer:
         that they come from; these are unchanged and not in the returned state.
         """
         self.wait()
-        found = newest_valid_checkpoint(self.store, self._world, self._group)
+        found = newest_valid_checkpoint(self.store, self._world, self._exchange)
         if found is None:
             return None
         read = loading.load_into(
-            self.store, found, state, self._world, self._group, optional=optional
+            self.store, found, state, self._world, self._exchange, optional=optional
         )
         return Loaded(step=found.manifest.step, state=read.state, own=read.own, found=found)
 
@@ -421,8 +442,7 @@ class Checkpointer:
         """Wait for the last save and release its resources."""
         self.wait()
         self._staging.release()
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        self._exchange.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
 from torchmuster.checkpoints.manifest import new_name, write_file
 from torchmuster.checkpoints.store import Store
@@ -12,8 +11,9 @@ from torchmuster.decision import Decision
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.train.checkpointing.loading import finding_of_rank, run_on_all_ranks
-from torchmuster.train.checkpointing.storage import file_of_rank
+from torchmuster.train.checkpointing.exchange import RankExchange, first_of
+from torchmuster.train.checkpointing.loading import finding_of_rank
+from torchmuster.train.checkpointing.storage import own_file
 from torchmuster.train.world import World
 from torchmuster.units import format_bytes
 
@@ -77,23 +77,21 @@ def disk_findings(size_bytes: int, store: Store, *, keep: int) -> list[Finding]:
     return []
 
 
-def storage_findings(store: Store, world: World, group: dist.ProcessGroup) -> list[Finding]:
+def storage_findings(store: Store, world: World, exchange: RankExchange) -> list[Finding]:
     """Check that all ranks save to the same place: each writes a small file, rank 0 finds them."""
-    name = run_on_all_ranks(lambda: new_name(0) if _is_on_disk(store) else "", world, group)[0]
+    name = exchange.run(lambda: new_name(0) if _is_on_disk(store) else "", first_of)
     if world.world_size == 1 or not name:
         return []
     try:
-        run_on_all_ranks(
-            lambda: None if world.is_first else _leave_word(store, name, world), world, group
-        )
         # Rank 0 writes last: a shared disk shows the current folder to a host that has just changed
         # it.
-        said = run_on_all_ranks(
-            lambda: _absent(store, name, world) if world.is_first else [], world, group
+        found = exchange.run(
+            lambda: None if world.is_first else _leave_word(store, name, world),
+            lambda _: _absent(store, name, world),
         )
     finally:
         remove_unfinished(store, name, world)
-    return [finding_of_rank(one) for one in said[0]]
+    return [finding_of_rank(one) for one in found]
 
 
 def remove_unfinished(store: Store, name: str, world: World) -> None:
@@ -109,13 +107,13 @@ def _is_on_disk(store: Store) -> bool:
 
 
 def _leave_word(store: Store, name: str, world: World) -> None:
-    write_file(store, name, file_of_rank(world.global_rank), [b"{}"])
+    write_file(store, name, own_file(world.global_rank), [b"{}"])
 
 
 def _absent(store: Store, name: str, world: World) -> list[dict[str, str]]:
     _leave_word(store, name, world)
     there = store.sizes(name)
-    absent = [rank for rank in range(world.world_size) if file_of_rank(rank) not in there]
+    absent = [rank for rank in range(world.world_size) if own_file(rank) not in there]
     if not absent:
         return []
     found = Finding(

@@ -1,50 +1,44 @@
 """Load a checkpoint into the tensors of a training state that is already distributed."""
 
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from torchmuster.checkpoints.base_model import refuse_other_base
-from torchmuster.checkpoints.store import Store, read_small
-from torchmuster.checkpoints.tensor_file import INDEX, Index
-from torchmuster.checkpoints.tensor_file import MOST_BYTES as MOST_INDEX_BYTES
+from torchmuster.checkpoints.manifest import Manifest
+from torchmuster.checkpoints.store import Store
+from torchmuster.checkpoints.tensor_file import Index
 from torchmuster.checkpoints.verify import (
     NewestCheckpoint,
-    look_at_checkpoint,
+    look_at_manifest,
     newest_first,
     verify_file,
 )
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
+from torchmuster.train.checkpointing.exchange import RankExchange, first_of, nothing
 from torchmuster.train.checkpointing.flatten import flatten, shared_tensors, unflatten
-from torchmuster.train.checkpointing.storage import DTYPES, STATE, Reader, file_of_rank
-from torchmuster.train.world import World, all_gather_object
-
-T = TypeVar("T")
+from torchmuster.train.checkpointing.storage import DTYPES, STATE, own_file, read_json, read_tensors
+from torchmuster.train.world import World
 
 
 def newest_valid_checkpoint(
-    store: Store, world: World, group: dist.ProcessGroup
+    store: Store, world: World, exchange: RankExchange
 ) -> NewestCheckpoint | None:
     """Return the newest checkpoint whose files are all intact; None if there is no checkpoint.
 
     Each rank reads its share of the files. If there are checkpoints and none of them is good, it
     raises an error: starting from scratch would silently discard all of them.
     """
-    names = run_on_all_ranks(lambda: newest_first(store) if world.is_first else [], world, group)[0]
+    names = exchange.run(lambda: newest_first(store) if world.is_first else [], first_of)
     rejected: list[Finding] = []
     for name in names:
-        findings = _loading_findings(store, name, world, group)
+        manifest, findings = _verified_by_all(store, name, world, exchange)
         if not findings:
-            manifest = look_at_checkpoint(store, name)[0]
-            assert manifest is not None  # it has just been read
+            assert manifest is not None  # else there would be a finding
             return NewestCheckpoint(name=name, manifest=manifest, rejected=tuple(rejected))
         rejected += findings
     if any(one.status is Status.FAILURE for one in rejected):
@@ -55,21 +49,6 @@ def newest_valid_checkpoint(
             "checkpoints away",
         )
     return None
-
-
-def run_on_all_ranks(work: Callable[[], T], world: World, group: dist.ProcessGroup) -> list[T]:
-    """Call a function on each rank, return all results (JSON types); an error raises on all."""
-    value: Any = None
-    problem = ""
-    try:
-        value = work()
-    except (MusterError, OSError, ValueError) as error:
-        problem = "; ".join(str(error).splitlines()) or type(error).__name__
-    told = all_gather_object([value, problem], world, group)
-    for rank, (_, theirs) in enumerate(told):
-        if theirs:
-            raise MusterError(f"rank {rank}: {theirs}" if world.world_size > 1 else theirs)
-    return [one for one, _ in told]
 
 
 def finding_of_rank(told: dict[str, str]) -> Finding:
@@ -84,29 +63,32 @@ def finding_of_rank(told: dict[str, str]) -> Finding:
     )
 
 
-def _loading_findings(
-    store: Store, name: str, world: World, group: dist.ProcessGroup
-) -> list[Finding]:
-    """Return the findings of all ranks, without duplicates."""
-    told = run_on_all_ranks(lambda: _found_here(store, name, world), world, group)
-    findings: dict[str, Finding] = {}
-    for rank, theirs in enumerate(told):
+def _verified_by_all(
+    store: Store, name: str, world: World, exchange: RankExchange
+) -> tuple[Manifest | None, list[Finding]]:
+    """Return the manifest, and the findings of all ranks without duplicates."""
+    manifest: Manifest | None = None
+
+    def verify_share() -> list[dict[str, str]]:
+        nonlocal manifest
+        manifest, findings = look_at_manifest(store, name)
+        if manifest is not None:
+            files = sorted(manifest.files)
+            for file in files[world.global_rank :: world.world_size]:
+                findings += verify_file(store, name, file, manifest.files[file])
+        return [one.as_json() for one in findings]
+
+    found = exchange.run(verify_share, _without_duplicates)
+    return manifest, [finding_of_rank(one) for one in found]
+
+
+def _without_duplicates(of_ranks: list[list[dict[str, str]]]) -> list[dict[str, str]]:
+    findings: dict[str, dict[str, str]] = {}
+    for rank, theirs in enumerate(of_ranks):
         for one in theirs:
             evidence = f"{one['evidence']} (seen by rank {rank})"
-            findings.setdefault(
-                one["what"],
-                finding_of_rank({**one, "evidence": evidence}),
-            )
+            findings.setdefault(one["what"], {**one, "evidence": evidence})
     return list(findings.values())
-
-
-def _found_here(store: Store, name: str, world: World) -> list[dict[str, str]]:
-    manifest, findings = look_at_checkpoint(store, name)
-    if manifest is not None and not findings:
-        files = sorted(manifest.files)
-        for file in files[world.global_rank :: world.world_size]:
-            findings += verify_file(store, name, file, manifest.files[file])
-    return [one.as_json() for one in findings]
 
 
 _SHOWN = 5  # differences named in an error; the rest is counted
@@ -216,9 +198,6 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_MOST_STATE_BYTES = 2**30
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadedState:
     """A state, and this rank's own part; None if it was saved by another number of ranks."""
@@ -232,7 +211,7 @@ def load_into(
     found: NewestCheckpoint,
     state: dict[str, Any],
     world: World,
-    group: dist.ProcessGroup,
+    exchange: RankExchange,
     *,
     optional: Collection[str] = (),
 ) -> LoadedState:
@@ -241,20 +220,53 @@ def load_into(
     A checkpoint that names its base model may lack the tensors named in ``optional``.
     """
     name = found.name
-    tensors = flatten(state)[1]
+    here, tensors = flatten(state)
     common: list[Any] = []
 
     def read_common() -> None:
-        index = Index.from_json(read_small(store, name, INDEX, most_bytes=MOST_INDEX_BYTES))
-        common.extend((index, _json(store, name, STATE)))
+        common.extend((Index.read(store, name), read_json(store, name, STATE)))
         if found.manifest.world_size == world.world_size:
-            common.append(_json(store, name, file_of_rank(world.global_rank)))
+            common.append(read_json(store, name, own_file(world.global_rank)))
 
-    run_on_all_ranks(read_common, world, group)
+    exchange.run(read_common, nothing)
     index, rest, own = (*common, None)[:3]
-    saved = {one: one for one in index.tensors} | dict(index.tied)
+    own_error: MusterError | None = None
+
+    def compare_state() -> None:
+        nonlocal own_error, tensors
+        try:
+            tensors = _fitting_tensors(name, index, rest, here, tensors, optional)
+        except MusterError as error:
+            own_error = error
+            raise
+
+    def read_own_parts() -> None:
+        once = shared_tensors(tensors)
+        mine = {one: tensor for one, tensor in tensors.items() if one not in once}
+        read_tensors(store, name, index, found.manifest.files, mine)
+
     try:
-        here = flatten(state)[0]
+        exchange.run(compare_state, nothing)
+    except MusterError:
+        if own_error is not None:
+            raise own_error from None
+        raise
+    exchange.run(read_own_parts, nothing)
+    with _as_state_error(name):
+        return LoadedState(state=unflatten(rest, tensors), own=own)
+
+
+def _fitting_tensors(
+    name: str,
+    index: Index,
+    rest: Any,
+    here: Any,
+    tensors: dict[str, torch.Tensor],
+    optional: Collection[str],
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to load; raise if the checkpoint does not match them."""
+    saved = {one: one for one in index.tensors} | dict(index.tied)
+    with _as_state_error(name):
         never = never_stepped(rest, here)
         tensors = {one: tensor for one, tensor in tensors.items() if not one.startswith(never)}
         refuse_other_base(name, rest.get("base"), here.get("base"))
@@ -262,26 +274,15 @@ def load_into(
             of_base = set(optional) - saved.keys()
             tensors = {one: tensor for one, tensor in tensors.items() if one not in of_base}
         refuse_incompatible_state(name, index, tensors, saved=saved)
-        once = shared_tensors(tensors)
-        state_dict_loader.load(
-            {one: tensor for one, tensor in tensors.items() if one not in once},
-            storage_reader=Reader(store, name, index),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-        )
-        return LoadedState(state=unflatten(rest, tensors), own=own)
-    except CheckpointException as error:  # which is not an Exception
-        rank, (first, _) = sorted(error.failures.items())[0]
-        raise MusterError(f"rank {rank} could not read {name}", why=str(first)) from None
+    return tensors
+
+
+@contextmanager
+def _as_state_error(name: str) -> Iterator[None]:
+    try:
+        yield
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise MusterError(
             f"{STATE} of {name} is not a training state",
             why=f"{type(error).__name__}: {error}",
         ) from None
-
-
-def _json(store: Store, name: str, file: str) -> Any:
-    try:
-        return json.loads(read_small(store, name, file, most_bytes=_MOST_STATE_BYTES))
-    except RecursionError:
-        raise ValueError(f"cannot read {file}") from None

@@ -1,9 +1,8 @@
-"""Storage for torch.distributed.checkpoint (DCP), whose planner assigns data to ranks.
+"""Write and read the files of a checkpoint, and commit it.
 
-DCP's own writers are not suitable: the file system writers pickle, ``HuggingFaceStorageWriter``
-supports only tensors, and neither hashes its files nor makes sure that they reached the disk. While
-planning, ranks exchange DCP's plans as pickles; these come only from the ranks of this job, and are
-never stored.
+DCP (torch.distributed.checkpoint) determines which part of a tensor a rank has, and what to read into it. Its
+writers are not suitable: the file system writers pickle, ``HuggingFaceStorageWriter`` supports only tensors, and neither
+hashes its files nor makes sure that they reached the disk.
 """
 
 import contextlib
@@ -18,23 +17,18 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from torchmuster.checkpoints.manifest import (
     FileRecord,
@@ -43,17 +37,21 @@ from torchmuster.checkpoints.manifest import (
     now_unix_s,
     write_file,
 )
-from torchmuster.checkpoints.store import Store
+from torchmuster.checkpoints.store import Store, read_small, refuse_too_large
 from torchmuster.checkpoints.tensor_file import (
     INDEX,
     Chunk,
     FileEntry,
     Index,
+    Split,
     StoredTensor,
+    chunk_key,
     file_head,
+    rank_file,
     read_file_head,
 )
 from torchmuster.errors import Impossible, MusterError
+from torchmuster.train.checkpointing.planning import SavePlan, part_of, refuse_overlap, write_items
 
 WORDS: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -107,90 +105,79 @@ def byte_pieces_of(host: torch.Tensor) -> Iterator[memoryview]:
         yield content[begin : begin + _PIECE_BYTES]
 
 
-class Reader(StorageReader):
-    """Reads one checkpoint, whose index is already known."""
+# What to read from a file: DCP's item, the chunk it is in, and the dtype of the tensor.
+Reads = list[tuple[ReadItem, Chunk, str]]
 
-    def __init__(self, store: Store, name: str, index: Index) -> None:
-        self._store = store
-        self._name = name
-        self._index = index
-        self._chunks: dict[MetadataIndex, tuple[Chunk, str]] = {}  # with its dtype name
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader is for one checkpoint."""
+def read_tensors(
+    store: Store,
+    name: str,
+    index: Index,
+    files: Mapping[str, FileRecord],
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    """Read this rank's parts of tensors from the chunks that overlap them, file by file."""
+    reads = plan_reads(index, tensors)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors)
+    for file, items in reads.items():
+        try:
+            with store.open(name, file) as stream:
+                _read_file(stream, files[file].size_bytes, items, planner)
+        except (OSError, KeyError, ValueError) as error:
+            raise MusterError(
+                f"cannot read {file} of {name}",
+                why=str(error),
+                fix="check the disk or the object storage, and rerun",
+            ) from None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index as DCP metadata."""
-        described: dict[str, Any] = {}
-        stored_as = {name: name for name in self._index.tensors} | dict(self._index.tied)
-        for name, first in stored_as.items():
-            stored = self._index.tensors[first]
-            for chunk in stored.chunks:
-                self._chunks[MetadataIndex(name, chunk.offset)] = (chunk, stored.dtype)
-            described[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=DTYPES[stored.dtype]),
-                size=torch.Size(stored.shape),
+
+def plan_reads(index: Index, tensors: dict[str, torch.Tensor]) -> dict[str, Reads]:
+    """Return what this rank reads from each file."""
+    stored = {one: index.tensors[index.tied.get(one, one)] for one in tensors}
+    chunks: dict[str, list[Chunk]] = {one: [] for one in tensors}
+    for one, offset, shape in map(part_of, write_items(tensors)):
+        chunks[one] += stored[one].pieces(offset, shape)
+    reads: dict[str, Reads] = {}
+    for item in create_default_local_load_plan(tensors, _metadata(stored, chunks)).items:
+        source = item.storage_index
+        assert source.index is not None  # the position in the list of chunks
+        chunk = chunks[source.fqn][source.index]
+        reads.setdefault(chunk.file, []).append((item, chunk, stored[source.fqn].dtype))
+    return reads
+
+
+def _metadata(stored: Mapping[str, StoredTensor], chunks: Mapping[str, list[Chunk]]) -> Metadata:
+    """Return DCP's description of the chunks that this rank reads."""
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
+                size=torch.Size(tensor.shape),
                 chunks=[
                     ChunkStorageMetadata(
                         offsets=torch.Size(one.offset), sizes=torch.Size(one.shape)
                     )
-                    for one in stored.chunks
+                    for one in chunks[name]
                 ],
             )
-        return Metadata(described)
+            for name, tensor in stored.items()
+        }
+    )
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: the metadata is known."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the data of this rank, file by file."""
-        by_file: dict[str, list[tuple[ReadItem, Chunk, str]]] = {}
-        for item in plan.items:
-            chunk, dtype = self._chunks[item.storage_index]
-            by_file.setdefault(chunk.file, []).append((item, chunk, dtype))
-        sizes = self._store.sizes(self._name)
-        for file, items in by_file.items():
-            try:
-                with self._store.open(self._name, file) as stream:
-                    self._read_file(stream, sizes[file], items, planner)
-            except (OSError, KeyError, ValueError) as error:
-                raise MusterError(
-                    f"cannot read {file} of {self._name}",
-                    why=str(error),
-                    fix="check the disk or the object storage, and rerun",
-                ) from None
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: checkpoint names are chosen here."""
-        return True
-
-    @staticmethod
-    def _read_file(
-        stream: BinaryIO,
-        size_bytes: int,
-        items: list[tuple[ReadItem, Chunk, str]],
-        planner: LoadPlanner,
-    ) -> None:
-        found = read_file_head(stream, size_bytes)
-        for item, chunk, dtype in items:
-            part = _part(stream, _entry(found, chunk, dtype), item)
-            place = planner.resolve_tensor(item).detach()
-            place.copy_(part)
-            planner.commit_tensor(item, place)
+def _read_file(
+    stream: BinaryIO,
+    size_bytes: int,
+    items: Reads,
+    planner: LoadPlanner,
+) -> None:
+    found = read_file_head(stream, size_bytes)
+    for item, chunk, dtype in items:
+        part = _part(stream, _entry(found, chunk, dtype), item)
+        place = planner.resolve_tensor(item).detach()
+        place.copy_(part)
+        planner.commit_tensor(item, place)
 
 
 def _entry(found: Mapping[str, FileEntry], chunk: Chunk, dtype: str) -> FileEntry:
@@ -228,9 +215,8 @@ _PATIENT = 10  # of 19: training on the same cores has priority
 Take = Callable[[list[torch.Tensor]], Iterable[memoryview]]
 
 
-def file_of_rank(rank: int) -> str:
-    """Return the name of the file with a rank's own state: its random states."""
-    return f"rank-{rank:05d}.json"
+# Larger ones are refused, by the reader and by the writer.
+_MOST_STATE_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,125 +230,122 @@ class WriteFacts:
     best: Mapping[str, float] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """The files that one rank wrote, and the chunks of tensors in them. Sent to rank 0."""
-
-    files: Mapping[str, FileRecord]
-    chunks: list[tuple[str, Chunk]]
+def own_file(rank: int) -> str:
+    """Return the name of the file with a rank's own state: its random states."""
+    return rank_file(rank, ".json")
 
 
-class Writer(StorageWriter):
-    """Writes one checkpoint: tensors and own state on each rank; rank 0 commits."""
+def write_rank_files(
+    store: Store,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    plan: SavePlan,
+    *,
+    rank: int,
+    own: Any,
+    take: Take,
+    rest_after: Callable[[int], None],
+) -> dict[str, Any]:
+    """Write this rank's parts of the tensors and its own state; return what rank 0 needs to know.
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        facts: WriteFacts,
-        *,
-        rank: int,
-        own: Any,
-        rest: Any,
-        tied: Mapping[str, str],
-        take: Take,
-        rest_after: Callable[[int], None],
-    ) -> None:
-        self._store = store
-        self._name = name
-        self._facts = facts
-        self._rank = rank
-        self._own = own
-        self._rest = rest
-        self._tied = tied
-        self._take = take
-        self._rest_after = rest_after
+    These are the size and hash of each file, and the parts of tensors that are not in ``plan.splits``; as JSON types.
+    """
+    file = rank_file(rank)
+    described, contents, unplanned = [], [], []
+    items = write_items({one: tensors[one] for one in tensors if one in plan.mine})
+    # Sorted by element size, so that each tensor is aligned to it.
+    for one, offset, shape in sorted(
+        map(part_of, items), key=lambda part: -tensors[part[0]].element_size()
+    ):
+        if not math.prod(shape):
+            continue
+        tensor = tensors[one]
+        key = chunk_key(one, tensor.shape, shape, offset)
+        chunk = Chunk(offset=offset, shape=shape, file=file, key=key)
+        if one in plan.splits:
+            stored = _stored(tensor, split=plan.splits[one])
+            assert list(stored.pieces(offset, shape)) == [chunk], f"{one}: {chunk} is not planned"
+        else:
+            unplanned.append([one, WORDS[tensor.dtype], list(tensor.shape), offset, shape])
+        described.append((key, WORDS[tensor.dtype], shape))
+        contents.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    header = file_head(described)
+    content = take(contents)
+    _be_patient()
+    records = {
+        file: write_file(store, name, file, _after(header, content), on_bytes=rest_after),
+        own_file(rank): write_json(store, name, own_file(rank), own),
+    }
+    return {
+        "files": {one: [record.size_bytes, record.sha256] for one, record in records.items()},
+        "unplanned": unplanned,
+    }
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer is for one checkpoint."""
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: a store creates what it needs."""
+def commit_save(
+    store: Store,
+    name: str,
+    facts: WriteFacts,
+    written: list[dict[str, Any]],
+    *,
+    tensors: Mapping[str, torch.Tensor],
+    plan: SavePlan,
+    tied: Mapping[str, str],
+    rest: Any,
+) -> int:
+    """Write the common files of a checkpoint, and its marker last; return the size in bytes.
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
+    ``written`` has the results of :func:`write_rank_files` of all ranks. A file that could not be
+    read again is refused before the marker is written.
+    """
+    files = {
+        file: FileRecord(size_bytes=size_bytes, sha256=sha256)
+        for of_rank in written
+        for file, (size_bytes, sha256) in of_rank["files"].items()
+    }
+    index = Index(tensors=_stored_tensors(written, tensors, plan), tied=tied)
+    files[INDEX] = write_file(store, name, INDEX, [index.to_json()])
+    files[STATE] = write_json(store, name, STATE, rest)
+    manifest = Manifest(
+        name=name,
+        step=facts.step,
+        world_size=facts.world_size,
+        strategy=facts.strategy,
+        global_batch_size=facts.global_batch_size,
+        made_unix_s=now_unix_s(),
+        files=files,
+        best=facts.best,
+    )
+    return commit_checkpoint(store, manifest).size_bytes
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged."""
-        return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part."""
-        with _told_simply():
-            written = self._write(plan, planner)
-        result = WriteResult(
-            index=MetadataIndex(file_of_rank(self._rank)),
-            size_in_bytes=sum(one.size_bytes for one in written.files.values()),
-            storage_data=written,
-        )
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result])
-        return future
+def _stored_tensors(
+    written: list[dict[str, Any]], tensors: Mapping[str, torch.Tensor], plan: SavePlan
+) -> dict[str, StoredTensor]:
+    chunks: dict[str, list[Chunk]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for rank, of_rank in enumerate(written):
+        for name, dtype, shape, offset, part in of_rank["unplanned"]:
+            key = chunk_key(name, shape, part, offset)
+            chunk = Chunk(offset=tuple(offset), shape=tuple(part), file=rank_file(rank), key=key)
+            chunks.setdefault(name, []).append(chunk)
+            if kinds.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)):
+                raise Impossible(f"{name} has another shape or dtype on rank {rank}")
+    stored = {
+        name: _stored(tensor, split=plan.splits.get(name))
+        for name, tensor in tensors.items()
+        if name not in chunks
+    }
+    for name, of_tensor in chunks.items():
+        refuse_overlap(name, [(one.offset, one.shape) for one in of_tensor])
+        dtype, shape = kinds[name]
+        stored[name] = StoredTensor(dtype=dtype, shape=shape, chunks=tuple(of_tensor))
+    # In the order of the state; an export writes its tensors in this order.
+    return {name: stored[name] for name in dict.fromkeys([*tensors, *stored])}
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the common files, and the marker last; all ranks get the size with the metadata."""
-        with _told_simply():
-            files: dict[str, FileRecord] = {}
-            chunks: dict[str, list[Chunk]] = {}
-            for result in (one for of_rank in results for one in of_rank):
-                files |= result.storage_data.files
-                for name, chunk in result.storage_data.chunks:
-                    chunks.setdefault(name, []).append(chunk)
-            index = _index(metadata, chunks, self._tied)
-            files[INDEX] = write_file(self._store, self._name, INDEX, [index.to_json()])
-            files[STATE] = write_file(self._store, self._name, STATE, [_json(self._rest)])
-            manifest = Manifest(
-                name=self._name,
-                step=self._facts.step,
-                world_size=self._facts.world_size,
-                strategy=self._facts.strategy,
-                global_batch_size=self._facts.global_batch_size,
-                made_unix_s=now_unix_s(),
-                files=files,
-                best=self._facts.best,
-            )
-            commit_checkpoint(self._store, manifest)
-            metadata.storage_data = manifest.size_bytes
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: checkpoint names are chosen here."""
-        return True
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> _Written:
-        # Sorted by element size, so that each tensor is aligned to it.
-        items = sorted(plan.items, key=lambda one: -_storage_dtype(one).itemsize)
-        tensors = [_tensor(planner.resolve_data(one)) for one in items]
-        file = f"rank-{self._rank:05d}.safetensors"
-        described, chunks = [], []
-        for item, tensor in zip(items, tensors, strict=True):
-            key, shape = _key(item), tuple(tensor.shape)
-            described.append((key, WORDS[tensor.dtype], shape))
-            if tensor.nbytes:
-                offset = tuple(item.index.offset or ())
-                chunks.append(
-                    (item.index.fqn, Chunk(offset=offset, shape=shape, file=file, key=key))
-                )
-        content = self._take(tensors)
-        _be_patient()
-        own = file_of_rank(self._rank)
-        records = {
-            file: write_file(
-                self._store,
-                self._name,
-                file,
-                _after(file_head(described), content),
-                on_bytes=self._rest_after,
-            ),
-            own: write_file(self._store, self._name, own, [_json(self._own)]),
-        }
-        return _Written(files=records, chunks=chunks)
+def _stored(tensor: torch.Tensor, *, split: Split | None) -> StoredTensor:
+    return StoredTensor(dtype=WORDS[tensor.dtype], shape=tuple(tensor.shape), split=split)
 
 
 def unstaged_bytes(tensors: list[torch.Tensor]) -> Iterator[memoryview]:
@@ -376,37 +359,19 @@ def _after(header: bytes, content: Iterable[memoryview]) -> Iterator[bytes | mem
     yield from content
 
 
-def _tensor(resolved: Any) -> torch.Tensor:
-    assert isinstance(resolved, torch.Tensor)  # everything else is in the JSON state
-    return resolved
+def write_json(store: Store, name: str, file: str, content: Any) -> FileRecord:
+    """Write a JSON file; ValueError if :func:`read_json` would refuse it."""
+    text = json.dumps(content, allow_nan=False).encode()
+    refuse_too_large(file, len(text), most_bytes=_MOST_STATE_BYTES)
+    return write_file(store, name, file, [text])
 
 
-def _storage_dtype(item: WriteItem) -> torch.dtype:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype
-
-
-def _key(item: WriteItem) -> str:
-    assert item.tensor_data is not None
-    if item.tensor_data.chunk.sizes == item.tensor_data.size:
-        return item.index.fqn
-    return f"{item.index.fqn}@{','.join(str(one) for one in item.index.offset or ())}"
-
-
-def _index(metadata: Metadata, chunks: Mapping[str, list[Chunk]], tied: Mapping[str, str]) -> Index:
-    tensors = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata)
-        tensors[name] = StoredTensor(
-            dtype=WORDS[stored.properties.dtype],
-            shape=tuple(stored.size),
-            chunks=tuple(chunks.get(name, ())),
-        )
-    return Index(tensors=tensors, tied=tied)
-
-
-def _json(content: Any) -> bytes:
-    return json.dumps(content, allow_nan=False).encode()
+def read_json(store: Store, name: str, file: str) -> Any:
+    """Read a JSON file; ValueError if it is invalid or too large."""
+    try:
+        return json.loads(read_small(store, name, file, most_bytes=_MOST_STATE_BYTES))
+    except RecursionError:
+        raise ValueError(f"cannot read {file}") from None
 
 
 def _be_patient() -> None:
@@ -414,14 +379,3 @@ def _be_patient() -> None:
     if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PATIENT)
-
-
-@contextlib.contextmanager
-def _told_simply() -> Iterator[None]:
-    """Convert any error to one that can be sent to other ranks: not all can be pickled."""
-    try:
-        yield
-    except MusterError:
-        raise
-    except Exception as error:
-        raise MusterError(f"{type(error).__name__}: {error}") from None
