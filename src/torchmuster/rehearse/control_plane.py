@@ -19,7 +19,7 @@ from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.srun import SrunTransport
 from torchmuster.rehearse import simulated_hosts
 
-_BEFORE_S = 3.0  # after the start, before the first measurement
+_BEFORE_S = 8.0  # after the start, until the first heartbeats have been handled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ class SimulatedAgent:
         self._attempt = -1
         self._first_rank = 0
         self._moves = 0
+        self._keeps_logs = False
         self.silent = False
         self.running = False
         address = f"10.{place >> 16 & 255}.{place >> 8 & 255}.{place & 255}"
@@ -76,6 +77,7 @@ class SimulatedAgent:
             return
         match message:
             case protocol.Prepare():
+                self._keeps_logs = message.keep_logs
                 code = protocol.Fingerprint(
                     script_sha256="s" * 64, code_sha256="c" * 64, code_files=9, packages_sha256="p"
                 )
@@ -142,8 +144,8 @@ class SimulatedAgent:
             )
         )
         for rank in range(self._first_rank, self._first_rank + RANKS_EACH):
-            for _ in range(lines):
-                self._say(protocol.Output(rank=rank, text=_LINE))
+            if lines and (rank == 0 or not self._keeps_logs):
+                self._say(protocol.Output(rank=rank, text=_LINE * lines))
 
 
 class SimulatedHosts:

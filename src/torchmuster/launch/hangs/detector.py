@@ -75,6 +75,7 @@ class HangWatch:
         self._ranks: dict[int, ObservedRank] = {}
         self._of_host: dict[str, list[ObservedRank]] = {}
         self._hosts: dict[str, float] = {}
+        self._slow: set[str] = set()  # hosts with a rank that has made no progress lately
         self._told: Hang | None = None
         self._tell_after_s = 0.0
 
@@ -90,6 +91,10 @@ class HangWatch:
         """
         now = self._clock()
         self._hosts[host] = now
+        if moving:
+            self._slow.discard(host)
+        else:
+            self._slow.add(host)
         for one in self._of_host.get(host, ()) if moving else ():
             one.since_s = one.still_s = now
         for heartbeat in heartbeats:
@@ -141,6 +146,8 @@ class HangWatch:
         return [one for one in self._ranks.values() if now - self._hosts[one.host] < _UNHEARD_S]
 
     def _judge(self, now: float) -> Hang | None:
+        if not self._slow:
+            return None
         heard = self._heard_of(now)
         if all(now - one.since_s < _STOPPED_AFTER_S for one in heard):
             return None  # nobody waits for long enough

@@ -120,7 +120,7 @@ class HangMonitor:
                 self._later(self._examine(hang, told))
 
     def _hear(self, node: NodeHandle, sign: Sign) -> None:
-        with self._whatever_happens():
+        try:
             match sign:
                 case protocol.Heartbeats():
                     self._watch.heard(node.name, sign.heartbeats, moving=sign.moving)
@@ -132,6 +132,8 @@ class HangMonitor:
                     self._examination.missing.discard(node.place)
                     if not self._examination.missing:
                         self._examination.answered.set()
+        except Exception as error:
+            self._give_up(error)
 
     def _is_due(self, node: NodeHandle) -> bool:
         """Return whether to write a host's record now: with many hosts, not each time."""
@@ -157,11 +159,14 @@ class HangMonitor:
         try:
             yield
         except Exception as error:
-            self._finding = None
-            self._watch = HangWatch()
-            if not self._failed:
-                self._failed = True
-                self._say(f"the hang monitor failed, so hangs are no longer reported: {error!r}")
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._finding = None
+        self._watch = HangWatch()
+        if not self._failed:
+            self._failed = True
+            self._say(f"the hang monitor failed, so hangs are no longer reported: {error!r}")
 
     async def _examine(self, hang: Hang, finding: Finding) -> None:
         """Request stack dumps from the ranks, and store them next to the finding."""

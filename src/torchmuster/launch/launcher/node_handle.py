@@ -70,7 +70,12 @@ class NodeHandle:
 
     def say_alive(self) -> None:
         """Send the host a heartbeat, unless the last one is still being sent."""
-        if not self.lost and (self._sign is None or self._sign.done()):
+        if self.lost:
+            return
+        at_once = getattr(self.channel, "say_alive", None)  # a network connection needs no task
+        if at_once is not None and at_once():
+            return
+        if self._sign is None or self._sign.done():
             self._sign = asyncio.create_task(self.channel.send(protocol.Alive()))
 
     def notice_silence(self, lost_after_s: float) -> None:

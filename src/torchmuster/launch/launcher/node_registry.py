@@ -22,6 +22,8 @@ _CALL_LEFT_OUT_AFTER_S, _CALL_LEFT_OUT_AT_LEAST_S = 5.0, 30.0
 # Hosts that join at the same time are handled together.
 _LOOK_EVERY_S = 0.05
 _ALIVE_EVERY_S, _TURNS = 2.0, 8
+_SILENCE_TURNS = 2  # silence is looked for in every second turn
+_DEAF_S = 0.02
 # A lost host does not receive the release message, so waiting longer is useless.
 _LET_GO_WITHIN_S = 3.0
 _LEAVE_WITHIN_S = 3.0
@@ -375,18 +377,23 @@ class NodeRegistry:
 
     async def _look_after_them(self) -> None:
         """Send heartbeats to every host, and declare hosts without heartbeats lost."""
-        pause_s = _ALIVE_EVERY_S / _TURNS
+        # A host that hears nothing for this long declares the launcher lost: it gets three chances.
+        every_s = max(_ALIVE_EVERY_S, (self._lost_after_s or 0.0) / 3)
+        pause_s = every_s / _TURNS
         for turn in itertools.count():
             began = time.monotonic()
             await asyncio.sleep(pause_s)
             # Time in which this process was blocked does not count as silence.
             deaf_s = time.monotonic() - began - pause_s
-            for node in list(self._nodes.values()):
+            nodes = list(self._nodes.values())
+            for node in nodes if deaf_s > _DEAF_S else ():
                 node.heard_s += deaf_s
-                # Spread over several turns: there may be thousands of hosts.
+            # Spread over several turns: there may be thousands of hosts.
+            for node in nodes:
                 if (node.place + turn) % _TURNS == 0:
                     node.say_alive()
-                if self._lost_after_s is not None:
+            if self._lost_after_s is not None and turn % _SILENCE_TURNS == 0:
+                for node in nodes:
                     node.notice_silence(self._lost_after_s)
 
     async def _greet(self, node: NodeHandle) -> None:

@@ -32,7 +32,7 @@ from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Arrive, Channel
 from torchmuster.launch.transports.join.invitation import SECRET_BYTES, Invitation, token_for
-from torchmuster.launch.transports.join.service import JoinService
+from torchmuster.launch.transports.join.service import JoinedChannel, JoinService
 from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.srun_step import SrunStep
 
@@ -111,11 +111,12 @@ _PORTS_TRIED = 20
 class SrunChannel:
     """The launcher's end of the connection to one node agent; srun knows how it exited."""
 
-    def __init__(self, channel: Channel, step: SrunStep, place: int) -> None:
+    def __init__(self, channel: JoinedChannel, step: SrunStep, place: int) -> None:
         self._channel = channel
         self._step = step
         self._place = place
         self.send = channel.send
+        self.say_alive = channel.say_alive
         self.close = channel.close
 
     async def receive(self) -> protocol.FromAgent | None:
@@ -199,6 +200,7 @@ class SrunTransport:
 
     def _arrived(self, place: int, channel: Channel) -> None:
         assert self._arrive is not None
+        assert isinstance(channel, JoinedChannel)
         step = self._step_of[place]
         step.joined(place)
         self._channels[place] = SrunChannel(channel, step, place)

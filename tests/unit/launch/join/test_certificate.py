@@ -63,4 +63,4 @@ def test_without_cryptography_it_says_what_to_install(
     with pytest.raises(Impossible) as caught:
         certificate.make_certificate()
     assert caught.value.what == snapshot
-    assert caught.value.fix == "pip install 'torchmuster[join]'"
+    assert caught.value.fix == "pip install cryptography"

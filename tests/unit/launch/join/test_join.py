@@ -68,7 +68,7 @@ def test_whoever_gives_up_waiting_for_a_message_can_ask_for_it_again() -> None:
             message = protocol.encode(protocol.Waiting(words="for GPUs"))
             writer.write(len(message).to_bytes(4, "big") + message[:5])
             receiving = asyncio.create_task(channel.receive())
-            while channel._stream._next_size is None:  # type: ignore[attr-defined]
+            while not channel._stream._received:  # type: ignore[attr-defined]
                 await asyncio.sleep(0)
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)

@@ -25,6 +25,8 @@ from torchmuster.launch.transports.join.stream import Stream
 from torchmuster.launch.transports.join.token_registry import Join, Refused, TokenRegistry, Welcome
 from torchmuster.redaction import printable
 
+_ALIVE = protocol.encode(protocol.Alive())
+
 
 class JoinedChannel:
     """A channel (channel.py) over TLS.
@@ -48,6 +50,10 @@ class JoinedChannel:
         if isinstance(message, protocol.Start | protocol.Leave):
             self._started = True
         await self._stream.send(protocol.encode(message))
+
+    def say_alive(self) -> bool:
+        """Send a heartbeat if that needs no waiting; return whether it was sent."""
+        return self._stream.send_at_once(_ALIVE)
 
     async def receive(self) -> protocol.FromAgent | None:
         """Return the next message, or None when the machine is gone. Raises ``UnreadableMessage``."""

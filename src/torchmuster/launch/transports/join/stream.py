@@ -30,7 +30,7 @@ class Stream:
         self.why_closed = ""
         self._aborted = False
         self.paused = False  # the other side accepts no more data for now
-        self._next_size: int | None = None
+        self._received = bytearray()  # the beginning of the next message
         self._reader = reader
         self._writer: asyncio.StreamWriter | None = None
 
@@ -69,28 +69,45 @@ class Stream:
         if self._aborted:  # the rest of the buffer is not trusted
             return None
         try:
-            # A call after a cancellation between the two reads continues here.
-            if self._next_size is None:
-                self._next_size = int.from_bytes(
-                    await self._reader.readexactly(HEADER_BYTES), "big"
-                )
-            size = self._next_size
-            if not 0 < size <= limit_bytes:
-                raise protocol.UnreadableMessage(
-                    f"a message of {size} bytes; the limit is {limit_bytes}"
-                )
-            data = await self._reader.readexactly(size)
-            self._next_size = None
+            while (data := self._next_message(limit_bytes)) is None:
+                # A call after a cancellation continues here; nothing is lost.
+                new = await self._reader.read(_READ_AHEAD_BYTES)
+                if not new:
+                    self._because("the other side closed the connection")
+                    return None
+                self._received += new
             return decode(data)
-        except asyncio.IncompleteReadError:
-            self._because("the other side closed the connection")
-            return None
         except OSError as error:
             self._because(f"connection lost: {error}")
             return None
         except protocol.UnreadableMessage:
             self.abort("received an invalid message")
             raise
+
+    def _next_message(self, limit_bytes: int) -> bytes | None:
+        """Return the next message if it has been received; raise ``UnreadableMessage`` if it is too long."""
+        if len(self._received) < HEADER_BYTES:
+            return None
+        size = int.from_bytes(self._received[:HEADER_BYTES], "big")
+        if not 0 < size <= limit_bytes:
+            raise protocol.UnreadableMessage(
+                f"a message of {size} bytes; the limit is {limit_bytes}"
+            )
+        end = HEADER_BYTES + size
+        if len(self._received) < end:
+            return None
+        data = bytes(self._received[HEADER_BYTES:end])
+        del self._received[:end]
+        return data
+
+    def send_at_once(self, data: bytes) -> bool:
+        """Send a message if that needs no waiting; return whether it was sent, or never will be."""
+        if self.lost or self.writer.is_closing():
+            return True
+        if self.paused:
+            return False
+        self.writer.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
+        return True
 
     async def send(self, data: bytes) -> None:
         """Send a message; nothing happens if the connection has ended.
@@ -100,11 +117,9 @@ class Stream:
         """
         if len(data) > protocol.MESSAGE_LIMIT:
             raise protocol.UnreadableMessage(f"a message of {len(data)} bytes is too long to send")
-        if self.lost or self.writer.is_closing():
+        if self.send_at_once(data):
             return
         self.writer.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
-        if not self.paused:
-            return
         try:
             async with asyncio.timeout(SEND_S):
                 await self.writer.drain()
