@@ -418,7 +418,8 @@ def render(found: Mapping[str, Any]) -> str:
         ),
         "",
         f"The times grow by {slope * 1e6:.0f} µs per rank. If that continues, 4,096 ranks take {4096 * slope:.1f} s, and 16,384 ranks take {16384 * slope:.1f} s, "
-        "twice per save, while training continues. This is an extrapolation: more than "
+        "twice per save. Training continues meanwhile, but the next update waits for the first of the two "
+        "exchanges and for the copy. This is an extrapolation: more than "
         f"{max(CLIENTS)} clients were not tested. On a real cluster the ranks' own work is spread over their hosts, but the network adds its delay.",
         "",
         f"## A checkpoint of {disk['ranks']:,} ranks",

@@ -9,6 +9,7 @@ from pathlib import Path
 from torchmuster.cli import output, parsers
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, NotNow
+from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_bytes
 
@@ -65,22 +66,24 @@ def show_log(run: RunFolder, rank: int) -> int:
 
     kept = host_logs.host_of(run, rank)
     if kept is None:
-        path = run.logs / f"rank-{rank}.log"
-        if not path.is_file():
+        log = run.logs / f"rank-{rank}.log"
+        if not log.is_file():
             raise Impossible(
                 f"{run.id} has no log of rank {rank}",
-                why=f"{path} does not exist",
+                why=f"{log} does not exist",
                 fix=f"muster attach {run.id}  # shows the output of all ranks",
             )
-        _show_end(path)
+        _show_end(log)
         return ExitCode.GOOD
-    place = f"{kept.host}:{kept.path_of(rank)}"
+    # Both come from a host that may have joined from elsewhere, and are to be pasted.
+    host, path = printable([kept.host]), printable([kept.path_of(rank)])
+    place, tail = f"{host}:{path}", f"ssh {host} tail -n 100 {path}"
     state = run_state.read_state(run)
     if state is None or not state.active:
         raise NotNow(
             f"the log of rank {rank} is on its host, and the run is over: {place}",
             why="the logs of this run stayed on the hosts, and only a running node agent can send them",
-            fix=f"ssh {kept.host} tail -n 100 {kept.path_of(rank)}",
+            fix=tail,
         )
     output.say(f"muster: fetching {place}")
     asked = host_logs.request_log(run, rank)
@@ -91,16 +94,19 @@ def show_log(run: RunFolder, rank: int) -> int:
             raise NotNow(
                 f"the log of rank {rank} did not arrive within {_FETCHED_WITHIN_S:.0f} s",
                 why="the launcher or the host does not answer",
-                fix=f"ssh {kept.host} tail -n 100 {kept.path_of(rank)}",
+                fix=tail,
             )
         time.sleep(_LOOK_EVERY_S)
-    _show_end(host_logs.fetched_path(run, rank))
+    fetched = host_logs.fetched_path(run, rank)
+    if not fetched.is_file():
+        raise NotNow(f"the log of rank {rank} could not be written to {fetched}", fix=tail)
+    _show_end(fetched)
     return ExitCode.GOOD
 
 
 def _show_end(path: Path) -> None:
     """Print the last part of a file, without terminal control sequences."""
-    from torchmuster.launch.launcher.console import printable
+    from torchmuster.launch.launcher.console import printable as printable_line
 
     with path.open("rb") as stream:
         size_bytes = stream.seek(0, os.SEEK_END)
@@ -110,7 +116,7 @@ def _show_end(path: Path) -> None:
         print(f"… {format_bytes(size_bytes - _SHOWN_BYTES)} before this: {path}")
         del lines[0]
     for line in lines if lines[-1] else lines[:-1]:
-        print(printable(line, colour=sys.stdout.isatty()))
+        print(printable_line(line, colour=sys.stdout.isatty()))
 
 
 def follow(run: RunFolder) -> int:

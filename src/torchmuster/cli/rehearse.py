@@ -52,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes per second that each host writes and reads, such as 2B (default: 1B, which is 1 GB/s)",
     )
     parser.add_argument(
-        "--spares", type=int, metavar="K", help="spare hosts (default: as many as are worth having)"
+        "--spares",
+        type=spare_number,
+        metavar="K",
+        help="spare hosts (default: as many as are worth having)",
     )
     parser.add_argument(
         "--repair",
@@ -82,6 +85,13 @@ def amount(text: str) -> float:
     if not 1 <= number < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount; write for example 70B")
     return number
+
+
+def spare_number(text: str) -> int:
+    """Parse a number of spares."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts")
+    return int(text)
 
 
 def _run_rehearse(options: argparse.Namespace) -> int:

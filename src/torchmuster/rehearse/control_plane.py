@@ -39,7 +39,7 @@ class ControlPlane:
     stop_s: float | None  # between the first and the last host that is told to stop
 
     def for_hosts(self, hosts: int) -> "ControlPlane":
-        """Return the figures for more hosts: the launcher's work grows in proportion."""
+        """Return figures for more hosts than were simulated, in proportion: a lower limit."""
         more = hosts / self.hosts
         return replace(
             self,

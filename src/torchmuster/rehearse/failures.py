@@ -80,7 +80,10 @@ def play(
     useful = training_s = saving_s = lost_s = recovering_s = 0.0
     failures = takeovers = 0
     while now_s < end_s:
-        fails_s = now_s + draw.expovariate(max(running, 1) / host_fails_every_s)
+        active = running  # until the next event
+        fails_s = math.inf
+        if active:
+            fails_s = now_s + draw.expovariate(active / host_fails_every_s)
         is_short = bool(returns) and running < fleet.hosts
         returns_s = max(now_s, returns[0]) if is_short else math.inf
         until_s = min(fails_s, returns_s, end_s)
@@ -98,7 +101,7 @@ def play(
             # What was done since the beginning of the last save that is complete is done again.
             since_s = draw.uniform(0, interval_s) + costs.save_s
             again_s = min(since_s, worked_s - stalled_s)
-            if spares:
+            if spares > 0:
                 spares -= 1
                 takeovers += 1
                 down_s = costs.takeover_s
@@ -109,8 +112,8 @@ def play(
             heapq.heappop(returns)
             running += 1
             down_s = costs.restart_s
-        done_s = worked_s - stalled_s - again_s
-        useful += done_s * running
+        done_s = worked_s - stalled_s - again_s if active else 0.0
+        useful += done_s * active
         training_s += done_s
         saving_s += stalled_s
         lost_s += again_s

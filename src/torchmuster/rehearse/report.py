@@ -5,7 +5,7 @@ from html import escape
 
 from torchmuster.pages.charts import RULES, Axis, Curve, Stack, line_chart, stacked_chart
 from torchmuster.pages.frame import html_page, html_table
-from torchmuster.rehearse.failures import PUBLISHED
+from torchmuster.rehearse.failures import GPU_HOURS_PER_FAILURE, PUBLISHED
 from torchmuster.rehearse.rehearsal import BYTES_PER_PARAMETER, FailureForecast, Rehearsal, Saving
 from torchmuster.units import format_bytes, format_seconds, plural
 
@@ -14,6 +14,8 @@ def rehearsal_rows(rehearsal: Rehearsal) -> list[tuple[str, str, str]]:
     """Return what was found: a name, the figure, and where it comes from."""
     control, host = rehearsal.control, rehearsal.host
     measured = f"measured here with {control.simulated:,} simulated hosts"
+    if control.simulated < control.hosts:
+        measured = f"extrapolated from {control.simulated:,} simulated hosts"
     rows = [
         (
             "start",
@@ -50,12 +52,12 @@ def _saving_rows(rehearsal: Rehearsal, saving: Saving) -> list[tuple[str, str, s
             "save",
             format_seconds(saving.save_s),
             f"{format_bytes(round(saving.size_bytes))} ({BYTES_PER_PARAMETER} bytes per parameter) at {rate}/s per host, assumed "
-            f"(--write-rate); training waits {saving.stall_s:.2f} s",
+            f"(--write-rate), written and read back; training waits {saving.stall_s:.2f} s for the copy at 10 GB/s, assumed",
         ),
         (
             "checkpoint",
             f"{saving.files:,} files",
-            f"manifest {format_bytes(saving.manifest_bytes)}, written and read in {saving.commit_s:.2f} s, measured here",
+            f"manifest {format_bytes(saving.manifest_bytes)}, encoded and parsed in {saving.commit_s:.2f} s, measured here",
         ),
     ]
 
@@ -66,7 +68,8 @@ def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[st
         (
             "failures",
             f"one every {format_seconds(found.failure_every_s)}",
-            f"computed from {request.gpu_hours_per_failure:,.0f} GPU hours per failure: {PUBLISHED}",
+            f"computed from {request.gpu_hours_per_failure:,.0f} GPU hours per failure "
+            f"({PUBLISHED if request.gpu_hours_per_failure == GPU_HOURS_PER_FAILURE else '--gpu-hours-per-failure'})",
         ),
         (
             "save interval",
@@ -87,7 +90,7 @@ def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[st
         (
             "recovery",
             f"{format_seconds(found.costs.takeover_s)} with a spare",
-            f"{format_seconds(found.costs.restart_s)} with a restart: notice, stop, start, load",
+            f"{format_seconds(found.costs.restart_s)} with a restart; computed: notice, stop, start, load",
         ),
     ]
     if request.step_s is not None:

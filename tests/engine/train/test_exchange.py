@@ -12,7 +12,7 @@ from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[att
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from patience import GIVE_UP_S
-from torchmuster.errors import MusterError
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.checkpointing import exchange
 from torchmuster.train.checkpointing.exchange import RankExchange, RankFailure, first_of, nothing
 from torchmuster.train.stop_request import process_address
@@ -151,3 +151,10 @@ def test_one_rank_needs_no_store() -> None:
     with pytest.raises(RankFailure, match=r"^rank 0: OSError: full$"):
         alone.run(lambda: (_ for _ in ()).throw(OSError("full")), nothing)
     alone.close()
+
+
+def test_a_closed_exchange_refuses_instead_of_committing_alone() -> None:
+    exchange = RankExchange(1, 2, HashStore())
+    exchange._closed = True
+    with pytest.raises(Impossible):
+        exchange.run(lambda: "mine", lambda values: values)

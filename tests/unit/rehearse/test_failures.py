@@ -59,6 +59,12 @@ def test_the_shares_of_a_month_are_whole() -> None:
     assert month.takeovers <= month.failures
 
 
+def test_one_host_that_is_repaired_as_long_as_it_works_does_half_the_work() -> None:
+    alone = Fleet(hosts=1, gpus_per_host=1, gpu_hours_per_failure=24.0, repair_s=86400.0)
+    months = [play(alone, COSTS, 600.0, seed=seed) for seed in range(200)]
+    assert sum(one.goodput for one in months) / 200 == pytest.approx(0.5, abs=0.05)
+
+
 def test_a_month_is_repeatable() -> None:
     assert play(META, COSTS, 600.0, seed=3) == play(META, COSTS, 600.0, seed=3)
 

@@ -91,7 +91,7 @@ def test_more_hosts_than_can_be_simulated_are_computed() -> None:
     said: list[str] = []
     result = rehearse(replace(REQUEST, hosts=20_000, parameters=None), said.append)
     assert result.control.hosts == 20_000
-    assert any("computed" in words for words in said)
+    assert any("extrapolated" in words for words in said)
 
 
 def test_the_command_prints_json_and_writes_a_page(

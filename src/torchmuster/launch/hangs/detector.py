@@ -91,9 +91,11 @@ class HangWatch:
         """
         now = self._clock()
         self._hosts[host] = now
-        if moving:
+        if moving and host in self._slow:
             self._slow.discard(host)
-        else:
+            for one in self._of_host.get(host, ()):
+                one.forget_wait(now)
+        elif not moving:
             self._slow.add(host)
         for one in self._of_host.get(host, ()) if moving else ():
             one.since_s = one.still_s = now
@@ -136,7 +138,11 @@ class HangWatch:
         """Return whether a reported hang is over; False while heartbeats are missing."""
         heard = {one.rank: one for one in self._heard_of(self._clock())}
         return any(
-            one.rank in heard and _progress(heard[one.rank].heartbeat) != _progress(one.heartbeat)
+            one.rank in heard
+            and (
+                heard[one.rank].since_s > one.since_s
+                or _progress(heard[one.rank].heartbeat) != _progress(one.heartbeat)
+            )
             for one in hang.waiting
         ) or (hang.kind is HangKind.STOPPED and not any(one.stopped for one in heard.values()))
 

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.units import format_seconds
 
@@ -57,6 +59,13 @@ class ObservedRank:
     places: set[tuple[str, str]] = field(default_factory=set)  # visited since its last progress
     groups: set[str] = field(default_factory=set)  # its process groups; none: unknown
     samples: deque[RankSample] = field(default_factory=deque)  # of the last seconds
+
+    def forget_wait(self, now_s: float) -> None:
+        """Forget what the rank waited for: it has made progress since its last heartbeat."""
+        self.heartbeat = msgspec.structs.replace(
+            self.heartbeat, state="", waiting=False, waits=(), begun={}, silent_s=0.0
+        )
+        self.state_since_s = now_s
 
     @property
     def rank(self) -> int:

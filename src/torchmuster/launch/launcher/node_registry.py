@@ -22,6 +22,8 @@ _CALL_LEFT_OUT_AFTER_S, _CALL_LEFT_OUT_AT_LEAST_S = 5.0, 30.0
 # Hosts that join at the same time are handled together.
 _LOOK_EVERY_S = 0.05
 _ALIVE_EVERY_S, _TURNS = 2.0, 8
+# A host that is not prepared yet waits for 12 s.
+_ALIVE_AT_LEAST_EVERY_S = 4.0
 _SILENCE_TURNS = 2  # silence is looked for in every second turn
 _DEAF_S = 0.02
 # A lost host does not receive the release message, so waiting longer is useless.
@@ -378,7 +380,7 @@ class NodeRegistry:
     async def _look_after_them(self) -> None:
         """Send heartbeats to every host, and declare hosts without heartbeats lost."""
         # A host that hears nothing for this long declares the launcher lost: it gets three chances.
-        every_s = max(_ALIVE_EVERY_S, (self._lost_after_s or 0.0) / 3)
+        every_s = min(max(_ALIVE_EVERY_S, (self._lost_after_s or 0.0) / 3), _ALIVE_AT_LEAST_EVERY_S)
         pause_s = every_s / _TURNS
         for turn in itertools.count():
             began = time.monotonic()

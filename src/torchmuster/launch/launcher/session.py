@@ -295,16 +295,7 @@ class Session:
         try:
             spares = self.registry.spares
             async with self.waiting.telling(lambda: "checking that the hosts can reach each other"):
-                meeting = await self.waiting.unless_stopped(
-                    choose_rendezvous_address(
-                        self._spec,
-                        nodes,
-                        attempt=attempt,
-                        say=self._console.say,
-                        spares=spares,
-                        tested=self.tested,
-                    )
-                )
+                meeting = await self.waiting.unless_stopped(self._meet(nodes, spares, attempt))
             for spare in spares:
                 self._later(spare.stop(0.0, ""))  # closes the port that was open for the test
             await self._start(nodes, meeting, attempt)
@@ -325,6 +316,34 @@ class Session:
                 hang_monitor.look()
                 if hang_monitor.must_end:
                     return await self.fail(nodes)
+
+    async def _meet(
+        self, nodes: Sequence[NodeHandle], spares: Sequence[NodeHandle], attempt: int
+    ) -> RendezvousAddress:
+        """Choose the rendezvous address; a spare that fails the test must not stop the others."""
+        for spare in spares:
+            spare.expect(attempt)
+        try:
+            return await self._choose_address(nodes, spares, attempt)
+        except MusterError as error:
+            if not spares or any(node.lost for node in nodes):
+                raise
+            self._console.say(f"testing the links again without the spares: {error.what}")
+        for node in nodes:
+            node.expect(attempt)
+        return await self._choose_address(nodes, (), attempt)
+
+    async def _choose_address(
+        self, nodes: Sequence[NodeHandle], spares: Sequence[NodeHandle], attempt: int
+    ) -> RendezvousAddress:
+        return await choose_rendezvous_address(
+            self._spec,
+            nodes,
+            attempt=attempt,
+            say=self._console.say,
+            spares=spares,
+            tested=self.tested,
+        )
 
     @contextlib.asynccontextmanager
     async def _serve_logs(self, nodes: Sequence[NodeHandle]) -> AsyncIterator[None]:

@@ -6,7 +6,6 @@ the host run again, because versions, code and torch cannot have changed since.
 """
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.known_errors.explain import explain_text
 from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
-from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import plural
@@ -238,6 +237,10 @@ class SparePool:
             found = await self._examine(node, whole=whole) if self._examine else ()
         except MusterError as error:
             return error.what
+        except Stopped:
+            raise
+        except Exception as error:  # whatever is wrong with it, it cannot be a spare
+            return f"its test failed: {type(error).__name__}: {error}"
         bad = [finding for finding in found if finding.status is Status.FAILURE]
         if not bad:
             self._tested.add(node.part)
@@ -253,8 +256,8 @@ class SparePool:
     async def _pause(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            # Neither its error nor its cancellation is ours.
+            await asyncio.wait({self._task})
             self._task = None
 
     async def _look_after_them(self) -> None:

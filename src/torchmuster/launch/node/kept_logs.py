@@ -37,7 +37,8 @@ def kept_folder(run_id: str) -> Path:
         raise PermissionError(f"{root} belongs to another user")
     for old in root.iterdir():
         with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _KEPT_FOR_S:
+            written = max(path.stat().st_mtime for path in (old, *old.iterdir()))
+            if time.time() - written > _KEPT_FOR_S:
                 shutil.rmtree(old)
     folder = root / run_id
     folder.mkdir(mode=0o700, exist_ok=True)

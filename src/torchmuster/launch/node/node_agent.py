@@ -263,7 +263,9 @@ class NodeAgent:
         """Start a process that has torch imported when the next attempt starts, if there is none."""
         async with self._turn:
             if self._job is not None and self._warms and self._warm is None:
-                self._warm = await self._begin_warm()
+                # Out of memory or files: the next attempt then starts a process of its own.
+                with contextlib.suppress(OSError):
+                    self._warm = await self._begin_warm()
 
     @property
     def _warms(self) -> bool:

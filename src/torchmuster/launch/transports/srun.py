@@ -127,8 +127,9 @@ class SrunChannel:
         return message
 
     def why_closed(self) -> str:
-        """Return the last output of srun and the node agent, or the error of the connection."""
-        return self._step.last_words(self._place) or self._channel.why_closed()
+        """Return the last output of srun and the node agent if it has exited, or the error of the connection."""
+        said = self._step.last_words(self._place) if self._step.has_ended(self._place) else ""
+        return said or self._channel.why_closed()
 
 
 class SrunTransport:
@@ -208,7 +209,7 @@ class SrunTransport:
 
     async def _start(self, places: Iterable[int], words: Sequence[str]) -> None:
         assert self._service is not None
-        step = SrunStep(tuple(places), self.places, self._ended)
+        step = SrunStep(tuple(places), self.places, lambda place: self._ended(step, place))
         self._steps.append(step)
         self._step_of.update(dict.fromkeys(step.places, step))
         invitation = Invitation(
@@ -219,8 +220,10 @@ class SrunTransport:
         )
         await step.start(words, self._environment, invitation.to_line())
 
-    def _ended(self, place: int) -> None:
+    def _ended(self, step: SrunStep, place: int) -> None:
         """Close the connection to a node agent that has exited: its host may be gone."""
+        if self._step_of[place] is not step:  # it was started again since
+            return
         if (channel := self._channels.pop(place, None)) is not None:
             task = asyncio.ensure_future(channel.close())
             self._closing.add(task)

@@ -92,6 +92,10 @@ class SrunStep:
         """Return whether the node agent of a place will never connect."""
         return place not in self._joined and (self.over or place in self._ended)
 
+    def has_ended(self, place: int) -> bool:
+        """Return whether the task of a place has exited."""
+        return place in self._ended
+
     async def reported(self, place: int, within_s: float) -> None:
         """Wait until srun has reported how the task of a place exited, if it does soon."""
         if place not in self._ended:
@@ -100,7 +104,7 @@ class SrunStep:
                 await asyncio.wait_for(event.wait(), within_s)
 
     def last_words(self, place: int) -> str:
-        """Return how the task of a place exited and its last output; "" if it runs."""
+        """Return the last output of the task of a place and of srun, or how the task exited."""
         node = self._nodes[place]
         about = [line for line in self._srun_said if re.search(rf"\b{re.escape(node)}\b", line)]
         said = [*self._said.get(place, ()), *(about or self._srun_said)]

@@ -194,17 +194,20 @@ class AsyncSave:
 
         def write() -> dict[str, Any]:
             nonlocal plan
-            plan = self._plan(tensors, only_first, writers)
-            return write_rank_files(
-                self._store,
-                self.name,
-                tensors,
-                plan,
-                rank=self._world.global_rank,
-                own=self._own,
-                take=unstaged_bytes if self._staging is None else self._take,
-                rest_after=self.pace.rest,
-            )
+            try:
+                plan = self._plan(tensors, only_first, writers)
+                return write_rank_files(
+                    self._store,
+                    self.name,
+                    tensors,
+                    plan,
+                    rank=self._world.global_rank,
+                    own=self._own,
+                    take=unstaged_bytes if self._staging is None else self._take,
+                    rest_after=self.pace.rest,
+                )
+            finally:
+                self.staged.set()  # after an error, training need not wait for the other ranks
 
         def commit(written: list[dict[str, Any]]) -> int:
             return commit_save(

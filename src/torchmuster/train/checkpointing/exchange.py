@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from torchmuster.errors import MusterError
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.probes.process_group import group_store
 from torchmuster.train.stop_request import process_address, process_died
 from torchmuster.train.world import World, is_simulated
@@ -49,6 +49,7 @@ class RankExchange:
         self._world_size = world_size
         self._store = store
         self._number = 0
+        self._closed = False
         if store is not None:
             store.set(f"process/{rank}", process_address())
 
@@ -72,6 +73,12 @@ class RankExchange:
 
         Results are JSON types. If a function fails on any rank, all ranks raise the same error.
         """
+        if self._closed:
+            raise Impossible(
+                "this Checkpointer is closed",
+                why="the ranks can no longer exchange what they have written",
+                fix="save before close(), or before the end of the with block",
+            )
         value, problem = _tried(work)
         text = json.dumps([value, problem])
         if self._store is None:
@@ -95,6 +102,7 @@ class RankExchange:
                     self._store.delete_key(f"{self._number - 1}/answer")
                 self._store.delete_key(f"process/{self._rank}")
             self._store = None
+        self._closed = True
 
     def _through_store(self, store: Store, text: str, combine: Callable[[list[Any]], Any]) -> str:
         number, self._number = self._number, self._number + 1

@@ -264,11 +264,19 @@ def write_rank_files(
         chunk = Chunk(offset=offset, shape=shape, file=file, key=key)
         if one in plan.splits:
             stored = _stored(tensor, split=plan.splits[one])
-            assert list(stored.pieces(offset, shape)) == [chunk], f"{one}: {chunk} is not planned"
+            if list(stored.pieces(offset, shape)) != [chunk]:
+                raise MusterError(f"{one}: {chunk} is not in the plan of this save")
         else:
             unplanned.append([one, WORDS[tensor.dtype], list(tensor.shape), offset, shape])
         described.append((key, WORDS[tensor.dtype], shape))
-        contents.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if tuple(local.shape) != tuple(shape):
+            raise Impossible(
+                f"{one} cannot be saved: this rank's shard is {list(local.shape)}, but its placements say {list(shape)}",
+                why="a DTensor was made from local tensors of other sizes (from_local)",
+                fix="make it with torch.distributed.tensor.distribute_tensor",
+            )
+        contents.append(local)
     header = file_head(described)
     content = take(contents)
     _be_patient()

@@ -75,3 +75,37 @@ def test_a_moving_host_is_not_part_of_a_hang_and_a_hang_after_it_is_found() -> N
         found = watch.look()
     assert watch.told is not None
     assert [one.rank for one in watch.told.culprits] == [3]
+
+
+def test_a_hang_that_resolves_on_moving_hosts_is_over() -> None:
+    at_s = 0.0
+    watch = HangWatch(lambda: at_s)
+
+    def told(moves: int, *, waiting: bool) -> list[Heartbeat]:
+        return [
+            Heartbeat(
+                rank=rank,
+                pid=10 + rank,
+                beat=int(at_s),
+                moves=moves,
+                state="S",
+                busy=0.0,
+                doing="all_reduce" if waiting and rank else "time.sleep",
+                place="train.py:8 in step",
+                waiting=waiting and rank > 0,
+                begun={"default": 20},
+            )
+            for rank in range(4)
+        ]
+
+    found = None
+    while found is None:  # rank 0 keeps the others waiting
+        at_s += 2.0
+        assert at_s < 200
+        watch.heard("a", told(20, waiting=True))
+        found = watch.look()
+    at_s += 2.0
+    watch.heard("a", told(21, waiting=False)[:1], moving=True)
+    over = watch.look()
+    assert over is not None
+    assert watch.told is None

@@ -349,7 +349,7 @@ def test_letters_before_the_call_are_counted_as_python_counts_them(tmp_path: Pat
         ("torch/somewhere.py", "unknown", "unknown", False),
         (
             "torchmuster/train/checkpointing/exchange.py",
-            "_wait_for_answer",
+            "wait_for_answer",
             "waiting for other ranks in a save or load",
             True,
         ),
