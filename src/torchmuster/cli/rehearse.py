@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="spare hosts (default: as many as are worth having)",
     )
     parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="without a spare, the run continues with fewer hosts (default: it waits for the repair)",
+    )
+    parser.add_argument(
         "--repair",
         type=duration,
         default=86_400.0,
@@ -112,6 +117,7 @@ def _run_rehearse(options: argparse.Namespace) -> int:
             write_bytes_per_s=options.write_rate,
             repair_s=options.repair,
             spares=options.spares,
+            elastic=options.elastic,
             gpu_hours_per_failure=options.gpu_hours_per_failure or GPU_HOURS_PER_FAILURE,
         ),
         lambda words: output.say(f"muster: {words}"),

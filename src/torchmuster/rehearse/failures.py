@@ -24,6 +24,7 @@ class Fleet:
     spares: int = 0
     gpu_hours_per_failure: float = GPU_HOURS_PER_FAILURE
     repair_s: float = _DAY_S  # until a failed host can be used again
+    elastic: bool = False  # without a spare, continue with fewer hosts; else wait for the repair
 
     @property
     def failure_every_s(self) -> float:
@@ -64,6 +65,8 @@ def best_interval_s(costs: Costs, fleet: Fleet) -> float:
 def expected_goodput(interval_s: float, costs: Costs, fleet: Fleet) -> float:
     """Return the share of time spent on work that is not lost, to first order."""
     recovery_s = costs.takeover_s if fleet.spares else costs.restart_s
+    if not fleet.spares and not fleet.elastic:
+        recovery_s += fleet.repair_s
     lost_s = interval_s / 2 + costs.save_s + recovery_s
     return max(0.0, (1 - costs.stall_s / interval_s) / (1 + lost_s / fleet.failure_every_s))
 
@@ -71,7 +74,7 @@ def expected_goodput(interval_s: float, costs: Costs, fleet: Fleet) -> float:
 def play(
     fleet: Fleet, costs: Costs, interval_s: float, *, days: float = 30.0, seed: int = 0
 ) -> PlayedMonth:
-    """Play a run: hosts fail at random times and return repaired; a spare or a restart follows each failure."""
+    """Play a run: hosts fail at random times and return repaired; a spare, a restart or a wait follows each failure."""
     draw = random.Random(seed)
     end_s = days * _DAY_S
     host_fails_every_s = fleet.failure_every_s * fleet.hosts
@@ -105,9 +108,11 @@ def play(
                 spares -= 1
                 takeovers += 1
                 down_s = costs.takeover_s
-            else:
+            elif fleet.elastic:
                 running -= 1
                 down_s = costs.restart_s
+            else:
+                down_s = max(0.0, heapq.heappop(returns) - now_s) + costs.restart_s
         elif until_s == returns_s:  # a repaired host rejoins: all ranks save and restart
             heapq.heappop(returns)
             running += 1

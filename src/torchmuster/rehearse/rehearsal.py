@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import quantiles
 
@@ -48,6 +48,7 @@ class RehearsalRequest:
     write_bytes_per_s: float = 1e9  # of each host
     repair_s: float = 86_400.0
     spares: int | None = None  # None: as many as are worth having
+    elastic: bool = False  # continue with fewer hosts if no spare is left
     gpu_hours_per_failure: float
 
 
@@ -224,17 +225,12 @@ def _forecast_failures(
         gpus_per_host=request.gpus_per_host,
         gpu_hours_per_failure=request.gpu_hours_per_failure,
         repair_s=request.repair_s,
+        elastic=request.elastic,
     )
     interval_s = best_interval_s(costs, fleet)
     over_spares = tuple(value_of_spares(fleet, costs, interval_s))
     spares = best_spares(over_spares) if request.spares is None else request.spares
-    fleet = Fleet(
-        hosts=fleet.hosts,
-        gpus_per_host=fleet.gpus_per_host,
-        gpu_hours_per_failure=fleet.gpu_hours_per_failure,
-        repair_s=fleet.repair_s,
-        spares=spares,
-    )
+    fleet = replace(fleet, spares=spares)
     months = tuple(play(fleet, costs, interval_s, seed=seed) for seed in range(_MONTHS))
     ends = quantiles([one.goodput for one in months], n=20)
     return FailureForecast(

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from html import escape
 
-from torchmuster.pages.charts import RULES, Axis, Curve, Stack, line_chart, stacked_chart
+from torchmuster.pages.charts import RULES, Axis, Bar, Curve, bar_chart, line_chart
 from torchmuster.pages.frame import html_page, html_table
 from torchmuster.rehearse.failures import GPU_HOURS_PER_FAILURE, PUBLISHED
 from torchmuster.rehearse.rehearsal import BYTES_PER_PARAMETER, FailureForecast, Rehearsal, Saving
@@ -20,7 +20,7 @@ def rehearsal_rows(rehearsal: Rehearsal) -> list[tuple[str, str, str]]:
         (
             "start",
             format_seconds(rehearsal.start_s),
-            f"launcher {format_seconds(control.start_s)}, {measured}; then {format_seconds(host.seconds)} on each host, "
+            f"launcher {control.start_s:.1f} s, {measured}; then {host.seconds:.1f} s on each host, "
             "measured here with one rank",
         ),
         (
@@ -80,7 +80,12 @@ def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[st
             "spares",
             str(found.spares),
             ("as requested" if request.spares is not None else "the most useful work per paid host")
-            + f", if a repair takes {format_seconds(request.repair_s)} (assumed, --repair)",
+            + f", if a repair takes {format_seconds(request.repair_s)} (assumed, --repair) and the run "
+            + (
+                "continues with fewer hosts"
+                if request.elastic
+                else "waits for it if no spare is left"
+            ),
         ),
         (
             "goodput",
@@ -95,7 +100,7 @@ def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[st
     ]
     if request.step_s is not None:
         steps = found.failure_every_s / request.step_s
-        rows.append(("steps", f"{steps:,.0f} between failures", f"of {request.step_s:g} s each"))
+        rows.append(("steps", f"{steps:,.0f} between failures", f"of {request.step_s:.3g} s each"))
     return rows
 
 
@@ -139,11 +144,11 @@ def rehearsal_json(rehearsal: Rehearsal) -> dict[str, object]:
 def rehearsal_page(rehearsal: Rehearsal) -> str:
     """Return the result as a page with pictures."""
     rows = rehearsal_rows(rehearsal)
-    parts = [html_table(("", "figure", "source"), [[escape(cell) for cell in row] for row in rows])]
+    title = f"Rehearsal: {plural(rehearsal.request.hosts, 'host')}"
+    parts = [f"<h1>{escape(title)}</h1>", html_table(("", "figure", "source"), rows)]
     if rehearsal.failures is not None:
         parts += failure_charts(rehearsal.failures)
-    title = f"Rehearsal: {rehearsal.request.hosts:,} hosts"
-    return html_page(title, parts, style=RULES)
+    return html_page(title, parts, style=f"{RULES}td{{white-space:normal}}")
 
 
 def failure_charts(found: FailureForecast) -> list[str]:
@@ -162,19 +167,13 @@ def failure_charts(found: FailureForecast) -> list[str]:
             Axis(title="useful work", unit="%", from_zero=False),
             [Curve(name="", points=[(at, 100 * value) for at, value in found.over_spares])],
         ),
-        stacked_chart(
-            "One simulated month",
+        bar_chart(
+            "Time without new work in one simulated month",
             "%",
             [
-                Stack(
-                    name="time",
-                    parts={
-                        "training": 100 * month.training,
-                        "waiting for saves": 100 * month.saving,
-                        "work done again": 100 * month.lost_work,
-                        "recovering": 100 * month.recovering,
-                    },
-                )
+                Bar(name="waiting for saves", value=100 * month.saving),
+                Bar(name="work done again", value=100 * month.lost_work),
+                Bar(name="recovering, or waiting for a repair", value=100 * month.recovering),
             ],
         ),
     ]

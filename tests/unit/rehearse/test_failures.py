@@ -17,7 +17,7 @@ from torchmuster.rehearse.failures import (
 )
 
 COSTS = Costs(stall_s=2.0, save_s=30.0, restart_s=300.0, takeover_s=60.0)
-META = Fleet(hosts=2048, gpus_per_host=8)
+META = Fleet(hosts=2048, gpus_per_host=8, elastic=True)
 
 
 def test_the_published_run_has_its_published_number_of_failures() -> None:
@@ -70,6 +70,13 @@ def test_a_month_is_repeatable() -> None:
 
 
 def test_spares_are_worth_having_where_hosts_fail_often() -> None:
+    waits = replace(META, elastic=False)
+    assert best_spares(value_of_spares(waits, COSTS, 600.0)) > 5
     assert best_spares(value_of_spares(META, COSTS, 600.0)) >= 3
-    few = Fleet(hosts=2, gpus_per_host=8)
+    few = Fleet(hosts=2, gpus_per_host=8, elastic=True)
     assert best_spares(value_of_spares(few, COSTS, 600.0)) == 0
+
+
+def test_a_run_that_waits_for_repairs_stands_still() -> None:
+    waits = replace(META, elastic=False, repair_s=3 * META.failure_every_s)
+    assert play(waits, COSTS, 600.0).goodput == pytest.approx(0.25, abs=0.1)
