@@ -46,7 +46,9 @@ def tree(kind: type[MusterError], depth: int = 0) -> Iterator[tuple[int, str, in
     """Yield depth, name and exit code of an error class and all below it."""
     yield depth, kind.__name__, kind.exit_code
     for child in kind.__subclasses__():
-        if child.__module__.startswith("torchmuster."):
+        if (
+            child.__module__ == errors.__name__
+        ):  # not RankFailure, which only the trainer's code handles
             yield from tree(child, depth + 1)
 
 

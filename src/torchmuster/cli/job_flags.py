@@ -122,8 +122,8 @@ def add_spares_flag(many: Any) -> None:
     """Add the flag for hot spares."""
     many.add_argument(
         "--spares",
-        metavar="K",
-        help="use the last K hosts as hot spares: they wait, and replace hosts that fail (default: 0). Spares are used "
+        metavar="N",
+        help="use the last N hosts as hot spares: they wait, and replace hosts that fail (default: 0). Spares are used "
         "first; with --nodes MIN:MAX, the run then continues with fewer hosts",
     )
 

@@ -27,6 +27,7 @@ distributed:
 launch:
   hosts: [a, "b:4"]
   max_restarts: 3
+  spares: 1
   remote_python: /opt/venv/bin/python
 model:
   model_name_or_path: Qwen/Qwen2.5-7B

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import itertools
 import os
 import re
 import signal
@@ -253,11 +252,7 @@ _WRITES_MUCH = (
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_all_that_ranks_wrote_arrives_however_slowly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent_module, "_ALIVE_EVERY_S", 0.2)
-
+def test_all_that_ranks_wrote_arrives_however_slowly(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         it.end.slow_s = 0.03
         await it.started()
@@ -266,11 +261,6 @@ def test_all_that_ranks_wrote_arrives_however_slowly(
         assert ended.good
         lines = it.end.output().splitlines()
         assert [line[5:11] for line in lines] == [f"{number:06}" for number in range(_LINES)]
-        signs = [n for n, one in enumerate(it.end.heard) if isinstance(one, protocol.Alive)]
-        outputs = [n for n, one in enumerate(it.end.heard) if isinstance(one, protocol.Output)]
-        # The launcher knows meanwhile that this node agent is alive.
-        assert max(after - one for one, after in itertools.pairwise(signs)) < 50
-        assert signs[-1] > outputs[-20]
         it.end.say(protocol.Leave(exit_code=0, words="over"))
 
     Scene(tmp_path, _WRITES_MUCH).play(scene)

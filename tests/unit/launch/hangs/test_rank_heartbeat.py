@@ -259,7 +259,8 @@ def test_an_import_is_named(
 
 
 def test_the_stop_signals_that_a_script_handles_are_known() -> None:
-    former = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1")}
+    names = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+    former = {name: signal.getsignal(getattr(signal, name)) for name in names}
     try:
         for name in former:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
