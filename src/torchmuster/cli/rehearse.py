@@ -7,7 +7,8 @@ from torchmuster.cli import output, parsers
 from torchmuster.cli.job_flags import count, duration
 from torchmuster.errors import ExitCode
 
-_AMOUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_AMOUNTS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_MOST_HOSTS = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "--nodes", type=count, required=True, metavar="N", help="number of hosts, without spares"
+        "--nodes",
+        type=host_number,
+        required=True,
+        metavar="N",
+        help="number of hosts, without spares",
     )
     parser.add_argument(
         "--gpus-per-node", type=count, default=8, metavar="N", help="GPUs per host (default: 8)"
@@ -49,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=amount,
         default=1e9,
         metavar="BYTES",
-        help="bytes per second that each host writes and reads, such as 2B (default: 1B, which is 1 GB/s)",
+        help="bytes per second that each host writes and reads, such as 2G (default: 1G)",
     )
     parser.add_argument(
         "--spares",
         type=spare_number,
-        metavar="K",
+        metavar="N",
         help="spare hosts (default: as many as are worth having)",
     )
     parser.add_argument(
@@ -92,10 +97,17 @@ def amount(text: str) -> float:
     return number
 
 
+def host_number(text: str) -> int:
+    """Parse a number of hosts."""
+    if not spare_number(text):
+        raise argparse.ArgumentTypeError("at least one host is needed")
+    return int(text)
+
+
 def spare_number(text: str) -> int:
-    """Parse a number of spares."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts")
+    """Parse a number of hosts, which may be 0."""
+    if not text.isdecimal() or int(text) > _MOST_HOSTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {_MOST_HOSTS}")
     return int(text)
 
 

@@ -24,7 +24,7 @@ _BEFORE_S = 8.0  # after the start, until the first heartbeats have been handled
 
 @dataclass(frozen=True, kw_only=True)
 class ControlPlane:
-    """What the launcher needed for so many hosts."""
+    """What the launcher needed for a number of hosts."""
 
     hosts: int
     ranks: int
@@ -36,7 +36,7 @@ class ControlPlane:
     chatty_cpu: float | None  # cores, while every rank prints a line per second
     memory_bytes: int  # largest resident memory of the launcher
     notice_s: float | None  # between a host's last message and the stop of the others
-    stop_s: float | None  # between the first and the last host that is told to stop
+    stop_s: float | None  # between the first and the last host that gets the stop request
 
     def for_hosts(self, hosts: int) -> "ControlPlane":
         """Return figures for more hosts than were simulated, in proportion: a lower limit."""

@@ -98,9 +98,9 @@ def test_the_command_prints_json_and_writes_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
-    words = ["rehearse", "--nodes", "512", "--parameters", "8B", "--spares", "2"]
+    words = ["rehearse", "--nodes", "20000", "--parameters", "8B", "--spares", "2"]
     assert main([*words, "--json", "--html", str(page)]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["hosts"] == 512
+    assert told["hosts"] == 20_000
     assert told["failures"]["spares"] == 2
     assert page.read_text().count("<svg") == 3

@@ -1,4 +1,4 @@
-"""What srun is told, and how the nodes that it starts connect."""
+"""The arguments of srun, and how the nodes that it starts connect."""
 
 import asyncio
 import dataclasses
