@@ -62,7 +62,7 @@ LINES = [
     ["run", "--dry-run", "--hosts", "a,b:4", "train.py"],
     ["run", "--slurm", "--gpus-per-node", "8", "--dry-run", "train.py"],
     ["train", "--dry-run", "--set", "model.build=train:a", "--set", "data.dataset=train:b"],
-    ["kubernetes", "--image", "image", "train.py"],
+    ["kubernetes", "render", "--image", "image", "train.py"],
     ["host", "--help"],
     ["join", "--help"],
     ["smoke", "--help"],

@@ -1,31 +1,45 @@
-"""``muster kubernetes``: print manifests that run a script, for ``kubectl apply -f -``."""
+"""``muster kubernetes``: run a script on a Kubernetes cluster."""
 
 import argparse
 import re
+from typing import TYPE_CHECKING
 
 from torchmuster.cli import job_flags, parsers
 from torchmuster.cli.scripts import Script
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.units import parse_bytes
 
+if TYPE_CHECKING:
+    from torchmuster.launch.schedulers.kubernetes.manifests import Document
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster kubernetes``."""
-    parser.usage = (
-        "muster kubernetes --image IMAGE [options] script.py [the script's own arguments]"
-    )
-    parser.description = (
-        f"{parser.description}\nThe script is a path in the image, which needs torch but not "
-        "torchmuster. "
-        "Nothing is sent to a\ncluster: pipe the output to kubectl."
-    )
+    """Add ``render``."""
     parsers.show_examples(
         parser,
         [
-            "muster kubernetes --image IMAGE --nodes 4 --gpus-per-node 8 train.py | kubectl apply -f -",
-            "muster kubernetes --kind trainjob --image IMAGE --nodes 2 train.py --lr 1e-4",
+            "muster kubernetes render --image IMAGE --nodes 4 --gpus-per-node 8 train.py | kubectl apply -f -",
         ],
     )
+    parts = parser.add_subparsers(title="actions", metavar="ACTION")
+
+    render = parsers.add_action(
+        parts,
+        "render",
+        "print the manifests of a job",
+        more="The script is a path in the image, which needs torch but not torchmuster. Nothing is sent "
+        "to a\ncluster: pipe the output to kubectl.",
+        usage="muster kubernetes render --image IMAGE [options] script.py [the script's own arguments]",
+        examples=[
+            "muster kubernetes render --image IMAGE --nodes 4 --gpus-per-node 8 train.py | kubectl apply -f -",
+            "muster kubernetes render --kind trainjob --image IMAGE --nodes 2 train.py --lr 1e-4",
+        ],
+    )
+    _add_job_flags(render)
+    render.set_defaults(run=_render)
+
+
+def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind",
         choices=("job", "jobset", "trainjob"),
@@ -89,12 +103,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="restart all pods after a failure, at most N times (only with --kind jobset)",
     )
-    parser.set_defaults(run=_run_kubernetes, command=None)
+    parser.set_defaults(command=None)
 
 
-def _run_kubernetes(options: argparse.Namespace) -> int:
+def _render(options: argparse.Namespace) -> int:
+    from torchmuster.launch.schedulers.kubernetes.manifests import to_yaml
+
+    print(to_yaml(_manifests(options)), end="")
+    return ExitCode.GOOD
+
+
+def _manifests(options: argparse.Namespace) -> "list[Document]":
+    """Return the objects of the job that the flags describe."""
     from torchmuster.launch.job import JobSpec
-    from torchmuster.launch.schedulers.kubernetes.manifests import render_manifests, to_yaml
+    from torchmuster.launch.schedulers.kubernetes.manifests import render_manifests
     from torchmuster.launch.schedulers.kubernetes.request import KubernetesRequest
 
     script = _script(options)
@@ -122,8 +144,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
         secret=options.secret,
         run_as_non_root=options.run_as_non_root,
     )
-    print(to_yaml(render_manifests(spec, request, options.kind)), end="")
-    return ExitCode.GOOD
+    return render_manifests(spec, request, options.kind)
 
 
 def _script(options: argparse.Namespace) -> Script:
@@ -134,7 +155,7 @@ def _script(options: argparse.Namespace) -> Script:
         raise Impossible(
             "there is no script to run",
             why="a script is a path in the image that ends in .py, or a module after -m",
-            fix="muster kubernetes --image IMAGE train.py",
+            fix="muster kubernetes render --image IMAGE train.py",
         )
     return Script(command=tuple(words), module=module)
 
