@@ -145,6 +145,7 @@ class Pod:
     disrupted: bool = False
     exit_code: int | None = None
     _removal: subprocess.Popen[bytes] | None = None
+    _removing: bool = False
 
     @property
     def container(self) -> str:
@@ -266,8 +267,9 @@ class Pod:
 
     def discard(self) -> None:
         """Remove what is left of a pod that is over; podman needs seconds, so this does not wait."""
-        self.save_log()
-        self._remove_pod()
+        if not self._removing:
+            self.save_log()
+            self._remove_pod()
 
     def close(self) -> None:
         """Wait until podman has removed the pod, and remove its volumes."""
@@ -279,6 +281,7 @@ class Pod:
     def _remove_pod(self) -> None:
         if self._removal is not None:
             self._removal.wait(GIVE_UP_S)
+        self._removing = True
         self._removal = self.node.podman.start("pod", "rm", "-f", "-t", "0", self.name)
 
     def _read_process(self) -> None:
@@ -327,6 +330,7 @@ class Pod:
             "spec": {
                 "hostname": self.host,
                 "restartPolicy": "Never",
+                "dnsConfig": _QUICK_DNS,
                 "containers": [ours],
                 "volumes": volumes,
             },
@@ -353,6 +357,10 @@ class Pod:
         return {"name": name, "hostPath": {"path": str(path)}}
 
 
+# Podman's name server loses queries while it reads its names again, and the resolver waits 5 s for each of them.
+_QUICK_DNS = {
+    "options": [{"name": "timeout", "value": "1"}, {"name": "attempts", "value": "3"}],
+}
 # Of a pod's security context; podman does not know them, and the lab does what they say by itself.
 _POD_SECURITY = {"fsGroup", "fsGroupChangePolicy", "runAsNonRoot", "runAsUser", "runAsGroup"}
 
