@@ -266,6 +266,12 @@ FULL: dict[str, list[str]] = {
     "tests/ranks/train/test_resume.py": ["test_nothing_shows_that_a_training_was_interrupted[4]"],
     "tests/ranks/train/test_saving.py": ["test_a_service_that_is_lost_fails_a_save_and_nothing_else"],
     "tests/unit/bench/test_comparison.py": ["test_too_few_pairs_tell_only_what_is_beyond_the_floor"],
+    "tests/unit/cli/test_hostile_runs.py": [
+        "test_a_hostile_run_itself_is_explained_and_watched",
+        *(f"test_no_text_of_a_run_controls_the_terminal[{words}]" for words in (
+            "explain last --json", "watch last --lines", "top last --once", "checkpoint ls 2", "stop no such run",
+        )),
+    ],
     "tests/unit/monitor/sinks/test_trackers.py": [
         "test_a_run_of_mlflow_is_found_again_without_its_id",
         "test_a_tracker_that_is_not_there_is_told_and_asked_again",
