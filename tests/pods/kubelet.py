@@ -347,7 +347,9 @@ class Pod:
             path.mkdir(parents=True, exist_ok=True)
             settings = volume["emptyDir"]
             if settings.get("medium") == "Memory":
-                options = f"size={bytes_of(settings['sizeLimit'])}" if "sizeLimit" in settings else ""
+                options = (
+                    f"size={bytes_of(settings['sizeLimit'])}" if "sizeLimit" in settings else ""
+                )
                 words = ["mount", "-t", "tmpfs", *(["-o", options] if options else [])]
                 subprocess.run([*words, self.node.lab, str(path)], check=True, capture_output=True)
         else:
