@@ -4,7 +4,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import job_flags, parsers
+from torchmuster.cli import job_flags, kubernetes_jobs, parsers
 from torchmuster.cli.scripts import Script
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.units import parse_bytes
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``render``."""
+    """Add ``render``, ``apply``, ``status``, ``logs`` and ``stop``."""
     parsers.show_examples(
         parser,
         [
-            "muster kubernetes render --image IMAGE --nodes 4 --gpus-per-node 8 train.py | kubectl apply -f -",
+            "muster kubernetes apply --image IMAGE --nodes 4 --gpus-per-node 8 train.py    start it",
+            "muster kubernetes status train                  its pods, and what is wrong with them",
+            "muster kubernetes logs train --follow           the launcher's output",
+            "muster kubernetes stop train                    save and stop; apply resumes it",
         ],
     )
     parts = parser.add_subparsers(title="actions", metavar="ACTION")
@@ -37,6 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_job_flags(render)
     render.set_defaults(run=_render)
+
+    apply = parsers.add_action(
+        parts,
+        "apply",
+        "create a job in the cluster, or resume one that was stopped",
+        more="Also creates the Secret with which its pods join the launcher. "
+        "Needs: pip install 'torchmuster[kubernetes]'",
+        usage="muster kubernetes apply --image IMAGE [options] script.py [the script's own arguments]",
+        examples=["muster kubernetes apply --image IMAGE --nodes 4 --gpus-per-node 8 train.py"],
+    )
+    _add_job_flags(apply)
+    kubernetes_jobs.add_context_flag(apply)
+    apply.set_defaults(run=_apply)
+    kubernetes_jobs.add_actions(parts)
 
 
 def _add_job_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +128,11 @@ def _render(options: argparse.Namespace) -> int:
 
     print(to_yaml(_manifests(options)), end="")
     return ExitCode.GOOD
+
+
+def _apply(options: argparse.Namespace) -> int:
+    manifests = _manifests(options)
+    return kubernetes_jobs.apply_manifests(options, manifests)
 
 
 def _manifests(options: argparse.Namespace) -> "list[Document]":
