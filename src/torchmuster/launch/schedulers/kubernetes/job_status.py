@@ -278,7 +278,6 @@ def _pod_finding(
     again = f"{cluster.muster('stop', job.name, '--delete')}  # then apply again with "
     describe = cluster.kubectl(f"describe pod {first.pod}")
     logs = cluster.muster("logs", job.name, f"--node {first.node}")
-    failure, warning = Status.FAILURE, Status.WARNING
     if reason in ("Unschedulable", "SchedulingGated"):
         resource = re.search(r"Insufficient ([\w./-]+)", first.message)
         what = f"no Kubernetes node can take {_pods(pods)}"
@@ -287,26 +286,35 @@ def _pod_finding(
             if resource
             else describe
         )
-        return _finding("pod-unschedulable", warning, what, first, fix)
+        return Finding(
+            name="pod-unschedulable", status=Status.WARNING, what=what, why=first.message, fix=fix
+        )
     if reason in ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"):
         fix = f"{again}the right --image; a private registry needs: kubectl create secret docker-registry …"
-        return _finding(
-            "image-pull", failure, f"cannot pull the image of {_pods(pods)}", first, fix
+        what = f"cannot pull the image of {_pods(pods)}"
+        return Finding(
+            name="image-pull", status=Status.FAILURE, what=what, why=first.message, fix=fix
         )
     if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
         what = f"cannot create the container of {_pods(pods)}"
         lost = f'secret "{join_secret(job.name)}" not found' in first.message and job.command
         fix = f"{job.command}  # creates the Secret" if lost else describe
-        return _finding("container-create", failure, what, first, fix)
+        return Finding(
+            name="container-create", status=Status.FAILURE, what=what, why=first.message, fix=fix
+        )
     if reason == "ContainerCreating":
         if not first.message:
             return None  # it is starting
-        return _finding(
-            "pod-starting", warning, f"{_pods(pods)}: starting is delayed", first, describe
+        what = f"{_pods(pods)}: starting is delayed"
+        return Finding(
+            name="pod-starting", status=Status.WARNING, what=what, why=first.message, fix=describe
         )
     if reason == "OOMKilled":
         what = f"out of memory: {_pods(pods)}"
-        return _finding("oom-killed", failure, what, first, f"{again}more --memory")
+        fix = f"{again}more --memory"
+        return Finding(
+            name="oom-killed", status=Status.FAILURE, what=what, why=first.message, fix=fix
+        )
     if reason.startswith("exit code "):
         code = first.exit_code
         if code in (ExitCode.GOOD, ExitCode.SAVED) or job.state == "finished":
@@ -315,17 +323,17 @@ def _pod_finding(
         what = f"{_pods(pods)}: {reason}" + (f" ({meaning})" if meaning else "")
         if code in (126, 127):
             fix = f"{again}an --image in which torchmuster is installed"
-            return _finding("no-command", failure, what, first, fix)
-        return _finding("pod-failed", failure, what, first, logs)
+            return Finding(
+                name="no-command", status=Status.FAILURE, what=what, why=first.message, fix=fix
+            )
+        return Finding(
+            name="pod-failed", status=Status.FAILURE, what=what, why=first.message, fix=logs
+        )
     what = f"{_pods(pods)}: {reason}"
     if job.state != "active":
-        return _finding("pod-lost", Status.NOTE, what, first, logs)
+        return Finding(name="pod-lost", status=Status.NOTE, what=what, why=first.message, fix=logs)
     follow = f"{cluster.muster('status', job.name)}  # the Job creates another pod"
-    return _finding("pod-lost", warning, what, first, follow)
-
-
-def _finding(name: str, status: Status, what: str, first: PodState, fix: str) -> Finding:
-    return Finding(name=name, status=status, what=what, why=first.message, fix=fix)
+    return Finding(name="pod-lost", status=Status.WARNING, what=what, why=first.message, fix=follow)
 
 
 def _pods(pods: Sequence[PodState]) -> str:
