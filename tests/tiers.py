@@ -97,7 +97,6 @@ DEFAULT: dict[str, list[str]] = {
         "test_the_smallest_difference_is_one",
         "test_the_tables_count_kills_and_runs",
     ],
-    "tests/ranks/test_kubernetes_ranks.py": ["test_an_ordinary_script_trains_in_two_pods[job]"],
     "tests/ranks/test_lab_command.py": [],
     "tests/ranks/test_lora_runs.py": [
         "test_two_ranks_train_next_to_shards_in_4_bits_and_peft_loads_the_adapter",

@@ -29,6 +29,7 @@ from torchmuster.errors import Impossible, NoSuchRun
 LAYOUT_VERSION = 1
 DEFAULT_ROOT = Path("runs")
 _PARTS = ("logs", "metrics", "checkpoints", "hang")
+_TIME = re.compile(r"\d{8}-\d{6}(?=-)")
 # Errors of a disk that cannot be written: full, over quota, file too large, I/O error.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -114,15 +115,20 @@ class RunFolder:
         return self.logs / f"rank-{rank}.log"
 
 
-def create_run_folder(root: Path, name: str, *, now: datetime | None = None) -> RunFolder:
-    """Create a run folder below ``root``; its id starts with the time, so ids sort by age."""
+def create_run_folder(
+    root: Path, name: str, *, now: datetime | None = None, run_id: str | None = None
+) -> RunFolder:
+    """Create a run folder below ``root``, with this id; by default its id starts with the time, so ids sort by age."""
     now = now or datetime.now(UTC)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "run"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        run = _new_folder(root, f"{now:%Y%m%d-%H%M%S}-{slug}")
+        if run_id is None:
+            run = _new_folder(root, f"{now:%Y%m%d-%H%M%S}-{slug}")
+        else:  # it may be incomplete: its creator may have been killed
+            run = RunFolder(root / run_id)
         for part in _PARTS:
-            (run.path / part).mkdir()
+            (run.path / part).mkdir(parents=True, exist_ok=True)
         marker = {"id": run.id, "name": name, "created": now.isoformat(), "layout": LAYOUT_VERSION}
         write_atomically(run.marker, json.dumps(marker, indent=2) + "\n")
     except OSError as error:
@@ -154,7 +160,9 @@ def list_runs(root: Path) -> list[RunFolder]:
 
 def _age(run: RunFolder) -> tuple[str, float]:
     """Return the sort key of a run: the time in its id, then the time its marker was written."""
-    return run.id[: len("20260131-235959")], run.marker.stat().st_mtime
+    written = run.marker.stat().st_mtime
+    in_id = _TIME.match(run.id)  # not in an id that a scheduler gave
+    return in_id[0] if in_id else f"{datetime.fromtimestamp(written, UTC):%Y%m%d-%H%M%S}", written
 
 
 def run_name(run: RunFolder) -> str:

@@ -55,7 +55,9 @@ def _run_exporter(options: argparse.Namespace) -> int:
         )
         ended = threading.Event()
         metrics = Served(answer=lambda accept: exposition(collector.samples(), accept))
-        port = stack.enter_context(serving(access, {"/metrics": metrics}))
+        healthy = Served(answer=lambda _: (b"ok\n", "text/plain"), needs_token=False)
+        paths = {"/metrics": metrics, "/healthz": healthy}
+        port = stack.enter_context(serving(access, paths))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
         scheme = "http" if access.tls is None else "https"

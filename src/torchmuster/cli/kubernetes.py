@@ -1,8 +1,9 @@
 """``muster kubernetes``: run a script on a Kubernetes cluster."""
 
 import argparse
+import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torchmuster.cli import job_flags, kubernetes_jobs, parsers
 from torchmuster.cli.scripts import Script
@@ -30,12 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parts,
         "render",
         "print the manifests of a job",
-        more="The script is a path in the image, which needs torch but not torchmuster. Nothing is sent "
-        "to a\ncluster: pipe the output to kubectl.",
+        more="The script is a path in the image, which needs torchmuster. The first pod is the launcher, the "
+        "others\nconnect to it. Nothing is sent to a cluster: pipe the output to kubectl.",
         usage="muster kubernetes render --image IMAGE [options] script.py [the script's own arguments]",
         examples=[
             "muster kubernetes render --image IMAGE --nodes 4 --gpus-per-node 8 train.py | kubectl apply -f -",
             "muster kubernetes render --kind trainjob --image IMAGE --nodes 2 train.py --lr 1e-4",
+            "muster kubernetes render --image IMAGE --volume runs -- muster train --config config.yaml",
         ],
     )
     _add_job_flags(render)
@@ -48,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         more="Also creates the Secret with which its pods join the launcher. "
         "Needs: pip install 'torchmuster[kubernetes]'",
         usage="muster kubernetes apply --image IMAGE [options] script.py [the script's own arguments]",
-        examples=["muster kubernetes apply --image IMAGE --nodes 4 --gpus-per-node 8 train.py"],
+        examples=[
+            "muster kubernetes apply --image IMAGE --nodes 4 --gpus-per-node 8 train.py",
+            "muster kubernetes apply --image IMAGE --volume runs -- muster train --config config.yaml",
+        ],
     )
     _add_job_flags(apply)
     kubernetes_jobs.add_context_flag(apply)
@@ -101,7 +106,22 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
         "--secret", metavar="NAME", help="Kubernetes Secret that holds the secret variables"
     )
     pods.add_argument(
-        "--run-as-non-root", action="store_true", help="reject an image that runs as root"
+        "--volume",
+        metavar="CLAIM",
+        help="PersistentVolumeClaim for the run folder and its checkpoints, shared by all pods (default: none: "
+        "what is not saved elsewhere ends with its pod)",
+    )
+    pods.add_argument(
+        "--user",
+        type=_user,
+        default=1000,
+        metavar="UID",
+        help="numeric user of the pods, or: image, for the image's own (default: 1000)",
+    )
+    pods.add_argument(
+        "--metrics-secret",
+        metavar="NAME",
+        help="serve metrics from each pod, with token and tls.pem of this Secret (default: no exporter)",
     )
     pods.add_argument(
         "--env",
@@ -116,9 +136,24 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts",
         type=_kubernetes_restarts,
-        default=0,
+        default=job_flags.USUAL_RESTARTS,
         metavar="N",
-        help="restart all pods after a failure, at most N times (only with --kind jobset)",
+        help="restart all ranks after a failure, at most N times without a newer checkpoint "
+        f"(default: {job_flags.USUAL_RESTARTS})",
+    )
+    parser.add_argument(
+        "--grace",
+        type=job_flags.duration,
+        default=30.0,
+        metavar="DURATION",
+        help="time for the ranks to save after SIGTERM, as when a node is drained (default: 30s)",
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=job_flags.duration,
+        default=1800.0,
+        metavar="DURATION",
+        help="fail if not all pods run and have connected after DURATION (default: 30m)",
     )
     parser.set_defaults(command=None)
 
@@ -137,12 +172,13 @@ def _apply(options: argparse.Namespace) -> int:
 
 def _manifests(options: argparse.Namespace) -> "list[Document]":
     """Return the objects of the job that the flags describe."""
-    from torchmuster.launch.job import JobSpec
+    from torchmuster.launch.job import JobSpec, Limits
     from torchmuster.launch.schedulers.kubernetes.manifests import render_manifests
     from torchmuster.launch.schedulers.kubernetes.request import KubernetesRequest
 
-    script = _script(options)
-    name = options.name or re.sub(r"[^a-z0-9]+", "-", script.name.lower()).strip("-")
+    script, subcommand = _script(options)
+    script_name = script.name if subcommand == "run" else "train"
+    name = options.name or re.sub(r"[^a-z0-9]+", "-", script_name.lower()).strip("-")
     spec = JobSpec(
         name=name,
         command=script.command,
@@ -152,10 +188,12 @@ def _manifests(options: argparse.Namespace) -> "list[Document]":
         port=options.port,
         max_restarts=options.max_restarts,
         environment=job_flags.named_variables(options.env),
+        limits=Limits(grace_s=options.grace),
     )
     request = KubernetesRequest(
         name=name,
         image=options.image,
+        subcommand=subcommand,
         nodes=options.nodes,
         gpus_per_node=options.gpus_per_node,
         gpu_resource=options.gpu_resource,
@@ -164,22 +202,38 @@ def _manifests(options: argparse.Namespace) -> "list[Document]":
         shm_bytes=options.shm,
         namespace=options.namespace,
         secret=options.secret,
-        run_as_non_root=options.run_as_non_root,
+        metrics_secret=options.metrics_secret,
+        volume=options.volume,
+        user=options.user,
+        join_timeout_s=math.ceil(options.join_timeout),
     )
     return render_manifests(spec, request, options.kind)
 
 
-def _script(options: argparse.Namespace) -> Script:
+def _script(options: argparse.Namespace) -> "tuple[Script, Literal['run', 'train']]":
+    """Return the script, or the arguments of ``muster train``."""
     words = list(options.command or [])
+    if words[:2] == ["muster", "train"]:
+        return Script(command=tuple(words[2:]), module=False), "train"
+    words = words[2:] if words[:2] == ["muster", "run"] else words
     module = words[:1] == ["-m"]
     words = words[1:] if module else words
-    if not words:
+    if not words or words[0].startswith("-"):
         raise Impossible(
             "there is no script to run",
-            why="a script is a path in the image that ends in .py, or a module after -m",
-            fix="muster kubernetes render --image IMAGE train.py",
+            why="a script is a path in the image that ends in .py, or a module after -m; flags of muster run are flags "
+            f"of muster kubernetes {options.words[1]}",
+            fix=f"muster kubernetes {options.words[1]} --image IMAGE train.py, or: … -- muster train --config config.yaml",
         )
-    return Script(command=tuple(words), module=module)
+    return Script(command=tuple(words), module=module), "run"
+
+
+def _user(text: str) -> int | None:
+    if text == "image":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a user's number of at least 1, or image")
+    return int(text)
 
 
 def _kubernetes_size(text: str) -> int:

@@ -16,9 +16,10 @@ from torchmuster.redaction import harmless, printable
 from torchmuster.units import format_seconds, plural
 
 if TYPE_CHECKING:
-    from torchmuster.launch.schedulers.kubernetes.cluster import Cluster, Document
+    from torchmuster.launch.schedulers.kubernetes.cluster import Cluster
     from torchmuster.launch.schedulers.kubernetes.cluster_jobs import ClusterJob
     from torchmuster.launch.schedulers.kubernetes.job_status import JobStatus, PodState
+    from torchmuster.launch.schedulers.kubernetes.manifests import Document
 
 # Rows of healthy pods are left out above this number of pods.
 _ROWS = 64
@@ -351,6 +352,11 @@ def _stop(options: argparse.Namespace) -> int:
             suspend_job(cluster, job)
             print(f"{job.named} stopped", flush=True)
             output.say("muster: its pods get SIGTERM, save a checkpoint and exit")
+            if not job.keeps_runs:
+                output.say(
+                    "muster: warning: it has no --volume, so its run folder ends with its pods; only checkpoints "
+                    "in object storage remain"
+                )
             output.say(f"muster: to see its pods: {cluster.muster('status', job.name)}")
     if job.state != "deleting":
         output.say(f"muster: to delete it:    {cluster.muster('stop', job.name, '--delete')}")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import job_flags, output, slurm_run
+from torchmuster.cli import job_flags, node_group, output, slurm_run
 from torchmuster.cli.reporting import with_report
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
@@ -24,6 +24,7 @@ from torchmuster.runfolder import RunFolder, create_run_folder
 if TYPE_CHECKING:
     from torchmuster.launch.launcher.console import TerminalConsole
     from torchmuster.launch.launcher.job_runner import JobRunner
+    from torchmuster.launch.schedulers.node_group import NodeGroup
 
 # How long --detach waits for the run to start.
 _STAY_S = 60.0
@@ -126,15 +127,21 @@ def start(
     check: Callable[[], None] = lambda: None,
     prepare: Callable[[RunFolder], None] = lambda _: None,
     run: RunFolder | None = None,
+    group: "NodeGroup | None" = None,
 ) -> int:
     """Start a job as the flags request: as a dry run, through Slurm, detached, or attached.
 
     ``in_folder`` adds the run folder to the job, ``check`` is called before the folder is created,
-    ``prepare`` writes the folder's initial files. A given ``run`` is resumed in its folder.
+    ``prepare`` writes the folder's initial files. A given ``run`` is resumed in its folder. This process is the launcher
+    of a given ``group``.
     """
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
-    transport = slurm_run.transport_inside(spec)
+    if group is None:
+        transport = slurm_run.transport_inside(spec)
+    else:
+        transport = node_group.transport_to(group)
+        spec = replace(spec, hosts_return=True, job_uid=group.job_uid)
     machines = len(transport.places) if transport is not None else len(spec.hosts)
     spec = job_flags.with_spares(spec, machines)
     spec = slurm_run.for_so_many(options, spec, machines)
@@ -153,11 +160,11 @@ def start(
     transport = transport or transport_for(spec, python)
     spec = _with_grace(options, spec)
     check()
-    run = (
-        slurm_run.earlier_run(spec, options.runs)
-        or run
-        or create_run_folder(options.runs, spec.name)
-    )
+    if group is not None:
+        run = node_group.run_folder(group, options.runs, spec.name)
+    else:
+        earlier = slurm_run.earlier_run(spec, options.runs)
+        run = earlier or run or create_run_folder(options.runs, spec.name)
     prepare(run)
     spec = in_folder(spec, run.path)
     if options.detach:

@@ -21,6 +21,7 @@ from torchmuster.cli.torchrun_flags import TORCHRUN_FLAGS, TorchrunFlag, flag_na
 from torchmuster.config.fields import suggest_name
 from torchmuster.devices.visibility import STAGES
 from torchmuster.errors import Impossible
+from torchmuster.launch.schedulers.node_group import NODE_RANK
 from torchmuster.redaction import harmless, printable, redact_command, redact_mapping, redact_text
 
 _PROBE = "torchmuster.launch.probes.accelerate_launch"
@@ -122,7 +123,8 @@ def muster_words(
         command = _unwrapped(pasted, command, folder)
     elif "--no-python" in pasted.given:
         raise _not_python(command or [])
-    for flag in TORCHRUN_FLAGS:
+    # A scheduler that describes the nodes to Muster may describe them to torchrun as well (Kubeflow Trainer).
+    for flag in () if NODE_RANK in environment else TORCHRUN_FLAGS:
         value = environment.get(flag.variable)
         if value is not None and (flag.value or value != "0"):
             pasted.take(flag, value, f"{flag.variable}={value}")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchmuster.cli import job_flags, parsers, slurm_run
+from torchmuster.cli import job_flags, node_group, parsers, slurm_run
 from torchmuster.cli.launching import start
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_run(options: argparse.Namespace) -> int:
+    group = node_group.take_group(options)
+    if group is not None and (code := node_group.ended_before(group, options.runs)) is not None:
+        return code
+    if group is not None and group.node_rank > 0:
+        return node_group.serve(group, options)
     script = script_from(options, Path.cwd())
     if options.json and not options.dry_run:
         raise Impossible(
@@ -73,4 +78,5 @@ def _run_run(options: argparse.Namespace) -> int:
             why="only etcd has its own endpoint; the other backends use the first host",
             fix="--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379",
         )
-    return start(options, spec, resolved.settings.launch.remote_python or sys.executable)
+    python = resolved.settings.launch.remote_python or sys.executable
+    return start(options, spec, python, group=group)

@@ -47,7 +47,7 @@ def token_from(path: Path | None) -> str | None:
         return None
     try:
         with path.open(encoding="utf-8") as stream:
-            mode = os.fstat(stream.fileno()).st_mode
+            status = os.fstat(stream.fileno())
             token = stream.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise Impossible(
@@ -55,7 +55,9 @@ def token_from(path: Path | None) -> str | None:
             why=str(error),
             fix=f"(umask 077; openssl rand -hex 32 > {path})",
         ) from error
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
+    # The group of a file that another user owns is how this user reads it: a Secret that Kubernetes mounts.
+    secret_from = stat.S_IROTH if status.st_uid != os.geteuid() else stat.S_IRGRP | stat.S_IROTH
+    if status.st_mode & secret_from:
         raise Impossible(
             f"the token in {path} is not secret: other users of this machine can read it",
             fix=f"chmod 600 {path}",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.places import open_store
-from torchmuster.cli import job_flags, output, parsers, slurm_run
+from torchmuster.cli import job_flags, node_group, output, parsers, slurm_run
 from torchmuster.cli.config import settings_from
 from torchmuster.cli.data_check import check_data, show_data
 from torchmuster.cli.launching import start, transport_for
@@ -318,10 +318,17 @@ def _run_train(options: argparse.Namespace) -> int:
             why="a run prints the output of its ranks",
             fix="leave out --json; the metrics are in the run folder: metrics/steps.jsonl",
         )
+    group = node_group.take_group(options)
+    if group is not None and (code := node_group.ended_before(group, options.runs)) is not None:
+        return code
+    if group is not None and group.node_rank > 0:
+        return node_group.serve(group, options)
     run = take_run(options) if options.resume else None
+    if group is not None:
+        run = group.earlier_run(options.runs)
     resolved = with_absolute_folder(job_flags.settings_of(options))
     check_trainable(resolved, file=str(options.config or "the settings"))
-    if run is not None and nothing_left(run, resolved):
+    if run is not None and run.config.is_file() and nothing_left(run, resolved):
         return ExitCode.GOOD
     promise = None
     if options.plan:
@@ -344,6 +351,7 @@ def _run_train(options: argparse.Namespace) -> int:
         check=functools.partial(data.check, resolved) if is_here else _nothing,
         prepare=functools.partial(_write_files, resolved=resolved, promise=promise, data=data),
         run=run,
+        group=group,
     )
 
 

@@ -183,6 +183,7 @@ class RunJob:
     token: str = ""
     grace_s: float = 30.0
     slurm_job: str | None = None
+    job_uid: str = ""  # of the scheduler that started the same command on every node
     typed: list[str] = field(default_factory=lambda: ["run"])
     flags: list[str] = field(default_factory=list)
     module: bool = False
@@ -224,6 +225,7 @@ def write_job(
         token=token,
         grace_s=spec.limits.grace_s,
         slurm_job=slurm_job,
+        job_uid=spec.job_uid,
         typed=redact_command(spec.typed),
         flags=redact_command(spec.flags),
         module=spec.module,
@@ -252,6 +254,7 @@ def read_job(run: RunFolder) -> RunJob | None:
             token=str(content["token"]),
             grace_s=float(content["grace_s"]),
             slurm_job=content["slurm_job"],
+            job_uid=str(content.get("job_uid", "")),
             typed=list(content.get("typed") or content["command"][:1]),
             flags=list(content.get("flags") or ()),
             module=bool(content.get("module")),

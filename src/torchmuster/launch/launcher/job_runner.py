@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol
 
 from torchmuster.decision import Decision
-from torchmuster.errors import Impossible, MachineLost, MusterError
+from torchmuster.errors import ExitCode, Impossible, MachineLost, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
@@ -272,6 +272,19 @@ class JobOutcome:
     words: str = ""
 
 
+def _farewell(outcome: JobOutcome | None) -> tuple[int, str]:
+    """Return the exit code and the message for the node agents of other hosts; None: an error."""
+    if outcome is None:
+        return ExitCode.FAILED, "the run stopped"
+    if outcome.good:
+        return ExitCode.GOOD, "the run finished"
+    if outcome.finding is not None:
+        return ExitCode.FAILED, outcome.finding.what
+    if outcome.saved:
+        return ExitCode.SAVED, outcome.saved
+    return ExitCode.TERMINATED, "the run stopped"
+
+
 class JobRunner:
     """One run, from the node registry to its end, with all its attempts."""
 
@@ -361,7 +374,7 @@ class JobRunner:
     async def run(self) -> JobOutcome:
         """Run the job to its end."""
         session = self._session
-        outcome = JobOutcome(good=False, stopped=True)
+        outcome: JobOutcome | None = None
         try:
             self._on_phase("joining")
             await self._transport.open(session.registry.arrive)
@@ -385,10 +398,7 @@ class JobRunner:
                 await session.end(nodes)
                 outcome = self._stopped(nodes, session.cause)
         finally:
-            words = "the run finished" if outcome.good else "the run stopped"
-            if outcome.finding is not None:
-                words = outcome.finding.what
-            await session.leave(0 if outcome.good else 1, outcome.saved or words)
+            await session.leave(*_farewell(outcome))
         return outcome
 
     def _stopped(self, nodes: Sequence[NodeHandle], cause: stopping.StopCause | None) -> JobOutcome:
@@ -444,14 +454,17 @@ class JobRunner:
                 )
                 return self._stopped(nodes, self._warning) if saved else JobOutcome(good=True)
             number += 1
+            replaced = self._lose_replaced_hosts(nodes)
             self._broken = broken_hosts(nodes) if self._spec.spares else {}
             after = await self._look(began, before)
             warned = self._warning is not None or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
             origin = self._warning.origin if self._warning else ""
             if words := node_handle.trouble_text(nodes, warned=warned and can_save, origin=origin):
-                if self._warning or not taking_in.asked_to_save:
+                if self._warning or not (taking_in.asked_to_save or replaced):
                     return JobOutcome(good=False, stopped=True, saved=words)
+                if replaced:
+                    await self._announce_replacement(words, after)
                 await asyncio.to_thread(mark_restart, self._logs)
                 continue
             self._history.append(self._failed(finding, before, after))
@@ -462,6 +475,23 @@ class JobRunner:
                 return JobOutcome(good=False, finding=with_reason(finding, chosen.reason))
             await self._announce(chosen.value, chosen.reason, after.resume)
             await self._session.waiting.unless_stopped(asyncio.sleep(chosen.value))
+
+    def _lose_replaced_hosts(self, nodes: Sequence[NodeHandle]) -> bool:
+        """Wait no longer for hosts that their scheduler stopped and will replace; return whether there are any."""
+        if not self._spec.hosts_return:
+            return False
+        stopped = [node for node in nodes if node.ended and node.ended.asked]
+        for node in stopped:
+            node.lose("its scheduler stopped it")
+        return bool(stopped)
+
+    async def _announce_replacement(
+        self, saved: str, after: training_progress.TrainingProgress
+    ) -> None:
+        self._console.say(f"{saved}; waiting for the host that replaces the one that was stopped")
+        facts = {"headline": saved, "from_step": after.saved, "noticed_unix_s": time.time()}
+        run = RunFolder(self._logs.parent)
+        await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
 
     async def _announce(self, pause_s: float, reason: str, resume: ResumePlan | None) -> None:
         """Print and log what failed, that the run restarts, and how its script resumes."""

@@ -96,6 +96,8 @@ class NodeAgent:
         self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
         self._tasks: set[asyncio.Task[None]] = set()
         self.words = ""  # why it exited, for this terminal
+        self.signalled = False  # a signal to this process was the cause
+        self.released = False  # by the launcher, because the run is over
 
     async def run(self) -> int:
         """Serve the launcher until the run is over or the launcher is gone."""
@@ -124,6 +126,7 @@ class NodeAgent:
             await self._end_all()
 
     def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
+        self.signalled = True
         if name == "SIGINT" and self._own_terminal:
             self._give_up(over, "left the run after Ctrl-C", ExitCode.INTERRUPTED)
         elif self._running is None:
@@ -179,6 +182,7 @@ class NodeAgent:
                     return
                 case protocol.Leave():
                     self.words = message.words
+                    self.released = True
                     if not over.done():
                         over.set_result(message.exit_code)
                     return

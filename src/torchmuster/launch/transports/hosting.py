@@ -1,16 +1,21 @@
-"""The transport of ``muster host``: this host, and machines that join by themselves."""
+"""The transport to this host and to machines that join by themselves, with a code or with a shared secret."""
 
 from collections.abc import Callable, Sequence
 
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Arrive
+from torchmuster.launch.transports.join import token_registry
 from torchmuster.launch.transports.join.code import JoinCode
+from torchmuster.launch.transports.join.invitation import certificate_seed, token_for
 from torchmuster.launch.transports.join.service import JoinService
 from torchmuster.launch.transports.local import LocalTransport
 
 
 class HostTransport:
-    """The first place is this host; each other place is for the machine that has its join code."""
+    """The first place is this host; each other place is for the machine that has its join code.
+
+    With ``secret``, which all nodes share, each node knows its place and its code, and may join again with it.
+    """
 
     def __init__(
         self,
@@ -21,7 +26,8 @@ class HostTransport:
         port: int | None,
         announce: bool,
         on_event: Callable[[str], None],
-        on_code: Callable[[int, JoinCode], None],
+        on_code: Callable[[int, JoinCode], None] = lambda place, code: None,
+        secret: bytes | None = None,
     ) -> None:
         self._local = LocalTransport(name)
         self._on_code = on_code
@@ -32,6 +38,10 @@ class HostTransport:
             announce=announce,
             on_event=on_event,
             on_code=on_code,
+            make_token=token_registry.new_token
+            if secret is None
+            else lambda place: token_for(secret, place),
+            seed=None if secret is None else certificate_seed(secret),
         )
 
     @property

@@ -17,12 +17,10 @@ from typing import Any
 from urllib.parse import quote
 
 from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.launch.schedulers.kubernetes.manifests import Document
 from torchmuster.redaction import harmless
 
-Document = dict[str, Any]
-
 FIELD_MANAGER = "torchmuster"
-MANAGED_BY = "app.kubernetes.io/managed-by"
 
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0

@@ -1,5 +1,6 @@
 """Jobs in a cluster: find, create, resume, suspend and delete them."""
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,20 +13,18 @@ from torchmuster.launch.schedulers.kubernetes.cluster import (
     JOB,
     JOB_RESOURCES,
     JOBSET,
-    MANAGED_BY,
     POD,
     SECRET,
     SERVICE,
     Cluster,
-    Document,
     Refused,
     Resource,
     nearest,
     resource_of,
 )
+from torchmuster.launch.schedulers.kubernetes.manifests import MANAGED_BY, SECRET_KEY, Document
 from torchmuster.redaction import harmless
 
-NAME_LABEL = "app.kubernetes.io/name"
 # Annotations of a job: when stop suspended it, and the command that applied it.
 STOPPED = "torchmuster/stopped"
 COMMAND = "torchmuster/command"
@@ -66,6 +65,11 @@ class ClusterJob:
         if self.resource is JOBSET:
             return int(spec["replicatedJobs"][0]["template"]["spec"].get("completions") or 1)
         return int((spec.get("trainer") or {}).get("numNodes") or 1)
+
+    @property
+    def keeps_runs(self) -> bool:
+        """Whether its run folder is on a volume, not in its pods."""
+        return '"persistentVolumeClaim"' in json.dumps(self.document["spec"])
 
     @property
     def pod_labels(self) -> dict[str, str]:
@@ -113,7 +117,7 @@ def find_job(cluster: Cluster, name: str) -> ClusterJob:
     refusals: list[tuple[Refused, Resource]] = []
     for resource in JOB_RESOURCES:
         try:
-            documents = cluster.list_all(resource, labels={MANAGED_BY: "torchmuster"})
+            documents = cluster.list_all(resource, labels=MANAGED_BY)
         except Refused as refused:
             if refused.is_unknown_type:
                 continue
@@ -204,10 +208,10 @@ def apply_job(
 def _existing(cluster: Cluster, document: Document) -> Document | None:
     resource, name = resource_of(document), document["metadata"]["name"]
     found = cluster.find(resource, name)
-    if found and (found["metadata"].get("labels") or {}).get(MANAGED_BY) != "torchmuster":
+    if found and not MANAGED_BY.items() <= (found["metadata"].get("labels") or {}).items():
         raise Impossible(
             f"{resource.named(name)} exists in namespace {cluster.namespace}, and is not Muster's",
-            why=f"it does not have the label {MANAGED_BY}=torchmuster",
+            why="it does not have the label app.kubernetes.io/managed-by=torchmuster",
             fix="apply with another --name",
         )
     return found
@@ -219,7 +223,7 @@ def _check_kind(cluster: Cluster, name: str, resource: Resource) -> None:
         if other is resource:
             continue
         try:
-            documents = cluster.list_all(other, labels={MANAGED_BY: "torchmuster"})
+            documents = cluster.list_all(other, labels=MANAGED_BY)
         except Refused as refused:
             if refused.is_unknown_type or refused.is_permission:
                 continue
@@ -239,7 +243,7 @@ def _create_secret(cluster: Cluster, name: str, labels: Mapping[str, str]) -> tu
         "kind": "Secret",
         "metadata": {"name": join_secret(name), "labels": dict(labels)},
         "type": "Opaque",
-        "stringData": {"secret": secrets.token_urlsafe(32)},
+        "stringData": {SECRET_KEY: secrets.token_urlsafe(32)},
     }
     created = cluster.create(SECRET, document)
     return SECRET.named(join_secret(name)), "created" if created else "exists"

@@ -9,8 +9,9 @@ from typing import Any
 
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.schedulers.kubernetes.cluster import Cluster, Document
+from torchmuster.launch.schedulers.kubernetes.cluster import Cluster
 from torchmuster.launch.schedulers.kubernetes.cluster_jobs import ClusterJob, join_secret
+from torchmuster.launch.schedulers.kubernetes.manifests import Document
 from torchmuster.redaction import harmless
 from torchmuster.units import plural
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.job import USUAL_PORT, JobSpec
+from torchmuster.launch.job import JobSpec
+from torchmuster.launch.schedulers import node_group
 from torchmuster.redaction import redact_command
 from torchmuster.units import GiB, format_bytes
 
@@ -23,14 +24,18 @@ _LONGEST_LABEL = 63
 class KubernetesRequest:
     """The pods of a job: their number, image and resources.
 
-    Command, ranks per pod, port, variables and restarts come from the job. ``cpu`` and
+    Command, ranks per pod, port, variables, restarts and grace period come from the job. ``cpu`` and
     ``memory_bytes`` are both request and limit; None uses the cluster's default. Shared memory counts
     as memory; the default is half of it, or 8 GiB without ``memory_bytes``. ``secret`` is the name of
-    the Secret that holds secret variables.
+    the Secret that holds secret variables, ``join_secret`` of the one with which the pods find each other (None:
+    the job's name with ``-join``), ``metrics_secret`` of the one with the exporter's token and certificate (None: no
+    exporter). ``volume`` is a claim that all pods share; without it, a pod's run folder ends with the pod. ``user``: the
+    numeric user of the pods, None for the image's own.
     """
 
     name: str
     image: str
+    subcommand: Literal["run", "train"] = "run"
     nodes: int = 1
     gpus_per_node: int = 0
     gpu_resource: GpuResource = "nvidia.com/gpu"
@@ -39,19 +44,22 @@ class KubernetesRequest:
     shm_bytes: int | None = None
     namespace: str | None = None  # None: kubectl's current namespace
     secret: str | None = None
-    run_as_non_root: bool = False
-    start_timeout_s: int = 1800  # until the rendezvous: pods may have to wait for nodes
+    join_secret: str | None = None
+    metrics_secret: str | None = None
+    volume: str | None = None
+    user: int | None = 1000
+    join_timeout_s: int = 1800  # for all pods to connect: they may have to wait for nodes
     keep_finished_s: int = 86400
+
+
+def join_secret_of(request: KubernetesRequest) -> str:
+    """Return the name of the Secret with which the pods find each other."""
+    return request.join_secret or f"{request.name}-join"
 
 
 def ranks_of(spec: JobSpec, request: KubernetesRequest) -> int:
     """Return the number of ranks per pod."""
     return spec.ranks or request.gpus_per_node or 1
-
-
-def port_of(spec: JobSpec) -> int:
-    """Return the rendezvous port."""
-    return USUAL_PORT if spec.port is None else spec.port
 
 
 def shared_memory_bytes_of(request: KubernetesRequest) -> int:
@@ -73,18 +81,11 @@ def check_kubernetes_request(spec: JobSpec, request: KubernetesRequest, kind: Ki
             why="the manifest would expose it to everyone who can read the job",
             fix="pass it as an environment variable, which can be stored in a Secret",
         )
-    if kind != "jobset" and spec.max_restarts:
+    if kind == "trainjob" and request.metrics_secret is not None:
         raise Impossible(
-            f"{spec.max_restarts} restarts requested, but a {kind} does not support restarts",
-            why="if one rank fails, all pods must restart, and only a JobSet can do that; a Job restarts "
-            "individual pods, and a TrainJob leaves restarts to its runtime",
-            fix="use --kind jobset, or no restarts",
-        )
-    if kind == "trainjob" and port_of(spec) != USUAL_PORT:
-        raise Impossible(
-            f"port {spec.port} requested, but a trainjob does not support it",
-            why=f"Kubeflow Trainer always uses port {USUAL_PORT}",
-            fix="remove the port, or use --kind jobset",
+            "a trainjob cannot have an exporter",
+            why="a TrainJob takes its containers from its runtime",
+            fix="use --kind jobset, or run muster exporter where the volume is mounted",
         )
 
 
@@ -104,7 +105,14 @@ def _check_names(request: KubernetesRequest, kind: Kind) -> None:
             why=f"its pods would be named {longest}; the limit is {_LONGEST_LABEL} characters",
             fix=f"--name {_nearest_label(request.name[: len(request.name) - over])}",
         )
-    for value, what in ((request.namespace, "namespace"), (request.secret, "Secret")):
+    names = (
+        (request.namespace, "namespace"),
+        (request.secret, "Secret"),
+        (request.join_secret, "Secret"),
+        (request.metrics_secret, "Secret"),
+        (request.volume, "PersistentVolumeClaim"),
+    )
+    for value, what in names:
         if value is not None and (not _NAMESPACE.fullmatch(value) or len(value) > _LONGEST_LABEL):
             raise Impossible(
                 f"{value!r} is not a valid name for a {what}",
@@ -114,8 +122,8 @@ def _check_names(request: KubernetesRequest, kind: Kind) -> None:
     if not request.image or request.image != request.image.strip() or " " in request.image:
         raise Impossible(
             f"{request.image!r} is not a valid image" if request.image else "the image is missing",
-            why="the pods need an image that contains torch and the script",
-            fix="--image pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime  # or your own",
+            why="the pods need an image that contains torchmuster and the script",
+            fix="--image registry/train:1  # docs/kubernetes.md shows how to build one",
         )
 
 
@@ -134,13 +142,14 @@ def _check_amounts(spec: JobSpec, request: KubernetesRequest) -> None:
         "CPUs": (request.cpu, 1),
         "bytes of memory": (request.memory_bytes, 1),
         "bytes of shared memory": (request.shm_bytes, 1),
-        "seconds to start": (request.start_timeout_s, 1),
+        "seconds to join": (request.join_timeout_s, 1),
+        "as the user's number": (request.user, 1),
         "seconds to keep": (request.keep_finished_s, 0),
     }
     for what, (value, least) in lowest.items():
         if value is not None and value < least:
             raise Impossible(f"invalid value: {value} {what}", fix=f"use at least {least}")
-    if not 1024 <= port_of(spec) <= 65535:
+    if spec.port is not None and not 1024 <= spec.port <= 65535:
         raise Impossible(f"invalid port: {spec.port}", fix="use a port from 1024 to 65535")
     if spec.hosts or spec.gpu_ids:
         raise Impossible(
@@ -182,10 +191,10 @@ def _check_variable(name: str) -> None:
             f"{name!r} is not a valid variable name",
             why="a name has letters, digits and _, and does not begin with a digit",
         )
-    if name.startswith("PET_") or name == "JOB_COMPLETION_INDEX":
+    if name.startswith("PET_") or name in ("JOB_COMPLETION_INDEX", *node_group.VARIABLES):
         raise Impossible(
             f"{name} cannot be set for a job in Kubernetes",
-            why="torchrun or the cluster uses it to set each pod's node rank",
+            why="the manifest or the cluster uses it to set each pod's node rank",
             fix=f"unset {name}",
         )
 

@@ -1,7 +1,8 @@
 """The host's certificate: made for one run, identified by its fingerprint, never stored.
 
 It is self-signed. The join code contains its fingerprint, and a joining machine identifies the host by
-that alone, independently of clocks and host names.
+that alone, independently of clocks and host names. It is a function of its seed: nodes that share a secret
+know the certificate in advance.
 """
 
 import datetime
@@ -13,12 +14,19 @@ import ssl
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchmuster.errors import Impossible
 from torchmuster.launch.transports.join.code import FINGERPRINT_BYTES
 
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+SEED_BYTES = 32
 # Clients do not check the dates, but some libraries require them.
-_LIFETIME = datetime.timedelta(days=3650)
+_FROM = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_UNTIL = datetime.datetime(2049, 1, 1, tzinfo=datetime.UTC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +37,11 @@ class Certificate:
     fingerprint: bytes
 
 
-def make_certificate() -> Certificate:
-    """Make a new key and a certificate for it (ECDSA, P-256), and load both into a server context."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-    except ImportError as error:
-        raise Impossible(
-            "machines cannot join: the package cryptography is not installed on this host",
-            why="the host needs it to create its TLS certificate",
-            fix="pip install cryptography",
-        ) from error
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "torchmuster")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + _LIFETIME)
-        .sign(key, hashes.SHA256())
-    )
+def make_certificate(seed: bytes | None = None) -> Certificate:
+    """Make the key and certificate of this seed (Ed25519), and load both into a server context. None: a random seed."""
+    key, certificate = _from_seed(secrets.token_bytes(SEED_BYTES) if seed is None else seed)
+    from cryptography.hazmat.primitives import serialization
+
     password = secrets.token_bytes(32)
     pem = key.private_bytes(
         serialization.Encoding.PEM,
@@ -64,6 +52,38 @@ def make_certificate() -> Certificate:
         context=_server_context(pem, password),
         fingerprint=fingerprint_of(certificate.public_bytes(serialization.Encoding.DER)),
     )
+
+
+def fingerprint_from(seed: bytes) -> bytes:
+    """Return the fingerprint of the certificate of this seed."""
+    from cryptography.hazmat.primitives import serialization
+
+    return fingerprint_of(_from_seed(seed)[1].public_bytes(serialization.Encoding.DER))
+
+
+def _from_seed(seed: bytes) -> "tuple[Ed25519PrivateKey, x509.Certificate]":
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    except ImportError as error:
+        raise Impossible(
+            "machines cannot join: the package cryptography is not installed on this host",
+            why="the host needs it to create its TLS certificate",
+            fix="pip install cryptography",
+        ) from error
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "torchmuster")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(_FROM)
+        .not_valid_after(_UNTIL)
+        .sign(key, None)
+    )
+    return key, certificate
 
 
 def fingerprint_of(certificate_der: bytes) -> bytes:

@@ -32,8 +32,10 @@ HANDSHAKE_S = 20.0
 
 # timeout: no answer at all; refused: the machine is up, the port is closed; unreachable: no route;
 # stranger: another certificate; not-tls: another program listens there; silent: accepts the connection
-# and sends nothing; turned-away: closed without an answer.
-Kind = Literal["timeout", "refused", "unreachable", "stranger", "not-tls", "silent", "turned-away"]
+# and sends nothing; turned-away: closed without an answer; taken: the place still belongs to an earlier connection.
+Kind = Literal[
+    "timeout", "refused", "unreachable", "stranger", "not-tls", "silent", "turned-away", "taken"
+]
 
 _IN_WORDS: dict[Kind, str] = {
     "timeout": f"no answer within {CONNECT_S:g} s",
@@ -43,6 +45,7 @@ _IN_WORDS: dict[Kind, str] = {
     "not-tls": "the program there does not use TLS",
     "silent": "accepts the connection, but does not answer",
     "turned-away": "closed by the other side",
+    "taken": "it still waits for an earlier connection of this node to end",
 }
 
 
@@ -180,13 +183,15 @@ async def connect_to_host(
     open_firewall: Callable[[int], str],
     discover: bool = True,
     patience_s: float = 120.0,
+    name: str = "",
 ) -> HostChannel:
     """Join with this code; return once the host has accepted.
 
     ``on_event`` gets progress messages; ``open_firewall`` returns the command that opens a port in the
-    host's firewall.
+    host's firewall. ``name`` is the host's DNS name, for nodes that know their code in advance: its address may change,
+    and what would be a wrong or used code may only be early.
     """
-    if not code.addresses and not discover:
+    if not code.addresses and not discover and not name:
         raise Impossible(
             "this join code does not contain the host's address",
             why="a short code needs discovery on the local network, which is disabled",
@@ -198,23 +203,37 @@ async def connect_to_host(
     look = not targets
     with _Progress(on_event, patience_s) as progress:
         while True:
-            outcome, found = await _round(code, targets, look=look, progress=progress)
+            if name:
+                targets = await _resolve(name, code.port)
+            outcome, found = await _round(
+                code, targets, look=look, progress=progress, early=bool(name)
+            )
             if isinstance(outcome, HostChannel):
                 return outcome
             new = [target for target in found if target not in targets]
             targets += new
             if new and progress.left_s > 0:
                 continue
-            looked = look or not discover
+            looked = (look or not discover) and not name
             if looked and outcome and all(problem.kind == "stranger" for problem in outcome):
                 raise _stranger(outcome)
             if progress.left_s <= 0:
-                raise _unreachable(outcome, patience_s, open_firewall)
-            progress.sets_back(_not_yet(outcome))
+                raise _unreachable(outcome, patience_s, open_firewall, name)
+            progress.sets_back(_not_yet(outcome, name))
             look = discover
             # Random pause: machines that were rejected together should not retry together.
             await asyncio.sleep(min(progress.left_s, random.uniform(pause_s / 2, pause_s)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+async def _resolve(name: str, port: int) -> list[JoinTarget]:
+    """Return the current addresses of a DNS name; none if it has none yet."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    addresses = dict.fromkeys(str(where[0]) for *_, where in found)
+    return [JoinTarget(address=address, port=port) for address in addresses]
 
 
 class _Progress:
@@ -260,7 +279,12 @@ class _Progress:
 
 
 async def _round(
-    code: JoinCode, targets: Sequence[JoinTarget], *, look: bool, progress: _Progress
+    code: JoinCode,
+    targets: Sequence[JoinTarget],
+    *,
+    look: bool,
+    progress: _Progress,
+    early: bool,
 ) -> tuple[HostChannel | list[JoinProblem], list[JoinTarget]]:
     """Try every address once, and discover more of them meanwhile."""
     looking = asyncio.create_task(_look_for(code)) if look else None
@@ -271,7 +295,7 @@ async def _round(
         if isinstance(answered, list):
             return answered, await looking if looking else []
         progress.goes_on(f"connected to the host at {answered[1]}, waiting to be accepted")
-        outcome = await _ask(*answered, code)
+        outcome = await _ask(*answered, code, early=early)
         return outcome if isinstance(outcome, HostChannel) else [outcome], []
     finally:
         if looking is not None:
@@ -293,8 +317,13 @@ async def _look_for(code: JoinCode) -> list[JoinTarget]:
     return [JoinTarget(address=address, port=found.port) for address in found.addresses]
 
 
-async def _ask(stream: Stream, target: JoinTarget, code: JoinCode) -> HostChannel | JoinProblem:
-    """Send the join request to the host, whose certificate has been verified."""
+async def _ask(
+    stream: Stream, target: JoinTarget, code: JoinCode, *, early: bool
+) -> HostChannel | JoinProblem:
+    """Send the join request to the host, whose certificate has been verified.
+
+    ``early``: a refused code may be valid later.
+    """
     join = Join(
         protocol=protocol.PROTOCOL,
         place=code.place,
@@ -314,6 +343,8 @@ async def _ask(stream: Stream, target: JoinTarget, code: JoinCode) -> HostChanne
     if isinstance(answer, token_registry.Welcome):
         return HostChannel(stream, target)
     await stream.close()
+    if isinstance(answer, Refused) and early and answer.reason != "other-protocol":
+        return JoinProblem(target=target, kind="taken")
     if isinstance(answer, Refused):
         raise _not_let_in(answer)
     return JoinProblem(target=target, kind="turned-away")
@@ -351,16 +382,27 @@ def _stranger(problems: Iterable[JoinProblem]) -> MusterError:
     )
 
 
-def _not_yet(problems: Iterable[JoinProblem]) -> str:
+def _not_yet(problems: Iterable[JoinProblem], name: str) -> str:
     tried = "; ".join(str(problem) for problem in problems)
+    if name:
+        return f"waiting for the launcher {name} ({tried or 'the name has no address yet'})"
     if not tried:
         return "the host was not found on the local network yet"
     return f"the host is not reachable yet ({tried})"
 
 
 def _unreachable(
-    problems: Sequence[JoinProblem], patience_s: float, open_firewall: Callable[[int], str]
+    problems: Sequence[JoinProblem],
+    patience_s: float,
+    open_firewall: Callable[[int], str],
+    name: str,
 ) -> MusterError:
+    if name:
+        return MusterError(
+            f"the launcher {name} did not accept this node within {patience_s:g} s",
+            why="\n".join(str(problem) for problem in problems) or "the name has no address",
+            fix="look at the first node: it runs the launcher",
+        )
     if not problems:
         return MusterError(
             f"no host with this code found on the local network within {patience_s:g} s",

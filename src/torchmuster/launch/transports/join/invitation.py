@@ -1,9 +1,10 @@
-"""The invitation: one text from which every node of a scheduler's job makes its own join code.
+"""Secrets that all nodes of a run share, and from which each makes its own join code.
 
-A scheduler hands the same standard input to all tasks, so an invitation does not grow with the number of nodes. A place's
-token is derived from the secret in it.
+srun hands the same standard input, an invitation, to all tasks of a job; Kubernetes hands the same Secret to all pods. Neither
+grows with the number of nodes. A place's token, and in pods also the launcher's certificate, are derived from the secret.
 """
 
+import hashlib
 import hmac
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.transports.join.code import FINGERPRINT_BYTES, TOKEN_BYTES, JoinCode
 
 SECRET_BYTES = 32
+_SALT = b"torchmuster join secret"
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,3 +56,16 @@ def read_invitation(line: bytes) -> Invitation:
 def token_for(secret: bytes, place: int) -> bytes:
     """Return the token of a place."""
     return hmac.digest(secret, b"torchmuster place %d" % place, "sha256")[:TOKEN_BYTES]
+
+
+def secret_from(text: str) -> bytes:
+    """Return the secret of a text that all nodes of a run have.
+
+    Deliberately slow: whoever connects sees a certificate that is derived from the text, and can try to guess it.
+    """
+    return hashlib.scrypt(text.encode(), salt=_SALT, n=2**14, r=8, p=1, dklen=SECRET_BYTES)
+
+
+def certificate_seed(secret: bytes) -> bytes:
+    """Return the seed of the launcher's certificate."""
+    return hmac.digest(secret, b"torchmuster certificate", "sha256")

@@ -76,7 +76,8 @@ class JoinService:
 
     Places are numbered as in the whole run, here and in codes; ``places`` has the names of this service's
     places only. ``on_event`` gets rate-limited messages about connections; ``on_code`` is called with the
-    new code when a place becomes free again. ``make_token`` returns the next token of a place.
+    new code when a place becomes free again. ``make_token`` returns the next token of a place. ``seed`` determines the
+    certificate. Both make codes that a machine can know in advance and use again.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class JoinService:
         port: int | None = None,
         announce: bool = True,
         make_token: Callable[[int], bytes] = token_registry.new_token,
+        seed: bytes | None = None,
     ) -> None:
         if first_place + count > code.MOST_PLACES:
             raise Impossible(
@@ -100,6 +102,7 @@ class JoinService:
         self._addresses = tuple(addresses)
         self._port = port
         self._announce = announce
+        self._seed = seed
         self._on_event = on_event
         self._on_code = on_code
         self._news = JoinNews(on_event, NEWS_EVERY_S)
@@ -121,7 +124,7 @@ class JoinService:
         # All machines of a large run may connect at once; they should wait rather than be rejected.
         in_line = make_room_for(self._count + LISTENED_TO, wanted=self._count + IN_LINE)
         self._arrive = arrive
-        self._certificate = certificate.make_certificate()
+        self._certificate = certificate.make_certificate(self._seed)
         listeners = listener.open_listeners(self._addresses, self._port)
         self._port = listeners[0].getsockname()[1]
         self._opened_at_s = time.monotonic()
@@ -158,8 +161,12 @@ class JoinService:
         now_s = time.monotonic()
         if place in self._lost_at_s:
             lost_s = now_s - self._lost_at_s[place]
-            return f"its connection was lost {lost_s:.0f} s ago; its new code has not been used yet"
-        return f"its code has not been used yet, {now_s - self._opened_at_s:.0f} s"
+            since = f"its connection was lost {lost_s:.0f} s ago"
+            return since if self._seed else f"{since}; its new code has not been used yet"
+        waited_s = now_s - self._opened_at_s
+        if self._seed:
+            return f"not connected yet, {waited_s:.0f} s"
+        return f"its code has not been used yet, {waited_s:.0f} s"
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Return None: a machine can join as long as the launcher waits."""

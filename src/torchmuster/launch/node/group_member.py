@@ -1,0 +1,119 @@
+"""A node of a group other than the launcher's (schedulers/node_group.py): serve the launcher, and every later one."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchmuster.errors import ExitCode, MusterError
+from torchmuster.launch.network import firewall
+from torchmuster.launch.node.node_agent import NodeAgent
+from torchmuster.launch.schedulers.node_group import COMES_BACK, NodeGroup
+from torchmuster.launch.transports.join import certificate
+from torchmuster.launch.transports.join.client import HostChannel, connect_to_host
+from torchmuster.launch.transports.join.code import JoinCode
+from torchmuster.launch.transports.join.invitation import certificate_seed, secret_from, token_for
+
+_LOOK_EVERY_S = 5.0
+
+
+def serve_group(
+    group: NodeGroup, root: Path, *, patience_s: float, say: Callable[[str], None]
+) -> int:
+    """Serve the launchers of this group until the run is over; return the exit code for the scheduler.
+
+    Without a launcher for ``patience_s``, it is 75: the scheduler may start this node again.
+    """
+    code = asyncio.run(_serve(group, root, patience_s, say))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may still be waiting for GPUs
+
+
+async def _serve(
+    group: NodeGroup, root: Path, patience_s: float, say: Callable[[str], None]
+) -> int:
+    secret = secret_from(group.secret)
+    code = JoinCode(
+        place=group.node_rank,
+        token=token_for(secret, group.node_rank),
+        fingerprint=certificate.fingerprint_from(certificate_seed(secret)),
+        port=group.port,
+    )
+    while True:
+        try:
+            end = await _connect(group, root, code, patience_s, say)
+        except MusterError as error:
+            for words in filter(None, (error.what, error.why, error.fix)):
+                say(words)
+            return ExitCode.SAVED if type(error) is MusterError else error.exit_code
+        if not isinstance(end, HostChannel):
+            return end
+        say(f"node {group.node_rank} of {group.nodes} connected to the launcher at {end.host}")
+        agent = NodeAgent(end)
+        exit_code = await agent.run()
+        say(agent.words or "the launcher has released this node")
+        if agent.signalled:
+            return ExitCode.TERMINATED
+        if agent.released and exit_code not in COMES_BACK:
+            return exit_code
+        say("waiting for the launcher to come back")
+
+
+async def _connect(
+    group: NodeGroup, root: Path, code: JoinCode, patience_s: float, say: Callable[[str], None]
+) -> HostChannel | int:
+    """Return the connection to the launcher, or the exit code if the run is over or this process was asked to stop."""
+    connecting = asyncio.create_task(
+        connect_to_host(
+            code,
+            on_event=say,
+            open_firewall=firewall.open_command_anywhere,
+            discover=False,
+            patience_s=patience_s,
+            name=group.launcher,
+        )
+    )
+    over: list[int] = []
+
+    def stop(exit_code: int) -> None:
+        over.append(exit_code)
+        connecting.cancel()
+
+    async def look() -> None:
+        while True:  # the launcher may have exited while this node was being replaced
+            await asyncio.sleep(_LOOK_EVERY_S)
+            ended = await asyncio.to_thread(group.ended, root)
+            if ended is not None:
+                stop(ended)
+
+    looking = asyncio.create_task(look())
+    try:
+        with _stopped_by_signals(stop):
+            return await connecting
+    except asyncio.CancelledError:
+        if not over:
+            raise
+        return over[0]
+    finally:
+        looking.cancel()
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(stop: Callable[[int], None]) -> Iterator[None]:
+    """Handle signals explicitly: the first process of a container ignores those that it does not handle."""
+    loop = asyncio.get_running_loop()
+    codes = {
+        signal.SIGTERM: ExitCode.TERMINATED,
+        signal.SIGINT: ExitCode.INTERRUPTED,
+    }
+    for number, exit_code in codes.items():
+        loop.add_signal_handler(number, stop, exit_code)
+    try:
+        yield
+    finally:
+        for number in codes:
+            loop.remove_signal_handler(number)
