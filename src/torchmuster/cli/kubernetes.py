@@ -5,7 +5,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Literal
 
-from torchmuster.cli import job_flags, parsers
+from torchmuster.cli import job_flags, kubernetes_jobs, parsers
 from torchmuster.cli.scripts import Script
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.units import parse_bytes
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``render``."""
+    """Add ``render``, ``apply``, ``status``, ``logs`` and ``stop``."""
     parsers.show_examples(
         parser,
         [
-            "muster kubernetes render --image IMAGE --nodes 4 --gpus-per-node 8 train.py | kubectl apply -f -",
+            "muster kubernetes apply --image IMAGE --nodes 4 --gpus-per-node 8 train.py    start it",
+            "muster kubernetes status train                  its pods, and what is wrong with them",
+            "muster kubernetes logs train --follow           the launcher's output",
+            "muster kubernetes stop train                    save and stop; apply resumes it",
         ],
     )
     parts = parser.add_subparsers(title="actions", metavar="ACTION")
@@ -39,6 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_job_flags(render)
     render.set_defaults(run=_render)
+
+    apply = parsers.add_action(
+        parts,
+        "apply",
+        "create a job in the cluster, or resume one that was stopped",
+        more="Also creates the Secret with which its pods join the launcher. "
+        "Needs: pip install 'torchmuster[kubernetes]'",
+        usage="muster kubernetes apply --image IMAGE [options] script.py [the script's own arguments]",
+        examples=[
+            "muster kubernetes apply --image IMAGE --nodes 4 --gpus-per-node 8 train.py",
+            "muster kubernetes apply --image IMAGE --volume runs -- muster train --config config.yaml",
+        ],
+    )
+    _add_job_flags(apply)
+    kubernetes_jobs.add_context_flag(apply)
+    apply.set_defaults(run=_apply)
+    kubernetes_jobs.add_actions(parts)
 
 
 def _add_job_flags(parser: argparse.ArgumentParser) -> None:
@@ -145,6 +165,11 @@ def _render(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
+def _apply(options: argparse.Namespace) -> int:
+    manifests = _manifests(options)
+    return kubernetes_jobs.apply_manifests(options, manifests)
+
+
 def _manifests(options: argparse.Namespace) -> "list[Document]":
     """Return the objects of the job that the flags describe."""
     from torchmuster.launch.job import JobSpec, Limits
@@ -197,8 +222,8 @@ def _script(options: argparse.Namespace) -> "tuple[Script, Literal['run', 'train
         raise Impossible(
             "there is no script to run",
             why="a script is a path in the image that ends in .py, or a module after -m; flags of muster run are flags "
-            "of muster kubernetes render",
-            fix="muster kubernetes render --image IMAGE train.py, or: … -- muster train --config config.yaml",
+            f"of muster kubernetes {options.words[1]}",
+            fix=f"muster kubernetes {options.words[1]} --image IMAGE train.py, or: … -- muster train --config config.yaml",
         )
     return Script(command=tuple(words), module=module), "run"
 

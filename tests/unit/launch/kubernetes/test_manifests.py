@@ -23,6 +23,7 @@ from torchmuster.launch.schedulers.kubernetes.manifests import (
 )
 from torchmuster.launch.schedulers.kubernetes.request import GpuResource, Kind, KubernetesRequest
 from torchmuster.units import GiB
+from unit.launch.kubernetes.schemas import validate
 from unit.launch.kubernetes.unknown_keys import unknown_keys
 
 
@@ -32,8 +33,6 @@ class YamlFile(TextFile):
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
-# What a cluster may run: the oldest that is still served somewhere, and the newest we know.
-VERSIONS = ["1.30", kubernetes_validate.latest_version()]
 
 SPEC = JobSpec(
     name="train",
@@ -119,27 +118,6 @@ def test_lines_and_long_texts_survive() -> None:
 
 
 # ---- the validators
-
-
-def validate(document: dict[str, Any]) -> None:
-    """Put a document through both validators; raise on whatever either does not accept."""
-    kinds: dict[str, Any] = {
-        "JobSet": models.JobsetV1alpha2JobSet,
-        "TrainJob": models.TrainerV1alpha1TrainJob,
-    }
-    if document["kind"] not in kinds:
-        for version in VERSIONS:
-            kubernetes_validate.validate(document, version, strict=True)
-        return
-    model = kinds[document["kind"]]
-    model.from_dict(document)
-    unknown = unknown_keys(document, model)
-    if unknown:
-        raise ValueError(f"unknown keys: {unknown}")
-    if document["kind"] == "JobSet":
-        for one in document["spec"]["replicatedJobs"]:
-            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
-            validate({**job, "spec": one["template"]["spec"]})
 
 
 @pytest.mark.parametrize("kind", KINDS)
