@@ -159,9 +159,13 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _render(options: argparse.Namespace) -> int:
-    from torchmuster.launch.schedulers.kubernetes.manifests import to_yaml
+    from torchmuster.launch.schedulers.kubernetes.manifests import secret_command, to_yaml
 
-    print(to_yaml(_manifests(options)), end="")
+    documents = _manifests(options)
+    if options.nodes > 1:
+        command = secret_command(documents[-1]["metadata"]["name"], options.namespace)
+        print(f"# Once, before the first start: {command}")
+    print(to_yaml(documents), end="")
     return ExitCode.GOOD
 
 
