@@ -316,7 +316,14 @@ class JobSet:
     def __init__(self, node: Node, document: Document) -> None:
         self.name: str = document["metadata"]["name"]
         self.spec: Document = document["spec"]
-        known = {"failurePolicy", "network", "replicatedJobs", "successPolicy", "suspend", "ttlSecondsAfterFinished"}
+        known = {
+            "failurePolicy",
+            "network",
+            "replicatedJobs",
+            "successPolicy",
+            "suspend",
+            "ttlSecondsAfterFinished",
+        }
         if unknown := self.spec.keys() - known:
             raise Refused(f"the lab does not know these fields of a JobSet: {sorted(unknown)}")
         self.restarts = 0

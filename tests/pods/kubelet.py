@@ -287,6 +287,19 @@ class Pod:
     def _read_process(self) -> None:
         text = self.node.podman("inspect", "--format", "{{.State.Pid}}", self.container)
         self.pid = int(text)  # 0 if it is over already
+        self._leave_cpu_group()
+
+    def _leave_cpu_group(self) -> None:
+        """Let the container's processes compete as ordinary ones.
+
+        Podman puts all containers of the host into one group that gets as much CPU time as a single process outside of it, so that
+        on a busy host pods hardly run. Only processes of this pod are moved, and only as far as CPU time goes.
+        """
+        group = Path("/sys/fs/cgroup/cpu/cgroup.procs")
+        if group.exists():  # cgroup v1
+            for pid in self.processes():
+                with suppress(OSError):
+                    group.write_text(str(pid))
 
     def _for_podman(self) -> Document:
         """Return the pod in the form that podman 4.3 understands."""
@@ -347,7 +360,9 @@ class Pod:
             path.mkdir(parents=True, exist_ok=True)
             settings = volume["emptyDir"]
             if settings.get("medium") == "Memory":
-                options = f"size={bytes_of(settings['sizeLimit'])}" if "sizeLimit" in settings else ""
+                options = (
+                    f"size={bytes_of(settings['sizeLimit'])}" if "sizeLimit" in settings else ""
+                )
                 words = ["mount", "-t", "tmpfs", *(["-o", options] if options else [])]
                 subprocess.run([*words, self.node.lab, str(path)], check=True, capture_output=True)
         else:
