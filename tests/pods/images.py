@@ -67,7 +67,7 @@ def mounted_image(podman: Podman, lab: str, files: Mapping[str, str]) -> Image:
     for name in ("bin", "sbin", "lib", "lib64"):
         path = Path("/", name)
         if path.is_symlink():
-            links.append((name, os.readlink(path)))
+            links.append((name, str(path.readlink())))
         elif path.exists():
             mounts.append(path)
     mounts += [Path("/etc", name) for name in ("alternatives", "ssl", "ld.so.cache")]

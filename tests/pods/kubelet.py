@@ -216,10 +216,8 @@ class Pod:
 
     def processes(self) -> list[int]:
         """Return the processes in the container, as pids of this host."""
-        with suppress(OSError):
-            space = os.readlink(f"/proc/{self.pid}/ns/pid")
-            return [pid for pid in psutil.pids() if _space_of(pid) == space]
-        return []
+        space = _space_of(self.pid)
+        return [pid for pid in psutil.pids() if _space_of(pid) == space] if space else []
 
     def kill(self) -> float:
         """Kill the container's first process, and so the container; return when."""
@@ -389,5 +387,5 @@ def _without_gpus(resources: Document) -> Document:
 
 def _space_of(pid: int) -> str:
     with suppress(OSError):
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
     return ""
