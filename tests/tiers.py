@@ -1,7 +1,7 @@
 """Which tests run when: a pytest plugin with ``--tier default`` and ``--tier full``.
 
 The default tier is what CI runs for every change. It has all unit, engine and architecture tests, and of each
-real part (ranks, hosts, sshd, Slurm, etcd, Prometheus, Chromium, MLflow) those tests that show that the part works with the product. A new
+real part (ranks, hosts, sshd, Slurm, etcd, Prometheus, Chromium, MLflow, pods) those tests that show that the part works with the product. A new
 real part or library adds one test of at most 20 s to it. All other tests, and those marked ``stress`` or ``alone``, run in the full tier only.
 """
 
@@ -74,6 +74,13 @@ DEFAULT: dict[str, list[str]] = {
     "tests/hosts/test_spares.py": ["test_a_spare_takes_the_rank_of_a_host_that_dies"],
     "tests/hosts/test_trouble.py": [
         "test_the_page_for_people_in_trouble_has_every_story",
+    ],
+    "tests/pods/test_lab.py": [
+        "test_variables_are_expanded_as_by_the_kubelet",
+        "test_an_image_without_a_numeric_user_is_refused",
+        "test_policies",
+        "test_a_trainjob_is_merged_into_its_runtime",
+        "test_pods_are_restricted_and_a_replaced_one_has_another_address",
     ],
     "tests/prometheus/test_abuse.py": [],
     "tests/prometheus/test_alert_faults.py": [

@@ -50,9 +50,10 @@ def action_for(policy: Document | None, exit_code: int | None, *, disrupted: boo
         if disrupted and _DISRUPTION in conditions:
             return str(rule["action"])
         codes = rule.get("onExitCodes")
-        if codes and exit_code:  # 0 never matches
-            if (exit_code in codes["values"]) == (codes["operator"] == "In"):
-                return str(rule["action"])
+        if not codes or not exit_code:  # 0 never matches
+            continue
+        if (exit_code in codes["values"]) == (codes["operator"] == "In"):
+            return str(rule["action"])
     return COUNT
 
 

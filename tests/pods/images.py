@@ -30,17 +30,49 @@ class Image:
     mounts: tuple[Path, ...] = ()
 
 
+def bytecode_cache() -> Path:
+    """Return a folder with the compiled modules of a training; pods cannot write it, and compiling torch takes half a minute."""
+    folder = ROOT / "build" / "pods-bytecode"
+    done = folder / f"done-{sys.version_info.major}.{sys.version_info.minor}"
+    if not done.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _call(sys.executable, "-c", _IMPORTS, **bytecode_variables(folder))
+        done.touch()
+    return folder
+
+
+def bytecode_variables(folder: Path) -> dict[str, str]:
+    """Return the variables with which Python uses such a folder."""
+    return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+_IMPORTS = """
+import importlib, pkgutil
+import torch, torch.distributed.run, torch.distributed.checkpoint, torch.distributed.fsdp, torch.utils.data
+import torchmuster
+for part in ("cli", "launch", "worker", "train", "monitor", "checkpoints"):
+    package = importlib.import_module(f"torchmuster.{part}")
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            try:
+                importlib.import_module(module.name)
+            except Exception:
+                pass  # an optional library, or a program
+"""
+
+
 def mounted_image(podman: Podman, lab: str, files: Mapping[str, str]) -> Image:
     """Import a nearly empty image; programs and Python come from this host."""
     links, mounts = [], [Path("/usr")]
     for name in ("bin", "sbin", "lib", "lib64"):
         path = Path("/", name)
         if path.is_symlink():
-            links.append((name, os.readlink(path)))
+            links.append((name, str(path.readlink())))
         elif path.exists():
             mounts.append(path)
     mounts += [Path("/etc", name) for name in ("alternatives", "ssl", "ld.so.cache")]
     # The environment, the interpreter that it is made of, and the source that is installed in it.
+    cache = bytecode_cache()
     for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix)):
         if not any(path.is_relative_to(mount) for mount in mounts):
             mounts.append(path)
@@ -66,6 +98,7 @@ def mounted_image(podman: Podman, lab: str, files: Mapping[str, str]) -> Image:
         f"USER={USER_ID}",
         f"WORKDIR={HOME}",
         f"ENV=PATH={sys.prefix}/bin:/usr/bin:/bin",
+        f"ENV=PYTHONPYCACHEPREFIX={cache}",
         f"LABEL={LABEL}={lab}",
     )
     changes = [word for setting in settings for word in ("--change", setting)]
@@ -140,8 +173,12 @@ def _import(podman: Podman, content: bytes, arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-def _call(*words: object) -> None:
+def _call(*words: object, **environment: str) -> None:
     done = subprocess.run(
-        [str(word) for word in words], capture_output=True, text=True, timeout=_BUILD_WITHIN_S
+        [str(word) for word in words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=_BUILD_WITHIN_S,
     )
     assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

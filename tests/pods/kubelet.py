@@ -216,10 +216,8 @@ class Pod:
 
     def processes(self) -> list[int]:
         """Return the processes in the container, as pids of this host."""
-        with suppress(OSError):
-            space = os.readlink(f"/proc/{self.pid}/ns/pid")
-            return [pid for pid in psutil.pids() if _space_of(pid) == space]
-        return []
+        space = _space_of(self.pid)
+        return [pid for pid in psutil.pids() if _space_of(pid) == space] if space else []
 
     def kill(self) -> float:
         """Kill the container's first process, and so the container; return when."""
@@ -287,6 +285,19 @@ class Pod:
     def _read_process(self) -> None:
         text = self.node.podman("inspect", "--format", "{{.State.Pid}}", self.container)
         self.pid = int(text)  # 0 if it is over already
+        self._leave_cpu_group()
+
+    def _leave_cpu_group(self) -> None:
+        """Let the container's processes compete as ordinary ones.
+
+        Podman puts all containers of the host into one group that gets as much CPU time as a single process outside of it, so that
+        on a busy host pods hardly run. Only processes of this pod are moved, and only as far as CPU time goes.
+        """
+        group = Path("/sys/fs/cgroup/cpu/cgroup.procs")
+        if group.exists():  # cgroup v1
+            for pid in self.processes():
+                with suppress(OSError):
+                    group.write_text(str(pid))
 
     def _for_podman(self) -> Document:
         """Return the pod in the form that podman 4.3 understands."""
@@ -376,5 +387,5 @@ def _without_gpus(resources: Document) -> Document:
 
 def _space_of(pid: int) -> str:
     with suppress(OSError):
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
     return ""
