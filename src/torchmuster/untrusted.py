@@ -6,6 +6,7 @@ folders. A file that is too large, too deeply nested, damaged or not a regular f
 :func:`torchmuster.redaction.harmless`.
 """
 
+import errno
 import json
 import os
 import stat
@@ -33,7 +34,10 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; never wait, as for the writer of a pipe."""
     file = os.open(path, _OPEN)
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
+        mode = os.fstat(file).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
             raise Unreadable(f"{path} is not a regular file")
         return os.fdopen(file, "rb")
     except BaseException:
@@ -110,7 +114,7 @@ def read_typed(path: Path, decode: Callable[[bytes], T], most_bytes: int = MOST_
     try:
         return decode(data)
     except Exception as error:
-        raise Unreadable(f"{path}: {error}") from None
+        raise Unreadable(str(error)) from None
 
 
 def json_objects(data: bytes) -> Iterator[dict[str, Any]]:

@@ -249,9 +249,13 @@ class Claims:
                     path.unlink()
 
     @contextmanager
-    def gate(self, patience_s: float | None = None) -> Iterator[None]:
-        """Hold the lock under which claims are read and changed."""
-        patience_s = _GATE_PATIENCE_S if patience_s is None else patience_s
+    def gate(self, patience_s: float | None = None, *, deadline: float = 0.0) -> Iterator[None]:
+        """Hold the lock under which claims are read and changed.
+
+        A caller that waits for devices until a ``deadline`` waits as long for the lock, which takes long on a busy host.
+        """
+        if patience_s is None:
+            patience_s = max(_GATE_PATIENCE_S, deadline - time.monotonic())
         if not AVAILABLE:
             raise Impossible(
                 "GPUs cannot be claimed on this operating system",
