@@ -17,7 +17,7 @@ from torchmuster.cli.scripts import Script
 from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
-from torchmuster.launch.job import JobSpec, Limits, NodeCounts, parse_hosts, parse_nodes
+from torchmuster.launch.job import Container, JobSpec, Limits, NodeCounts, parse_hosts, parse_nodes
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 from torchmuster.units import parse_seconds
 
@@ -235,6 +235,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         keep_logs=None if (where := getattr(options, "logs", None)) is None else where == "hosts",
         resume_with=getattr(options, "resume_with", ()),  # muster train has no such flag
         environment=_environment(options.env),
+        container=_container(options, settings.launch.remote_python),
         limits=Limits(
             join_s=options.join_timeout,
             lost_after_s=options.lost_after,
@@ -242,6 +243,21 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
             end_hangs_s=getattr(options, "end_hangs_after", None),  # muster check has no such flag
         ),
     )
+
+
+def _container(options: argparse.Namespace, python: str | None) -> Container | None:
+    image = getattr(options, "container_image", None)
+    mounts = getattr(options, "container_mounts", None)
+    if image is None:
+        if mounts is not None:
+            raise Impossible(
+                "--container-mounts has no effect without --container-image",
+                fix="give both, or leave out --container-mounts",
+            )
+        return None
+    from torchmuster.launch.schedulers.slurm.containers import container_for
+
+    return container_for(image, mounts, folder=Path.cwd(), runs=options.runs, python=python)
 
 
 def with_nodes(spec: JobSpec, nodes: NodeCounts) -> JobSpec:

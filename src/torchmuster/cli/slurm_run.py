@@ -49,10 +49,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for flag, (name, kind, metavar, text) in _VALUES.items():
         group.add_argument(flag, dest=name, type=kind, metavar=metavar, help=text)
+    # These are also flags of the command inside the job.
+    group.add_argument(
+        "--container-image",
+        metavar="IMAGE",
+        help="run the ranks in this container (needs Slurm's plugin Pyxis, and torchmuster in the image)",
+    )
+    group.add_argument(
+        "--container-mounts",
+        metavar="SRC:DST",
+        help="more folders for the container, separated by commas (the job's folder and --runs are mounted anyway)",
+    )
 
 
 def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
     """Submit the job and show its output; Ctrl-C detaches."""
+    from torchmuster.launch.schedulers.slurm import containers
     from torchmuster.launch.schedulers.slurm.follow import LogLine, follow_job, left_running
     from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render_script, submit_job
 
@@ -70,6 +82,7 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
         warn_s=None if options.warn is None else round(options.warn[1]),
         warn_signal="USR1" if options.warn is None else options.warn[0],
     )
+    containers.check_plugin(spec)
     script = render_script(spec, request, _inside(options), options.runs)
     if options.dry_run:
         output.print_text(script, end="")
@@ -94,16 +107,20 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
 
 def transport_inside(spec: JobSpec) -> Transport | None:
     """Return the transport to the nodes of the current Slurm job; None outside a job."""
-    from torchmuster.launch.schedulers.slurm import allocation
+    from torchmuster.launch.schedulers.slurm import allocation, containers
 
     given = allocation.allocation_here(os.environ)
     if given is None:
         return None
     allocation.check_counts(given, spec)
+    containers.check_plugin(spec)
     if warning := allocation.few_cores(given, spec):
         output.show_findings([warning], sys.stderr)
     # The host name of a container may differ from the name of the node.
-    if given.nodes in ((socket.gethostname(),), (os.environ.get("SLURMD_NODENAME"),)):
+    if spec.container is None and given.nodes in (
+        (socket.gethostname(),),
+        (os.environ.get("SLURMD_NODENAME"),),
+    ):
         return None  # the job has only this node
     if shutil.which("srun") is None:
         raise Impossible(
@@ -117,7 +134,11 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     times = "once" if given.restarts == 1 else f"{given.restarts} times"
     again = f", requeued {times}" if given.restarts else ""
     output.say(f"muster: in Slurm job {given.job} with {len(given.nodes)} nodes{again}")
-    return SrunTransport(given, on_event=lambda words: output.say(f"muster: {words}"))
+    return SrunTransport(
+        given,
+        agent=containers.agent_command(spec.container, spec.folder) if spec.container else None,
+        on_event=lambda words: output.say(f"muster: {words}"),
+    )
 
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
@@ -131,7 +152,13 @@ def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
 
 
 def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
-    """Reject Slurm flags without ``--slurm``."""
+    """Reject Slurm flags without ``--slurm``, and container flags outside a job."""
+    if options.container_image is not None and "SLURM_JOB_ID" not in os.environ:
+        raise Impossible(
+            "--container-image works only with Slurm",
+            why="Slurm's plugin Pyxis starts the container",
+            fix=f"muster {options.words[0]} --slurm --container-image …, or start muster inside a container",
+        )
     if options.nodes is not None:
         raise _hosts_unknown(options.words[0], options.nodes)
     for flag, (name, *_) in _VALUES.items():

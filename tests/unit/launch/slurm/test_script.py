@@ -15,7 +15,7 @@ from syrupy.assertion import SnapshotAssertion
 from text_snapshots import TextFile
 from torchmuster.cli import job_flags
 from torchmuster.errors import Impossible
-from torchmuster.launch.job import Host, JobSpec
+from torchmuster.launch.job import Container, Host, JobSpec
 from torchmuster.launch.schedulers.slurm.submit import SlurmRequest, render_script
 
 
@@ -54,6 +54,19 @@ SCRIPTS = {
     ),
     "cpu": render_script(
         spec(device="cpu", ranks=2), SlurmRequest(nodes=2), [*MUSTER, "smoke.py"], Path("runs")
+    ),
+    "container": render_script(
+        spec(container=Container(image="team/train:1", mounts=("/data:/data",), python="python3")),
+        SlurmRequest(nodes=2, gpus_per_node=8),
+        [
+            *MUSTER,
+            "--container-image",
+            "team/train:1",
+            "--container-mounts",
+            "/data:/data",
+            "train.py",
+        ],
+        Path("runs"),
     ),
     "hostile": render_script(
         spec(name='it\'s "mine" \\ # $(id)', folder="/home/me/a 'b' #c"),

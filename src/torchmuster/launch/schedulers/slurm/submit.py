@@ -69,6 +69,14 @@ def render_script(
         "# tokens. Slurm stores a copy of it until it forgets the job.",
         _directive("export", "ALL"),
         "",
+        *(
+            [
+                "# srun starts the node agents in the container. The launcher is outside it, so torchmuster is needed in",
+                "# both, in the same version.",
+            ]
+            if spec.container
+            else []
+        ),
         "# exec: Muster replaces this shell, so that it gets Slurm's signals.",
         *_become(muster_command),
     ]
