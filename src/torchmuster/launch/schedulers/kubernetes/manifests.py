@@ -257,6 +257,7 @@ def _arguments(spec: JobSpec, request: KubernetesRequest) -> list[str]:
         f"--runs={RUNS}",
         f"--join-timeout={request.join_timeout_s}s",
         f"--max-restarts={spec.max_restarts}",
+        f"--grace={spec.limits.grace_s:g}s",
     ]
     if not request.gpus_per_node:
         flags += ["--device=cpu", f"--ranks={ranks_of(spec, request)}"]
