@@ -9,7 +9,8 @@ from torchmuster.launch.transports.join.client import HostChannel
 from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.invitation import certificate_seed, secret_from, token_for
 from torchmuster.launch.transports.join.service import JoinService
-from unit.launch.join.open_host import LOOPBACK, firewall_command
+from unit.launch.join.open_host import LOOPBACK, firewall_command, open_host
+from unit.launch.join.open_host import join as join_with
 
 SECRET = secret_from("correct horse battery staple")
 
@@ -67,6 +68,21 @@ def test_a_node_waits_for_its_place_and_takes_it_again() -> None:
         for channel in (first, second):
             await channel.close()
         await service.close()
+
+    asyncio.run(asyncio.wait_for(story(), GIVE_UP_S))
+
+
+def test_a_connection_whose_close_was_given_up_can_be_closed_again() -> None:
+    async def story() -> None:
+        async with open_host() as host:
+            machine = await join_with(host.service.codes()[1])
+            channel = host.service._channels[1]
+            closing = asyncio.create_task(channel.close())
+            await asyncio.sleep(0)  # it waits for the other side
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+            await channel.close()  # as the launcher does when it reconnects a lost host
+            await machine.close()
 
     asyncio.run(asyncio.wait_for(story(), GIVE_UP_S))
 
