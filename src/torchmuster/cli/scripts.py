@@ -14,7 +14,7 @@ from torchmuster.redaction import printable
 # Flags whose value can be any text, also one that ends in .py.
 _TAKE_A_TEXT = frozenset(
     {
-        *("--container-image", "--container-mounts", "--volume"),
+        *("--container-image", "--container-mounts", "--context", "--metrics-secret", "--volume"),
         *("--account", "--address", "--config", "--env", "--html", "--image", "--mem", "--name"),
         *(
             "--namespace",

@@ -189,7 +189,7 @@ class Cluster:
                 "patch",
                 resource,
                 name,
-                body=json.dumps(document),  # which is valid YAML
+                body=document,
                 content_type="application/apply-patch+yaml",
                 field_manager=FIELD_MANAGER,
             )
