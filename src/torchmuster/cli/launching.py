@@ -161,7 +161,7 @@ def start(
     spec = _with_grace(options, spec)
     check()
     if group is not None:
-        run = node_group.run_folder(group, options.runs, spec.name)
+        run = node_group.run_folder(group, options.runs, spec)
     else:
         earlier = slurm_run.earlier_run(spec, options.runs)
         run = earlier or run or create_run_folder(options.runs, spec.name)

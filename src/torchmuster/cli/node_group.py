@@ -6,11 +6,13 @@ import socket
 from pathlib import Path
 
 from torchmuster.cli import output
-from torchmuster.errors import Impossible
+from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
+from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers import node_group
 from torchmuster.launch.schedulers.node_group import NodeGroup
 from torchmuster.launch.transports.channel import Transport
+from torchmuster.redaction import printable, redact_command
 from torchmuster.runfolder import RunFolder
 
 # Pods may have to wait for nodes.
@@ -52,7 +54,6 @@ def transport_to(group: NodeGroup) -> Transport:
         return LocalTransport(socket.gethostname())
     from torchmuster.launch.network import interfaces
     from torchmuster.launch.transports.hosting import HostTransport
-    from torchmuster.launch.transports.join.invitation import secret_from
 
     addresses = [one.address for one in interfaces.interface_candidates()]
     if not addresses:
@@ -68,22 +69,44 @@ def transport_to(group: NodeGroup) -> Transport:
         port=group.port,
         announce=False,
         on_event=_say,
-        secret=secret_from(group.secret),
+        secret=group.key(),
     )
 
 
-def run_folder(group: NodeGroup, root: Path, name: str) -> RunFolder:
+def run_folder(group: NodeGroup, root: Path, spec: JobSpec) -> RunFolder:
     """Return the folder of the run; the launcher of this group may have been started before."""
     run = group.earlier_run(root)
     before = run_state.read_job(run) if run is not None else None
     if run is None or before is None:
-        return group.run_folder(root, name)
+        return group.run_folder(root, spec.name)
     state = run_state.read_state(run)
+    if state is not None and state.job_uid != group.job_uid:
+        _check_same_run(run, state, before, spec)
     said = state.headline if state is not None and not state.active else ""
     words = f"the launcher on {before.launcher.host} is gone" + (f": {said}" if said else "")
     _say(f"resuming in {run.path}: {words}")
     run_state.log_event(run, run_state.RESTART, headline=words)
     return run
+
+
+def _check_same_run(
+    run: RunFolder, state: run_state.RunState, before: run_state.RunJob, spec: JobSpec
+) -> None:
+    """Refuse to continue the run of another job of the same name, unless it is over and did the same."""
+    if state.active:
+        raise NotNow(
+            f"run {run.id} in {run.path.parent} is active in another job",
+            why=f"its launcher is on {before.launcher.host}",
+            fix="stop that job, or give this one another name: --name NAME",
+        )
+    words = redact_command(spec.command)
+    # muster train compares the settings itself; arguments about the run folder are at the end of the command.
+    if not run.config.is_file() and before.command[: len(words)] != words:
+        raise Impossible(
+            f"{run.path} belongs to a job with another command",
+            why=f"it ran {printable(before.shown)}; this job has the same name",
+            fix="give this job another name: --name NAME, or delete that folder",
+        )
 
 
 def ended_before(group: NodeGroup, root: Path) -> int | None:

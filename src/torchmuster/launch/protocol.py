@@ -293,10 +293,14 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks that were asked to stop and are still alive; they are killed in ``left_s`` seconds."""
+    """The ranks that were asked to stop and are still alive; they are killed in ``left_s`` seconds.
+
+    ``asked``: the signal by which this node agent, and not the launcher, was asked to stop; "" if a rank failed.
+    """
 
     ranks: tuple[Integer, ...]
     left_s: float
+    asked: str = ""
 
 
 class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):

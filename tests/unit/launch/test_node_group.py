@@ -1,13 +1,15 @@
 """A node finds its group in the environment; every mistake in it is named."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from torchmuster.cli import node_group as cli
 from torchmuster.config.layers import OTHER_VARIABLES
-from torchmuster.errors import Impossible
+from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers import node_group
@@ -93,16 +95,53 @@ def test_a_folder_that_a_killed_launcher_left_incomplete_is_completed(tmp_path: 
 
 @pytest.mark.parametrize(
     ("exit_code", "uid", "ended"),
-    [(0, "u-1", 0), (1, "u-1", 1), (75, "u-1", None), (143, "u-1", None), (1, "u-2", None)],
+    [
+        (0, "u-1", 0),
+        (1, "u-1", 1),
+        (75, "u-1", None),
+        (137, "u-1", None),
+        (143, "u-1", None),
+        (1, "u-2", None),
+    ],
 )
 def test_a_run_that_is_over_is_not_repeated_for_the_same_job(
     tmp_path: Path, exit_code: int, uid: str, ended: int | None
 ) -> None:
     run = group().run_folder(tmp_path, "name")
-    spec = JobSpec(name="name", command=("train.py",), folder="/", job_uid="u-1")
-    run_state.write_job(run, spec)
-    log = run_state.EventLog(run)
+    run_state.write_job(run, JobSpec(name="name", command=("train.py",), folder="/"))
+    log = run_state.EventLog(run, job_uid="u-1")
     log.phase("running")
     assert group(uid).ended(tmp_path) is None
     log.ended("stopped", exit_code, "as it happened")
     assert group(uid).ended(tmp_path) == ended
+
+
+def test_the_end_is_recorded_once(tmp_path: Path) -> None:
+    run = group().run_folder(tmp_path, "name")
+    log = run_state.EventLog(run, job_uid="u-1")
+    log.phase(run_state.FINISHED)  # before the other nodes are released
+    log.ended(run_state.FINISHED, 0, "finished")
+    assert [event.name for event in run_state.read_events(run)] == ["finished"]
+
+
+def test_nodes_of_another_job_have_other_keys() -> None:
+    assert group().key() == group().key() != group("u-2").key()
+
+
+def test_the_folder_of_another_job_is_continued_only_if_it_ran_the_same(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    run = group().run_folder(tmp_path, "name")
+    spec = JobSpec(name="name", command=("train.py", "--lr", "1"), folder="/")
+    run_state.write_job(run, spec)
+    log = run_state.EventLog(run, job_uid="u-1")
+    log.phase("running")
+    with pytest.raises(NotNow) as caught:
+        cli.run_folder(group("u-2"), tmp_path, spec)
+    assert "active in another job" in caught.value.what
+    assert cli.run_folder(group(), tmp_path, spec) == run  # its launcher was replaced
+    log.ended("stopped", 143, "stopped on request")
+    assert cli.run_folder(group("u-2"), tmp_path, spec) == run
+    with pytest.raises(Impossible) as refused:
+        cli.run_folder(group("u-2"), tmp_path, replace(spec, command=("other.py",)))
+    assert str(refused.value).replace(str(tmp_path), "/runs") == snapshot

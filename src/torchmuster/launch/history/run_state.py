@@ -100,6 +100,7 @@ def silent_for_s(state: Path) -> float:
 # The phases of a run that is not over.
 ACTIVE = ("submitted", "joining", "starting", "running")
 EVENTS = "events.jsonl"
+FINISHED = "finished"
 RESTART = "restart"  # event: all ranks, or their launcher, restart after a failure
 TAKEOVER = "takeover"  # event: a spare replaced a host, or none could
 SPARE_READY, SPARE_LOST = "spare-ready", "spare-lost"
@@ -171,7 +172,6 @@ class RunJob:
     token: str = ""
     grace_s: float = 30.0
     slurm_job: str | None = None
-    job_uid: str = ""  # of the scheduler that started the same command on every node
     typed: list[str] = field(default_factory=lambda: ["run"])
     flags: list[str] = field(default_factory=list)
     module: bool = False
@@ -194,6 +194,7 @@ class RunState:
     headline: str = ""
     resume: str = ""  # how to resume a script that did not finish: a command or a line of Python
     killed_ranks: tuple[int, ...] = ()  # that had not stopped when the grace period was over
+    job_uid: str = ""  # of the scheduler's job, if it starts the same command on every host
 
     @property
     def active(self) -> bool:
@@ -213,7 +214,6 @@ def write_job(
         token=token,
         grace_s=spec.limits.grace_s,
         slurm_job=slurm_job,
-        job_uid=spec.job_uid,
         typed=redact_command(spec.typed),
         flags=redact_command(spec.flags),
         module=spec.module,
@@ -242,7 +242,6 @@ def read_job(run: RunFolder) -> RunJob | None:
             token=str(content["token"]),
             grace_s=unix_s(content["grace_s"]),
             slurm_job=None if content["slurm_job"] is None else str(content["slurm_job"]),
-            job_uid=str(content.get("job_uid", "")),
             typed=_texts(content.get("typed") or content["command"][:1]),
             flags=_texts(content.get("flags") or []),
             module=bool(content.get("module")),
@@ -317,8 +316,10 @@ def event_of(line: dict[str, Any]) -> RunEvent | None:
 class EventLog:
     """Writes a run's state as it changes."""
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, *, job_uid: str = "") -> None:
         self._run = run
+        self._job_uid = job_uid
+        self._is_finished = False
         self.resume = ""
         before = _history_state(untrusted.read_json_object(run.state))
         # A run whose launcher was killed and restarted keeps its start time.
@@ -327,13 +328,26 @@ class EventLog:
 
     def phase(self, name: str) -> None:
         """Record that the run entered another phase."""
+        if name == FINISHED:
+            self.ended(FINISHED, 0, FINISHED)
+            return
         log_event(self._run, name)
-        self._write(RunState(phase=name, since_unix_s=time.time(), started_unix_s=self._started))
+        self._write(
+            RunState(
+                phase=name,
+                since_unix_s=time.time(),
+                started_unix_s=self._started,
+                job_uid=self._job_uid,
+            )
+        )
 
     def ended(
         self, phase: str, exit_code: int, headline: str, *, killed_ranks: Sequence[int] = ()
     ) -> None:
         """Record that the run is over; ``resume`` is set before if it can be resumed."""
+        if self._is_finished:
+            return
+        self._is_finished = phase == FINISHED
         headline = redact_text(headline)
         log_event(self._run, phase, exit_code=exit_code, headline=headline)
         self._write(
@@ -345,6 +359,7 @@ class EventLog:
                 headline=headline,
                 resume=self.resume if exit_code else "",
                 killed_ranks=tuple(killed_ranks),
+                job_uid=self._job_uid,
             )
         )
 
@@ -399,6 +414,7 @@ def _history_state(content: dict[str, Any]) -> RunState | None:
             exit_code=exit_code if isinstance(exit_code, int) else None,
             headline=str(content.get("headline", "")),
             resume=str(content.get("resume", "")),
+            job_uid=str(content.get("job_uid", "")),
             killed_ranks=tuple(rank for rank in killed if isinstance(rank, int))
             if isinstance(killed, list)
             else (),

@@ -378,12 +378,7 @@ class JobRunner:
         try:
             self._on_phase("joining")
             await self._transport.open(session.registry.arrive)
-            await session.registry.call(range(len(self._transport.places)))
-            if self._many:
-                everybody = [*session.registry.nodes, *session.registry.spares]
-                self._console.say(session.registry.words())
-                self._refuse(session.differing_records(everybody))
-            await self._prepare([*session.registry.nodes, *session.registry.spares])
+            await self._gather_hosts()
             if self._spec.spares:
                 self._console.say(_spares_text(session.registry.spares, self._spec.spares))
                 async with self._spares:
@@ -398,8 +393,29 @@ class JobRunner:
                 await session.end(nodes)
                 outcome = self._stopped(nodes, session.cause)
         finally:
+            if outcome is not None and outcome.good and self._spec.hosts_return:
+                # Before the other hosts are released for good: this one may still be killed and replaced.
+                self._tell_phase(run_state.FINISHED)
             await session.leave(*_farewell(outcome))
         return outcome
+
+    async def _gather_hosts(self) -> None:
+        """Wait for all hosts and prepare them; one that is lost meanwhile may be replaced."""
+        session = self._session
+        await session.registry.call(range(len(self._transport.places)))
+        while True:
+            everybody = [*session.registry.nodes, *session.registry.spares]
+            try:
+                if self._many:
+                    self._console.say(session.registry.words())
+                    self._refuse(session.differing_records(everybody))
+                await self._prepare(everybody)
+                return
+            except MachineLost as error:
+                if not self._spec.hosts_return:
+                    raise
+                self._console.say(f"{error.what}; waiting for the host that replaces it")
+                await session.registry.call_back_the_lost()
 
     def _stopped(self, nodes: Sequence[NodeHandle], cause: stopping.StopCause | None) -> JobOutcome:
         """Return the outcome of a run that was stopped on request."""

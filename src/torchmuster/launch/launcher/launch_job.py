@@ -174,7 +174,7 @@ async def _launch(
     from torchmuster.launch.schedulers.slurm.allocation import job_id, would_not_get_on
 
     began = time.monotonic()
-    event_log = run_state.EventLog(run)
+    event_log = run_state.EventLog(run, job_uid=spec.job_uid)
     logs = str(run.logs.resolve())
     make_course = make_course or JobRunner
     course = make_course(

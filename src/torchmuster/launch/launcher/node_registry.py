@@ -180,9 +180,15 @@ class NodeRegistry:
         """Wait until these hosts have joined; with ``again``, reconnect those that failed to connect."""
         within_s = self._return_s if again else self._join_s
         began = complete_s = time.monotonic()
-        missing = set(places)
+        missing = wanted = set(places)
         async with self._waiting.telling(self.words):
-            while missing := {place for place in missing if not self._is_here(place)}:
+            while missing := {
+                place
+                for place in wanted
+                # A host that has joined may be lost again while the others are still awaited.
+                if not self._is_here(place) and (place in missing or self._transport.rejoins(place))
+            }:
+                await self._let_rejoin(missing)
                 waited_s = time.monotonic() - began
                 no_use = not again and all(self._will_not_come(place) for place in missing)
                 if not missing.isdisjoint(self._order):
@@ -205,6 +211,13 @@ class NodeRegistry:
                 await self._waiting.something_new(0.2)
                 await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
         self._name_all()
+
+    async def _let_rejoin(self, places: Iterable[int]) -> None:
+        """Give the places of hosts that were lost to those that replace them."""
+        for place in places:
+            node = self._nodes.get(place)
+            if node is not None and node.lost and self._transport.rejoins(place):
+                await self._call_anew(node)
 
     def _are_enough(self, *, again: bool) -> bool:
         counted = self._order if again else self._nodes

@@ -143,7 +143,8 @@ class Session:
         """
         again = self.waiting.stopped
         if not again:
-            self.failed_before_stop = any(node.stopping for node in self.registry.nodes)
+            stopping = [node.stopping for node in self.registry.nodes if node.stopping]
+            self.failed_before_stop = any(not one.asked for one in stopping)
         self.killed_at_once = again and not self._warned
         grace_s = self._spec.limits.grace_s if warned_s is None else warned_s
         self._kill_by(0.0 if self.killed_at_once else grace_s)

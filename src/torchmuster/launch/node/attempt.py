@@ -394,7 +394,8 @@ class RunningAttempt:
         if not kill_at:
             return None
         left_s = max(0.0, min(kill_at) - time.monotonic())
-        return protocol.Stopping(ranks=engines.living_ranks(self._share.records), left_s=left_s)
+        ranks = engines.living_ranks(self._share.records)
+        return protocol.Stopping(ranks=ranks, left_s=left_s, asked=self._asked)
 
     async def _kill_when_time_is_up(self) -> None:
         await self._stopping.wait()

@@ -11,13 +11,13 @@ from pathlib import Path
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.launch.network import firewall
 from torchmuster.launch.node.node_agent import NodeAgent
-from torchmuster.launch.schedulers.node_group import COMES_BACK, NodeGroup
+from torchmuster.launch.schedulers.node_group import FINAL, NodeGroup
 from torchmuster.launch.transports.join import certificate
 from torchmuster.launch.transports.join.client import HostChannel, connect_to_host
 from torchmuster.launch.transports.join.code import JoinCode
-from torchmuster.launch.transports.join.invitation import certificate_seed, secret_from, token_for
+from torchmuster.launch.transports.join.invitation import certificate_seed, token_for
 
-_LOOK_EVERY_S = 5.0
+_LOOK_EVERY_S, _LOOK_AT_LEAST_EVERY_S = 2.0, 30.0
 
 
 def serve_group(
@@ -27,16 +27,22 @@ def serve_group(
 
     Without a launcher for ``patience_s``, it is 75: the scheduler may start this node again.
     """
-    code = asyncio.run(_serve(group, root, patience_s, say))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a thread may still be waiting for GPUs
+
+    async def work() -> int:
+        code = await _serve(group, root, patience_s, say)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(
+            code
+        )  # not after asyncio.run: a thread may still be waiting for GPUs, or for a disk
+
+    return asyncio.run(work())
 
 
 async def _serve(
     group: NodeGroup, root: Path, patience_s: float, say: Callable[[str], None]
 ) -> int:
-    secret = secret_from(group.secret)
+    secret = group.key()
     code = JoinCode(
         place=group.node_rank,
         token=token_for(secret, group.node_rank),
@@ -58,7 +64,7 @@ async def _serve(
         say(agent.words or "the launcher has released this node")
         if agent.signalled:
             return ExitCode.TERMINATED
-        if agent.released and exit_code not in COMES_BACK:
+        if agent.released and exit_code in FINAL:
             return exit_code
         say("waiting for the launcher to come back")
 
@@ -67,6 +73,8 @@ async def _connect(
     group: NodeGroup, root: Path, code: JoinCode, patience_s: float, say: Callable[[str], None]
 ) -> HostChannel | int:
     """Return the connection to the launcher, or the exit code if the run is over or this process was asked to stop."""
+    # Thousands of nodes must not overload the name service and the disk while they wait.
+    every_s = min(max(_LOOK_EVERY_S, group.nodes / 100), _LOOK_AT_LEAST_EVERY_S)
     connecting = asyncio.create_task(
         connect_to_host(
             code,
@@ -75,6 +83,7 @@ async def _connect(
             discover=False,
             patience_s=patience_s,
             name=group.launcher,
+            longest_pause_s=every_s,
         )
     )
     over: list[int] = []
@@ -85,7 +94,7 @@ async def _connect(
 
     async def look() -> None:
         while True:  # the launcher may have exited while this node was being replaced
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(every_s)
             ended = await asyncio.to_thread(group.ended, root)
             if ended is not None:
                 stop(ended)
@@ -93,7 +102,11 @@ async def _connect(
     looking = asyncio.create_task(look())
     try:
         with _stopped_by_signals(stop):
-            return await connecting
+            channel = await connecting
+        if not over:
+            return channel
+        await channel.close()  # the signal came when the connection was complete
+        return over[0]
     except asyncio.CancelledError:
         if not over:
             raise

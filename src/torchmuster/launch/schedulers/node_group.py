@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
+from torchmuster.launch.transports.join.invitation import secret_from
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 NODES = "TORCHMUSTER_NNODES"
@@ -22,8 +23,16 @@ RUN_ID = "TORCHMUSTER_RUN_ID"
 JOB_UID = "TORCHMUSTER_JOB_UID"
 VARIABLES = (NODES, NODE_RANK, LAUNCHER, SECRET, RUN_ID, JOB_UID)
 LAUNCHER_PORT = 29399
-# With these the scheduler should start a node again; with any other code, the run is over.
-COMES_BACK = frozenset({ExitCode.SAVED, ExitCode.KILLED, ExitCode.TERMINATED})
+# With these the run is over. With any other exit code, the scheduler should start the node again.
+FINAL = frozenset(
+    {
+        ExitCode.GOOD,
+        ExitCode.FAILED,
+        ExitCode.IMPOSSIBLE,
+        ExitCode.NOT_NOW,
+        ExitCode.INTERRUPTED,
+    }
+)
 
 _SHORTEST_SECRET = 16
 _RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
@@ -44,6 +53,10 @@ class NodeGroup:
     run_id: str | None = None  # the run folder in which a launcher that is started again resumes
     job_uid: str = ""  # of the scheduler's job: a run that ended is not repeated for the same job
 
+    def key(self) -> bytes:
+        """Return the secret from which certificate and tokens of this job come."""
+        return secret_from(f"{self.secret}\0{self.job_uid}")
+
     def earlier_run(self, root: Path) -> RunFolder | None:
         """Return the run that an earlier launcher of this group started; None if this is the first."""
         if self.run_id is None:
@@ -58,12 +71,10 @@ class NodeGroup:
     def ended(self, root: Path) -> int | None:
         """Return the exit code with which the run ended for good in this job; None if it did not."""
         run = self.earlier_run(root)
-        job = run_state.read_job(run) if run is not None else None
         state = run_state.read_state(run) if run is not None else None
-        if job is None or state is None or not self.job_uid or job.job_uid != self.job_uid:
+        if state is None or not self.job_uid or state.job_uid != self.job_uid:
             return None
-        is_over = state.exit_code is not None and state.exit_code not in COMES_BACK
-        return state.exit_code if is_over else None
+        return state.exit_code if state.exit_code in FINAL else None
 
 
 def group_here(environment: Mapping[str, str]) -> NodeGroup | None:

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
-from torchmuster.errors import Impossible
+from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers import node_group
 from torchmuster.launch.schedulers.kubernetes.request import (
@@ -45,8 +45,10 @@ _METRICS_FOLDER = "/etc/torchmuster"
 _METRICS_PORT = 9477
 # Beyond the ranks' grace period: for the launcher, to kill ranks that do not stop, and to exit.
 _TO_END_S = 15
-# The launcher decides when a run has failed (--max-restarts); this stops a pod that can never start.
-_REPLACEMENTS = 100
+# The launcher decides when a run has failed (--max-restarts); this stops pods that can never start.
+_REPLACEMENTS, _REPLACEMENTS_PER_POD = 100, 10
+# A shell's exit codes for a command that does not exist or cannot be executed.
+_NO_COMMAND = (126, 127)
 # kubectl reads YAML 1.1, in which yes is a boolean and 12:30 a number: quote every string that is not
 # a plain word.
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
@@ -133,7 +135,7 @@ def _job_spec(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> Document
         "completionMode": "Indexed",
         "completions": request.nodes,
         "parallelism": request.nodes,
-        "backoffLimit": _REPLACEMENTS,
+        "backoffLimit": max(_REPLACEMENTS, _REPLACEMENTS_PER_POD * request.nodes),
         "podFailurePolicy": {"rules": _replacement_rules()},
         # A pod that is replaced while the launcher exits would never find it again.
         "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
@@ -145,13 +147,13 @@ def _job_spec(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> Document
 
 
 def _replacement_rules() -> list[Document]:
-    """Return which pods are replaced: those that were evicted, killed or stopped. Any other exit code ends the Job."""
-    codes = sorted(int(code) for code in node_group.COMES_BACK)
+    """Return which pods are replaced: those that were evicted, killed or stopped, also by a crash of their node."""
+    codes = sorted({*map(int, node_group.FINAL - {ExitCode.GOOD}), *_NO_COMMAND})
     return [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
-            "onExitCodes": {"containerName": _NODE, "operator": "NotIn", "values": codes},
+            "onExitCodes": {"containerName": _NODE, "operator": "In", "values": codes},
         },
     ]
 

@@ -184,6 +184,7 @@ async def connect_to_host(
     discover: bool = True,
     patience_s: float = 120.0,
     name: str = "",
+    longest_pause_s: float = _LONGEST_PAUSE_S,
 ) -> HostChannel:
     """Join with this code; return once the host has accepted.
 
@@ -223,7 +224,7 @@ async def connect_to_host(
             look = discover
             # Random pause: machines that were rejected together should not retry together.
             await asyncio.sleep(min(progress.left_s, random.uniform(pause_s / 2, pause_s)))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, longest_pause_s)
 
 
 async def _resolve(name: str, port: int) -> list[JoinTarget]:
