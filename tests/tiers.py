@@ -1,7 +1,7 @@
 """Which tests run when: a pytest plugin with ``--tier default`` and ``--tier full``.
 
 The default tier is what CI runs for every change. It has all unit, engine and architecture tests, and of each
-real part (ranks, hosts, sshd, Slurm, etcd, Prometheus, Chromium, MLflow) those tests that show that the part works with the product. A new
+real part (ranks, hosts, sshd, Slurm, etcd, Prometheus, Chromium, MLflow, pods) those tests that show that the part works with the product. A new
 real part or library adds one test of at most 20 s to it. All other tests, and those marked ``stress`` or ``alone``, run in the full tier only.
 """
 
@@ -74,6 +74,13 @@ DEFAULT: dict[str, list[str]] = {
     "tests/hosts/test_spares.py": ["test_a_spare_takes_the_rank_of_a_host_that_dies"],
     "tests/hosts/test_trouble.py": [
         "test_the_page_for_people_in_trouble_has_every_story",
+    ],
+    "tests/pods/test_lab.py": [
+        "test_variables_are_expanded_as_by_the_kubelet",
+        "test_an_image_without_a_numeric_user_is_refused",
+        "test_policies",
+        "test_a_trainjob_is_merged_into_its_runtime",
+        "test_pods_are_restricted_and_a_replaced_one_has_another_address",
     ],
     "tests/prometheus/test_abuse.py": [],
     "tests/prometheus/test_alert_faults.py": [
@@ -266,6 +273,12 @@ FULL: dict[str, list[str]] = {
     "tests/ranks/train/test_resume.py": ["test_nothing_shows_that_a_training_was_interrupted[4]"],
     "tests/ranks/train/test_saving.py": ["test_a_service_that_is_lost_fails_a_save_and_nothing_else"],
     "tests/unit/bench/test_comparison.py": ["test_too_few_pairs_tell_only_what_is_beyond_the_floor"],
+    "tests/unit/cli/test_hostile_runs.py": [
+        "test_a_hostile_run_itself_is_explained_and_watched",
+        *(f"test_no_text_of_a_run_controls_the_terminal[{words}]" for words in (
+            "explain last --json", "watch last --lines", "top last --once", "checkpoint ls 2", "stop no such run",
+        )),
+    ],
     "tests/unit/monitor/sinks/test_trackers.py": [
         "test_a_run_of_mlflow_is_found_again_without_its_id",
         "test_a_tracker_that_is_not_there_is_told_and_asked_again",

@@ -11,7 +11,10 @@ HIDDEN = "[redacted]"
 
 _SECRET_ENDINGS: tuple[str, ...] = ("password", "passwords", "passwd", "passphrase", "sshpass")
 _SECRET_ENDINGS += ("apikey", "apikeys", "accesskey", "secretkey", "privatekey", "authtoken")
-_SECRET_WORDS = {"secret", "secrets", "credential", "credentials"}
+_SECRET_WORDS = {"secret", "secrets", "credential", "credentials", "pw"}
+_SECRET_LAST_WORDS = {"pass", "pwd", "pat"}  # --pass, MYSQL_PWD, GITHUB_PAT; not pass_rate
+_KINDS_OF_PASS = {"forward", "backward", "first", "second", "single", "one", "per"}
+_WORKING_FOLDERS = {"PWD", "OLDPWD"}
 _KEY_OWNERS = {"api", "access", "private", "secret", "account", "auth", "encryption"}
 _KEY_OWNERS |= {"signing", "storage", "master"}
 # eos_token, loss_per_token, token_id and token_type are about a tokenizer's tokens
@@ -67,14 +70,23 @@ _VALUE = re.compile(
 def is_secret_name(name: str) -> bool:
     """Return whether a setting, flag or variable of this name holds a secret.
 
-    ``WANDB_API_KEY`` and ``--hub-token`` do, ``eos_token`` does not.
+    ``WANDB_API_KEY``, ``STRIPE_KEY`` and ``--hub-token`` do, ``eos_token`` and ``sort_key`` do not.
     """
+    if name in _WORKING_FOLDERS:
+        return False
+    if name.isupper() and name.endswith(("_KEY", "_KEYS")):  # a variable
+        return True
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
     words = ["", *re.sub(r"[^A-Za-z0-9]+", " ", spaced).lower().split(), ""]
     for before, word, after in zip(words, words[1:], words[2:], strict=False):
         if word in _SECRET_WORDS or word.endswith(_SECRET_ENDINGS):
             return True
         if word in {"key", "keys"} and before in _KEY_OWNERS:
+            return True
+        last_word = word in _SECRET_LAST_WORDS and not after
+        if last_word and (before or word != "pat") and before not in _KINDS_OF_PASS:
+            return True
+        if word == "connectionstring" or (before, word) == ("connection", "string"):
             return True
         # max_tokens is a number, so only the singular counts
         last = after in _AFTER_TOKEN or after.isdigit()

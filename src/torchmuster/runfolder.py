@@ -15,15 +15,18 @@
     report.html
 """
 
+import contextlib
 import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.errors import Impossible, NoSuchRun
 
 LAYOUT_VERSION = 1
@@ -154,21 +157,27 @@ def list_runs(root: Path) -> list[RunFolder]:
     """Return every run below ``root``, newest first."""
     if not root.is_dir():
         return []
-    runs = [RunFolder(path) for path in root.iterdir() if (path / "run.json").is_file()]
-    return sorted(runs, key=_age, reverse=True)
+    found: list[tuple[str, float, RunFolder]] = []
+    for path in root.iterdir():
+        run = RunFolder(path)
+        with contextlib.suppress(OSError):  # deleted meanwhile, or of a user who shows it to nobody
+            marker = run.marker.stat()
+            if stat.S_ISREG(marker.st_mode):
+                found.append((_age(run, marker.st_mtime), marker.st_mtime, run))
+    found.sort(key=lambda one: one[:2], reverse=True)
+    return [run for _, _, run in found]
 
 
-def _age(run: RunFolder) -> tuple[str, float]:
-    """Return the sort key of a run: the time in its id, then the time its marker was written."""
-    written = run.marker.stat().st_mtime
-    in_id = _TIME.match(run.id)  # not in an id that a scheduler gave
-    return in_id[0] if in_id else f"{datetime.fromtimestamp(written, UTC):%Y%m%d-%H%M%S}", written
+def _age(run: RunFolder, written: float) -> str:
+    """Return the time in a run's id; for an id that a scheduler gave, when its marker was written."""
+    in_id = _TIME.match(run.id)
+    return in_id[0] if in_id else f"{datetime.fromtimestamp(written, UTC):%Y%m%d-%H%M%S}"
 
 
 def run_name(run: RunFolder) -> str:
     """Return the name that a run was created with."""
     try:
-        return str(json.loads(run.marker.read_text(encoding="utf-8"))["name"])
+        return str(untrusted.read_json(run.marker)["name"])
     except (OSError, ValueError, KeyError, TypeError):
         return run.id
 
@@ -196,6 +205,42 @@ def find_run(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
         why=f"the newest runs in {root} are: {newest}" if known else f"{root} contains no runs",
         fix="pass a run's id or its folder, or last for the newest run",
     )
+
+
+def refuse_foreign(run: RunFolder, action: str) -> None:
+    """Refuse to act on a run folder that another user controls, also as root.
+
+    Its files name processes, jobs and tokens, and its links may lead anywhere, so acting on it would lend the caller's
+    rights to its owner. Called before any signal to a process of the run and before any write into its folder.
+    """
+    own = os.geteuid()
+    for path in (run.path, *(run.path / name for name in (*_PARTS, "run.json", "job.json"))):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue
+        linked = stat.S_ISLNK(found.st_mode) and path != run.path
+        if linked or found.st_uid != own:
+            owner = _user_name(found.st_uid)
+            why = (
+                "it is a link"
+                if linked
+                else f"it belongs to {owner}, and you are {_user_name(own)}"
+            )
+            raise Impossible(
+                f"refusing to {action} {run.id}",
+                why=f"{path}: {why}; a run folder of another user may name any process and any file",
+                fix=f"ask {owner}, or copy the folder and use the copy",
+            )
+
+
+def _user_name(uid: int) -> str:
+    try:
+        import pwd
+
+        return pwd.getpwuid(uid).pw_name
+    except (ImportError, KeyError):
+        return f"user {uid}"
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:

@@ -43,12 +43,18 @@ def parse_bytes(text: str) -> int:
     return round(number * _BYTE_UNITS[unit])
 
 
+_MOST_S = 36500 * 86400
+
+
 def parse_seconds(text: str) -> float:
     """Parse ``10s``, ``5m``, ``2h``, ``1d`` or ``1.5`` into seconds."""
     number, unit = _split(text, "a duration", "30s, 5m, 2h or 1d")
     if unit not in _SECOND_UNITS:
         raise ValueError(f"{text!r} is not a duration: unknown unit {unit!r}; use s, m, h or d")
-    return number * _SECOND_UNITS[unit]
+    seconds = number * _SECOND_UNITS[unit]
+    if seconds > _MOST_S:
+        raise ValueError(f"{text!r} is longer than {_MOST_S // 86400} days")
+    return seconds
 
 
 def _split(text: str, kind: str, examples: str) -> tuple[float, str]:

@@ -16,6 +16,7 @@ LEVELS = {
     "units": 0,
     "runfolder": 0,
     "redaction": 0,
+    "untrusted": 0,
     "torch_internals": 0,
     "config": 1,
     "devices": 1,

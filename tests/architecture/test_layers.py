@@ -143,3 +143,18 @@ def test_what_is_allowed_is_not_complained_about(tmp_path: Path, file: str, line
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(line + "\n")
     assert broken_rules(tmp_path) == []
+
+
+# These print only what they made themselves: a join code, manifests, the id of a new run.
+PRINT_THEMSELVES = {"output.py", "host.py", "kubernetes.py", "launching.py"}
+
+
+def test_commands_print_through_one_module_that_removes_control_characters() -> None:
+    found = [
+        f"{path.name}:{number}"
+        for path in (ROOT / "cli").rglob("*.py")
+        if path.name not in PRINT_THEMSELVES
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"(?<![\w.])print\(|sys\.std(?:out|err)\.(?:buffer\.)?write", line)
+    ]
+    assert found == []

@@ -111,3 +111,45 @@ def test_a_disk_that_is_full_for_a_while(
         again = line_with(log, "steps.jsonl ", " again ")
         told = again[again.index("steps.jsonl ") :].partition(", ")[0]
         assert re.sub(r"after .+?:", "after TIME:", told) == snapshot
+
+
+FULL_AT_THE_END = """\
+import os, time, torch
+from torch import nn
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, row):
+        return torch.full((4,), row / 64), row % 3
+
+def data():
+    return Rows()
+
+""" + held_model((8, "is-full"))
+CONFIG_AT_THE_END = """\
+model: {build: "own:held"}
+data: {dataset: "own:data"}
+train: {steps: 10, log_every: 1, micro_batch_size: 4}
+checkpoint: {every: 6, mode: sync}
+"""
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_finished_work(own_machine: Path) -> None:
+    """The final save waits for room in place, without a restart, and says so."""
+    (own_machine / "own.py").write_text(FULL_AT_THE_END)
+    (own_machine / "config.yaml").write_text(CONFIG_AT_THE_END)
+    runs = own_machine / "runs"
+    words = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
+    with _small_disk(runs), launched(own_machine, *words, "--max-restarts", "3") as run:
+        run.wait_for("step 8/")
+        _fill(runs / "filler")
+        (own_machine / "is-full").touch()
+        run.wait_for("the final state, step 10, could not be saved")
+        (runs / "filler").unlink()
+        result = run.end()
+        run.wait_until_nothing_lives(0)
+        assert result.code == 0, run
+        assert "restart" not in (run.run.path / "events.jsonl").read_text()
+        assert steps_of(run) == list(range(1, 11))
+        assert (run.run.checkpoints / "final").is_dir()

@@ -38,9 +38,11 @@ SECRET_NAMES = shlex.split("""
     MODAL_TOKEN_SECRET OAUTH_TOKEN_SECRET client_secret secret secrets SECRET_KEY
     password db.password PGPASSWORD MYSQL_ROOT_PASSWORD --passwd passphrase SSHPASS NGROK_AUTHTOKEN
     GOOGLE_APPLICATION_CREDENTIALS credential password_file
+    --pw --pass MYSQL_PWD DB_PASS STRIPE_KEY GITHUB_PAT AZURE_STORAGE_CONNECTION_STRING connectionString
 """)
 
 OPEN_NAMES = shlex.split("""
+    PWD OLDPWD sort_key cache_key --key pass_rate --passes compass --pattern
     eos_token eos_token_2 pad_token bos_token unk_token --mask-token pad_token_id eos_token_id token_type_ids
     decoder_start_token_id additional_special_tokens max_tokens max_new_tokens num_tokens tokens
     tokens_per_second loss_per_token time_to_first_token next_token token_embedding token_dropout

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.bench.environment import Environment
 from torchmuster.errors import Impossible
 from torchmuster.redaction import harmless
@@ -15,6 +16,7 @@ from torchmuster.runfolder import write_atomically
 
 FILE = "record.json"
 VERSION = 1
+_MOST_BYTES = 64 * 2**20
 
 Json = Any  # None, texts, numbers, and lists and mappings of them
 Unit = Literal["s", "B", "B/s", "FLOP/s", "samples/s", "tokens/s", "1"]
@@ -86,7 +88,7 @@ def write_record(path: Path, record: BenchRecord) -> None:
 def read_record(path: Path) -> BenchRecord:
     """Read a record from its file; reject other or damaged files with the reason."""
     try:
-        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+        document = untrusted.read_typed(path, msgspec.json.Decoder(_Document).decode, _MOST_BYTES)
         if document.version != VERSION:
             raise Impossible(
                 f"cannot read {path}",
@@ -101,7 +103,7 @@ def read_record(path: Path) -> BenchRecord:
             why=error.strerror or str(error),
             fix="give a record.json of muster bench, or the folder that it is in",
         ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (untrusted.Unreadable, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Impossible(
             f"{path} is not a muster bench record",
             why=harmless(str(error)),

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchmuster import untrusted
 from torchmuster.errors import Impossible
 from torchmuster.redaction import harmless
 from torchmuster.runfolder import write_atomically
@@ -103,10 +104,7 @@ def _state_of(path: Path) -> list[int]:
 
 
 def _read_cache(cache: Path | None) -> dict[str, Any]:
-    try:
-        content = json.loads(cache.read_text(encoding="utf-8")) if cache is not None else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
+    content = untrusted.read_json_object(cache) if cache is not None else {}
     return content if _is_cache(content) else {}
 
 

@@ -6,7 +6,6 @@ Nothing is ever unpickled; tensors are not read, so a checkpoint of any size is 
 
 import contextlib
 import enum
-import json
 import pickletools
 import re
 import zipfile
@@ -15,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torchmuster import untrusted
 
 _ZIP_BEGIN = b"PK\x03\x04"
 _TORCH_SUFFIXES = {".pt", ".pth", ".ckpt", ".bin", ".pkl"}
@@ -119,9 +120,9 @@ def _safetensors_problem(path: Path, size: int) -> str:
     if len(text) < length:
         return f"is truncated: its header alone is longer than its {size:,} bytes"
     try:
-        content = json.loads(text)
+        content = untrusted.parse_json(text)
         ends = [int(one["data_offsets"][1]) for key, one in content.items() if key[:2] != "__"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError):
         return "has an invalid header"
     needed = 8 + length + max(ends, default=0)
     if size < needed:
@@ -131,10 +132,8 @@ def _safetensors_problem(path: Path, size: int) -> str:
 
 def _read_json(path: Path) -> Any:
     """Return the content of a JSON file; None if it is not JSON."""
-    if path.stat().st_size > _MOST_JSON_BYTES:
-        return None
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(path.read_bytes())
+    with contextlib.suppress(untrusted.Unreadable):
+        return untrusted.read_json(path, _MOST_JSON_BYTES)
     return None
 
 

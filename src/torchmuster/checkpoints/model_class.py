@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchmuster import untrusted
 from torchmuster.decision import Decision
 
 
@@ -63,11 +64,7 @@ def class_in_folder(folder: Path) -> Decision[ModelClass]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json; {} if it cannot be read, which transformers reports."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return untrusted.read_json_object(folder / "config.json")
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

@@ -6,16 +6,18 @@ import sys
 import time
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.cli import output, parsers
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, NotNow
 from torchmuster.redaction import printable
-from torchmuster.runfolder import RunFolder
+from torchmuster.runfolder import RunFolder, refuse_foreign
 from torchmuster.units import format_bytes
 
 _LOOK_EVERY_S = 0.1
 _FETCHED_WITHIN_S = 20.0
 _SHOWN_BYTES = 256 * 1024
+_LONGEST_LINE_BYTES = 64 * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +87,7 @@ def show_log(run: RunFolder, rank: int) -> int:
             why="the logs of this run stayed on the hosts, and only a running node agent can send them",
             fix=tail,
         )
+    refuse_foreign(run, "request a log of")
     output.say(f"muster: fetching {place}")
     asked = host_logs.request_log(run, rank)
     deadline_s = time.monotonic() + _FETCHED_WITHIN_S
@@ -108,15 +111,15 @@ def _show_end(path: Path) -> None:
     """Print the last part of a file, without terminal control sequences."""
     from torchmuster.launch.launcher.console import printable as printable_line
 
-    with path.open("rb") as stream:
+    with untrusted.open_regular(path) as stream:
         size_bytes = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size_bytes - _SHOWN_BYTES))
         lines = stream.read().decode("utf-8", errors="replace").split("\n")
     if size_bytes > _SHOWN_BYTES:
-        print(f"… {format_bytes(size_bytes - _SHOWN_BYTES)} before this: {path}")
+        output.print_text(f"… {format_bytes(size_bytes - _SHOWN_BYTES)} before this: {path}")
         del lines[0]
     for line in lines if lines[-1] else lines[:-1]:
-        print(printable_line(line, colour=sys.stdout.isatty()))
+        output.print_coloured(printable_line(line, colour=sys.stdout.isatty()))
 
 
 def follow(run: RunFolder) -> int:
@@ -134,9 +137,10 @@ def follow(run: RunFolder) -> int:
         state = run_state.read_state(
             run
         )  # before the last read of the log, so that nothing is missed
-        place = _show_more(run.console, place)
         starting = state is None and job is not None and job.launcher.process() is not None
-        if not starting and (state is None or not state.active):
+        over = not starting and (state is None or not state.active)
+        place = _show_more(run.console, place, last=over)
+        if over:
             break
         time.sleep(_LOOK_EVERY_S)
     if state is None:
@@ -148,13 +152,21 @@ def follow(run: RunFolder) -> int:
     return ExitCode.FAILED if state.exit_code is None else state.exit_code
 
 
-def _show_more(path: Path, place: int) -> int:
-    if not path.exists():
+def _show_more(path: Path, place: int, *, last: bool) -> int:
+    """Print the lines after a position, without terminal control sequences; return the new position."""
+    from torchmuster.launch.launcher.console import printable as printable_line
+
+    try:
+        stream = untrusted.open_regular(path)
+    except (OSError, untrusted.Unreadable):
         return place
-    with path.open("rb") as stream:
+    colour = sys.stdout.isatty()
+    with stream:
         stream.seek(place)
-        while data := stream.read(1 << 16):
-            sys.stdout.buffer.write(data)
-            place += len(data)
-    sys.stdout.flush()
+        while line := stream.readline(_LONGEST_LINE_BYTES):
+            if not (last or line.endswith(b"\n") or len(line) == _LONGEST_LINE_BYTES):
+                break  # it is being written
+            place += len(line)
+            text = line.removesuffix(b"\n").decode("utf-8", errors="replace")
+            output.print_coloured(printable_line(text, colour=colour))
     return place

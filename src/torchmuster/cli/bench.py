@@ -110,8 +110,10 @@ def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
         output.print_json(document)
     else:
         width = min(shutil.get_terminal_size().columns, _WIDTH)
-        print(bench_screen(report, width=width, colour=output.wants_colour(sys.stdout)))
-        print(f"\nsaved in {folder}: {page.name}, {record.FILE}", flush=True)
+        output.print_coloured(
+            bench_screen(report, width=width, colour=output.wants_colour(sys.stdout))
+        )
+        output.print_text(f"\nsaved in {folder}: {page.name}, {record.FILE}")
     return exit_code(report.findings)
 
 

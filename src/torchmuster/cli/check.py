@@ -171,8 +171,10 @@ def _tell_check(
         output.print_json(report.check_json(result))
     elif shown:
         width = shutil.get_terminal_size().columns
-        print(report.check_text(result, width=width, colour=output.wants_colour(sys.stdout)))
+        output.print_coloured(
+            report.check_text(result, width=width, colour=output.wants_colour(sys.stdout))
+        )
         took = format_seconds(result.seconds)
-        print(f"\n{headline(result)}, in {took}; report: {html or run.report}")
+        output.print_text(f"\n{headline(result)}, in {took}; report: {html or run.report}")
     if html is not None:
         html.write_text(report.check_page(result), encoding="utf-8")

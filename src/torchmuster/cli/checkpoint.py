@@ -1,7 +1,6 @@
 """``muster checkpoint``: list and verify checkpoints, and export their weights."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.checkpoints.export import ADAPTER_CONFIG, export_weights
 from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_check
 from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_manifests
@@ -223,13 +223,13 @@ def _ls(options: argparse.Namespace) -> int:
         )
         return ExitCode.GOOD
     if not rows:
-        print(f"no checkpoints in {meant.store.where}")
+        output.print_text(f"no checkpoints in {meant.store.where}")
         return ExitCode.GOOD
     table: list[tuple[str, ...]] = [("step", "saved", "ranks", "strategy", "size", "state", "name")]
     table += [_checkpoint_cells(*row, is_best=best is not None and row[1] is best) for row in rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
-        print("  ".join(_aligned(row, widths)).rstrip())
+        output.print_text("  ".join(_aligned(row, widths)).rstrip())
     findings = [one for _, _, found in rows for one in found if _is_damage(one)]
     if findings:
         output.show_findings(findings, sys.stdout)
@@ -303,7 +303,7 @@ def _verify(options: argparse.Namespace) -> int:
             [_checkpoint_as_json(*row) | {"state": _checkpoint_verdict(row[2])} for row in rows]
         )
     elif not rows:
-        print(f"no checkpoints in {meant.store.where}")
+        output.print_text(f"no checkpoints in {meant.store.where}")
     failed = [one for _, _, findings in rows for one in findings if meant.wanted or _is_damage(one)]
     return ExitCode.FAILED if failed else ExitCode.GOOD
 
@@ -315,7 +315,7 @@ def _checkpoint_verdict(findings: list[Finding]) -> str:
 def _show_verdict(name: str, manifest: Manifest | None, findings: list[Finding]) -> None:
     if manifest is not None and not findings:
         size = format_bytes(manifest.size_bytes)
-        print(f"{name}  good: {len(manifest.files)} files, {size}, all hashes match", flush=True)
+        output.print_text(f"{name}  good: {len(manifest.files)} files, {size}, all hashes match")
     else:
         output.show_findings(findings, sys.stdout)
 
@@ -366,19 +366,19 @@ def _export(options: argparse.Namespace) -> int:
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     tensors = plural(done.tensors, "tensor")
     size = format_bytes(done.size_bytes)
-    print(f"{options.to}: {files}, {tensors}, {size}, from {name}")
+    output.print_text(f"{options.to}: {files}, {tensors}, {size}, from {name}")
     if done.beside:
-        print(f"also written: {', '.join(done.beside)}")
-    print(f"checked: {checked.sentence()}")
+        output.print_text(f"also written: {', '.join(done.beside)}")
+    output.print_text(f"checked: {checked.sentence()}")
     if checked.unchecked and {"config.json", ADAPTER_CONFIG} & set(done.beside):
         output.say(f"warning: logits were not compared: {checked.unchecked}")
-    print(_how_to_load(options.to, done.beside))
+    output.print_text(_how_to_load(options.to, done.beside))
     return ExitCode.GOOD
 
 
 def _how_to_load(folder: Path, beside: Sequence[str]) -> str:
     if ADAPTER_CONFIG in beside:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = untrusted.read_json_object(folder / ADAPTER_CONFIG)
         if config.get("task_type") == "CAUSAL_LM":
             return f'load it with: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
         return f'load it with: peft.PeftModel.from_pretrained(base_model, "{folder}")'

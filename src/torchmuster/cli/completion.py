@@ -2,7 +2,7 @@
 
 import argparse
 
-from torchmuster.cli import parsers
+from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
 
 SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
@@ -27,5 +27,5 @@ def _run_completion(options: argparse.Namespace) -> ExitCode:
 
     from torchmuster.cli.main import root_parser
 
-    print(shtab.complete(root_parser(), shell=options.shell))
+    output.print_text(shtab.complete(root_parser(), shell=options.shell))
     return ExitCode.GOOD

@@ -115,7 +115,7 @@ def _show_config(options: argparse.Namespace) -> ExitCode:
     colour = output.wants_colour(sys.stdout)
     for path, text in words.items():
         source = _source(path, resolved.sources[path], colour)
-        print(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {source}")
+        output.print_text(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {source}")
     return ExitCode.GOOD
 
 
@@ -144,7 +144,7 @@ def _check_config(options: argparse.Namespace) -> ExitCode:
     if options.json:
         output.print_json({"file": str(options.file), "given": given, "of": total, "findings": []})
     else:
-        print(f"{options.file}: valid, {given} of {total} settings given")
+        output.print_text(f"{options.file}: valid, {given} of {total} settings given")
     return ExitCode.GOOD
 
 

@@ -72,7 +72,7 @@ def _list(only: Sequence[str]) -> ExitCode:
         title = subject
         for check in chosen_of(checks, sys.platform, Cost.SECONDS):
             deep = "  (--deep)" if check.cost > Cost.INSTANT else ""
-            print(f"{title:<22}{check.asks}{deep}")
+            output.print_text(f"{title:<22}{check.asks}{deep}")
             title = ""
     return ExitCode.GOOD
 
@@ -138,12 +138,12 @@ def _show_doctor(findings: dict[str, list[Finding]], seconds: float) -> None:
     for subject, some in findings.items():
         line = _shortened(f"{subject:<22}{_doctor_text(some)}", room)
         seen = Finding(name=subject, status=_worst(some), what=line)
-        print(render([seen], colour=colour))
+        output.print_coloured(render([seen], colour=colour))
     told = [one for some in findings.values() for one in some if one.status is not Status.OK]
     if told:
-        print()
+        output.print_text()
         output.show_findings(told, sys.stdout)
-    print(f"\n{_doctor_verdict(told)}; {len(findings)} subjects in {seconds:.1f} s")
+    output.print_text(f"\n{_doctor_verdict(told)}; {len(findings)} subjects in {seconds:.1f} s")
 
 
 def _doctor_text(findings: Sequence[Finding]) -> str:

@@ -78,30 +78,30 @@ def show(spec: JobSpec, remote_python: str, runs: Path, *, as_json: bool) -> int
     for machine in machines:
         _print(machine)
     for host in _spares(spec):
-        print(f"{host.name}: spare; it takes the place of a host that fails")
+        output.print_text(f"{host.name}: spare; it takes the place of a host that fails")
     if spec.max_restarts:
         times = "once" if spec.max_restarts == 1 else f"up to {spec.max_restarts} times"
-        print(f"after a failure all ranks are restarted, {times}")
-    print("known only when the run starts:")
+        output.print_text(f"after a failure all ranks are restarted, {times}")
+    output.print_text("known only when the run starts:")
     for word in words:
-        print(f"  {word:<14} {_MEANINGS[word]}")
-    print("nothing was started or claimed")
+        output.print_text(f"  {word:<14} {_MEANINGS[word]}")
+    output.print_text("nothing was started or claimed")
     return ExitCode.GOOD
 
 
 def _print(machine: Machine) -> None:
     told = "one rank per GPU" if machine.ranks is None else plural(machine.ranks, "rank")
-    print(f"{machine.host}: {told}")
+    output.print_text(f"{machine.host}: {told}")
     for reason in machine.reasons:
-        print(f"  {reason}")
-    print(f"  node agent:\n    {shlex.join(machine.reached_by)}")
-    print(f"  which starts, in {machine.folder}:")
-    print("    " + " \\\n      ".join(map(shlex.join, _dry_run_lines(machine.command))))
-    print("  with these variables:")
+        output.print_text(f"  {reason}")
+    output.print_text(f"  node agent:\n    {shlex.join(machine.reached_by)}")
+    output.print_text(f"  which starts, in {machine.folder}:")
+    output.print_text("    " + " \\\n      ".join(map(shlex.join, _dry_run_lines(machine.command))))
+    output.print_text("  with these variables:")
     for name, value in machine.environment.items():
-        print(f"    {name}={shlex.quote(str(value))}")
+        output.print_text(f"    {name}={shlex.quote(str(value))}")
     if machine.without:
-        print(f"  and without these: {', '.join(machine.without)}")
+        output.print_text(f"  and without these: {', '.join(machine.without)}")
 
 
 def _dry_run_lines(command: Sequence[str]) -> list[list[str]]:

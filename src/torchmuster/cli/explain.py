@@ -10,7 +10,6 @@ from torchmuster.cli import output, parsers
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
     from torchmuster.launch.history.failure_report import FailureReport
@@ -61,18 +60,18 @@ def _show_explain(account: "FailureReport") -> None:
     from torchmuster.launch.history.failure_report import timeline_text
 
     run, moments = account.story.run, account.story.moments()
-    print(f"run {run.id}\n")
+    output.print_text(f"run {run.id}\n")
     for line in timeline_text(moments):
-        print(f"  {harmless(line)}")
+        output.print_text(f"  {line}")
     if moments:
-        print()
+        output.print_text()
     output.show_findings(list(account.findings), sys.stdout)
     if account.files:
-        print(f"\nin {run.path}:")
+        output.print_text(f"\nin {run.path}:")
         for name in account.files[:_FILES_SHOWN]:
-            print(f"  {name}")
+            output.print_text(f"  {name}")
         if len(account.files) > _FILES_SHOWN:
-            print(f"  … and {len(account.files) - _FILES_SHOWN} more")
+            output.print_text(f"  … and {len(account.files) - _FILES_SHOWN} more")
 
 
 def _print_json(account: "FailureReport") -> None:

@@ -45,7 +45,7 @@ def _run_exporter(options: argparse.Namespace) -> int:
         collector = Collector(options.runs, look, all_ranks=options.all_ranks)
         text, _ = exposition(collector.samples(), "")  # fail now if something is missing
         if options.once:
-            print(text.decode(), end="")
+            output.print_text(text.decode(), end="")
             return ExitCode.GOOD
         access = Access(
             address=options.address,

@@ -174,7 +174,9 @@ def _print(decision: Decision[tuple[Device, ...]], story: _Story, as_json: bool)
     output.say(reason)
     output.say("the GPUs are not claimed; to claim them for a command, put it after --")
     # The value of the vendor's variable, which may not accept UUIDs.
-    print(next(iter(variables.values()), None) or ",".join(one.uuid for one in decision.value))
+    output.print_text(
+        next(iter(variables.values()), None) or ",".join(one.uuid for one in decision.value)
+    )
     return ExitCode.GOOD
 
 

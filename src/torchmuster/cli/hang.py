@@ -94,9 +94,11 @@ def _show_hang(result: "HangResult") -> None:
     from torchmuster.diagnose.hang.report import job_text
 
     address = result.job.partition("/")[0]  # without torchrun's run id
-    print(f"job {address}: {job_text(result.watch.ranks)}\n")
+    output.print_text(f"job {address}: {job_text(result.watch.ranks)}\n")
     width = shutil.get_terminal_size().columns
-    print(render(result.findings, width=width, colour=output.wants_colour(sys.stdout)))
+    output.print_coloured(
+        render(result.findings, width=width, colour=output.wants_colour(sys.stdout))
+    )
 
 
 def _print_json(result: "HangResult") -> None:

@@ -5,7 +5,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Literal
 
-from torchmuster.cli import job_flags, kubernetes_jobs, parsers
+from torchmuster.cli import job_flags, kubernetes_jobs, output, parsers
 from torchmuster.cli.scripts import Script
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.units import parse_bytes
@@ -159,9 +159,13 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _render(options: argparse.Namespace) -> int:
-    from torchmuster.launch.schedulers.kubernetes.manifests import to_yaml
+    from torchmuster.launch.schedulers.kubernetes.manifests import secret_command, to_yaml
 
-    print(to_yaml(_manifests(options)), end="")
+    documents = _manifests(options)
+    if options.nodes > 1:
+        command = secret_command(documents[-1]["metadata"]["name"], options.namespace)
+        print(f"# Once, before the first start: {command}")
+    print(to_yaml(documents), end="")
     return ExitCode.GOOD
 
 
@@ -177,6 +181,11 @@ def _manifests(options: argparse.Namespace) -> "list[Document]":
     from torchmuster.launch.schedulers.kubernetes.request import KubernetesRequest
 
     script, subcommand = _script(options)
+    if subcommand == "train" and options.volume is None:
+        output.say(
+            "muster: without --volume, checkpoints in the run folder end with their pod; "
+            "to keep them: --volume CLAIM, or checkpoint.folder in object storage"
+        )
     script_name = script.name if subcommand == "run" else "train"
     name = options.name or re.sub(r"[^a-z0-9]+", "-", script_name.lower()).strip("-")
     spec = JobSpec(

@@ -107,12 +107,14 @@ def _list(options: argparse.Namespace) -> int:
         return ExitCode.GOOD
     for place, one in enumerate(desks, 1):
         got = f"{_points(one)}/{one.lesson.points}"
-        print(f"{place}  {one.lesson.name:<16} {got:>6}  {_lab_state(one):<12} {one.lesson.title}")
+        output.print_text(
+            f"{place}  {one.lesson.name:<16} {got:>6}  {_lab_state(one):<12} {one.lesson.title}"
+        )
     counted = [one for one in desks if one.lesson.counts]
     total = sum(_points(one) for one in counted)
     first, last = counted[0].lesson.name, counted[-1].lesson.name
     verdict = "passed" if total >= course.TO_PASS else f"{course.TO_PASS} to pass"
-    print(f"{total} of 100 points in {first} to {last}; {verdict}")
+    output.print_text(f"{total} of 100 points in {first} to {last}; {verdict}")
     return ExitCode.GOOD
 
 
@@ -147,12 +149,14 @@ def _lab_state(one: Workspace) -> str:
 def _start(options: argparse.Namespace) -> int:
     lesson = course.lesson(options.name)
     if options.solution:
-        sys.stdout.write(lesson.solution())
+        output.print_text(lesson.solution(), end="")
         return ExitCode.GOOD
     started = workspace.start_workspace(lesson, options.labs)
-    print(f"read     {started.folder / 'reading.md'}")
-    print(f"fill in  {started.file}: {len(lesson.exercises)} exercises, {lesson.points} points")
-    print(f"then     muster lab check {lesson.name}")
+    output.print_text(f"read     {started.folder / 'reading.md'}")
+    output.print_text(
+        f"fill in  {started.file}: {len(lesson.exercises)} exercises, {lesson.points} points"
+    )
+    output.print_text(f"then     muster lab check {lesson.name}")
     return ExitCode.GOOD
 
 
@@ -175,7 +179,7 @@ def _check_lab(options: argparse.Namespace) -> int:
         output.print_json({"lab": lesson.name, "points": got, "of": possible, "findings": told})
     else:
         output.show_findings(findings, sys.stdout)
-        print(f"{lesson.name}: {got} of {possible} points")
+        output.print_text(f"{lesson.name}: {got} of {possible} points")
     return ExitCode.GOOD if got == possible else ExitCode.FAILED
 
 
@@ -183,10 +187,10 @@ def _report(options: argparse.Namespace) -> int:
     at = workspace.find_workspace(options.name, options.labs)
     answer = measurements.measure_lesson(at, output.say)
     write_atomically(at.report, measurements.lab_page(at, answer))
-    print(f"report: {at.report}")
+    output.print_text(f"report: {at.report}")
     open_questions = sum(not one for one in at.answers())
     if open_questions:
-        print(
+        output.print_text(
             f"{open_questions} questions left: answer them in {at.folder / 'answers.md'}, then "
             "rerun"
         )

@@ -1,23 +1,67 @@
-"""Output of commands: JSON or text on stdout, errors as findings on stderr."""
+"""Output of commands: JSON or text on stdout, errors as findings on stderr.
+
+The only place through which commands print. Text of foreign origin (run folders of other users, output of ranks, other
+hosts) loses its control characters here, so that it cannot control the terminal.
+"""
 
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from typing import TYPE_CHECKING, TextIO
 
 from torchmuster import finding
 from torchmuster.errors import MusterError
+from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
+
 
 def print_json(value: object) -> None:
     """Print one JSON document."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    if not text.isprintable():  # control and direction characters become escapes of JSON
+        text = _UNPRINTABLE.sub(_escaped, text)
+    sys.stdout.write(text + "\n")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    char = found[0]
+    if char == "\n" or char.isprintable():
+        return char
+    return json.dumps(char)[1:-1] if ord(char) != 0x7F else "\\u007f"
+
+
+def print_text(text: str = "", *, end: str = "\n") -> None:
+    """Print a part of the result, without control characters: names and texts may come from other users."""
+    print(harmless(text), end=end, flush=True)
+
+
+def print_coloured(text: str) -> None:
+    """Print a part of the result that has colours, such as output of ranks; no other control sequences."""
+    print(_styled(text), flush=True)
+
+
+def _styled(text: str) -> str:
+    parts = _COLOURS.split(text)
+    return "".join(part if place % 2 else harmless(part) for place, part in enumerate(parts))
+
+
+def ring() -> None:
+    """Ring the terminal's bell."""
+    print("\a", end="", file=sys.stderr, flush=True)
+
+
+def without_controls(text: "Text") -> "Text":
+    """Return a view without control characters; rich removes only some of them."""
+    text.plain = harmless(text.plain)
+    return text
 
 
 def replace_what_cannot_be_shown() -> None:
@@ -33,8 +77,8 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a message that is not part of the result: on stderr, unbuffered."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a message that is not part of the result: on stderr, unbuffered, without control characters."""
+    print(harmless(text), file=sys.stderr, flush=True)
 
 
 def width() -> int:
@@ -47,7 +91,7 @@ def print_styled(text: "Text") -> None:
     from rich.console import Console
 
     console = Console(no_color=not wants_colour(sys.stdout), highlight=False, width=width())
-    console.print(text, soft_wrap=True)
+    console.print(without_controls(text), soft_wrap=True)
 
 
 def show_findings(findings: list[finding.Finding], stream: TextIO) -> None:

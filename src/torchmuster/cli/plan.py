@@ -272,7 +272,7 @@ def _run_plan(options: argparse.Namespace) -> int:
         document = plan_json(answer, line=line, settings=settings)
         output.print_json({**document, "proof": [one.as_json() for one in found]})
     elif found:
-        print()
+        output.print_text()
         output.show_findings(found, sys.stdout)
     return exit_code(found)
 
@@ -340,9 +340,8 @@ def _tracer(options: argparse.Namespace) -> Tracer:
 
 def _show_plan(answer: Answer, line: str) -> None:
     width = min(shutil.get_terminal_size().columns, _WIDTH)
-    print(
-        plan_text(answer, line=line, width=width, colour=output.wants_colour(sys.stdout)),
-        flush=True,
+    output.print_coloured(
+        plan_text(answer, line=line, width=width, colour=output.wants_colour(sys.stdout))
     )
 
 

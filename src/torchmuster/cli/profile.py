@@ -272,4 +272,6 @@ def _show_profile(
         return
     width = min(shutil.get_terminal_size().columns, _WIDTH)
     colour = output.wants_colour(sys.stdout)
-    print(profile.profile_screen(found, advised, proof, folder, width=width, colour=colour))
+    output.print_coloured(
+        profile.profile_screen(found, advised, proof, folder, width=width, colour=colour)
+    )

@@ -234,4 +234,6 @@ def _show_proof(options: argparse.Namespace, proof: Proof, folder: Path) -> None
         return
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     width = min(output.width(), _WIDTH)
-    print(report.proof_screen(proof, shown, width=width, colour=output.wants_colour(sys.stdout)))
+    output.print_coloured(
+        report.proof_screen(proof, shown, width=width, colour=output.wants_colour(sys.stdout))
+    )

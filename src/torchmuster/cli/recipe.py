@@ -68,12 +68,12 @@ def _list(options: argparse.Namespace) -> int:
         return ExitCode.GOOD
     width = max(map(len, known))
     for name, about in known.items():
-        print(f"{name:<{width}}  {about}")
+        output.print_text(f"{name:<{width}}  {about}")
     return ExitCode.GOOD
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(_recipe(options.name), end="")
+    output.print_text(_recipe(options.name), end="")
     return ExitCode.GOOD
 
 
@@ -89,9 +89,9 @@ def _new(options: argparse.Namespace) -> int:
         ) from None
     except OSError as error:
         raise Impossible(f"cannot write {path}", why=error.strerror or str(error)) from error
-    print(f"wrote {path}: set the model and the data in it, then")
-    print(f"  muster train --config {path} --dry-run    checks the settings")
-    print(f"  muster train --config {path}")
+    output.print_text(f"wrote {path}: set the model and the data in it, then")
+    output.print_text(f"  muster train --config {path} --dry-run    checks the settings")
+    output.print_text(f"  muster train --config {path}")
     return ExitCode.GOOD
 
 

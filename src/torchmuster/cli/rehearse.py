@@ -139,7 +139,7 @@ def _run_rehearse(options: argparse.Namespace) -> int:
     if options.json:
         output.print_json(report.rehearsal_json(result))
         return ExitCode.GOOD
-    print(report.rehearsal_text(result))
+    output.print_text(report.rehearsal_text(result))
     if parameters is None:
         output.say("muster: with --parameters 70B or --config FILE also saves, failures and spares")
     if options.html is not None:

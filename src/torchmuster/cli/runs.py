@@ -14,7 +14,7 @@ from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
 from torchmuster.redaction import printable, redact_text
-from torchmuster.runfolder import RunFolder, list_runs
+from torchmuster.runfolder import RunFolder, list_runs, refuse_foreign
 from torchmuster.units import format_seconds, plural
 
 
@@ -52,6 +52,7 @@ def _run_export(options: argparse.Namespace) -> int:
     from torchmuster.monitor.sinks.sink import open_sink, wanted_by
 
     run = choose_run(options.which, options.runs, "training")
+    refuse_foreign(run, "export")
     if not any((run.metrics / f"{name}.jsonl").is_file() for name in ("steps", "evaluations")):
         raise Impossible(
             f"{run.id} has no metrics",
@@ -114,26 +115,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_runs(options: argparse.Namespace) -> int:
     runs = list_runs(options.runs)
     shown = runs if options.all else runs[:20]
-    rows = [(run, run_state.read_job(run), run_state.read_state(run)) for run in shown]
     if options.json:
-        output.print_json([_runs_as_json(*row) for row in rows])
+        output.print_json([_runs_as_json(run) for run in shown])
         return ExitCode.GOOD
-    if not rows:
-        print(f"no runs in {options.runs}; to start one: muster run script.py")
+    if not shown:
+        output.print_text(f"no runs in {options.runs}; to start one: muster run script.py")
         return ExitCode.GOOD
-    table = [_runs_cells(*row) for row in rows]
+    table = [_runs_cells(run) for run in shown]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[3]]).rstrip())
+        output.print_text("  ".join([*cells, row[3]]).rstrip())
     if len(runs) > len(shown):
-        print(f"… {len(runs) - len(shown)} older runs: muster runs --all")
+        output.print_text(f"… {len(runs) - len(shown)} older runs: muster runs --all")
     return ExitCode.GOOD
 
 
-def _runs_cells(
-    run: RunFolder, job: run_state.RunJob | None, state: run_state.RunState | None
-) -> tuple[str, str, str, str]:
+def _runs_cells(run: RunFolder) -> tuple[str, str, str, str]:
+    """Return the cells of a run, safe to print: a folder may belong to another user."""
+    job, state = run_state.read_job(run), run_state.read_state(run)
     words = printable(job.shown) if job else ""
     if state is None:
         return run.id, "unknown", "-", words
@@ -149,9 +149,8 @@ def _runs_restarts(run: RunFolder) -> int:
     return sum(event.name == run_state.RESTART for event in run_state.read_events(run))
 
 
-def _runs_as_json(
-    run: RunFolder, job: run_state.RunJob | None, state: run_state.RunState | None
-) -> dict[str, object]:
+def _runs_as_json(run: RunFolder) -> dict[str, object]:
+    job, state = run_state.read_job(run), run_state.read_state(run)
     return {
         "id": run.id,
         "folder": str(run.path.resolve()),

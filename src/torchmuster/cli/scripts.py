@@ -26,7 +26,7 @@ _TAKE_A_TEXT = frozenset(
             "--remote-python",
             "--resume-with",
         ),
-        *("--runs", "--secret", "--set", "--time"),
+        *("--runs", "--secret", "--set", "--time", "--volume", "--metrics-secret", "--user"),
     }
 )
 

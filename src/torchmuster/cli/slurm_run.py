@@ -85,17 +85,17 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
     containers.check_plugin(spec)
     script = render_script(spec, request, _inside(options), options.runs)
     if options.dry_run:
-        print(script, end="")
+        output.print_text(script, end="")
         return ExitCode.GOOD
     job = submit_job(script, run_root=options.runs)
-    print(job, flush=True)
+    output.print_text(job)
     output.say(f"muster: submitted as job {job}; to cancel it: scancel {job}")
     if options.detach:
         return ExitCode.GOOD
     try:
         for news in follow_job(job):
             if isinstance(news, LogLine):
-                print(news.text, flush=True)
+                output.print_text(news.text)
             else:
                 output.say(f"muster: {news.words}")
                 state = news

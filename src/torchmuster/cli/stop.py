@@ -1,6 +1,7 @@
 """``muster stop``: stop a run on all its hosts, and verify that it has stopped."""
 
 import argparse
+import os
 import signal
 import time
 
@@ -11,7 +12,7 @@ from torchmuster.cli.job_flags import duration
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
-from torchmuster.runfolder import RunFolder
+from torchmuster.runfolder import RunFolder, refuse_foreign
 
 _SAY_EVERY_S = 5.0
 # Time that the launcher may take after the ranks' grace period to stop the other hosts and itself.
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_stop(options: argparse.Namespace) -> int:
     run = choose_run(options.which, options.runs, "running", only_one=True)
+    refuse_foreign(run, "stop")
     job, state = run_state.await_job(run), run_state.read_state(run)
     if job is None:
         raise Impossible(
@@ -54,7 +56,7 @@ def _run_stop(options: argparse.Namespace) -> int:
             fix="muster runs  # lists all runs",
         )
     active = state is None or state.active
-    process = job.launcher.process()
+    process = _own_process(job, run)
     if active and job.slurm_job and not job.launcher.is_of_this_machine:
         from torchmuster.launch.schedulers.slurm.submit import cancel_job
 
@@ -78,6 +80,24 @@ def _run_stop(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
+def _own_process(job: run_state.RunJob, run: RunFolder) -> psutil.Process | None:
+    """Return the launcher's process; never one of another user, whatever the file says."""
+    process = job.launcher.process()
+    if process is None:
+        return None
+    try:
+        uid = process.uids().real
+    except psutil.Error:
+        return None  # it has exited
+    if uid != os.geteuid():
+        raise Impossible(
+            f"refusing to stop {run.id}",
+            why=f"{run.job} names process {process.pid}, which belongs to {process.username()}",
+            fix="muster runs  # lists all runs",
+        )
+    return process
+
+
 def _how_it_ended(state: run_state.RunState | None) -> str:
     if state is None or state.active:
         return "has stopped"
@@ -92,12 +112,6 @@ def _end_stop(process: psutil.Process, run: RunFolder, within_s: float) -> None:
         _await_end(process, run, within_s)
     except psutil.NoSuchProcess:
         return  # it has exited
-    except psutil.AccessDenied:
-        raise Impossible(
-            f"no permission to stop {run.id}",
-            why=f"it was launched by {process.username()}, process {process.pid}",
-            fix=f"ask {process.username()}, or as root: sudo muster stop {run.path.resolve()}",
-        ) from None
 
 
 def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None:
@@ -123,7 +137,11 @@ def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None
 def _sweep(run: RunFolder, job: run_state.RunJob) -> None:
     from torchmuster.launch.node import process_cleanup
 
-    left = process_cleanup.kill_processes(job.token, within_s=_KILL_WITHIN_S) if job.token else []
+    left = (
+        process_cleanup.kill_processes(job.token, within_s=_KILL_WITHIN_S, owner=os.geteuid())
+        if job.token
+        else []
+    )
     if left:
         raise MusterError(
             f"cannot kill processes of {run.id}: {', '.join(str(one.pid) for one in left)}",

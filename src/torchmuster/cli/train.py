@@ -4,11 +4,13 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import shlex
 import sys
 import time
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.places import open_store
 from torchmuster.cli import job_flags, node_group, output, parsers, slurm_run
@@ -43,7 +45,12 @@ from torchmuster.plan.timing import calibration
 from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.redaction import HIDDEN
-from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
+from torchmuster.runfolder import (
+    RunFolder,
+    create_run_folder,
+    refuse_foreign,
+    write_atomically,
+)
 from torchmuster.units import format_seconds
 
 
@@ -135,6 +142,7 @@ def take_run(options: argparse.Namespace) -> RunFolder:
             fix=f"muster attach {run.id} follows it; muster stop {run.id} stops it" + _if_gone(run),
         )
     if not options.dry_run:
+        refuse_foreign(run, "resume")
         _await_processes_left(run)
     options.config = run.config
     _take_job(run, options)
@@ -144,7 +152,11 @@ def take_run(options: argparse.Namespace) -> RunFolder:
 def _await_processes_left(run: RunFolder) -> None:
     """Wait for the processes that a killed launcher left on this host: ranks may be saving."""
     job = run_state.read_job(run)
-    if job is None or not job.token or not process_cleanup.processes_of(job.token):
+    if (
+        job is None
+        or not job.token
+        or not process_cleanup.processes_of(job.token, owner=os.geteuid())
+    ):
         return
     within_s = job.grace_s + _BEYOND_GRACE_S
     output.say(
@@ -152,9 +164,13 @@ def _await_processes_left(run: RunFolder) -> None:
         "its launcher was killed"
     )
     deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s and process_cleanup.processes_of(job.token):
+    while time.monotonic() < deadline_s and process_cleanup.processes_of(
+        job.token, owner=os.geteuid()
+    ):
         time.sleep(_LOOK_EVERY_S)
-    if left := process_cleanup.kill_processes(job.token, within_s=_KILLED_WITHIN_S):
+    if left := process_cleanup.kill_processes(
+        job.token, within_s=_KILLED_WITHIN_S, owner=os.geteuid()
+    ):
         raise NotNow(
             f"processes of {run.id} are still running: {', '.join(str(process.pid) for process in left)}",
             why="they do not react to SIGKILL because they are blocked in a driver or in disk I/O",
@@ -173,7 +189,7 @@ def _if_gone(run: RunFolder) -> str:
 def _take_job(run: RunFolder, options: argparse.Namespace) -> None:
     """Use the device type and the ranks that the run had, unless flags override them."""
     try:
-        spec = json.loads(run.job.read_text(encoding="utf-8"))["spec"]
+        spec = untrusted.read_json(run.job)["spec"]
         device, ranks = spec["device"], spec["ranks"]
     except (OSError, ValueError, KeyError, TypeError):
         return

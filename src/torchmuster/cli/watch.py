@@ -15,7 +15,6 @@ from urllib.parse import quote
 from torchmuster.cli import output, parsers, reporting, serving_flags
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
     from torchmuster.monitor.views.run_picture import RunPicture
@@ -89,7 +88,7 @@ def _run_watch(options: argparse.Namespace) -> int:
                 picture = watch.look(time.time())
                 show(picture)
                 if options.bell and picture.news:
-                    print("\a", end="", file=sys.stderr, flush=True)
+                    output.ring()
                 if webhook is not None:
                     webhook.send(picture.news)
                     if webhook.trouble and webhook.trouble != told:
@@ -118,9 +117,9 @@ def _watch_lines(picture: "RunPicture") -> None:
     clock = time.strftime("%H:%M:%S")
     for news in picture.news:
         word = news.alert.severity if news.raised else "over"
-        print(f"{clock} {word}: {harmless(news.summary)}", flush=True)
+        output.print_text(f"{clock} {word}: {news.summary}")
         if news.raised and news.fix:
-            print(f"{'':8} fix: {harmless(news.fix)}", flush=True)
+            output.print_text(f"{'':8} fix: {news.fix}")
 
 
 def _live(stack: contextlib.ExitStack) -> Callable[["RunPicture"], None]:
@@ -133,7 +132,9 @@ def _live(stack: contextlib.ExitStack) -> Callable[["RunPicture"], None]:
     live = stack.enter_context(
         Live(console=Console(), auto_refresh=False, vertical_overflow="crop")
     )
-    return lambda picture: live.update(run_screen(picture, output.width()), refresh=True)
+    return lambda picture: live.update(
+        output.without_controls(run_screen(picture, output.width())), refresh=True
+    )
 
 
 def _in_browser(
@@ -163,7 +164,7 @@ def _in_browser(
         page.show(picture)
         if address:  # printed once, when there is something to see
             output.say("muster: open this in a browser; Ctrl-C stops the page, not the run")
-            print(address, flush=True)
+            output.print_text(address)
             address = ""
 
     return show

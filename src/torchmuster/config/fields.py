@@ -151,11 +151,16 @@ def _word(info: inspect.Type) -> str:
     raise TypeError(f"no description for settings of type {info!r}")
 
 
+_MOST = 10**12  # of a count: no training has as many steps or samples in a batch
+
+
 def convert_value(path: str, value: object) -> object:
     """Check a value against its setting's type; raises :class:`msgspec.ValidationError`."""
     converted: object = msgspec.convert(value, leaves()[path].type, strict=True)
     if isinstance(converted, float) and not math.isfinite(converted):
         raise msgspec.ValidationError(f"{converted} is not a finite number")
+    if isinstance(converted, int) and abs(converted) > _MOST:
+        raise msgspec.ValidationError(f"{converted} is larger than {_MOST}")
     try:
         msgspec.json.encode(converted)
     except UnicodeEncodeError as error:  # a lone surrogate can be neither shown nor saved

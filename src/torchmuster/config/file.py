@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchmuster import untrusted
 from torchmuster.config import fields, yaml12
 from torchmuster.config.hugging_face_names import our_setting
 from torchmuster.config.layers import Layer, SettingValue, Source, Strength
@@ -20,17 +21,16 @@ _LARGEST_BYTES = 256 * KiB  # a larger file is not a settings file
 def from_file(path: Path) -> Layer:
     """Read a YAML file; every value keeps its line and column."""
     try:
-        with path.open("rb") as stream:
-            content = stream.read(_LARGEST_BYTES + 1)
+        content = untrusted.read_bounded(path, _LARGEST_BYTES)
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" (in {Path.cwd()})"
         return _broken(str(path), f"no such file{where}", _nearest_file(path))
     except OSError as error:
         return _broken(str(path), f"cannot be read: {error.strerror or error}")
-    if len(content) > _LARGEST_BYTES:
-        return _broken(
-            str(path), f"is not a settings file: larger than {_LARGEST_BYTES // KiB} KiB"
-        )
+    except untrusted.Unreadable:
+        large = path.is_file()
+        why = f"larger than {_LARGEST_BYTES // KiB} KiB" if large else "not a regular file"
+        return _broken(str(path), f"is not a settings file: {why}")
     try:
         root = yaml12.compose(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -178,7 +178,7 @@ def acquire_devices(
         while True:
             node = look()
             uuids = [device.uuid for device in node.accelerators]
-            with claims.gate():
+            with claims.gate(deadline=deadline):
                 if ticket is not None:
                     ticket.still_here()
                 table = claims.look(uuids)
@@ -218,7 +218,7 @@ def _await_release(
         # The first in the queue polls often, the others less; jitter spreads the polls.
         pause = min(_PEEK_S * (1 + place), _MAX_PEEK_S) * random.uniform(0.5, 1.5)
         time.sleep(min(left, pause))
-        with claims.gate():
+        with claims.gate(deadline=until):
             now_free = claims.look(uuids).free
         if now_free.items() - free.items() and place < len(now_free):
             return

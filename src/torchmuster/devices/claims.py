@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.request import Claim
 from torchmuster.errors import Impossible, MusterError, NotNow
@@ -98,8 +99,8 @@ def open_shared(path: Path) -> int:
 def read_json(file: int) -> dict[str, object]:
     """Read a JSON object from a file that any user may have written; else return an empty one."""
     try:
-        stored = json.loads(os.pread(file, 64 * 1024, 0))
-    except (ValueError, RecursionError, OSError):
+        stored = untrusted.parse_json(os.pread(file, 64 * 1024, 0))
+    except (untrusted.Unreadable, OSError):
         return {}
     return stored if isinstance(stored, dict) else {}
 
@@ -175,7 +176,7 @@ class Claims:
     def glance(self, uuids: Iterable[str]) -> ClaimsTable:
         """Read the claims without taking any: creates nothing, never waits long."""
         uuids = list(uuids)
-        if not AVAILABLE or not self._folder.is_dir():
+        if not AVAILABLE or not self._folder.is_dir() or _is_foreign_link(self._folder):
             return ClaimsTable(claimed={}, in_the_way={}, free=dict.fromkeys(uuids, 0))
         try:
             with self.gate(_GLANCE_PATIENCE_S):
@@ -248,9 +249,13 @@ class Claims:
                     path.unlink()
 
     @contextmanager
-    def gate(self, patience_s: float | None = None) -> Iterator[None]:
-        """Hold the lock under which claims are read and changed."""
-        patience_s = _GATE_PATIENCE_S if patience_s is None else patience_s
+    def gate(self, patience_s: float | None = None, *, deadline: float = 0.0) -> Iterator[None]:
+        """Hold the lock under which claims are read and changed.
+
+        A caller that waits for devices until a ``deadline`` waits as long for the lock, which takes long on a busy host.
+        """
+        if patience_s is None:
+            patience_s = max(_GATE_PATIENCE_S, deadline - time.monotonic())
         if not AVAILABLE:
             raise Impossible(
                 "GPUs cannot be claimed on this operating system",
@@ -282,7 +287,7 @@ class Claims:
                 path.mkdir(parents=True)
                 path.chmod(0o1777)  # for all users; each may delete only their own files
             except FileExistsError:
-                continue
+                _refuse_foreign_link(path)
             except OSError as error:
                 raise Impossible(
                     f"GPUs cannot be claimed: {path} cannot be created",
@@ -290,6 +295,25 @@ class Claims:
                     fix="set TORCHMUSTER_CLAIMS_DIR, for every user of this host, to the same "
                     "local folder, to which all users can write",
                 ) from error
+
+
+def _is_foreign_link(path: Path) -> bool:
+    """Return whether a path is a link of another user: it may lead to any folder."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid())
+
+
+def _refuse_foreign_link(path: Path) -> None:
+    if _is_foreign_link(path):
+        raise Impossible(
+            f"GPUs cannot be claimed: {path} is a link of another user",
+            why="it may lead to a folder of someone else, and Muster would write there",
+            fix="have its owner or an administrator remove it, or set TORCHMUSTER_CLAIMS_DIR, for every user "
+            "of this host, to another local folder",
+        )
 
 
 def _look_at(path: Path) -> tuple[Claim | None, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchmuster import untrusted
 from torchmuster.devices import processes
 from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node
 from torchmuster.devices.readers import amd, apple, cpu, intel, nvml, nvml_events
@@ -100,7 +101,7 @@ def sightings_path(environment: Mapping[str, str], hostname: str) -> Path | None
 def load_sightings(path: Path) -> Record:
     """Read the record; a missing or broken one reads as empty."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = untrusted.read_json(path)
         return {
             key: Sighting(**{name: _finite(value) for name, value in times.items()})
             for key, times in stored.items()

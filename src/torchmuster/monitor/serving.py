@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from torchmuster.errors import Impossible
 
 Answer = Callable[[str], tuple[bytes, str]]
-_AT_ONCE = 8  # further connections wait in the listen queue
+_AT_ONCE = 64  # a further connection takes the place of the oldest one without a whole request
 _PATIENCE_S = 10.0  # for a client that neither sends nor receives
 _AT_MOST_S = 30.0  # in total, for a client that sends slowly
 _SAME_SITE = ("", "none", "same-origin")  # "": not a browser
@@ -100,18 +100,30 @@ def serving(access: Access, served: Mapping[str, Served]) -> Iterator[int]:
         server.server_close()
 
 
+@dataclass
+class _Connection:
+    until_s: float
+    asked: bool = False  # whether its whole request has arrived
+
+
+def _cut(request: socket.socket) -> None:
+    """End a connection that another thread uses: its next read or write fails."""
+    with suppress(OSError):  # the raw socket: TLS may be in the middle of a record
+        socket.socket.shutdown(request, socket.SHUT_RDWR)
+
+
 class _Server(ThreadingMixIn, HTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
+    request_queue_size = 1024  # clients that connect at the same time
 
     def __init__(
         self, where: tuple[str, int], access: Access, served: Mapping[str, Served]
     ) -> None:
         self.access = access
         self.served = served
-        self._places = threading.BoundedSemaphore(_AT_ONCE)
-        self._until: dict[socket.socket, float] = {}  # deadlines of the open connections
+        self._open: dict[socket.socket, _Connection] = {}  # oldest first
         self._turn = threading.Lock()
         if ":" in where[0]:
             self.address_family = socket.AF_INET6
@@ -125,44 +137,63 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve in a thread; close the connection if there are too many."""
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+        """Serve in a thread; if there are too many connections, close the one that is slowest to ask.
+
+        A client that sends its request at once is served before any number of slow ones can take its place.
+        """
+        with self._turn:
+            if len(self._open) >= _AT_ONCE:
+                self._close_slowest()
+            self._open[request] = _Connection(until_s=time.monotonic() + _AT_MOST_S)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._forget(request)
+            raise
+
+    def _close_slowest(self) -> None:
+        """Close the oldest connection without a whole request, else the oldest one; under the lock."""
+        waiting = (one for one, state in self._open.items() if not state.asked)
+        slowest = next(waiting, None) or next(iter(self._open))
+        del self._open[slowest]
+        _cut(slowest)
+
+    def answering(self, request: socket.socket) -> None:
+        """Note that a whole request has arrived on a connection."""
+        with self._turn:
+            if (known := self._open.get(request)) is not None:
+                known.asked = True
+
+    def _forget(self, request: socket.socket) -> None:
+        with self._turn:
+            self._open.pop(request, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Do the TLS handshake in this thread, so that it does not block accepting others."""
+        accepted = request
         try:
             request.settimeout(_PATIENCE_S)
             if (tls := self.access.tls) is not None:
                 request = tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-            with self._not_for_ever(request):
-                if tls is not None:
-                    request.do_handshake()
-                super().process_request_thread(request, client_address)
+                with self._turn:  # wrapping detaches the descriptor from the accepted socket
+                    if (known := self._open.pop(accepted, None)) is None:
+                        raise ConnectionAbortedError
+                    accepted = request
+                    self._open[accepted] = known
+                request.do_handshake()
+            super().process_request_thread(request, client_address)
         except OSError:  # the client disconnected, or does not use TLS
             self.shutdown_request(request)
         finally:
-            self._places.release()
-
-    @contextmanager
-    def _not_for_ever(self, request: socket.socket) -> Iterator[None]:
-        with self._turn:
-            self._until[request] = time.monotonic() + _AT_MOST_S
-        try:
-            yield
-        finally:
-            with self._turn:
-                del self._until[request]
+            self._forget(accepted)
 
     def service_actions(self) -> None:
         """Close connections past their deadline; called about twice a second."""
+        now = time.monotonic()
         with self._turn:
-            late = [one for one, until in self._until.items() if time.monotonic() > until]
-        for request in late:
-            with suppress(OSError):  # the raw socket: TLS may be in the middle of a record
-                socket.socket.shutdown(request, socket.SHUT_RDWR)
+            for request, state in self._open.items():
+                if now > state.until_s:
+                    _cut(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do not log clients that disconnect during a request."""
@@ -176,6 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the response, or an error status."""
+        self.server.answering(self.connection)
         served = self.server.served.get(self.path.partition("?")[0])
         refused = self._refused(served)
         if refused is not None or served is None:
@@ -227,7 +259,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _is_meant(host: str, access: Access) -> bool:
     """Return whether the Host header names this server (protects against DNS rebinding)."""
-    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # such as "[::1"
+        return False
     if access.is_loopback:
         return name in ("localhost", "127.0.0.1", "::1", access.address)
     try:

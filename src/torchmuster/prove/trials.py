@@ -12,7 +12,6 @@ from typing import Literal
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.history.resume import plan_resume, with_arguments
-from torchmuster.launch.history.run_state import read_lines
 from torchmuster.launch.history.script_checkpoints import SAVES
 from torchmuster.launch.job import JobSpec
 from torchmuster.prove import forked_ranks
@@ -28,6 +27,7 @@ from torchmuster.prove.records import (
 )
 from torchmuster.prove.workspace import Workspace
 from torchmuster.redaction import printable
+from torchmuster.untrusted import read_json_lines
 
 HOW = {
     "kill-all": "SIGKILL of all ranks",
@@ -311,7 +311,7 @@ def _saves(ranks: Sequence[RankRecord], folder: Path) -> list[EventRecord]:
         EventRecord(
             kind="save", step=line["step"], path=str(line.get("path", "")), library="muster"
         )
-        for line in read_lines(own)
+        for line in read_json_lines(own)
         if isinstance(line.get("step"), int)
     ]
 

@@ -87,14 +87,23 @@ def save_weights(
             problem = str(error)
     for _ in tensors:  # every rank takes part in gathering each tensor
         pass
+    refuse_unwritten(problem, folder, world)
+    return hashes
+
+
+class WeightsNotWritten(MusterError):
+    """The disk refused the weights; raised on all ranks."""
+
+
+def refuse_unwritten(problem: str, folder: Path, world: World) -> None:
+    """Raise the same error on all ranks if rank 0 could not write; all ranks call it."""
     problem = all_gather_object(problem, world)[0]
     if problem:
-        raise MusterError(
+        raise WeightsNotWritten(
             f"cannot write the weights to {folder}",
             why=problem,
             fix="free disk space there, or write them to another folder",
         )
-    return hashes
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,9 +24,10 @@ from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.config.settings import Settings, Train
 from torchmuster.config.training import EVALUATION_METRICS, checkpoint_place, warmup_steps_of
 from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding, Status, render
 from torchmuster.runfolder import RunFolder
 from torchmuster.train import losses, optimizers, precision
-from torchmuster.train.checkpointing.policy import CheckpointSettings
+from torchmuster.train.checkpointing.policy import RETRY_EVERY_S, CheckpointSettings
 from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.data.text import TextRows
@@ -38,7 +40,13 @@ from torchmuster.train.progress import progress
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.trainer import Evaluation, Trainer
-from torchmuster.train.weights import compare_hashes, save_weights, tensor_hash, whole_tensor
+from torchmuster.train.weights import (
+    WeightsNotWritten,
+    compare_hashes,
+    save_weights,
+    tensor_hash,
+    whole_tensor,
+)
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import parse_seconds, plural
 from torchmuster.worker.data import batches_of, evaluation_of, images_of, rows_of, samples_of
@@ -168,6 +176,7 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSe
         keep_best=wanted.best_metric is not None,
         mode=wanted.mode,
         stop=stop,
+        retry_final=True,
     )
 
 
@@ -278,16 +287,41 @@ def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -
     """Write the trained weights, LoRA matrices or full model, with config and tokenizer; check them."""
     world, strategy = trainer.world, trainer.strategy.value
     expected = _expected_logits(trainer, recipe)
-    if recipe.lora is not None:
+
+    def write() -> dict[str, str]:
+        if recipe.lora is None:
+            return save_weights(trainer.model, strategy, place, world, beside=beside)
         state = strategy.state_dict(trainer.model)["model"]
         lora.save_adapters(trainer.model, state, place, world, beside=beside)
-        hashes = _adapter_hashes(state)
-    else:
-        hashes = save_weights(trainer.model, strategy, place, world, beside=beside)
+        return _adapter_hashes(state)
+
+    hashes = _until_written(write, world)
     with rank_zero_first(world):
         if world.is_first:
             progress.phase = "checking the weights"
             rank_zero_log(world, _check_final(trainer, recipe, place, hashes, expected))
+            progress.phase = ""
+
+
+def _until_written(write: Callable[[], dict[str, str]], world: World) -> dict[str, str]:
+    """Write the final weights; while the disk refuses them, wait and try again on all ranks.
+
+    Restarting instead would train again from the last checkpoint onto the same disk.
+    """
+    while True:
+        try:
+            return write()
+        except WeightsNotWritten as error:  # the same on all ranks
+            progress.phase = "waiting for disk space"
+            found = Finding(
+                name="weights-not-written",
+                status=Status.WARNING,
+                what=f"{error.what}; trying again in {RETRY_EVERY_S:.0f} s",
+                why=error.why,
+                fix=f"{error.fix}; the trained weights stay in memory until they are written",
+            )
+            rank_zero_log(world, render([found]))
+            time.sleep(RETRY_EVERY_S)
             progress.phase = ""
 
 

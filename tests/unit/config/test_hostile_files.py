@@ -71,8 +71,15 @@ def test_a_file_of_something_else(
     assert found == snapshot
 
 
-def test_an_endless_file_is_not_read_to_its_end() -> None:
-    assert outcome(Path("/dev/zero")).endswith(" 256 KiB")
+def test_a_device_or_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        assert outcome(path).endswith(": not a regular file")
+
+
+def test_an_absurd_amount_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        resolve_settings(file=written(tmp_path, f"train: {{global_batch_size: {10**26}}}\n"))
 
 
 @pytest.mark.parametrize(

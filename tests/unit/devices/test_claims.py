@@ -1,5 +1,6 @@
 """Claims: one owner per GPU, freed by the kernel, in order of arrival, between users."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -419,6 +421,20 @@ def test_a_stuck_gate_is_told_and_not_waited_for_forever(
     with stuck.gate(), pytest.raises(NotNow) as caught:
         acquire(place, DeviceRequest(count=1))
     assert str(place) in caught.value.what
+
+
+def test_who_waits_for_devices_waits_as_long_for_the_gate(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "_GATE_PATIENCE_S", 0.05)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as busy:
+        busy.enter_context(Claims(place).gate())
+        waiting = pool.submit(acquire, place, DeviceRequest(count=1), wait_s=GIVE_UP_S)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.5)
+        busy.close()
+        with waiting.result(timeout=GIVE_UP_S) as held:
+            assert len(held.decision.value) == 1
 
 
 def test_a_stuck_gate_or_a_pipe_hides_no_claim(

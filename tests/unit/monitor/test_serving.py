@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import GIVE_UP_S
+from patience import BUSY_S, GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch.transports.join import certificate
 from torchmuster.monitor import serving
@@ -52,6 +52,7 @@ def test_this_machine_may_ask(port: int) -> None:
     [
         ("/metrics", {"Host": "evil.example"}, 421),
         ("/metrics", {"Host": ""}, 421),
+        ("/metrics", {"Host": "[::1"}, 421),
         ("/metrics", {"Origin": "https://evil.example"}, 403),
         ("/metrics", {"Origin": "null"}, 403),
         ("/metrics", {"Sec-Fetch-Site": "cross-site"}, 403),
@@ -135,6 +136,30 @@ def test_slow_clients_take_all_places_but_not_for_ever(
             for one in silent:
                 one.close()
     assert _ask(port)[0] == 200
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "TLS"])
+@pytest.mark.parametrize("words", [b"", b"GET /metrics HTTP/1.1\r\nX: "], ids=["silent", "half"])
+def test_an_honest_client_is_answered_among_500_slow_ones(with_tls: bool, words: bytes) -> None:
+    made = certificate.make_certificate() if with_tls else None
+    access = Access(tls=made.context if made else None)
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(serving.serving(access, SERVED))
+        for _ in range(500):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with contextlib.suppress(OSError):
+                slow.sendall(words)
+        for _ in range(3):
+            began = time.monotonic()
+            client: socket.socket = socket.create_connection(("127.0.0.1", port), timeout=GIVE_UP_S)
+            if with_tls:
+                trusting = ssl.create_default_context()
+                trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+                client = trusting.wrap_socket(client)
+            with client:
+                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert client.recv(20).startswith(b"HTTP/1.0 200")
+            assert time.monotonic() - began < 2 + BUSY_S
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "TLS"])

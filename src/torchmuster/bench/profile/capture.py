@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.bench.profile.changes import ChangeTrial, TriedChange
 from torchmuster.bench.profile.recording import ASKED, ProfileRequest, RankFacts, read_facts
 from torchmuster.errors import Impossible, MusterError
@@ -240,8 +241,8 @@ def read_asked(folder: Path) -> ProfileRequest:
 
 def _decoded(path: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (msgspec.MsgspecError, OSError) as error:
+        return untrusted.read_typed(path, msgspec.json.Decoder(kind).decode)
+    except (untrusted.Unreadable, OSError) as error:
         raise MusterError(
             f"cannot read {path}",
             why=str(error),

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.bench.profile.changes import TriedChange
 from torchmuster.errors import MusterError
 
@@ -146,8 +147,8 @@ def read_facts(folder: Path) -> list[RankFacts]:
     found = []
     for path in folder.glob("rank-*.facts.json"):
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=RankFacts))
-        except (msgspec.MsgspecError, OSError) as error:
+            found.append(untrusted.read_typed(path, msgspec.json.Decoder(RankFacts).decode))
+        except (untrusted.Unreadable, OSError) as error:
             raise MusterError(
                 f"cannot read the facts of a rank in {path}",
                 why=str(error),

@@ -53,5 +53,5 @@ def run(options: argparse.Namespace) -> ExitCode:
     measure_pairs(commands, folder, pairs=options.pairs, say=output.say)
     code = compare.show(folder / "before", folder / "after", options)
     if not options.json:
-        print(f"\nsaved in {folder}", flush=True)
+        output.print_text(f"\nsaved in {folder}")
     return code

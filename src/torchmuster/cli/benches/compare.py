@@ -69,7 +69,7 @@ def show(before_path: Path, after_path: Path, options: argparse.Namespace) -> Ex
         output.print_json(comparing.comparison_json(compared))
     else:
         width = min(shutil.get_terminal_size().columns, _WIDTH)
-        print(
+        output.print_coloured(
             comparing.comparison_text(compared, width=width, colour=output.wants_colour(sys.stdout))
         )
     return exit_code(comparing.comparison_findings(compared))

@@ -6,11 +6,11 @@ between ranks. Gloo and NCCL write the same fields; gloo does not update ``state
 members of a group, so both are derived from other fields.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchmuster import untrusted
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import torch_private
 from torchmuster.launch.launcher.console import rank_text
@@ -88,8 +88,8 @@ class RecordedGroup:
 def read_flight_record(text: str | bytes) -> dict[str, Any]:
     """Return a recorder's dump; an empty dict if the text is not one."""
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
+        content = untrusted.parse_json(text)
+    except untrusted.Unreadable:
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -275,8 +275,8 @@ def _members(dump: Mapping[str, Any], name: str) -> tuple[int, ...]:
     about = config.get(name) if isinstance(config, dict) else None
     ranks = about.get("ranks") if isinstance(about, dict) else None
     try:
-        listed = json.loads(ranks) if isinstance(ranks, str) else ranks
-    except (ValueError, RecursionError):
+        listed = untrusted.parse_json(ranks) if isinstance(ranks, str) else ranks
+    except ValueError:
         return ()
     return tuple(one for one in listed if isinstance(one, int)) if isinstance(listed, list) else ()
 

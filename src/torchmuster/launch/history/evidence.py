@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchmuster import untrusted
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import flight_recorder
 from torchmuster.launch.history import root_cause
 from torchmuster.launch.history.root_cause import NodeExit
-from torchmuster.launch.history.run_state import append_line, read_lines, unix_s
+from torchmuster.launch.history.run_state import append_line, unix_s
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder, write_atomically
 
@@ -100,7 +101,7 @@ def keep_failure(
 def read_failures(run: RunFolder) -> list[FailedAttempt]:
     """Return the failed attempts, oldest first; unreadable lines are skipped."""
     found = []
-    for line in read_lines(run.path / FAILURES):
+    for line in untrusted.read_json_lines(run.path / FAILURES):
         with contextlib.suppress(*_NOT_UNDERSTOOD):
             found.append(
                 FailedAttempt(
@@ -204,7 +205,7 @@ def keep_hang(folder: Path, finding: Finding, *, at_unix_s: float | None = None)
 def read_hang(folder: Path) -> HangRecord | None:
     """Return the hang recorded in a folder; None if there is none."""
     try:
-        content = json.loads((folder / HANG).read_text(encoding="utf-8"))
+        content = untrusted.read_json(folder / HANG)
         return HangRecord(
             at_unix_s=unix_s(content["at_unix_s"]),
             finding=finding_from(content["finding"]),
@@ -230,13 +231,16 @@ def hang_folders(run: RunFolder) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
+_MOST_DUMP_BYTES = 32 * 2**20
+
+
 def dumps_in(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the flight recorder dumps in a folder, by rank."""
     found = {}
     for path in folder.glob("rank-*.json"):
-        with contextlib.suppress(OSError):
-            rank = _rank_of(path)
-            if rank is not None and (dump := flight_recorder.read_flight_record(path.read_bytes())):
+        with contextlib.suppress(OSError, untrusted.Unreadable):
+            rank, data = _rank_of(path), untrusted.read_bounded(path, _MOST_DUMP_BYTES)
+            if rank is not None and (dump := flight_recorder.read_flight_record(data)):
                 found[rank] = dump
     return found
 

@@ -6,12 +6,14 @@ launcher.
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.runfolder import RunFolder, write_atomically
 
 LOGS_STAY_ABOVE = 64  # hosts
@@ -43,8 +45,8 @@ def write_hosts(run: RunFolder, hosts: Iterable[HostLogs]) -> None:
 def host_of(run: RunFolder, rank: int) -> HostLogs | None:
     """Return the host that has a rank's log; None if logs do not stay on hosts, or there is no such rank."""
     try:
-        hosts = _decode((run.logs / "hosts.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
+        hosts = untrusted.read_typed(run.logs / "hosts.json", _decode)
+    except (OSError, untrusted.Unreadable):
         return None
     return next((one for one in hosts if 0 <= rank - one.first_rank < one.ranks), None)
 
@@ -53,7 +55,7 @@ def request_log(run: RunFolder, rank: int) -> Path:
     """Ask the launcher for a rank's log; return the file that disappears once it has been fetched."""
     path = run.logs / "requests" / f"rank-{rank}"
     path.parent.mkdir(exist_ok=True)
-    path.touch()
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
     return path
 
 

@@ -8,7 +8,6 @@ of other hosts.
 
 import contextlib
 import dataclasses
-import json
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.readers import nvml
@@ -92,10 +92,13 @@ def read_node_devices(run: RunFolder, now_unix_s: float) -> list[NodeDevices]:
     return [one for one in found if now_unix_s - one.at_unix_s < _OLD_AFTER_S]
 
 
+_decode_devices = msgspec.json.Decoder(NodeDevices).decode
+
+
 def _read_devices(path: Path) -> NodeDevices | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=NodeDevices)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return untrusted.read_typed(path, _decode_devices)
+    except (OSError, untrusted.Unreadable):
         return None
 
 
@@ -118,7 +121,7 @@ def seen_here(path: str | None, run_id: str) -> RunFolder | None:
         return None
     run = RunFolder(Path(path))
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if json.loads(run.marker.read_text(encoding="utf-8"))["id"] == run_id:
+        if untrusted.read_json(run.marker)["id"] == run_id:
             return run
     return None
 
@@ -176,8 +179,11 @@ def _node_records_files(run: RunFolder, written_on: str | None) -> Iterable[Path
     return sorted(run.metrics.glob("ranks/*/from-*.json"))
 
 
+_decode_ranks = msgspec.json.Decoder(NodeRanks).decode
+
+
 def _read_ranks(path: Path) -> NodeRanks | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=NodeRanks)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return untrusted.read_typed(path, _decode_ranks)
+    except (OSError, untrusted.Unreadable):
         return None

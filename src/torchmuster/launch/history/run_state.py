@@ -13,12 +13,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from torchmuster import untrusted
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import JobSpec, is_ours
 from torchmuster.redaction import redact_command, redact_mapping, redact_text
@@ -28,6 +29,7 @@ from torchmuster.units import format_seconds
 # A run that fails a thousand times must not fill the disk; its first failures matter most.
 _LARGEST_FILE_BYTES = 16 * 2**20
 _LONGEST_LINE_BYTES = 4 * 2**20
+_MOST_PID = 2**31
 _LAST_UNIX_S = 1e11  # some thousand years on
 
 
@@ -57,20 +59,6 @@ def unix_s(value: object) -> float:
     if not 0 <= value < _LAST_UNIX_S:  # nor is NaN
         raise ValueError(f"not a time: {value!r}")
     return float(value)
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines; nothing if the file does not exist."""
-    try:
-        stream = path.open("rb")
-    except OSError:
-        return
-    with stream:
-        for line in stream:
-            with contextlib.suppress(ValueError):
-                content = json.loads(line)
-                if isinstance(content, dict):
-                    yield content
 
 
 # Shared disks may show a file's time a minute late.
@@ -244,24 +232,43 @@ def write_job(
 
 def read_job(run: RunFolder) -> RunJob | None:
     """Return what was launched, or None if it has not been recorded (yet)."""
-    content = _read_run_state(run.job)
+    content = untrusted.read_json_object(run.job)
     try:
         return RunJob(
-            command=list(content["command"]),
+            command=_texts(content["command"]),
             folder=str(content["folder"]),
-            hosts=list(content["hosts"]),
-            launcher=Launcher(**_run_state_known(Launcher, content["launcher"])),
+            hosts=_texts(content["hosts"]),
+            launcher=_launcher(content["launcher"]),
             token=str(content["token"]),
-            grace_s=float(content["grace_s"]),
-            slurm_job=content["slurm_job"],
+            grace_s=unix_s(content["grace_s"]),
+            slurm_job=None if content["slurm_job"] is None else str(content["slurm_job"]),
             job_uid=str(content.get("job_uid", "")),
-            typed=list(content.get("typed") or content["command"][:1]),
-            flags=list(content.get("flags") or ()),
+            typed=_texts(content.get("typed") or content["command"][:1]),
+            flags=_texts(content.get("flags") or []),
             module=bool(content.get("module")),
-            resume_with=list(content.get("resume_with") or ()),
+            resume_with=_texts(content.get("resume_with") or []),
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _texts(content: object) -> list[str]:
+    if not isinstance(content, list) or not all(isinstance(one, str) for one in content):
+        raise TypeError("not a list of texts")
+    return content
+
+
+def _launcher(content: Mapping[str, Any]) -> Launcher:
+    """Return a stored launcher process; fields that a newer version may have added are ignored."""
+    pid, ticks = content["pid"], content.get("start_ticks")
+    if not isinstance(pid, int) or not 0 < pid < _MOST_PID or not isinstance(ticks, int | None):
+        raise ValueError("not a process")
+    return Launcher(
+        host=str(content["host"]),
+        pid=pid,
+        created_unix_s=unix_s(content["created_unix_s"]),
+        start_ticks=ticks,
+    )
 
 
 def await_job(run: RunFolder) -> RunJob | None:
@@ -292,7 +299,9 @@ def log_event(run: RunFolder, event: str, **facts: object) -> None:
 
 def read_events(run: RunFolder) -> list[RunEvent]:
     """Return the events of a run in order; unreadable lines are skipped."""
-    return [event for line in read_lines(run.path / EVENTS) if (event := event_of(line))]
+    return [
+        event for line in untrusted.read_json_lines(run.path / EVENTS) if (event := event_of(line))
+    ]
 
 
 def event_of(line: dict[str, Any]) -> RunEvent | None:
@@ -311,7 +320,7 @@ class EventLog:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         self.resume = ""
-        before = _history_state(_read_run_state(run.state))
+        before = _history_state(untrusted.read_json_object(run.state))
         # A run whose launcher was killed and restarted keeps its start time.
         goes_on = before is not None and before.active
         self._started = before.started_unix_s if before and goes_on else time.time()
@@ -346,7 +355,7 @@ class EventLog:
 
 def read_state(run: RunFolder) -> RunState | None:
     """Return the state of a run; it is ``died`` if the launcher was killed or its heartbeats stopped."""
-    content = _read_run_state(run.state)
+    content = untrusted.read_json_object(run.state)
     state = _history_state(content)
     if state is None:
         return None
@@ -360,7 +369,7 @@ def read_state(run: RunFolder) -> RunState | None:
             return state
         since_unix_s = time.time() - silent_s
         headline = f"no heartbeat from the launcher for {format_seconds(silent_s)}"
-    fresh = _read_run_state(run.state)  # it may have ended between the two reads
+    fresh = untrusted.read_json_object(run.state)  # it may have ended between the two reads
     if fresh != content:
         return _history_state(fresh)
     return RunState(
@@ -396,17 +405,3 @@ def _history_state(content: dict[str, Any]) -> RunState | None:
         )
     except (KeyError, ValueError):
         return None
-
-
-def _run_state_known(kind: type[Launcher], content: dict[str, Any]) -> dict[str, Any]:
-    """Drop fields that a newer version may have added."""
-    names = {one.name for one in fields(kind)}
-    return {name: value for name, value in content.items() if name in names}
-
-
-def _read_run_state(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.checkpoints.foreign import Completeness, Condition, condition_of
-from torchmuster.launch.history.run_state import read_lines, unix_s
+from torchmuster.launch.history.run_state import unix_s
 
 SAVES = "saves.jsonl"
 # Scripts also save small things with torch.save, such as losses: a smaller share of the largest file is no checkpoint.
@@ -51,7 +52,7 @@ def checkpoint_from(line: Mapping[str, object]) -> ScriptCheckpoint | None:
 def read_script_checkpoints(metrics: Path) -> list[ScriptCheckpoint]:
     """Return the checkpoints of a run, newest first; one that was overwritten counts once."""
     by_path: dict[str, ScriptCheckpoint] = {}
-    for line in read_lines(metrics / SAVES):
+    for line in untrusted.read_json_lines(metrics / SAVES):
         if found := checkpoint_from(line):
             by_path.pop(found.path, None)
             by_path[found.path] = found

@@ -3,8 +3,8 @@
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from torchmuster import untrusted
 from torchmuster.runfolder import RunFolder, write_atomically
 
 _FILES = ("steps", "evaluations", "saves")
@@ -51,7 +51,6 @@ class ScriptMetrics:
 
 
 def _step_in(line: str) -> int:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        content: dict[str, Any] = json.loads(line)
-        return int(content["step"])
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+        return int(untrusted.parse_json(line)["step"])
     return -1

@@ -45,7 +45,7 @@ from torchmuster.units import plural
 _PREPARED_WITHIN_S = 60.0
 # How long a host may take to stop beyond the grace period before it is declared lost.
 _END_WITHIN_S = 8.0
-# Ranks of muster train cannot save together without the ranks of a lost host: before a spare takes over, they get this long.
+# Ranks of muster train cannot save together without the ranks of a lost host: before another host replaces it, they get this long.
 _TAKEOVER_GRACE_S = 2.0
 _MACHINES_SHOWN = 16
 _DEVICES_NOTED = 16  # of each of them
@@ -523,8 +523,9 @@ class Session:
                 node.lose(f"it did not stop within {time.monotonic() - began_s:.0f} s")
 
     def _cannot_save(self, nodes: Sequence[NodeHandle]) -> bool:
-        """Return whether a spare replaces a host, without which the other ranks cannot save."""
-        saves_together = self._spec.spares > 0 and self._spec.checkpoints is not None
+        """Return whether another host replaces one that is lost, without which the other ranks cannot save."""
+        is_replaced = self._spec.spares > 0 or self._spec.hosts_return
+        saves_together = is_replaced and self._spec.checkpoints is not None
         return saves_together and self.cause is None and any(node.lost for node in nodes)
 
     async def leave(self, exit_code: int, words: str) -> None:

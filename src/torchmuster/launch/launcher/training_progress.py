@@ -1,10 +1,10 @@
 """Read the training progress from checkpoints and metrics."""
 
 import contextlib
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.launch.history.resume import ResumePlan, plan_resume
 from torchmuster.launch.job import JobSpec, is_ours
 
@@ -77,6 +77,6 @@ def _last_step(path: Path, since_unix_s: float) -> int | None:
     except OSError:
         return None
     for line in reversed(lines):  # the last one may be half written
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            return int(json.loads(line)["step"])
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            return int(untrusted.parse_json(line)["step"])
     return None

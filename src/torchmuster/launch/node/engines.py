@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.errors import ExitCode
 from torchmuster.launch import protocol
 from torchmuster.launch.node import process_cleanup
@@ -167,7 +168,9 @@ def rank_pids(records: Path) -> dict[int, int]:
     found = {}
     for path in records.glob("rank-*.json"):
         if path.name.count(".") == 1:
-            found[int(path.stem.removeprefix("rank-"))] = int(_read_engines(path).get("pid", 0))
+            found[int(path.stem.removeprefix("rank-"))] = int(
+                untrusted.read_json_object(path).get("pid", 0)
+            )
     return found
 
 
@@ -208,7 +211,7 @@ def read_failure_files(
     """
     found = []
     for local_rank, rank in enumerate(ranks):
-        own = _read_engines(records / f"rank-{rank}.error.json")
+        own = untrusted.read_json_object(records / f"rank-{rank}.error.json")
         if rank not in exits and not own:
             continue
         seen = exits.get(rank)
@@ -280,7 +283,7 @@ def agent_exits(records: Path) -> dict[int, RankExit]:
         int(one["rank"]): RankExit(
             pid=int(one["pid"]), code=int(one["exit_code"]), at_unix_s=float(one["at_unix_s"])
         )
-        for one in _read_engines(records / "agent.json").get("failures", [])
+        for one in untrusted.read_json_object(records / "agent.json").get("failures", [])
     }
 
 
@@ -299,14 +302,6 @@ def last_output_lines(path: Path, began: int) -> str:
 def _engines_text(record: Mapping[str, Any], name: str) -> str:
     """Return a text of a record; lone surrogates, as in odd file names, are escaped."""
     return str(record.get(name, "")).encode("utf-8", errors="backslashreplace").decode("utf-8")
-
-
-def _read_engines(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 _AGENT_WORDS = 2000

@@ -52,7 +52,7 @@ async def _serve(
             return ExitCode.SAVED if type(error) is MusterError else error.exit_code
         if not isinstance(end, HostChannel):
             return end
-        say(f"node {group.node_rank} of {group.nodes} connected to the launcher at {end.host}")
+        say(f"connected to the launcher at {end.host}, as node rank {group.node_rank}")
         agent = NodeAgent(end)
         exit_code = await agent.run()
         say(agent.words or "the launcher has released this node")

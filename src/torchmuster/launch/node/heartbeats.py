@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from torchmuster import untrusted
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 
 GONE = "X"
@@ -158,10 +159,13 @@ class HeartbeatReader:
         return now - since_s
 
 
+_MOST_HEARTBEAT_BYTES = 64 * 1024
+
+
 def _read_heartbeats(path: Path) -> Heartbeat | None:
     try:
-        return _decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):  # none yet, or its disk is full
+        return untrusted.read_typed(path, _decode, _MOST_HEARTBEAT_BYTES)
+    except (OSError, untrusted.Unreadable):  # none yet, or its disk is full
         return None
 
 

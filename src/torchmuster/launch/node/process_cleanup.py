@@ -19,17 +19,20 @@ GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"
 _LOOK_AGAIN_S = 0.02
 
 
-def processes_of(token: str) -> list[psutil.Process]:
+def processes_of(token: str, *, owner: int | None = None) -> list[psutil.Process]:
     """Return the running processes on this host that belong to a run, or to one node agent of it.
 
     A node agent's token is the run's token, a dot and the node index, so that two node agents on one host do
-    not affect each other.
+    not affect each other. A token that was read from a run folder is trusted only for processes of the folder's
+    ``owner``.
     """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             theirs = process.environ().get(TOKEN_VARIABLE, "")
             ours = theirs == token or theirs.startswith(f"{token}.")
+            if owner is not None and process.uids().real != owner:
+                continue
             if ours and process.pid != os.getpid():
                 found.append(process)
     return found
@@ -43,12 +46,12 @@ def signal_processes(processes: Iterable[psutil.Process], number: signal.Signals
 
 
 def kill_processes(
-    token: str, *, within_s: float, spare: int | None = None
+    token: str, *, within_s: float, spare: int | None = None, owner: int | None = None
 ) -> list[psutil.Process]:
     """Kill every process of a run except ``spare``; return those that are still alive after ``within_s``."""
     deadline = time.monotonic() + within_s
     while True:
-        left = [process for process in processes_of(token) if process.pid != spare]
+        left = [process for process in processes_of(token, owner=owner) if process.pid != spare]
         signal_processes(left, signal.SIGKILL)
         if not left or time.monotonic() > deadline:
             return left

@@ -213,18 +213,22 @@ class Collector:
         self._host = self._host or HostMetrics(node.hostname, self._runs)
         found = [*self._host.samples(), *device_samples(node)]
         for run in self._active.now(now):
-            labels = (run.job, run.folder.id)
-            if self._all_ranks or _speaks_for(node.hostname, run.folder):
-                found += run.metrics.samples(now)
-                found += rank_number(node_records.read_node_ranks(run.folder, now), labels)
-            machine = None if self._all_ranks else node.hostname
-            nodes = node_records.read_node_ranks(run.folder, now, written_on=machine)
-            found += rank_samples(nodes, labels)
+            with contextlib.suppress(Exception):  # a damaged run must not hide the others
+                found += list(self._of_run(run, node.hostname, now))
         del found[MOST_SERIES:]
         took_s = time.perf_counter() - began
         found.append(Sample(catalogue.EXPORTER_TIME, (node.hostname,), took_s))
         found.append(Sample(catalogue.EXPORTER_SERIES, (node.hostname,), float(len(found))))
         return found
+
+    def _of_run(self, run: FollowedRun, hostname: str, now: float) -> Iterator[Sample]:
+        labels = (run.job, run.folder.id)
+        if self._all_ranks or _speaks_for(hostname, run.folder):
+            yield from run.metrics.samples(now)
+            yield from rank_number(node_records.read_node_ranks(run.folder, now), labels)
+        machine = None if self._all_ranks else hostname
+        nodes = node_records.read_node_ranks(run.folder, now, written_on=machine)
+        yield from rank_samples(nodes, labels)
 
 
 def _speaks_for(machine: str, run: RunFolder) -> bool:

@@ -2,13 +2,13 @@
 
 import contextlib
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from torchmuster import untrusted
 from torchmuster.checkpoints.store import MARKER, step_of
 from torchmuster.launch.history import run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint, checkpoint_from
@@ -35,7 +35,7 @@ class GrowingFile:
     def new_lines(self) -> tuple[bool, list[dict[str, Any]]]:
         """Return whether the file was rewritten (earlier lines are invalid), and the new lines."""
         try:
-            with self._path.open("rb") as stream:
+            with untrusted.open_regular(self._path) as stream:
                 found = os.fstat(stream.fileno())
                 identity = (found.st_dev, found.st_ino)
                 anew = identity != self._file or found.st_size < self._read_bytes
@@ -43,7 +43,7 @@ class GrowingFile:
                     self._file, self._read_bytes = identity, 0
                 stream.seek(self._read_bytes)
                 data = stream.read(_AT_A_TIME_BYTES)
-        except OSError:
+        except (OSError, untrusted.Unreadable):
             return False, []
         self.changed_unix_s = found.st_mtime
         whole = data.rfind(b"\n") + 1  # the rest is being written
@@ -51,17 +51,7 @@ class GrowingFile:
             whole = len(data)  # no valid line is this long
         self._read_bytes += whole
         self.is_behind = len(data) == _AT_A_TIME_BYTES
-        return anew, list(_objects(data[:whole]))
-
-
-def _objects(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:  # torn by a crash
-            continue
-        if isinstance(content, dict):
-            yield content
+        return anew, list(untrusted.json_objects(data[:whole]))
 
 
 # Until a run has shown how often it saves.

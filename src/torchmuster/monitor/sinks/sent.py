@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.monitor.sinks.sink import Row, Table
 from torchmuster.runfolder import RunFolder, write_atomically
@@ -60,6 +61,9 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
         return silent_s if self.open and silent_s > _SILENT_AFTER_S else 0.0
 
 
+_decode_sent = msgspec.json.Decoder(Sent).decode
+
+
 def _folder(run: RunFolder) -> Path:
     return run.metrics / "sinks"
 
@@ -67,8 +71,8 @@ def _folder(run: RunFolder) -> Path:
 def read_sent(run: RunFolder, sink: str) -> Sent | None:
     """Return the progress of a sink; None if nothing was ever sent there."""
     try:
-        return msgspec.json.decode((_folder(run) / f"{sink}.json").read_bytes(), type=Sent)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return untrusted.read_typed(_folder(run) / f"{sink}.json", _decode_sent)
+    except (OSError, untrusted.Unreadable):
         return None
 
 

@@ -1,7 +1,6 @@
 """The report of a run, from its folder alone: command, result, what to do; then the figures."""
 
 import contextlib
-import json
 import math
 import time
 from collections import Counter
@@ -9,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from torchmuster import untrusted
 from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import Manifest, committed_manifests
@@ -119,7 +119,7 @@ def _page(told: _Told) -> Iterator[str]:
 def _data(run: RunFolder) -> str:
     """Return what the data was, and a sample in which the text that counts in the loss is marked."""
     try:
-        told = json.loads(run.data.read_bytes()[:_MOST_SAMPLE])
+        told = untrusted.read_json(run.data, _MOST_SAMPLE)
         lines = [str(one) for one in told["lines"]]
         sample = [(str(text), bool(counted)) for text, counted in told["sample"]]
     except (OSError, ValueError, KeyError, TypeError):

@@ -130,11 +130,16 @@ class TopWatch:
         heartbeats: list[tuple[FollowedRun, str, Sequence[Heartbeat]]] = []
         elsewhere: dict[str, tuple[Device, ...]] = {}
         for run in self._chosen(now_unix_s):
-            of_run = [*run.metrics.samples(now_unix_s)]
-            machines = node_records.read_node_ranks(run.folder, now_unix_s)
-            of_run += collector.rank_samples(machines, (run.job, run.folder.id))
+            try:
+                of_run = [*run.metrics.samples(now_unix_s)]
+                machines = node_records.read_node_ranks(run.folder, now_unix_s)
+                of_run += collector.rank_samples(machines, (run.job, run.folder.id))
+                figures.append(_figures(run, of_run))
+            except Exception:  # a damaged run must not hide the others
+                if self._only is not None:
+                    raise
+                continue
             samples += of_run
-            figures.append(_figures(run, of_run))
             for machine in machines:
                 heartbeats.append((run, machine.host, machine.ranks))
             for other in node_records.read_node_devices(run.folder, now_unix_s):

@@ -20,18 +20,18 @@ Everything except ``card`` is optional; the catalogue has the defaults. ``check`
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchmuster import untrusted
 from torchmuster.config import fields, yaml12
 from torchmuster.errors import ConfigError, Impossible, Mistake
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
-from torchmuster.units import parse_bytes
+from torchmuster.units import KiB, parse_bytes
 
 if TYPE_CHECKING:
     from ruamel.yaml.nodes import Node
@@ -50,7 +50,7 @@ def read_measured_links(
 ) -> MeasuredLinks:
     """Return the slowest links, which limit a ring; raise ``ValueError`` with a message."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = untrusted.read_json(path)
         # Two ranks measure with the whole network; in training the GPUs of a machine share it,
         # unless each has its own.
         share = cards_per_machine if network_is_shared else 1
@@ -106,6 +106,10 @@ def _slowest(pairs: Iterable[Mapping[str, Any]], share: int, source: str) -> Lin
 
 
 # A lower-case b means bits, an upper-case B bytes.
+_MOST_BYTES = 256 * KiB
+_NOT_A_CLUSTER_FILE = (
+    f"is not a cluster file: no regular file, or larger than {_MOST_BYTES // KiB} KiB"
+)
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgtKMGT]?)([Bb]its?|b|i?B)\s*/\s*s\s*")
 _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TYPES = ("float32", "bfloat16", "float16")
@@ -206,11 +210,18 @@ class _Reader:
     def read(self) -> None:
         """Read all values."""
         try:
-            root = yaml12.compose(self.path.read_text(encoding="utf-8-sig"))
+            root = yaml12.compose(
+                untrusted.read_bounded(self.path, _MOST_BYTES).decode("utf-8-sig")
+            )
         except OSError as error:
             self._mistake(str(self.path), f"cannot be read: {error.strerror or error}")
         except UnicodeDecodeError:
             self._mistake(str(self.path), "is not UTF-8 text")
+        except untrusted.Unreadable:
+            self._mistake(
+                str(self.path),
+                f"is not a cluster file: not a regular file, or larger than {_MOST_BYTES // KiB} KiB",
+            )
         except yaml12.Unreadable as error:
             self._mistake(f"{self.path}{error.place}", str(error))
         else:

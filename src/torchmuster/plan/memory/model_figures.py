@@ -1,11 +1,11 @@
 """Sizes of a transformer's layers from its configuration, without biases and attention norms."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchmuster import untrusted
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Work
 
@@ -15,11 +15,7 @@ def model_configuration(work: Work) -> Mapping[str, Any] | None:
     place = _model_figures_place(work)
     if place is None:
         return None
-    try:
-        told = json.loads(place.read_text())
-    except (OSError, ValueError):
-        return None
-    return told if isinstance(told, dict) else None
+    return untrusted.read_json_object(place) or None
 
 
 def weights_dtype(work: Work) -> str:

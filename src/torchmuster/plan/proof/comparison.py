@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate
 from torchmuster.runfolder import write_atomically
@@ -37,10 +38,10 @@ def read_promise(folder: Path) -> Promise | None:
     """Return the promise of a run; None if no plan was made for it."""
     path = folder / FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Promise)
+        return untrusted.read_typed(path, msgspec.json.Decoder(Promise).decode)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, untrusted.Unreadable) as error:
         raise Impossible(
             f"the plan of this run cannot be read: {path}",
             why=str(error),

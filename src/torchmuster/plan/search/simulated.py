@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.errors import Impossible
 from torchmuster.plan.answer import Forecast
 from torchmuster.plan.hardware.catalogue import Hardware
@@ -69,8 +70,8 @@ def simulate_allocator(
     kept = _simulated_place(records, candidate, hardware)
     if kept is None:
         return memory.predict_memory(records, candidate, hardware=hardware)
-    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(kept.read_bytes(), type=memory.Memory)
+    with suppress(OSError, untrusted.Unreadable):
+        return untrusted.read_typed(kept, msgspec.json.Decoder(memory.Memory).decode)
     needed = memory.predict_memory(records, candidate, hardware=hardware)
     if needed.reserved_bytes is None:
         return needed  # nothing was simulated

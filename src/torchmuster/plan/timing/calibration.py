@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from torchmuster import untrusted
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import MusterError
 from torchmuster.plan.hardware.catalogue import Hardware, Link
@@ -276,6 +277,6 @@ def save_calibration(calibration: Calibration, folder: Path) -> Path:
 def saved_calibration(folder: Path) -> Calibration | None:
     """Return the calibration in the cache folder, for any hardware; None if there is none."""
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=Calibration)
-    except (OSError, msgspec.MsgspecError):
+        return untrusted.read_typed(folder / FILE, msgspec.json.Decoder(Calibration).decode)
+    except (OSError, untrusted.Unreadable):
         return None

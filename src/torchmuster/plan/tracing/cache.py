@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 import torchmuster
+from torchmuster import untrusted
 from torchmuster.plan.job import Work
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.runfolder import user_cache, write_atomically
@@ -22,6 +23,10 @@ from torchmuster.units import GiB
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "torchmuster")
 _MOST_FILES = 2000  # of a package: a folder with more is not a model's
 MOST_BYTES = 2 * GiB  # of cached records and logs
+
+
+_MOST_RECORD_BYTES = 64 * 2**20
+_decode_record = msgspec.json.Decoder(TraceRecord).decode
 
 
 class TraceCache:
@@ -34,8 +39,8 @@ class TraceCache:
     def get(self, request: TraceRequest) -> TraceRecord | None:
         """Return the cached record for this request, with or without its log; None if missing."""
         try:
-            record = msgspec.json.decode(self._path(request).read_bytes(), type=TraceRecord)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            record = untrusted.read_typed(self._path(request), _decode_record, _MOST_RECORD_BYTES)
+        except (OSError, untrusted.Unreadable):
             return None
         if with_log(record.request) != with_log(request):
             return None

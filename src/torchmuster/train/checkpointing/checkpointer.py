@@ -441,6 +441,10 @@ class Checkpointer:
         )
         return Loaded(step=found.manifest.step, state=read.state, own=read.own, found=found)
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank; all ranks call this."""
+        return bool(self._exchange.run(lambda: flag, any))
+
     def close(self) -> None:
         """Wait for the last save and release its resources."""
         self.wait()

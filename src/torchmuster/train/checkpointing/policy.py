@@ -1,7 +1,7 @@
 """Checkpoint policy: when to save during training, how saves are reported, and the final save."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +13,11 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status, render
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, SaveReport
 from torchmuster.train.stop_request import StoppedAtRequest, StopRequest
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
 
 State = dict[str, Any]
+RETRY_EVERY_S = 30.0  # of a final write that failed
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,8 @@ class CheckpointSettings:
     and sends them to the other ranks with every step line, so saves follow a step line. With
     ``stop``, a signal to any rank makes all of them save after the same step and exit. With
     ``base``, frozen parameters are not saved: they are those of its files, and a resumed run loads
-    them from there again.
+    them from there again. With ``retry_final``, a final save that fails is repeated until it succeeds or
+    a stop is requested, as ``muster train`` does: finished work is not thrown away.
     """
 
     to: Store | Path | str
@@ -38,6 +41,7 @@ class CheckpointSettings:
     keep_best: bool = False
     mode: Literal["auto", "async", "sync"] = "auto"
     stop: StopRequest | None = None
+    retry_final: bool = False
     base: BaseModel | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +74,7 @@ class CheckpointPolicy:
         self._saved_step: int | None = None
         self._saved_at_s = 0.0
         self.is_last = False  # the current save is the last one
+        self.missing: set[int] = set()  # steps whose saves failed
 
     def check_room(self, state: State) -> str:
         """Return findings about the space that saves need; raise if there is too little."""
@@ -118,7 +123,17 @@ class CheckpointPolicy:
 
     def end(self, step: int) -> None:
         """Save the final state, and wait until everything is written."""
-        self._save_and_wait(step, 0.0)
+        report = self._save_and_wait(step, 0.0)
+        while self._saving.retry_final and report is not None and report.problem:
+            stop = self._saving.stop
+            if self._checkpointer.on_any_rank(stop is not None and bool(stop.words)):
+                raise MusterError(
+                    f"stopped before the final state, step {step}, could be saved",
+                    why=report.problem,
+                    fix="free disk space there, and rerun: it resumes from the newest checkpoint",
+                )
+            time.sleep(RETRY_EVERY_S)
+            report = self._save_and_wait(step, 0.0)
 
     def _save_and_wait(self, step: int, elapsed_s: float) -> SaveReport | None:
         report = self._checkpointer.wait()
@@ -129,7 +144,7 @@ class CheckpointPolicy:
         return report
 
 
-def save_message(report: SaveReport, *, is_last: bool = False) -> str:
+def save_message(report: SaveReport, *, is_last: bool = False, retries: bool = False) -> str:
     """Describe the result of a save in one line; a failure with its fix."""
     if not report.problem:
         return (
@@ -144,5 +159,27 @@ def save_message(report: SaveReport, *, is_last: bool = False) -> str:
     if is_last:
         what = f"the final state, step {report.step}, could not be saved"
         fix = "fix the cause and rerun: it resumes from the newest checkpoint"
+        if retries:
+            fix = (
+                f"free disk space there: the ranks keep the state in memory and try again every "
+                f"{RETRY_EVERY_S:.0f} s"
+            )
     found = Finding(name="not-saved", status=Status.WARNING, what=what, why=report.problem, fix=fix)
+    return render([found])
+
+
+def missing_message(steps: Collection[int]) -> str:
+    """Report the saves of a finished run that failed; "" if there were none."""
+    if not steps:
+        return ""
+    named = ", ".join(map(str, sorted(steps)[:_MOST_NAMED]))
+    more = f" and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
+    found = Finding(
+        name="checkpoints-missing",
+        status=Status.WARNING,
+        what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
+        why="the training continued without them; the last state and the final weights are complete",
+        fix="before the next run, free disk space there, keep fewer checkpoints (checkpoint.keep), or "
+        "save to another location (checkpoint.folder)",
+    )
     return render([found])

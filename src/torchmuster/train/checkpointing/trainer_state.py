@@ -15,6 +15,7 @@ from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, S
 from torchmuster.train.checkpointing.policy import (
     CheckpointPolicy,
     CheckpointSettings,
+    missing_message,
     save_message,
 )
 from torchmuster.train.data.step import Loader
@@ -60,7 +61,9 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
     """Enable saves during training, and save the final state."""
 
     def say(report: SaveReport) -> None:
-        trainer.reports.saved(save_message(report, is_last=saves.is_last), asdict(report))
+        (saves.missing.add if report.problem else saves.missing.discard)(report.step)
+        message = save_message(report, is_last=saves.is_last, retries=saving.retry_final)
+        trainer.reports.saved(message, asdict(report))
 
     with _checkpointer(trainer, saving, on_saved=say) as checkpointer:
         saves = CheckpointPolicy(
@@ -74,6 +77,7 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
         trainer.reports.begin_saves()
         yield saves
         saves.end(trainer.step)
+        trainer.reports.say(missing_message(saves.missing))
 
 
 def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded | None:

@@ -1,7 +1,6 @@
 """Report a run on rank 0: lines, progress bar, files and callbacks; other ranks report nothing."""
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from torchmuster import untrusted
 from torchmuster.runfolder import NO_ROOM, write_atomically
 from torchmuster.train.metrics.step_line import StepRecord, render_step_line
 from torchmuster.train.metrics.step_metrics import PendingRecord, StepMetrics
@@ -130,8 +130,8 @@ class _Growing:
 def _is_up_to(line: str, step: int) -> bool:
     """Return whether a line is complete and not about a later step."""
     try:
-        return line.endswith("\n") and int(json.loads(line)["step"]) <= step
-    except (ValueError, KeyError, TypeError):
+        return line.endswith("\n") and int(untrusted.parse_json(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError, OverflowError):
         return False
 
 

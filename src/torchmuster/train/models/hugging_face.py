@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmuster import untrusted
 from torchmuster.checkpoints.model_class import (
     ModelClass,
     architecture_of,
@@ -351,8 +352,8 @@ def _hugging_face_dtype(name: str, config: Any) -> torch.dtype:
 
 def _cannot_build(files: ModelFiles, wanted: ModelClass, error: Exception) -> Impossible:
     kind = "unknown"
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        kind = json.loads((files.folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kind = untrusted.read_json(files.folder / "config.json")["model_type"]
     return Impossible(
         f"transformers cannot build {_article(wanted.what)} from {files.folder / 'config.json'}",
         why=f"its model_type is {kind!r}; {str(error).splitlines()[0]}",

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from torchmuster.checkpoints.export import ADAPTER_WEIGHTS, name_in_adapter
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.train.weights import whole_tensor
+from torchmuster.train.weights import refuse_unwritten, replaced_folder, whole_tensor
 from torchmuster.train.world import World
 from torchmuster.units import format_bytes
 
@@ -129,12 +130,17 @@ def save_adapters(
         whole = whole_tensor(value)
         if world.is_first:
             adapters[name_in_file] = whole.detach().cpu().contiguous()
+    problem = ""
     if world.is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        if beside is not None:
-            shutil.copytree(beside, folder, dirs_exist_ok=True)
-        save_file(adapters, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        peft_config(model).save_pretrained(folder)
+        try:
+            with replaced_folder(folder) as unfinished:
+                if beside is not None:
+                    shutil.copytree(beside, unfinished, dirs_exist_ok=True)
+                save_file(adapters, unfinished / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+                peft_config(model).save_pretrained(unfinished)
+        except (OSError, SafetensorError) as error:
+            problem = str(error)
+    refuse_unwritten(problem, folder, world)
 
 
 def peft_config(model: nn.Module) -> Any:

@@ -17,6 +17,13 @@ def test_each_run_has_a_certificate_of_its_own() -> None:
     assert certificate.make_certificate().fingerprint != certificate.make_certificate().fingerprint
 
 
+def test_nodes_that_share_a_seed_know_the_certificate_in_advance() -> None:
+    seeds = [bytes([number]) * certificate.SEED_BYTES for number in (1, 2)]
+    made = [certificate.make_certificate(seed).fingerprint for seed in seeds]
+    assert made == [certificate.fingerprint_from(seed) for seed in seeds]
+    assert made[0] != made[1]
+
+
 def test_the_key_is_on_disk_for_a_moment_for_its_owner_alone_and_encrypted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def test_a_training_is_started_as_the_user_typed_it() -> None:
         "--runs=/runs",
         "--join-timeout=1800s",
         "--max-restarts=3",
+        "--grace=30s",
         "--device=cpu",
         "--ranks=1",
         "--config",

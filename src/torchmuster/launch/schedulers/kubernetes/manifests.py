@@ -23,7 +23,7 @@ from torchmuster.launch.schedulers.kubernetes.request import (
     Kind,
     KubernetesRequest,
     check_kubernetes_request,
-    join_secret_of,
+    join_secret_name,
     ranks_of,
     shared_memory_bytes_of,
 )
@@ -63,6 +63,13 @@ def render_manifests(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> l
     if kind == "jobset":
         return [_jobset(spec, request)]
     return [_trainjob(spec, request)]
+
+
+def secret_command(name: str, namespace: str | None) -> str:
+    """Return the command that creates the Secret with which the pods find each other."""
+    where = "" if namespace is None else f" --namespace {namespace}"
+    value = f'--from-literal={SECRET_KEY}="$(openssl rand -hex 32)"'
+    return f"kubectl create secret generic{where} {join_secret_name(name)} {value}"
 
 
 def first_address(request: KubernetesRequest, kind: Kind) -> str:
@@ -250,6 +257,7 @@ def _arguments(spec: JobSpec, request: KubernetesRequest) -> list[str]:
         f"--runs={RUNS}",
         f"--join-timeout={request.join_timeout_s}s",
         f"--max-restarts={spec.max_restarts}",
+        f"--grace={spec.limits.grace_s:g}s",
     ]
     if not request.gpus_per_node:
         flags += ["--device=cpu", f"--ranks={ranks_of(spec, request)}"]
@@ -268,15 +276,18 @@ def _environment(spec: JobSpec, request: KubernetesRequest, kind: Kind) -> list[
     if request.cpu is not None:
         threads["OMP_NUM_THREADS"] = str(max(1, request.cpu // ranks_of(spec, request)))
     variables: Mapping[str, str] = {**threads, **spec.environment}
-    return [
-        {"name": node_group.NODES, "value": str(request.nodes)},
-        # Not $(JOB_COMPLETION_INDEX): the cluster defines that variable after these, so it would not be substituted.
-        _from_pod(node_group.NODE_RANK, "annotations['batch.kubernetes.io/job-completion-index']"),
+    others = [
         {
             "name": node_group.LAUNCHER,
             "value": f"{first_address(request, kind)}:{node_group.LAUNCHER_PORT}",
         },
-        _from_secret(node_group.SECRET, join_secret_of(request), SECRET_KEY),
+        _from_secret(node_group.SECRET, join_secret_name(request.name), SECRET_KEY),
+    ]
+    return [
+        {"name": node_group.NODES, "value": str(request.nodes)},
+        # Not $(JOB_COMPLETION_INDEX): the cluster defines that variable after these, so it would not be substituted.
+        _from_pod(node_group.NODE_RANK, "annotations['batch.kubernetes.io/job-completion-index']"),
+        *(others if request.nodes > 1 else ()),
         {"name": node_group.RUN_ID, "value": request.name},
         _from_pod(node_group.JOB_UID, "labels['batch.kubernetes.io/controller-uid']"),
         {"name": POD_VARIABLE, "value": str(_seconds_to_end(spec))},

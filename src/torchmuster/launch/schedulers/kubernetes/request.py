@@ -27,9 +27,8 @@ class KubernetesRequest:
     Command, ranks per pod, port, variables, restarts and grace period come from the job. ``cpu`` and
     ``memory_bytes`` are both request and limit; None uses the cluster's default. Shared memory counts
     as memory; the default is half of it, or 8 GiB without ``memory_bytes``. ``secret`` is the name of
-    the Secret that holds secret variables, ``join_secret`` of the one with which the pods find each other (None:
-    the job's name with ``-join``), ``metrics_secret`` of the one with the exporter's token and certificate (None: no
-    exporter). ``volume`` is a claim that all pods share; without it, a pod's run folder ends with the pod. ``user``: the
+    the Secret that holds secret variables, ``metrics_secret`` of the one with the exporter's token and certificate (None:
+    no exporter). ``volume`` is a claim that all pods share; without it, a pod's run folder ends with the pod. ``user``: the
     numeric user of the pods, None for the image's own.
     """
 
@@ -44,7 +43,6 @@ class KubernetesRequest:
     shm_bytes: int | None = None
     namespace: str | None = None  # None: kubectl's current namespace
     secret: str | None = None
-    join_secret: str | None = None
     metrics_secret: str | None = None
     volume: str | None = None
     user: int | None = 1000
@@ -52,9 +50,9 @@ class KubernetesRequest:
     keep_finished_s: int = 86400
 
 
-def join_secret_of(request: KubernetesRequest) -> str:
-    """Return the name of the Secret with which the pods find each other."""
-    return request.join_secret or f"{request.name}-join"
+def join_secret_name(name: str) -> str:
+    """Return the name of the Secret with which the pods of a job find each other."""
+    return f"{name}-join"
 
 
 def ranks_of(spec: JobSpec, request: KubernetesRequest) -> int:
@@ -108,7 +106,6 @@ def _check_names(request: KubernetesRequest, kind: Kind) -> None:
     names = (
         (request.namespace, "namespace"),
         (request.secret, "Secret"),
-        (request.join_secret, "Secret"),
         (request.metrics_secret, "Secret"),
         (request.volume, "PersistentVolumeClaim"),
     )

@@ -256,6 +256,8 @@ def _partitions(shape: str) -> str:
 
 def cancel_job(job: str) -> None:
     """Cancel a job; do nothing if it has already ended."""
+    if not re.fullmatch(r"\d+(?:[_+]\d+)?", job):  # from a run folder: not a flag of scancel
+        raise MusterError(f"cannot cancel job {job!r}", why="this is not the number of a job")
     # Without --verbose, scancel prints nothing for an unknown job and exits with code 0.
     answer = jobs.require_slurm(["scancel", "--verbose", job])
     if "error:" not in answer.err or "already completing or completed" in answer.err:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchmuster.errors import Impossible, NotNow
+from torchmuster.launch.network.interfaces import interface_candidates
 
 if TYPE_CHECKING:
     from zeroconf.asyncio import AsyncZeroconf
@@ -105,6 +106,7 @@ def reachable(addresses: Sequence[str]) -> list[str]:
 
 
 SERVICE_TYPE = "_torchmuster._tcp.local."
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,8 @@ async def announce(fingerprint: bytes, *, port: int, addresses: Sequence[str]) -
 
 async def find_hosts(fingerprint: bytes, *, timeout_s: float) -> HostFound | None:
     """Look for the host with this certificate; None if it does not answer in time."""
-    multicast = _multicast(None)
+    # Not on all interfaces: a host with containers has many, which come and go.
+    multicast = _multicast([*(one.address for one in interface_candidates()), _LOOPBACK])
     from zeroconf.asyncio import AsyncServiceInfo
 
     service = AsyncServiceInfo(SERVICE_TYPE, f"{announced_id(fingerprint)}.{SERVICE_TYPE}")
@@ -158,10 +161,9 @@ async def find_hosts(fingerprint: bytes, *, timeout_s: float) -> HostFound | Non
         await multicast.async_close()
 
 
-def _multicast(addresses: Sequence[str] | None) -> "AsyncZeroconf":
-    """Join the multicast groups on the interfaces of these addresses, or on all."""
+def _multicast(addresses: Sequence[str]) -> "AsyncZeroconf":
+    """Join the multicast groups on the interfaces of these addresses."""
     try:
-        from zeroconf import InterfaceChoice, IPVersion
         from zeroconf.asyncio import AsyncZeroconf
     except ImportError as error:
         raise Impossible(
@@ -169,9 +171,4 @@ def _multicast(addresses: Sequence[str] | None) -> "AsyncZeroconf":
             why="it is needed to find the host on the local network without an address",
             fix="pip install 'torchmuster[join]'",
         ) from error
-    if addresses is not None:
-        return AsyncZeroconf(interfaces=list(addresses))
-    try:
-        return AsyncZeroconf(interfaces=InterfaceChoice.All, ip_version=IPVersion.All)
-    except OSError:  # no IPv6 on this host
-        return AsyncZeroconf(interfaces=InterfaceChoice.All, ip_version=IPVersion.V4Only)
+    return AsyncZeroconf(interfaces=list(addresses))

@@ -35,9 +35,8 @@ class JoinedChannel:
     been started by then, or the run was over.
     """
 
-    def __init__(self, stream: Stream, name: str, on_lost: Callable[[bool], None]) -> None:
+    def __init__(self, stream: Stream, on_lost: Callable[[bool], None]) -> None:
         self._stream = stream
-        self._name = name
         self._started = False
         self._on_lost = on_lost
         stream.on_lost = self._lost
@@ -61,7 +60,7 @@ class JoinedChannel:
 
     def why_closed(self) -> str:
         """Return the known cause of the end."""
-        return f"{self._name}: {self._stream.why_closed}" if self._stream.why_closed else ""
+        return self._stream.why_closed
 
     async def close(self) -> None:
         """Close the connection to the machine."""
@@ -231,17 +230,17 @@ class JoinService:
                 f"{host} uses protocol {join.protocol}, the host uses {protocol.PROTOCOL}",
             )
         self._token_registry.seat(join.place, host=host, address=address)
-        self._seat(join.place, host, stream)
+        self._seat(join.place, stream)
         return Welcome(protocol=protocol.PROTOCOL, place=join.place)
 
-    def _seat(self, place: int, host: str, stream: Stream) -> None:
+    def _seat(self, place: int, stream: Stream) -> None:
         def lost(started: bool) -> None:
             # Do not free a place that another machine has taken in the meantime.
             if self._channels.get(place) is channel and not started and not self._closed:
                 del self._channels[place]
                 self._vacate(place)
 
-        channel = JoinedChannel(stream, host, lost)
+        channel = JoinedChannel(stream, lost)
         self._channels[place] = channel
         self._lost_at_s.pop(place, None)
         # Not within the handshake: the first message must not be sent before the welcome.

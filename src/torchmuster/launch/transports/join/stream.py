@@ -27,6 +27,7 @@ class Stream:
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self.on_lost: Callable[[], None] | None = None
         self.lost = False
+        self._over = asyncio.Event()
         self.why_closed = ""
         self._aborted = False
         self.paused = False  # the other side accepts no more data for now
@@ -48,6 +49,7 @@ class Stream:
     def ended(self, error: BaseException | None) -> None:
         """Record that the connection has ended."""
         self.lost = True
+        self._over.set()
         if error is not None:
             self._because(f"connection lost: {error}")
         if self.on_lost is not None:
@@ -142,7 +144,8 @@ class Stream:
         with contextlib.suppress(OSError):
             async with asyncio.timeout(_SHUTDOWN_S):
                 self.writer.close()
-                await self.writer.wait_closed()
+                # Not wait_closed: if one call of it is cancelled, every later one is.
+                await self._over.wait()
         self.abort("")
 
     def _because(self, why: str) -> None:

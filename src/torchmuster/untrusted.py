@@ -1,0 +1,151 @@
+"""Read files and text that another process or user wrote, within limits of size, depth and time.
+
+Everything that this process did not just write itself goes through here: run folders, claims, caches, model
+folders. A file that is too large, too deeply nested, damaged or not a regular file gives :class:`Unreadable`
+(a ``ValueError``) and costs little memory, whatever its size. Text from such files goes to a terminal through
+:func:`torchmuster.redaction.harmless`.
+"""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
+# Python objects take up to 24 times the memory of their JSON: "{}," becomes an object of 64 bytes.
+MOST_BYTES = 8 * 2**20
+MOST_LINE_BYTES = 4 * 2**20
+MOST_LINES_BYTES = 32 * 2**20  # of a file of lines that is read at once
+MOST_DEPTH = 64
+_PIECE_BYTES = 2**20
+# Do not wait for the writer of a pipe, and do not become the terminal's process.
+_OPEN = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_OPEN |= getattr(os, "O_NOCTTY", 0)
+
+
+class Unreadable(ValueError):
+    """The content is too large, too deeply nested, damaged, or not that of a regular file."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; never wait, as for the writer of a pipe."""
+    file = os.open(path, _OPEN)
+    try:
+        mode = os.fstat(file).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise Unreadable(f"{path} is not a regular file")
+        return os.fdopen(file, "rb")
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def read_bounded(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a file; raise :class:`Unreadable` if it is larger than the limit."""
+    with open_regular(path) as stream:
+        if os.fstat(stream.fileno()).st_size > most_bytes:
+            raise Unreadable(f"{path} is larger than {most_bytes:,} bytes")
+        data = stream.read(most_bytes + 1)  # files below /proc have no size; others may grow
+    if len(data) > most_bytes:
+        raise Unreadable(f"{path} is larger than {most_bytes:,} bytes")
+    return data
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Parse JSON of any origin; raise :class:`Unreadable` if it is not JSON or too deeply nested.
+
+    Lone surrogates, which cannot be encoded again, are replaced.
+    """
+    try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"not valid JSON: {error}") from None
+    if text.count("[") + text.count("{") > MOST_DEPTH and isinstance(content, dict | list):
+        _refuse_depth(content)
+    return _encodable(content) if "\\ud" in text or "\\uD" in text else content
+
+
+def _refuse_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(MOST_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise Unreadable(f"nested more than {MOST_DEPTH} levels deep")
+
+
+def _encodable(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {_encodable(key): _encodable(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_encodable(one) for one in content]
+    if isinstance(content, str):
+        return content.encode("utf-8", errors="replace").decode("utf-8")
+    return content
+
+
+def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
+    """Return the content of a JSON file; raise OSError or :class:`Unreadable`."""
+    return parse_json(read_bounded(path, most_bytes))
+
+
+def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none that can be read."""
+    try:
+        content = read_json(path, most_bytes)
+    except (OSError, Unreadable):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_typed(path: Path, decode: Callable[[bytes], T], most_bytes: int = MOST_BYTES) -> T:
+    """Decode a file, for example with a decoder of msgspec; raise OSError or :class:`Unreadable`.
+
+    Decoders raise more than their own errors: ``RecursionError`` for deep nesting, ``UnicodeDecodeError``.
+    """
+    data = read_bounded(path, most_bytes)
+    try:
+        return decode(data)
+    except Exception as error:
+        raise Unreadable(str(error)) from None
+
+
+def json_objects(data: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of the lines; lines that are torn, too long or not an object are skipped."""
+    for line in data.split(b"\n"):
+        if not line or len(line) > MOST_LINE_BYTES:
+            continue
+        try:
+            content = parse_json(line)
+        except Unreadable:  # torn by a crash
+            continue
+        if isinstance(content, dict):
+            yield content
+
+
+def read_json_lines(path: Path, most_bytes: int = MOST_LINES_BYTES) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the first ``most_bytes`` of a file; nothing if it cannot be read."""
+    try:
+        stream = open_regular(path)
+    except (OSError, Unreadable):
+        return
+    with stream:
+        rest, left = b"", most_bytes
+        while left > 0 and (piece := stream.read(min(_PIECE_BYTES, left))):
+            left -= len(piece)
+            whole, end, piece_rest = piece.rpartition(b"\n")
+            if not end:
+                # A line that is too long is dropped when its end is found; do not collect it.
+                rest = rest + piece if len(rest) <= MOST_LINE_BYTES else rest
+                continue
+            yield from json_objects(rest + whole)
+            rest = piece_rest
+        if len(rest) <= MOST_LINE_BYTES:
+            yield from json_objects(rest)
