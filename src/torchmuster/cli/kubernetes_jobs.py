@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchmuster import finding
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode, Impossible, MusterError, NotNow
-from torchmuster.redaction import harmless, printable
+from torchmuster.redaction import printable
 from torchmuster.units import format_seconds, plural
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def apply_manifests(options: argparse.Namespace, manifests: "Sequence[Document]"
     command = "muster " + printable([*options.words, "--", *options.command])
     with _connect(options) as cluster:
         for named, outcome in apply_job(cluster, manifests, command):
-            print(f"{named} {outcome}", flush=True)
+            output.print_text(f"{named} {outcome}")
     output.say(f"muster: to see its pods:      {cluster.muster('status', name)}")
     output.say(f"muster: to follow its output: {cluster.muster('logs', name, '--follow')}")
     output.say(f"muster: to save and stop it:  {cluster.muster('stop', name)}")
@@ -127,16 +127,16 @@ def _status(options: argparse.Namespace) -> int:
         output.print_json(_as_json(status, cluster.namespace))
         return finding.exit_code(status.findings)
     phases = ", ".join(f"{count:,} {phase}" for phase, count in status.phases.items())
-    print(f"{status.job.named} in {cluster.namespace}: {status.state}; pods: {phases}")
+    output.print_text(f"{status.job.named} in {cluster.namespace}: {status.state}; pods: {phases}")
     shown = [one for one in status.pods if options.all or not one.is_healthy]
     if len(status.pods) <= _ROWS:
         shown = list(status.pods)
     _print_rows(shown)
     if len(shown) < len(status.pods):
         hidden = plural(len(status.pods) - len(shown), "healthy pod")
-        print(f"… {hidden}: {cluster.muster('status', options.name, '--all')}")
+        output.print_text(f"… {hidden}: {cluster.muster('status', options.name, '--all')}")
     if status.findings:
-        print(finding.render(status.findings, width=output.width()))
+        output.print_text(finding.render(status.findings, width=output.width()))
     return finding.exit_code(status.findings)
 
 
@@ -160,7 +160,7 @@ def _print_rows(pods: "Sequence[PodState]") -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+        output.print_text("  ".join(cells).rstrip())
 
 
 def _cells(pod: "PodState") -> tuple[str, str, str, str, str, str, str, str]:
@@ -252,7 +252,7 @@ def _print_log(cluster: "Cluster", options: argparse.Namespace, pod: str) -> Non
         ) from None
     try:
         for line in _lines(answer):
-            print(harmless(line))
+            output.print_text(line)
     except HTTPError as error:
         raise MusterError(
             f"the connection broke while reading the log of pod {pod}",
@@ -374,7 +374,7 @@ def _follow_pod(cluster: "Cluster", last: _LastLine) -> str:
         moment, _, text = line.partition(" ")
         if last.is_new(moment):
             last.time = moment
-            print(harmless(text), flush=True)
+            output.print_text(text)
 
 
 # ---- stop
@@ -391,13 +391,13 @@ def _stop(options: argparse.Namespace) -> int:
         job = find_job(cluster, options.name)
         if options.delete:
             for named in delete_job(cluster, job):
-                print(f"{named} deleted", flush=True)
+                output.print_text(f"{named} deleted")
             return ExitCode.GOOD
         if job.state in ("finished", "failed", "deleting", "stopped"):
             output.say(f"muster: {job.named} is not running: {job.state}")
         else:
             suspend_job(cluster, job)
-            print(f"{job.named} stopped", flush=True)
+            output.print_text(f"{job.named} stopped")
             output.say("muster: its pods get SIGTERM, save a checkpoint and exit")
             if not job.keeps_runs:
                 output.say(

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -565,14 +566,14 @@ def test_a_connection_that_breaks_repeats_and_loses_no_line(
     cluster.put(pod(0))
     cluster.logs["train-0-x0"] = [f"step {number}" for number in range(8)]
     cluster.log_cuts["train-0-x0"] = 3
-    usual = kubernetes_jobs.time.sleep
+    usual = time.sleep
 
     def finish(seconds: float) -> None:
         set_condition(cluster, "Job", "Complete")
         cluster.put(pod(0, phase="Succeeded"))
         usual(seconds)
 
-    monkeypatch.setattr(kubernetes_jobs.time, "sleep", finish)
+    monkeypatch.setattr(time, "sleep", finish)
     result = kubernetes("logs", "train", "--follow")
     assert result.out.splitlines() == cluster.logs["train-0-x0"]
     assert result.text == snapshot
