@@ -164,8 +164,8 @@ def _render(options: argparse.Namespace) -> int:
     documents = _manifests(options)
     if options.nodes > 1:
         command = secret_command(documents[-1]["metadata"]["name"], options.namespace)
-        print(f"# Once, before the first start: {command}")
-    print(to_yaml(documents), end="")
+        output.print_text(f"# Once, before the first start: {command}")
+    output.print_text(to_yaml(documents), end="")
     return ExitCode.GOOD
 
 

@@ -6,13 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from torchmuster import finding
 from torchmuster.cli import output, parsers
-from torchmuster.errors import ExitCode, Impossible, NotNow
-from torchmuster.redaction import harmless, printable
+from torchmuster.errors import ExitCode, Impossible, MusterError, NotNow
+from torchmuster.redaction import printable
 from torchmuster.units import format_seconds, plural
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def apply_manifests(options: argparse.Namespace, manifests: "Sequence[Document]"
     command = "muster " + printable([*options.words, "--", *options.command])
     with _connect(options) as cluster:
         for named, outcome in apply_job(cluster, manifests, command):
-            print(f"{named} {outcome}", flush=True)
+            output.print_text(f"{named} {outcome}")
     output.say(f"muster: to see its pods:      {cluster.muster('status', name)}")
     output.say(f"muster: to follow its output: {cluster.muster('logs', name, '--follow')}")
     output.say(f"muster: to save and stop it:  {cluster.muster('stop', name)}")
@@ -126,16 +127,16 @@ def _status(options: argparse.Namespace) -> int:
         output.print_json(_as_json(status, cluster.namespace))
         return finding.exit_code(status.findings)
     phases = ", ".join(f"{count:,} {phase}" for phase, count in status.phases.items())
-    print(f"{status.job.named} in {cluster.namespace}: {status.state}; pods: {phases}")
+    output.print_text(f"{status.job.named} in {cluster.namespace}: {status.state}; pods: {phases}")
     shown = [one for one in status.pods if options.all or not one.is_healthy]
     if len(status.pods) <= _ROWS:
         shown = list(status.pods)
     _print_rows(shown)
     if len(shown) < len(status.pods):
         hidden = plural(len(status.pods) - len(shown), "healthy pod")
-        print(f"… {hidden}: {cluster.muster('status', options.name, '--all')}")
+        output.print_text(f"… {hidden}: {cluster.muster('status', options.name, '--all')}")
     if status.findings:
-        print(finding.render(status.findings, width=output.width()))
+        output.print_text(finding.render(status.findings, width=output.width()))
     return finding.exit_code(status.findings)
 
 
@@ -159,7 +160,7 @@ def _print_rows(pods: "Sequence[PodState]") -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+        output.print_text("  ".join(cells).rstrip())
 
 
 def _cells(pod: "PodState") -> tuple[str, str, str, str, str, str, str, str]:
@@ -234,11 +235,13 @@ def _newest_pod(cluster: "Cluster", job: "ClusterJob", node: int) -> "Document |
 
 
 def _print_log(cluster: "Cluster", options: argparse.Namespace, pod: str) -> None:
+    from urllib3.exceptions import HTTPError
+
     from torchmuster.launch.schedulers.kubernetes.cluster import POD, Refused
     from torchmuster.launch.schedulers.kubernetes.job_status import CONTAINER
 
     try:
-        answer = cluster.open_log(pod, CONTAINER, follow=False)
+        answer = cluster.open_log(pod, CONTAINER)
     except Refused as refused:
         if refused.status != 400:
             raise cluster.error(refused, "get", POD, pod) from None
@@ -247,8 +250,15 @@ def _print_log(cluster: "Cluster", options: argparse.Namespace, pod: str) -> Non
             why=refused.message,
             fix=cluster.muster("status", options.name),
         ) from None
-    for line in _lines(answer):
-        print(harmless(line))
+    try:
+        for line in _lines(answer):
+            output.print_text(line)
+    except HTTPError as error:
+        raise MusterError(
+            f"the connection broke while reading the log of pod {pod}",
+            why=str(error),
+            fix="run the same command again",
+        ) from None
 
 
 def _lines(answer: Any) -> Iterator[str]:
@@ -266,19 +276,26 @@ def _follow(cluster: "Cluster", options: argparse.Namespace) -> int:
     """Print the output of a node's pod, and of the pods that replace it, until the job is over."""
     from torchmuster.launch.schedulers.kubernetes.cluster_jobs import find_job
 
-    followed: set[str] = set()
+    followed: set[str] = set()  # pods that have exited
+    last = _LastLine()
     said = ""
     while True:
         job = find_job(cluster, options.name)
         pod = _newest_pod(cluster, job, options.node)
         name = str(pod["metadata"]["name"]) if pod else ""
         if name and name not in followed:
-            notice = f"muster: node {options.node} continues in pod {name}" if followed else ""
-            if waiting := _follow_pod(cluster, name, notice):
+            if last.pod != name:
+                last = _LastLine(
+                    pod=name,
+                    notice=f"muster: node {options.node} continues in pod {name}" * bool(followed),
+                )
+            if waiting := _follow_pod(cluster, last):
                 text = f"muster: pod {name} has not started: {waiting}"
-            else:
+            elif _has_exited(cluster, job, options.node, name):
                 followed.add(name)
                 continue
+            else:  # API servers end long connections
+                text = f"muster: the connection to pod {name} broke; connecting again"
         elif job.state != "active":
             output.say(f"muster: {job.named}: {job.state}{f': {job.reason}' if job.reason else ''}")
             return ExitCode.FAILED if job.state == "failed" else ExitCode.GOOD
@@ -290,19 +307,46 @@ def _follow(cluster: "Cluster", options: argparse.Namespace) -> int:
         time.sleep(_POLL_S)
 
 
-def _follow_pod(cluster: "Cluster", pod: str, notice: str) -> str:
-    """Print a pod's output until it exits, after a notice; return why it has none yet."""
+@dataclass
+class _LastLine:
+    """How far the output of a pod has been printed."""
+
+    pod: str = ""
+    time: str = ""
+    notice: str = ""  # to print before its first line
+
+    def is_new(self, moment: str) -> bool:
+        """Return whether a line of this time has not been printed; a new connection repeats a second."""
+        return _padded(moment) > _padded(self.time)
+
+
+def _padded(moment: str) -> str:
+    """Return an RFC 3339 time with nine digits of its second, so that the order is that of the texts."""
+    seconds, _, digits = moment.rstrip("Z").partition(".")
+    return f"{seconds}.{digits:0<9}"
+
+
+def _has_exited(cluster: "Cluster", job: "ClusterJob", node: int, name: str) -> bool:
+    pod = _newest_pod(cluster, job, node)
+    if pod is None or pod["metadata"]["name"] != name:
+        return True
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def _follow_pod(cluster: "Cluster", last: _LastLine) -> str:
+    """Print a pod's new output until it exits or the connection ends; return why it has none yet."""
     from torchmuster.launch.schedulers.kubernetes.cluster import POD, Refused
     from torchmuster.launch.schedulers.kubernetes.job_status import CONTAINER
 
     try:
-        answer = cluster.open_log(pod, CONTAINER, follow=True)
+        answer = cluster.open_log(last.pod, CONTAINER, follow=True, since=last.time)
     except Refused as refused:
         if refused.status in (400, 404):  # it waits to start, or is gone
             return refused.message
-        raise cluster.error(refused, "get", POD, pod) from None
-    if notice:
-        output.say(notice)
+        raise cluster.error(refused, "get", POD, last.pod) from None
+    if last.notice:
+        output.say(last.notice)
+        last.notice = ""
     arrived: queue.Queue[str | None] = queue.Queue(maxsize=1000)
 
     def read() -> None:
@@ -320,14 +364,17 @@ def _follow_pod(cluster: "Cluster", pod: str, notice: str) -> str:
         except queue.Empty:
             if not silent:
                 output.say(
-                    f"muster: pod {pod} has printed nothing for {_SILENT_S:.0f} s; Ctrl-C ends this command"
+                    f"muster: pod {last.pod} has printed nothing for {_SILENT_S:.0f} s; Ctrl-C ends this command"
                 )
             silent = True
             continue
         if line is None:
             return ""
         silent = False
-        print(harmless(line), flush=True)
+        moment, _, text = line.partition(" ")
+        if last.is_new(moment):
+            last.time = moment
+            output.print_text(text)
 
 
 # ---- stop
@@ -344,13 +391,13 @@ def _stop(options: argparse.Namespace) -> int:
         job = find_job(cluster, options.name)
         if options.delete:
             for named in delete_job(cluster, job):
-                print(f"{named} deleted", flush=True)
+                output.print_text(f"{named} deleted")
             return ExitCode.GOOD
         if job.state in ("finished", "failed", "deleting", "stopped"):
             output.say(f"muster: {job.named} is not running: {job.state}")
         else:
             suspend_job(cluster, job)
-            print(f"{job.named} stopped", flush=True)
+            output.print_text(f"{job.named} stopped")
             output.say("muster: its pods get SIGTERM, save a checkpoint and exit")
             if not job.keeps_runs:
                 output.say(

@@ -75,6 +75,9 @@ class StubCluster:
     requests: list[tuple[str, str]] = field(default_factory=list)
     page: int = 500
     log_ends: dict[str, threading.Event] = field(default_factory=dict)
+    log_cuts: dict[str, int] = field(
+        default_factory=dict
+    )  # pod -> lines after which its connection breaks, once
     log_requested: threading.Event = field(default_factory=threading.Event)
     server: str = ""
     _version: int = 0
@@ -348,7 +351,16 @@ class _Handler(BaseHTTPRequestHandler):
             message = f'container "{query["container"]}" in pod "{target.name}" is waiting to start: {reason}'
             raise Problem(400, "BadRequest", message)
         lines = self.cluster.logs.get(target.name, [])
-        body = "".join(f"{line}\n" for line in lines).encode()
+        times = [
+            f"2026-11-18T12:00:{number // 2:02}.{'5' * (1 + number % 2)}Z"
+            for number in range(len(lines))
+        ]
+        if query.get("timestamps") == "true":
+            lines = [f"{moment} {line}" for moment, line in zip(times, lines, strict=True)]
+        since = query.get("sinceTime", "").rstrip("Z")
+        shown = [line for moment, line in zip(times, lines, strict=True) if moment >= since]
+        cut = self.cluster.log_cuts.pop(target.name, None)
+        body = "".join(f"{line}\n" for line in shown[:cut]).encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/plain")
         self.send_header("Transfer-Encoding", "chunked")
@@ -358,6 +370,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
         self.wfile.flush()
         self.cluster.log_requested.set()
+        if cut is not None:
+            self.close_connection = True  # before the end of the answer
+            return
         if query.get("follow") == "true" and (end := self.cluster.log_ends.get(target.name)):
             end.wait(60)
         self.wfile.write(b"0\r\n\r\n")

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -543,6 +544,7 @@ def test_following_continues_in_the_next_pod_until_the_job_is_over(
         cluster.log_ends["train-0-a"].set()
         cluster.log_requested.wait(60)
         set_condition(cluster, "Job", condition)
+        cluster.get("Pod", "train-0-b")["status"]["phase"] = "Succeeded"
         del cluster.waiting["train-0-b"]
 
     thread = threading.Thread(target=replace_pod)
@@ -550,6 +552,30 @@ def test_following_continues_in_the_next_pod_until_the_job_is_over(
     result = kubernetes("logs", "train", "--follow")
     thread.join()
     assert result.code == code
+    assert result.text == snapshot
+
+
+def test_a_connection_that_breaks_repeats_and_loses_no_line(
+    kubernetes: Kubernetes,
+    cluster: StubCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot: SnapshotAssertion,
+) -> None:
+    monkeypatch.setattr(kubernetes_jobs, "_POLL_S", 0.01)
+    kubernetes(*APPLY)
+    cluster.put(pod(0))
+    cluster.logs["train-0-x0"] = [f"step {number}" for number in range(8)]
+    cluster.log_cuts["train-0-x0"] = 3
+    usual = time.sleep
+
+    def finish(seconds: float) -> None:
+        set_condition(cluster, "Job", "Complete")
+        cluster.put(pod(0, phase="Succeeded"))
+        usual(seconds)
+
+    monkeypatch.setattr(time, "sleep", finish)
+    result = kubernetes("logs", "train", "--follow")
+    assert result.out.splitlines() == cluster.logs["train-0-x0"]
     assert result.text == snapshot
 
 
@@ -563,6 +589,7 @@ def test_a_silent_pod_is_reported_while_following(
     def say(text: str) -> None:
         said.append(text)
         set_condition(cluster, "Job", "Complete")
+        cluster.put(pod(0, phase="Succeeded"))
         end.set()
 
     kubernetes(*APPLY)

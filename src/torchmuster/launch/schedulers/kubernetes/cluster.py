@@ -222,9 +222,16 @@ class Cluster:
             raise self.error(refused, "delete", resource, name) from None
         return True
 
-    def open_log(self, pod: str, container: str, *, follow: bool) -> Any:
-        """Return the open response with a container's log; raise Refused if there is none yet."""
-        query = [("container", container), *([("follow", "true")] if follow else [])]
+    def open_log(self, pod: str, container: str, *, follow: bool = False, since: str = "") -> Any:
+        """Return the open response with a container's log; raise Refused if there is none yet.
+
+        Each line of a log that is followed begins with its time, and ``since`` is the time of the last known line.
+        """
+        query = [("container", container)]
+        if follow:
+            query += [("follow", "true"), ("timestamps", "true")]
+        if since:
+            query.append(("sinceTime", f"{since.rstrip('Z').partition('.')[0]}Z"))  # full seconds
         return self._answer(
             "get",
             "get",

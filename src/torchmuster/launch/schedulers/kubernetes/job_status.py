@@ -99,10 +99,9 @@ def newest_pods(pods: Iterable[Document]) -> dict[int, list[Document]]:
     """Return the pods of each node rank, the newest last."""
     found: dict[int, list[Document]] = {}
     for pod in sorted(pods, key=lambda one: str(one["metadata"].get("creationTimestamp") or "")):
-        index = _metadata_of(pod, "annotations").get(_INDEX) or _metadata_of(pod, "labels").get(
-            _INDEX, "0"
-        )
-        found.setdefault(int(index), []).append(pod)
+        index = {**_metadata_of(pod, "labels"), **_metadata_of(pod, "annotations")}.get(_INDEX, "")
+        if index.isdecimal():
+            found.setdefault(int(index), []).append(pod)
     return found
 
 
