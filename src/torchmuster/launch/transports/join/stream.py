@@ -138,11 +138,12 @@ class Stream:
     async def close(self) -> None:
         """Send pending data and close the connection, within a short timeout."""
         self._because("closed on this side")
-        # A TimeoutError is an OSError.
         with contextlib.suppress(OSError):
-            async with asyncio.timeout(_SHUTDOWN_S):
-                self.writer.close()
-                await self.writer.wait_closed()
+            self.writer.close()
+            # A timeout around wait_closed() would cancel the future that a second close() awaits.
+            closed = asyncio.ensure_future(self.writer.wait_closed())
+            closed.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.wait([closed], timeout=_SHUTDOWN_S)
         self.abort("")
 
     def _because(self, why: str) -> None:
