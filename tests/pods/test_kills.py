@@ -56,7 +56,7 @@ def test_a_training_survives(kill: Kill, tmp_path: Path, expected: Result) -> No
         training.go()
         assert training.wait() == "Complete"
         if kill.name == "a pod, drained":
-            assert pod.exit_code == 75
+            assert pod.exit_code in (75, 143)  # with both the Job replaces the pod
     assert Result.of(training.runs) == expected
 
 
