@@ -76,21 +76,22 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _on_alarm(number: int, frame: FrameType | None) -> None:
-    raise Hang(f"more than {MOST_S:g} s of CPU time, or {MOST_WALL_S:g} s, for one input")
-
-
 class Tried:
     """Gives inputs to a parser and raises if it breaks a rule; counts the inputs."""
 
     def __init__(self, target: Target, parse: Parse, first: bytes) -> None:
         self._target, self._parse = target, parse
         self.count = 0
+        self._hangs = False
         for number in (signal.SIGPROF, signal.SIGALRM):
-            signal.signal(number, _on_alarm)
+            signal.signal(number, self._on_alarm)
         with contextlib.suppress(*target.refusals):
             parse(first)  # imports modules and compiles expressions
         self._before_bytes = peak_bytes()
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        self._hangs = True
+        raise Hang
 
     def __call__(self, data: bytes) -> None:
         self.count += 1
@@ -103,6 +104,9 @@ class Tried:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._hangs:  # also if the parser caught the exception
+            self._hangs = False
+            raise Hang(f"more than {MOST_S:g} s of CPU time, or {MOST_WALL_S:g} s, for one input")
         grown = peak_bytes() - self._before_bytes
         assert grown < MOST_BYTES, f"{grown / 1e6:.0f} MB more memory"
 

@@ -90,8 +90,8 @@ def http_head() -> Iterator[Parse]:
 
         def ask(data: bytes) -> bytes:
             with (
-                socket.create_connection(("127.0.0.1", port), timeout=2) as client,
-                contextlib.suppress(ConnectionError),
+                socket.create_connection(("127.0.0.1", port), timeout=30) as client,
+                contextlib.suppress(OSError),  # the server has closed: an answer, too
             ):
                 client.sendall(data)
                 client.shutdown(socket.SHUT_WR)
