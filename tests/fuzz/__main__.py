@@ -7,6 +7,7 @@ shrinks the input; put it into ``corpus/TARGET/`` together with the fix.
 
 import argparse
 import contextlib
+import importlib
 import json
 import resource
 import signal
@@ -144,7 +145,7 @@ def fuzz(name: str, seconds: float, number: int) -> tuple[int, float]:
 
 def fuzz_by_coverage(name: str, seconds: float) -> None:
     """Fuzz with atheris, which changes inputs by what code they reach; ends the process."""
-    import atheris  # type: ignore[import-not-found,import-untyped]
+    atheris = importlib.import_module("atheris")  # it is not among the packages for development
 
     target = TARGETS[name]
     known = known_inputs(name, target)
