@@ -4,6 +4,7 @@ ruamel.yaml parses; this module keeps its nodes, because only they have a line a
 is imported on use, so that commands that read no YAML start faster.
 """
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 _MOST_VALUES = 10_000
 _MOST_LEVELS = 20
+_MOST_OPEN_BRACKETS = 200
+_BRACKETS = re.compile(r"[\[\]{}]")
 _TOO_DEEP = f"is nested too deeply: more than {_MOST_LEVELS} levels, including aliases"
 _TAGS = "tag:yaml.org,2002:"
 _PLAIN = {"map", "seq", "str", "int", "float", "bool", "null"}
@@ -32,6 +35,7 @@ def compose(text: str) -> "Node | None":
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.reader import ReaderError
 
+    _refuse_open_brackets(text)
     parser = YAML(typ="safe", pure=True)
     parser.composer.warn_double_anchors = False  # YAML allows an anchor name to be reused
     try:
@@ -54,6 +58,18 @@ def compose(text: str) -> "Node | None":
     if root is not None:
         _refuse_excess(root)
     return root
+
+
+def _refuse_open_brackets(text: str) -> None:
+    """Refuse text with many open brackets: ruamel.yaml takes seconds for 2,000, in time that grows with their square.
+
+    Brackets in strings and comments count as well, so the limit is far above that of levels.
+    """
+    level = 0
+    for bracket in _BRACKETS.findall(text):
+        level = level + 1 if bracket in "[{" else max(0, level - 1)
+        if level > _MOST_OPEN_BRACKETS:
+            raise Unreadable(_TOO_DEEP)
 
 
 def parse_value(text: str) -> object:

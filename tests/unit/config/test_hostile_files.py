@@ -1,6 +1,7 @@
 """Files that are missing, broken, of something else, or made to do harm."""
 
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -69,6 +70,12 @@ def test_a_file_of_something_else(
     found = outcome(written(tmp_path, content))
     assert found.startswith(f"{place}: ")
     assert found == snapshot
+
+
+def test_open_brackets_take_no_time_that_grows_with_their_square(tmp_path: Path) -> None:
+    began = time.process_time()
+    outcome(written(tmp_path, "[" * 2000))
+    assert time.process_time() - began < 1
 
 
 def test_a_device_or_a_pipe_is_not_read(tmp_path: Path) -> None:

@@ -76,10 +76,35 @@ def _verified_by_all(
             files = sorted(manifest.files)
             for file in files[world.global_rank :: world.world_size]:
                 findings += verify_file(store, name, file, manifest.files[file])
+            if world.is_first and not findings:
+                findings += _unreadable(store, name)
         return [one.as_json() for one in findings]
 
     found = exchange.run(verify_share, _without_duplicates)
     return manifest, [finding_of_rank(one) for one in found]
+
+
+def _unreadable(store: Store, name: str) -> list[Finding]:
+    """Return a finding if the files are as they were written, but are no training state: try an older one."""
+    try:
+        Index.read(store, name)
+        if isinstance(read_json(store, name, STATE), dict):
+            return []
+        why = f"{STATE} is not a training state"
+    except FileNotFoundError:
+        return []  # the rank that verifies this file reports it
+    except ValueError as error:
+        why = str(error)
+    return [
+        Finding(
+            name="checkpoint-unreadable",
+            status=Status.FAILURE,
+            what=f"{name} cannot be read, although its hashes match",
+            why=why,
+            fix="if a newer version of Muster wrote it, use that version; else an older checkpoint is used",
+            evidence=f"{store.where}/{name}",
+        )
+    ]
 
 
 def _without_duplicates(of_ranks: list[list[dict[str, str]]]) -> list[dict[str, str]]:

@@ -1,0 +1,310 @@
+"""The parsers of foreign bytes: for each a function that may raise only the errors named here, and inputs to begin with."""
+
+import asyncio
+import contextlib
+import io
+import json
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmuster.errors import MusterError
+
+Parse = Callable[[bytes], object]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parser; ``opened`` prepares it once and yields the function that gets each input."""
+
+    opened: Callable[[], contextlib.AbstractContextManager[Parse]]
+    seeds: tuple[bytes, ...]
+    refusals: tuple[type[Exception], ...] = ()
+
+
+def plain(parse: Parse) -> Callable[[], contextlib.AbstractContextManager[Parse]]:
+    return lambda: contextlib.nullcontext(parse)
+
+
+def text_of(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+# ---- between hosts
+
+
+def protocol_messages(data: bytes) -> None:
+    from torchmuster.launch import protocol
+
+    for decode in (protocol.decode_to_agent, protocol.decode_from_agent):
+        with contextlib.suppress(protocol.UnreadableMessage):
+            protocol.to_lines(decode(data))
+
+
+def protocol_lines(data: bytes) -> None:
+    from torchmuster.launch import protocol
+
+    assembler = protocol.FrameAssembler()
+    with contextlib.suppress(protocol.UnreadableMessage):
+        for line in data.splitlines(keepends=True):
+            if (whole := assembler.add(line)) is not None:
+                protocol.decode_from_agent(whole)
+
+
+def handshake(data: bytes) -> None:
+    """Read frames as the host reads those of a machine that has not joined yet, and the other way round."""
+    from torchmuster.launch import protocol
+    from torchmuster.launch.transports.join import invitation, stream, token_registry
+
+    async def receive() -> None:
+        for decode in (token_registry.decode_join, token_registry.decode_answer):
+            reader = asyncio.StreamReader()
+            reader.feed_data(data)
+            reader.feed_eof()
+            connection = stream.Stream(reader)
+            connection.abort = lambda why: None  # type: ignore[method-assign]  # there is no socket
+            with contextlib.suppress(protocol.UnreadableMessage):
+                while await connection.receive(4096, decode) is not None:
+                    pass
+
+    asyncio.run(receive())
+    with contextlib.suppress(protocol.UnreadableMessage):
+        invitation.read_invitation(data)
+
+
+def join_code(data: bytes) -> None:
+    from torchmuster.launch.transports.join.code import decode_code
+
+    decode_code(text_of(data))
+
+
+@contextlib.contextmanager
+def http_head() -> Iterator[Parse]:
+    """Send the bytes to a real server; each gets an answer or an end, and the server goes on."""
+    from torchmuster.monitor.serving import Access, Served, serving
+
+    served = {"/metrics": Served(answer=lambda accept: (b"1", "text/plain"))}
+    with serving(Access(), served) as port:
+
+        def ask(data: bytes) -> bytes:
+            with (
+                socket.create_connection(("127.0.0.1", port), timeout=30) as client,
+                contextlib.suppress(OSError),  # the server has closed: an answer, too
+            ):
+                client.sendall(data)
+                client.shutdown(socket.SHUT_WR)
+                heard = b""
+                while piece := client.recv(65536):
+                    heard += piece
+                return heard
+            return b""
+
+        yield ask
+        assert b" 200 " in ask(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+# ---- files
+
+
+FILES = ("run.json", "state.json", "job.json", "events.jsonl", "failures.jsonl")
+METRICS = ("steps.jsonl", "saves.jsonl", "ranks/a/from-0.json", "sinks/mlflow.json")
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Parse]:
+    """Write the bytes to each file of a run folder in turn, and read it as the commands do."""
+    from torchmuster.launch.history import node_records, run_state
+    from torchmuster.launch.history.failure_report import failure_report_of
+    from torchmuster.monitor.collecting.run_metrics import RunMetrics
+    from torchmuster.runfolder import create_run_folder, run_name
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = create_run_folder(Path(folder), "fuzzed")
+        files = [*FILES, *(f"metrics/{name}" for name in METRICS), "hang/0/hang.json"]
+        for name in files:
+            (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        turn = 0
+
+        def read(data: bytes) -> None:
+            nonlocal turn
+            turn += 1
+            path = run.path / files[turn % len(files)]
+            path.write_bytes(data)
+            run_name(run)
+            run_state.read_state(run)
+            [*RunMetrics(run, "job").samples(2e9)]
+            node_records.read_node_ranks(run, 2e9)
+            failure_report_of(run).story.moments()
+
+        yield read
+
+
+@contextlib.contextmanager
+def settings_file() -> Iterator[Parse]:
+    from torchmuster.config.resolve import resolve_settings
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+
+        def read(data: bytes) -> None:
+            path.write_bytes(data)
+            resolve_settings(file=path)
+
+        yield read
+
+
+@contextlib.contextmanager
+def profile_trace() -> Iterator[Parse]:
+    from torchmuster.bench.profile.trace_events import TraceFile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+
+        def read(data: bytes) -> None:
+            path.write_bytes(data)
+            for _ in TraceFile(path).batches():
+                pass
+
+        yield read
+
+
+def json_lines(data: bytes) -> None:
+    from torchmuster.launch.history import run_state
+    from torchmuster.untrusted import json_objects
+
+    for line in json_objects(data):
+        run_state.event_of(line)
+        json.dumps(line).encode()
+
+
+def manifest(data: bytes) -> None:
+    from torchmuster.checkpoints.manifest import ForeignVersion, Manifest, UnreadableManifest
+
+    with contextlib.suppress(UnreadableManifest, ForeignVersion):
+        Manifest.from_json(data).to_json()
+
+
+def index(data: bytes) -> None:
+    from torchmuster.checkpoints.tensor_file import Index
+
+    Index.from_json(data)
+
+
+def tensor_head(data: bytes) -> None:
+    from torchmuster.checkpoints.tensor_file import read_file_head
+
+    read_file_head(io.BytesIO(data), len(data))
+
+
+# ---- output of programs
+
+
+def log_lines(data: bytes) -> None:
+    from torchmuster.known_errors.explain import explain_text
+    from torchmuster.launch.launcher.console import printable
+    from torchmuster.redaction import harmless, redact_text
+
+    text = text_of(data)
+    for line in text.split("\n"):
+        shown = printable(line, colour=True)
+        assert not set(shown) & set("\x07\x08\x9b\x7f\u202e")
+    assert "\x1b" not in harmless(text)
+    redact_text(text)
+    explain_text(text)
+
+
+def slurm_output(data: bytes) -> None:
+    from torchmuster.launch.schedulers.slurm import allocation, jobs
+
+    text = text_of(data)
+    for read in (allocation.expand_hostlist, allocation.gpus_by_node):
+        with contextlib.suppress(ValueError):
+            read(text)
+    jobs.read_job_states("7", text)
+
+
+HEARTBEAT = b'{"rank":0,"pid":1,"beat":1,"moves":1,"step":3}'
+TARGETS: dict[str, Target] = {
+    "protocol-messages": Target(
+        plain(protocol_messages), (b'{"type":"Hello"}', b'{"type":"Stop","why":"x"}')
+    ),
+    "protocol-lines": Target(plain(protocol_lines), (b'+{"type":\n="x"}\n', b"=\n=\n")),
+    "join-handshake": Target(
+        plain(handshake), (b"\x00\x00\x00\x02{}", b'\x00\x00\x00\x0f{"type":"Join"}')
+    ),
+    "join-code": Target(plain(join_code), (b"ABCD-EFGH-IJKL", b"7" * 80), (MusterError,)),
+    "http-head": Target(
+        http_head,
+        (
+            b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: [::1\r\n\r\n",
+        ),
+    ),
+    "run-folder": Target(
+        run_folder,
+        (
+            b'{"id":"a","name":"b"}',
+            b'{"phase":"running","since_unix_s":1,"started_unix_s":1,"headline":"x","killed_ranks":[1]}',
+            b'{"at_unix_s":1,"event":"restart","headline":"x"}\n{"at_unix_s":2,"event":"running"}\n',
+            b'{"step":1,"loss":1.0,"at_unix_s":1,"stall_s":1,"path":"x","library":"torch.save"}\n',
+            b'{"host":"a","attempt":0,"at_unix_s":2000000000,"ranks":[' + HEARTBEAT + b"]}",
+        ),
+    ),
+    "json-lines": Target(
+        plain(json_lines), (b'{"at_unix_s":1,"event":"x"}\n', b'{"a":"\\ud800"}\n', b"[" * 99)
+    ),
+    "checkpoint-manifest": Target(
+        plain(manifest),
+        (
+            b'{"format":1,"step":1,"files":{}}',
+            b'{"format":99}',
+            b'{"format":2,"step":-1,"files":{"../x":{}}}',
+        ),
+    ),
+    "checkpoint-index": Target(
+        plain(index), (b'{"tensors":{}}', b'{"tensors":{"a":{"dtype":"F32"}}}'), (ValueError,)
+    ),
+    "safetensors-head": Target(
+        plain(tensor_head),
+        (
+            b"\x02\0\0\0\0\0\0\0{}",
+            b'\x3c\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}\0\0\0\0',
+        ),
+        (ValueError,),
+    ),
+    "settings-yaml": Target(
+        settings_file,
+        (
+            b"train: {steps: 1}\n",
+            b"a: &x [*x]\n",
+            b"model:\n  build: 'm:f'\n",
+            b"? !!python/object:os.system\n: 1\n",
+        ),
+        (MusterError,),
+    ),
+    "log-lines": Target(
+        plain(log_lines),
+        (
+            b'Traceback (most recent call last):\n  File "a.py", line 1\nRuntimeError: CUDA out of memory\n',
+            b"\x1b[31mred\x1b[0m \x1b]0;title\x07 password=hunter2 --token abc\n",
+            b"[rank1]: torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled system error\n",
+        ),
+    ),
+    "slurm-output": Target(
+        plain(slurm_output),
+        (
+            b"node[01-03,7],login",
+            b"JobId=7 JobState=RUNNING Reason=None Restarts=0\n Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:2(IDX:0,3)\n",
+        ),
+    ),
+    "profile-trace": Target(
+        profile_trace,
+        (
+            b'{"schemaVersion":1,"traceEvents":[{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":2,"args":{}}]}',
+            b"\x1f\x8b\x08\x00",
+        ),
+        (MusterError, ValueError, OSError, EOFError),
+    ),
+}
