@@ -43,7 +43,7 @@ def serve(group: NodeGroup, options: argparse.Namespace) -> int:
     """Run this node's ranks for the launcher, which is on another node; return the exit code."""
     from torchmuster.launch.node.group_member import serve_group
 
-    return serve_group(group, options.runs, patience_s=options.join_timeout, say=_say)
+    return serve_group(group, options.runs, patience_s=options.join_timeout, say=_say_of_group)
 
 
 def transport_to(group: NodeGroup) -> Transport:
@@ -68,7 +68,7 @@ def transport_to(group: NodeGroup) -> Transport:
         addresses=addresses,
         port=group.port,
         announce=False,
-        on_event=_say,
+        on_event=_say_of_group,
         secret=group.key(),
     )
 
@@ -84,7 +84,7 @@ def run_folder(group: NodeGroup, root: Path, spec: JobSpec) -> RunFolder:
         _check_same_run(run, state, before, spec)
     said = state.headline if state is not None and not state.active else ""
     words = f"the launcher on {before.launcher.host} is gone" + (f": {said}" if said else "")
-    _say(f"resuming in {run.path}: {words}")
+    _say_of_group(f"resuming in {run.path}: {words}")
     run_state.log_event(run, run_state.RESTART, headline=words)
     return run
 
@@ -113,10 +113,10 @@ def ended_before(group: NodeGroup, root: Path) -> int | None:
     """Return the exit code of a run that ended for good before this node was started again."""
     code = group.ended(root)
     if code is not None:
-        _say(f"run {group.run_id} has ended already, with exit code {code}")
+        _say_of_group(f"run {group.run_id} has ended already, with exit code {code}")
     return code
 
 
-def _say(words: str) -> None:
+def _say_of_group(words: str) -> None:
     for line in words.splitlines():
         output.say(f"muster: {line}")

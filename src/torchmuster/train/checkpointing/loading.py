@@ -77,14 +77,14 @@ def _verified_by_all(
             for file in files[world.global_rank :: world.world_size]:
                 findings += verify_file(store, name, file, manifest.files[file])
             if world.is_first and not findings:
-                findings += _unreadable(store, name)
+                findings += _unreadable_checkpoint(store, name)
         return [one.as_json() for one in findings]
 
     found = exchange.run(verify_share, _without_duplicates)
     return manifest, [finding_of_rank(one) for one in found]
 
 
-def _unreadable(store: Store, name: str) -> list[Finding]:
+def _unreadable_checkpoint(store: Store, name: str) -> list[Finding]:
     """Return a finding if the files are as they were written, but are no training state: try an older one."""
     try:
         Index.read(store, name)

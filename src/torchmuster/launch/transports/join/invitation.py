@@ -61,7 +61,7 @@ def token_for(secret: bytes, place: int) -> bytes:
 def secret_from(text: str) -> bytes:
     """Return the secret of a text that all nodes of a run have.
 
-    Deliberately slow: whoever connects sees a certificate that is derived from the text, and can try to guess it.
+    Deliberately slow: any client that connects sees a certificate that is derived from the text, and can try to guess it.
     """
     return hashlib.scrypt(text.encode(), salt=_SALT, n=2**14, r=8, p=1, dklen=SECRET_BYTES)
 
