@@ -264,7 +264,7 @@ class Cluster:
         from kubernetes.client.exceptions import ApiException
         from kubernetes.dynamic.exceptions import DynamicApiError
 
-        options.setdefault("_request_timeout", (_CONNECT_S, _ANSWER_S))
+        options = dict(_request_timeout=(_CONNECT_S, _ANSWER_S)) | options  # noqa: C408  the client's own name
         path = resource.path(self.namespace, name, part)
         with self._naming(verb, resource, name):
             try:
