@@ -15,7 +15,7 @@ _SECRET_WORDS = {"secret", "secrets", "credential", "credentials", "pw"}
 _SECRET_LAST_WORDS = {"pass", "pwd", "pat"}  # --pass, MYSQL_PWD, GITHUB_PAT; not pass_rate
 _KINDS_OF_PASS = {"forward", "backward", "first", "second", "single", "one", "per"}
 _WORKING_FOLDERS = {"PWD", "OLDPWD"}
-_KEY_VARIABLE = re.compile(r"[A-Z0-9_]+_KEYS?")
+_KEY_VARIABLE = re.compile(r"-*[A-Z0-9_]+_KEYS?")
 _KEY_OWNERS = {"api", "access", "private", "secret", "account", "auth", "encryption"}
 _KEY_OWNERS |= {"signing", "storage", "master"}
 # eos_token, loss_per_token, token_id and token_type are about a tokenizer's tokens
