@@ -5,6 +5,7 @@ leaked token costs more than a hidden value.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 
 HIDDEN = "[redacted]"
@@ -13,7 +14,8 @@ _SECRET_ENDINGS: tuple[str, ...] = ("password", "passwords", "passwd", "passphra
 _SECRET_ENDINGS += ("apikey", "apikeys", "accesskey", "secretkey", "privatekey", "authtoken")
 _SECRET_WORDS = {"secret", "secrets", "credential", "credentials", "pw"}
 _SECRET_LAST_WORDS = {"pass", "pwd", "pat"}  # --pass, MYSQL_PWD, GITHUB_PAT; not pass_rate
-_KINDS_OF_PASS = {"forward", "backward", "first", "second", "single", "one", "per"}
+_KINDS_OF_PASS = {"forward", "backward", "first", "second", "single", "one", "per", "low", "high"}
+_KINDS_OF_PASS |= {"band", "num", "n", "max", "multi", "warmup", "all"}
 _WORKING_FOLDERS = {"PWD", "OLDPWD"}
 _KEY_VARIABLE = re.compile(r"-*[A-Z0-9_]+_KEYS?")
 _KEY_OWNERS = {"api", "access", "private", "secret", "account", "auth", "encryption"}
@@ -136,10 +138,12 @@ def harmless(text: str) -> str:
     """Return the text with control characters replaced, except line ends and tabs."""
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for char in text
-    )
+    return "".join(char if _is_harmless(char) else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _is_harmless(char: str) -> bool:
+    # Other spaces, and what joins the parts of a letter or an emoji, move no cursor.
+    return char.isprintable() or char in "\n\t\u200c\u200d" or unicodedata.category(char) == "Zs"
 
 
 def printable(arguments: Iterable[str]) -> str:

@@ -32,9 +32,16 @@ from torchmuster.errors import Impossible, NoSuchRun
 LAYOUT_VERSION = 1
 DEFAULT_ROOT = Path("runs")
 _PARTS = ("logs", "metrics", "checkpoints", "hang")
+# NFS gives files of root, or of everybody, to this user.
+_NOBODY = 65534
 _TIME = re.compile(r"\d{8}-\d{6}(?=-)")
 # Errors of a disk that cannot be written: full, over quota, file too large, I/O error.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
+
+def is_no_room(problem: str) -> bool:
+    """Return whether the text of an error names one of these; errors of other ranks are known as text only."""
+    return any(os.strerror(number) in problem for number in NO_ROOM)
 
 
 @dataclass(frozen=True)
@@ -213,20 +220,20 @@ def refuse_foreign(run: RunFolder, action: str) -> None:
     Its files name processes, jobs and tokens, and its links may lead anywhere, so acting on it would lend the caller's
     rights to its owner. Called before any signal to a process of the run and before any write into its folder.
     """
+    if not hasattr(os, "geteuid"):  # Windows
+        return
     own = os.geteuid()
     for path in (run.path, *(run.path / name for name in (*_PARTS, "run.json", "job.json"))):
         try:
-            found = path.lstat()
+            # A link to the folder leads to what is checked; a link inside it is as good as the user who made it.
+            found = path.stat() if path == run.path else path.lstat()
         except FileNotFoundError:
             continue
-        linked = stat.S_ISLNK(found.st_mode) and path != run.path
-        if linked or found.st_uid != own:
+        except OSError as error:
+            raise Impossible(f"refusing to {action} {run.id}", why=str(error)) from error
+        if found.st_uid not in (own, _NOBODY):
             owner = _user_name(found.st_uid)
-            why = (
-                "it is a link"
-                if linked
-                else f"it belongs to {owner}, and you are {_user_name(own)}"
-            )
+            why = f"it belongs to {owner}, and you are {_user_name(own)}"
             raise Impossible(
                 f"refusing to {action} {run.id}",
                 why=f"{path}: {why}; a run folder of another user may name any process and any file",

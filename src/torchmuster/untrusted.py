@@ -30,6 +30,10 @@ class Unreadable(ValueError):
     """The content is too large, too deeply nested, damaged, or not that of a regular file."""
 
 
+# Where the caller's own pipe is: standard input, and what a shell's <(…) becomes.
+_OWN_PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; never wait, as for the writer of a pipe."""
     file = os.open(path, _OPEN)
@@ -37,8 +41,9 @@ def open_regular(path: Path) -> BinaryIO:
         mode = os.fstat(file).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(mode) and not str(path).startswith(_OWN_PIPES):
             raise Unreadable(f"{path} is not a regular file")
+        os.set_blocking(file, True)
         return os.fdopen(file, "rb")
     except BaseException:
         os.close(file)

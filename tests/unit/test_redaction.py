@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from torchmuster.redaction import (
     HIDDEN,
+    harmless,
     is_secret_name,
     redact_command,
     redact_mapping,
@@ -272,3 +273,19 @@ def test_a_long_line_takes_no_longer_than_its_length_allows(piece: str) -> None:
     start = time.process_time()
     redact_text(text)
     assert time.process_time() - start < 3
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("10\u00a0000 \u3000 👨\u200d💻\tend\n", "10\u00a0000 \u3000 👨\u200d💻\tend\n"),
+        ("a\x1b[2Jb\rc\u202ed\x9be", "a�[2Jb�c�d�e"),
+    ],
+)
+def test_harmless_keeps_what_only_shows(text: str, shown: str) -> None:
+    assert harmless(text) == shown
+
+
+@pytest.mark.parametrize("name", ["--low-pass", "high_pass", "num_pass", "n_pass", "warmup_pass"])
+def test_a_pass_over_data_is_no_secret(name: str) -> None:
+    assert not is_secret_name(name)

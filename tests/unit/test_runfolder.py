@@ -16,7 +16,9 @@ from torchmuster.runfolder import (
     RunFolder,
     create_run_folder,
     find_run,
+    is_no_room,
     list_runs,
+    refuse_foreign,
     write_atomically,
 )
 
@@ -284,3 +286,39 @@ def test_writing_where_there_is_no_folder_is_an_ordinary_error(tmp_path: Path) -
     with pytest.raises(IsADirectoryError):
         write_atomically(tmp_path / "folder", "new")
     assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+
+
+def test_own_links_do_not_make_a_folder_foreign(tmp_path: Path) -> None:
+    run = create_run_folder(tmp_path / "runs", "train")
+    (tmp_path / "scratch").mkdir()
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(tmp_path / "scratch")  # as on clusters with a fast disk
+    (tmp_path / "short").symlink_to(run.path)
+    refuse_foreign(run, "stop")
+    refuse_foreign(RunFolder(tmp_path / "short"), "stop")
+
+
+def test_a_part_of_another_user_makes_it_foreign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create_run_folder(tmp_path, "train")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(Impossible) as caught:
+        refuse_foreign(run, "stop")
+    assert str(run.path) in caught.value.why
+    monkeypatch.setattr("torchmuster.runfolder._NOBODY", os.getuid())  # NFS squashes owners
+    refuse_foreign(run, "stop")
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        ("rank 3: OSError: [Errno 28] No space left on device: '/runs/x'", True),
+        ("I/O error: No space left on device (os error 28)", True),
+        ("PermissionError: [Errno 13] Permission denied", False),
+        ("botocore: ExpiredToken", False),
+        ("", False),
+    ],
+)
+def test_only_a_full_or_failing_disk_has_no_room(problem: str, expected: bool) -> None:
+    assert is_no_room(problem) is expected

@@ -100,11 +100,11 @@ def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: 
     active = state.active if state is not None else begun
     if not active and (state is None or state.exit_code != ExitCode.GOOD):
         if run.console.exists():
-            sys.stderr.write(run.console.read_text(encoding="utf-8", errors="replace"))
+            output.say(run.console.read_text(encoding="utf-8", errors="replace").rstrip())
         else:
             output.say("muster: the run failed before it started, without a message")
         return state.exit_code if state and state.exit_code is not None else ExitCode.FAILED
-    print(run.id)
+    output.print_text(run.id)
     if not active:
         output.say(f"muster: already finished; to see its output: muster attach {run.id}")
         return ExitCode.GOOD

@@ -13,7 +13,7 @@ from torchmuster.launch.schedulers import node_group
 from torchmuster.launch.schedulers.node_group import NodeGroup
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.redaction import printable, redact_command
-from torchmuster.runfolder import RunFolder
+from torchmuster.runfolder import RunFolder, refuse_foreign
 
 # Pods may have to wait for nodes.
 _JOIN_WITHIN_S = 1800.0
@@ -79,6 +79,7 @@ def run_folder(group: NodeGroup, root: Path, spec: JobSpec) -> RunFolder:
     before = run_state.read_job(run) if run is not None else None
     if run is None or before is None:
         return group.run_folder(root, spec.name)
+    refuse_foreign(run, "resume")
     state = run_state.read_state(run)
     if state is not None and state.job_uid != group.job_uid:
         _check_same_run(run, state, before, spec)

@@ -19,7 +19,7 @@ from torchmuster.redaction import harmless
 if TYPE_CHECKING:
     from rich.text import Text
 
-_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+_COLOURS = re.compile(r"(\x1b\[[0-9;:]*m)")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 

@@ -209,6 +209,11 @@ class StopRequest:
         return agreement is not None and agreement.is_due(step)
 
     @property
+    def demanded(self) -> bool:
+        """Whether this rank received a signal that it must follow, unlike a scheduler's early warning."""
+        return any(name not in _WISHES for name in self._heard)
+
+    @property
     def words(self) -> str:
         """The origin of the request: ``SIGUSR1 to rank 1``; empty without a request."""
         return self._words

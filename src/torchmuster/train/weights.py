@@ -151,15 +151,17 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` once complete; not after an error."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.parent / f".{folder.name}.{os.getpid()}.unfinished"
+    # A name of its own for each try: what an earlier one left may not be deletable.
+    stem = f".{folder.name}.{os.getpid()}.{os.urandom(2).hex()}"
+    unfinished = folder.parent / f"{stem}.unfinished"
     unfinished.mkdir()
     try:
         yield unfinished
         if folder.exists():
-            before = folder.parent / f".{folder.name}.{os.getpid()}.before"
+            before = folder.parent / f"{stem}.before"
             folder.rename(before)
             unfinished.rename(folder)
-            shutil.rmtree(before)
+            shutil.rmtree(before, ignore_errors=True)
         else:
             unfinished.rename(folder)
     finally:

@@ -25,7 +25,7 @@ from torchmuster.config.settings import Settings, Train
 from torchmuster.config.training import EVALUATION_METRICS, checkpoint_place, warmup_steps_of
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status, render
-from torchmuster.runfolder import RunFolder
+from torchmuster.runfolder import RunFolder, is_no_room
 from torchmuster.train import losses, optimizers, precision
 from torchmuster.train.checkpointing.policy import RETRY_EVERY_S, CheckpointSettings
 from torchmuster.train.data.loader_factory import loader_for
@@ -312,6 +312,8 @@ def _until_written(write: Callable[[], dict[str, str]], world: World) -> dict[st
         try:
             return write()
         except WeightsNotWritten as error:  # the same on all ranks
+            if not is_no_room(error.why):
+                raise
             progress.phase = "waiting for disk space"
             found = Finding(
                 name="weights-not-written",

@@ -7,7 +7,9 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.errors import Impossible
+from torchmuster.train.weights import WeightsNotWritten
 from torchmuster.train.world import World
+from torchmuster.worker import training
 from torchmuster.worker.__main__ import check_ranks
 
 pytestmark = pytest.mark.engine
@@ -48,3 +50,23 @@ def test_another_number_of_gpus_is_told(
     said = capsys.readouterr().out
     assert "distributed.num_gpus is 4" in said
     assert said == snapshot
+
+
+def test_final_weights_are_written_again_only_where_there_was_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(training, "RETRY_EVERY_S", 0.0)
+    problems = iter(["[Errno 28] No space left on device", "[Errno 5] Input/output error"])
+    tries: list[str] = []
+
+    def write() -> dict[str, str]:
+        tries.append("")
+        if (problem := next(problems, "")) != "":
+            raise WeightsNotWritten("cannot write the weights", why=problem)
+        return {"weight": "hash"}
+
+    assert training._until_written(write, TWO) == {"weight": "hash"}
+    assert len(tries) == 3
+    problems = iter(["[Errno 13] Permission denied"])
+    with pytest.raises(WeightsNotWritten):
+        training._until_written(write, TWO)

@@ -84,6 +84,17 @@ def test_a_device_or_a_pipe_is_not_read(tmp_path: Path) -> None:
         assert outcome(path).endswith(": not a regular file")
 
 
+def test_the_callers_own_pipe_is_read() -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"experiment_name: piped\n")
+        os.close(writing)
+        settings = resolve_settings(file=Path(f"/dev/fd/{reading}")).settings
+    finally:
+        os.close(reading)
+    assert settings.experiment_name == "piped"
+
+
 def test_an_absurd_amount_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         resolve_settings(file=written(tmp_path, f"train: {{global_batch_size: {10**26}}}\n"))

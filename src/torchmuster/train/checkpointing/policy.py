@@ -11,12 +11,14 @@ from torchmuster.checkpoints.places import open_store
 from torchmuster.checkpoints.store import Store
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status, render
+from torchmuster.runfolder import is_no_room
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, SaveReport
 from torchmuster.train.stop_request import StoppedAtRequest, StopRequest
 from torchmuster.units import format_bytes, plural
 
 State = dict[str, Any]
-RETRY_EVERY_S = 30.0  # of a final write that failed
+RETRY_EVERY_S = 30.0  # of a final write for which there was no room
+_LOOK_EVERY_S = 1.0
 _MOST_NAMED = 10
 
 
@@ -124,16 +126,26 @@ class CheckpointPolicy:
     def end(self, step: int) -> None:
         """Save the final state, and wait until everything is written."""
         report = self._save_and_wait(step, 0.0)
-        while self._saving.retry_final and report is not None and report.problem:
-            stop = self._saving.stop
-            if self._checkpointer.on_any_rank(stop is not None and bool(stop.words)):
+        while self._saving.retry_final and report is not None and is_no_room(report.problem):
+            if self._is_stopped_within(RETRY_EVERY_S):
                 raise MusterError(
                     f"stopped before the final state, step {step}, could be saved",
                     why=report.problem,
                     fix="free disk space there, and rerun: it resumes from the newest checkpoint",
                 )
-            time.sleep(RETRY_EVERY_S)
             report = self._save_and_wait(step, 0.0)
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        """Wait; return early if a rank must stop. An early warning of a scheduler leaves time for another try."""
+        stop = self._saving.stop
+        until_s = time.monotonic() + seconds
+        is_over = False
+        while not is_over:
+            time.sleep(_LOOK_EVERY_S)
+            if self._checkpointer.on_any_rank(stop is not None and stop.demanded):
+                return True
+            is_over = self._checkpointer.on_any_rank(time.monotonic() >= until_s)
+        return False
 
     def _save_and_wait(self, step: int, elapsed_s: float) -> SaveReport | None:
         report = self._checkpointer.wait()
@@ -159,7 +171,7 @@ def save_message(report: SaveReport, *, is_last: bool = False, retries: bool = F
     if is_last:
         what = f"the final state, step {report.step}, could not be saved"
         fix = "fix the cause and rerun: it resumes from the newest checkpoint"
-        if retries:
+        if retries and is_no_room(report.problem):
             fix = (
                 f"free disk space there: the ranks keep the state in memory and try again every "
                 f"{RETRY_EVERY_S:.0f} s"
@@ -178,7 +190,7 @@ def missing_message(steps: Collection[int]) -> str:
         name="checkpoints-missing",
         status=Status.WARNING,
         what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
-        why="the training continued without them; the last state and the final weights are complete",
+        why="the training continued without them",
         fix="before the next run, free disk space there, keep fewer checkpoints (checkpoint.keep), or "
         "save to another location (checkpoint.folder)",
     )
