@@ -142,14 +142,14 @@ from pathlib import Path
 troubles = []
 for run in list_runs(Path("runs")):
     for words in (["explain"], ["explain", "--json"], ["watch", "--once"], ["watch", "--report", "x.html"]):
-        began = time.monotonic()
+        began = time.process_time()
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 main([words[0], str(run.path), *words[1:]])
         except BaseException as error:
             troubles.append([run.id, words, repr(error)[:300]])
-        if time.monotonic() - began > 5:
-            troubles.append([run.id, words, f"{time.monotonic() - began:.1f} s"])
+        if time.process_time() - began > 5:
+            troubles.append([run.id, words, f"{time.process_time() - began:.1f} s"])
 json.dump(troubles, sys.stdout)
 """
 
