@@ -64,7 +64,7 @@ def read_bounded(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 def parse_json(text: bytes | str) -> Any:
     """Parse JSON of any origin; raise :class:`Unreadable` if it is not JSON or too deeply nested.
 
-    Lone surrogates, which cannot be encoded again, are replaced.
+    Lone surrogates, which cannot be encoded again, are escaped.
     """
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -92,7 +92,7 @@ def _encodable(content: Any) -> Any:
     if isinstance(content, list):
         return [_encodable(one) for one in content]
     if isinstance(content, str):
-        return content.encode("utf-8", errors="replace").decode("utf-8")
+        return content.encode("utf-8", errors="backslashreplace").decode("utf-8")
     return content
 
 

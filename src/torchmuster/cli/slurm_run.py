@@ -153,7 +153,7 @@ def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
 
 def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
     """Reject Slurm flags without ``--slurm``, and container flags outside a job."""
-    if options.container_image is not None and "SLURM_JOB_ID" not in os.environ:
+    if getattr(options, "container_image", None) is not None and "SLURM_JOB_ID" not in os.environ:
         raise Impossible(
             "--container-image works only with Slurm",
             why="Slurm's plugin Pyxis starts the container",

@@ -240,7 +240,7 @@ def read_job(run: RunFolder) -> RunJob | None:
             hosts=_texts(content["hosts"]),
             launcher=_launcher(content["launcher"]),
             token=str(content["token"]),
-            grace_s=unix_s(content["grace_s"]),
+            grace_s=_grace_s(content["grace_s"]),
             slurm_job=None if content["slurm_job"] is None else str(content["slurm_job"]),
             typed=_texts(content.get("typed") or content["command"][:1]),
             flags=_texts(content.get("flags") or []),
@@ -268,6 +268,16 @@ def _launcher(content: Mapping[str, Any]) -> Launcher:
         created_unix_s=unix_s(content["created_unix_s"]),
         start_ticks=ticks,
     )
+
+
+def _grace_s(value: object) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) < _LAST_UNIX_S
+    ):
+        raise ValueError(f"not a duration: {value!r}")
+    return float(value)
 
 
 def await_job(run: RunFolder) -> RunJob | None:
