@@ -33,6 +33,7 @@ LEVELS = {
     "prove": 5,
     "rehearse": 5,
     "labs": 5,
+    "selftest": 5,
     "worker": 6,
     "notebook": 6,
     "distributed": 6,

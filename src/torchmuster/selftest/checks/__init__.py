@@ -1,0 +1,1 @@
+"""The checks of ``muster selftest``, by subject."""

@@ -1,0 +1,6 @@
+"""All checks, in the order in which they run: what later ones rely on comes first."""
+
+from torchmuster.selftest.check import Check
+from torchmuster.selftest.checks import training
+
+CHECKS: tuple[Check, ...] = (*training.CHECKS,)

@@ -1,0 +1,1 @@
+"""Programs with torch that measure for the checks, each on fresh ranks."""
