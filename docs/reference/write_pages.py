@@ -28,6 +28,7 @@ def pages() -> dict[Path, str]:
         DOCS / "generated" / "api.md": _page_of("api_page"),
         DOCS / "generated" / "errors.md": _page_of("error_page"),
         DOCS / "generated" / "findings.md": _page_of("finding_page"),
+        DOCS / "assumptions.md": _page_of("assumption_page"),
         DOCS / "settings.md": _with_table("settings.md", _settings()),
         DOCS / "exit-codes.md": _with_table("exit-codes.md", _exit_codes()),
         DOCS / "run.md": _with_table("run.md", _torchrun_flags()),

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -119,10 +119,8 @@ def _stop_group(process: "subprocess.Popen[bytes]") -> None:
     """Ask the group to end, as a launcher among it has ranks to stop; then kill what is left."""
     if process.poll() is None:
         _signal_group(process.pid, signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            pass
     _signal_group(process.pid, signal.SIGKILL)
     process.wait()
 
