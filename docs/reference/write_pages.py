@@ -17,6 +17,8 @@ from torchmuster.cli.torchrun_flags import TORCHRUN_FLAGS, flag_table
 from torchmuster.config import fields
 from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS
+from torchmuster.selftest.checks.all_checks import CHECKS
+from torchmuster.selftest.hardware import NEEDS
 
 DOCS = Path(__file__).resolve().parents[1]
 
@@ -29,6 +31,7 @@ def pages() -> dict[Path, str]:
         DOCS / "generated" / "errors.md": _page_of("error_page"),
         DOCS / "generated" / "findings.md": _page_of("finding_page"),
         DOCS / "assumptions.md": _page_of("assumption_page"),
+        DOCS / "selftest.md": _with_table("selftest.md", _selftest_checks()),
         DOCS / "settings.md": _with_table("settings.md", _settings()),
         DOCS / "exit-codes.md": _with_table("exit-codes.md", _exit_codes()),
         DOCS / "run.md": _with_table("run.md", _torchrun_flags()),
@@ -68,6 +71,14 @@ def _settings() -> list[str]:
         default = "" if leaf.default is None else f"`{str(leaf.default).lower()}`"
         accepts = fields.describe_field(path)
         rows.append(f"| `{path}` | {accepts} | {default} | `{variable_name(path)}` | {leaf.help} |")
+    return rows
+
+
+def _selftest_checks() -> list[str]:
+    rows = ["| check | question | needs | planted fault |", "|---|---|---|---|"]
+    for one in CHECKS:
+        needs = ", ".join(NEEDS[need] for need in one.needs) or "any host"
+        rows.append(f"| `{one.id}` | {one.question} | {needs} | {one.fault} |")
     return rows
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode, Impossible
+from torchmuster.selftest.check import Check
 from torchmuster.selftest.checks.all_checks import CHECKS
 from torchmuster.selftest.record import SelftestRecord
 
@@ -87,7 +88,7 @@ def _run_selftest(options: argparse.Namespace) -> int:
         return ExitCode.GOOD
     hosts = [one for one in options.hosts.split(",") if one]
     here = hardware_here(options.device or "auto", hosts)
-    where = ", ".join(here.description.get("gpus", [])) or f"CPU ({here.ranks} processes)"
+    where = ", ".join(here.gpus) or f"CPU ({here.ranks} processes)"
     output.say(f"muster: {len(chosen)} checks on {where}, at most {options.minutes:g} min")
     begun = time.monotonic()
     found = run_checks(
@@ -112,7 +113,7 @@ def _run_selftest(options: argparse.Namespace) -> int:
     return ExitCode.GOOD if _is_good(record) else ExitCode.FAILED
 
 
-def _chosen(names: list[str]) -> list[object]:
+def _chosen(names: list[str]) -> list[Check]:
     known = {one.id: one for one in CHECKS}
     for name in names:
         if name not in known:

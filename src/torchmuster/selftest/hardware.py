@@ -69,6 +69,12 @@ class Hardware:
     description: Mapping[str, object]  # for the result file
     versions: Mapping[str, str]
 
+    @property
+    def gpus(self) -> list[str]:
+        """The free GPUs, by model."""
+        found = self.description.get("gpus", [])
+        return [str(one) for one in found] if isinstance(found, list) else []
+
 
 def hardware_here(device: Literal["auto", "cpu", "gpu"], hosts: Sequence[str]) -> Hardware:
     """Look at this host; "gpu" refuses a host without free GPUs that torch can use."""

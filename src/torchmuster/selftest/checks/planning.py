@@ -142,13 +142,15 @@ def _compared(
 def judge_plan_memory(facts: Facts) -> Outcome:
     """Planned tensor memory and reserved memory are near what real steps take."""
     cases = facts["cases"]
+    if not cases:
+        return Outcome(confirmed=False, says="no case ran")
     off = {one["name"]: _off(one["planned_bytes"], one["measured_bytes"]) for one in cases}
     reserved = {
         one["name"]: _off(one["planned_reserved_bytes"], one["measured_reserved_bytes"])
         for one in cases
         if one["measured_reserved_bytes"]
     }
-    good = bool(off) and max(map(abs, off.values())) <= MEMORY_BAND
+    good = max(map(abs, off.values())) <= MEMORY_BAND
     good = good and max(map(abs, reserved.values()), default=0.0) <= _RESERVED_BAND
     worst = max(off, key=lambda name: abs(off[name]))
     says = f"{len(cases)} cases: planned tensor memory off by at most {off[worst]:+.2%} ({worst})"
@@ -161,6 +163,8 @@ def judge_plan_memory(facts: Facts) -> Outcome:
 def judge_plan_time(facts: Facts) -> Outcome:
     """Planned step times are near what real steps take."""
     off = {one["name"]: _off(one["planned_s"], one["measured_s"]) for one in facts["cases"]}
+    if not off:
+        return Outcome(confirmed=False, says="no case ran")
     worst = max(off, key=lambda name: abs(off[name]))
     return Outcome(
         confirmed=abs(off[worst]) <= TIME_BAND,

@@ -74,14 +74,15 @@ def _resume(place: Place, planted: bool) -> Facts:
 
 def judge_resume(facts: Facts) -> Outcome:
     """A killed and resumed training has the same inputs, losses, gradients, weights and states, bit by bit."""
-    findings = facts["findings"]
-    failed = [one["what"] for one in findings if one["status"] == "failure"]
-    passed = [one["what"] for one in findings if one["status"] == "ok"]
-    good = bool(passed) and not failed
+    results = facts["results"]
+    failed = [one for one in results if one["difference"] is not None]
+    passed = [one for one in results if one["finding"]["status"] == "ok"]
+    good = facts["passed"] and bool(passed) and not failed
+    shown = passed if good else (failed or results)
     return Outcome(
         confirmed=good,
-        says=passed[0] if good else (failed or ["nothing was proved"])[0],
-        figures={"passed": len(passed), "failed": len(failed)},
+        says=shown[0]["finding"]["what"] if shown else "nothing was proved",
+        figures={"passed": len(passed), "failed": len(failed), "ranks": facts["ranks"]},
     )
 
 
@@ -114,7 +115,7 @@ def judge_out_of_memory(facts: Facts) -> Outcome:
 def _lora(place: Place, planted: bool) -> Facts:
     for name in ("transformers", "peft"):
         if importlib.util.find_spec(name) is None:
-            raise NotHere(f"{name} is not installed: pip install 'torchmuster[hf]'")
+            raise NotHere(f"{name} is not installed: pip install 'torchmuster[lora]'")
     four_bit = importlib.util.find_spec("bitsandbytes") is not None
     return place.on_ranks(
         _PROGRAM,

@@ -1,5 +1,6 @@
 """Checks of training steps: exactness, precisions, skipped steps, waits for the device, overhead, torch.compile."""
 
+import math
 from collections.abc import Sequence
 
 from torchmuster.selftest.check import Check, Facts, NotHere, Outcome, Place
@@ -37,9 +38,9 @@ def judge_strategies(facts: Facts) -> Outcome:
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the largest relative difference of two lists of numbers; infinite if their lengths differ."""
-    if len(ours) != len(theirs) or not theirs:
-        return float("inf")
+    """Return the largest relative difference of two lists; infinite for other lengths, and for numbers that are not finite."""
+    if len(ours) != len(theirs) or not theirs or not all(map(math.isfinite, (*ours, *theirs))):
+        return math.inf
     pairs = zip(ours, theirs, strict=True)
     return max(abs(one - other) / max(abs(other), 1e-30) for one, other in pairs)
 

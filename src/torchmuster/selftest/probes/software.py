@@ -19,7 +19,7 @@ def main() -> None:
             continue
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if torch.version.cuda and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     build = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
     found |= {name: version for name, version in build.items() if version}
     print(json.dumps({"versions": found, "devices": devices}))

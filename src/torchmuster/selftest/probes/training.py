@@ -312,7 +312,7 @@ def overhead(world: World, request: Request) -> dict[str, Any]:
         loss = nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
         )
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         bare.step()
         bare.zero_grad()
 
