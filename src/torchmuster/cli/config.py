@@ -9,6 +9,7 @@ from torchmuster.cli import output, parsers
 from torchmuster.config import fields
 from torchmuster.config.layers import Flag, Source, Strength, variable_name
 from torchmuster.config.resolve import Resolved, resolve_settings
+from torchmuster.config.training import check_consistent
 from torchmuster.errors import ExitCode
 from torchmuster.redaction import printable, redact_mapping
 
@@ -139,6 +140,7 @@ def _source(path: str, source: Source, colour: bool) -> str:
 
 def _check_config(options: argparse.Namespace) -> ExitCode:
     resolved = resolve_settings(file=options.file)
+    check_consistent(resolved)
     given = sum(source.strength is Strength.FILE for source in resolved.sources.values())
     total = len(fields.leaves())
     if options.json:

@@ -117,6 +117,12 @@ def check_trainable(resolved: Resolved, *, file: str) -> None:
         raise ConfigError(mistakes)
 
 
+def check_consistent(resolved: Resolved) -> None:
+    """Raise a :class:`ConfigError` with every setting that no training accepts, whatever is missing."""
+    if mistakes := list(_contradictions(resolved)):
+        raise ConfigError(mistakes)
+
+
 def _missing(resolved: Resolved, file: str) -> Iterator[Mistake]:
     values = resolved.values()
     if not any(values[path] for path in _MODELS):

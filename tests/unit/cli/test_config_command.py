@@ -201,6 +201,15 @@ def test_check_of_a_bad_file_reports_every_mistake(
     assert muster("config", "show", "--config", "broken.yaml") == done
 
 
+def test_check_names_what_no_training_accepts(muster: Muster, config: Path) -> None:
+    config.write_text("checkpoint:\n  every: 3 steps\n")
+    done = muster("config", "check", "config.yaml", "--json")
+    assert done.code == 2
+    (found,) = json.loads(done.out)["findings"]
+    assert found["what"].startswith("config.yaml:2:")
+    assert "checkpoint.every" in found["what"]
+
+
 @pytest.mark.parametrize("words", [["check", "broken.yaml"], ["show", "--config", "broken.yaml"]])
 def test_errors_as_json_are_findings_on_stdout(
     words: list[str], muster: Muster, broken: Path
