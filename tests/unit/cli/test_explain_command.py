@@ -394,6 +394,23 @@ def test_how_a_script_resumes(run: RunFolder, explained: Explain, tmp_path: Path
     assert "torn" in saved
 
 
+def test_a_finished_run_names_the_checkpoints_that_it_lost(
+    run: RunFolder, explained: Explain
+) -> None:
+    run.metrics.mkdir(parents=True, exist_ok=True)
+    lines = [
+        {"step": 5, "problem": "no space left on device"},
+        {"step": 10, "problem": "no space left on device"},
+        {"step": 10, "problem": ""},  # after a restart
+        {"step": "x", "problem": "from another user"},
+    ]
+    (run.metrics / "saves.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    run_state.EventLog(run).ended("finished", 0, "finished")
+    findings = found(explained)
+    assert list(findings) == ["run-finished", "checkpoints-missing"]
+    assert findings["checkpoints-missing"]["what"].endswith("step 5")
+
+
 def test_a_script_that_finished_need_not_resume(
     run: RunFolder, explained: Explain, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.history.resume import plan_resume, resume_finding
 from torchmuster.launch.history.script_checkpoints import (
     ScriptCheckpoint,
+    lost_saves,
     read_script_checkpoints,
 )
 from torchmuster.launch.launcher.console import rank_text
@@ -30,6 +31,7 @@ from torchmuster.units import format_seconds, plural
 _SAME_LAUNCH_S = 5.0  # a launch writes its first event and its state this close together
 _NO_HANG_SINCE = ("hang-over", "submitted", "joining", "starting")
 _LINES_SHOWN = 14
+_LOST_NAMED = 5
 _FIRST_LINES = 5
 _LONGEST_LINE = 200
 
@@ -243,6 +245,7 @@ def _failure_report_findings(story: Timeline) -> Iterator[Finding]:
     match state.phase:
         case "finished":
             yield _finished(story, state)
+            yield from _lost(story)
         case "failed":
             yield _failed(story, state)
         case "saved":
@@ -280,6 +283,20 @@ def _finished(story: Timeline, state: run_state.RunState) -> Finding:
         status=Status.OK,
         what=f"{state.headline or 'finished'} in {took}{resumed}{_after_failures(story)}",
     )
+
+
+def _lost(story: Timeline) -> Iterator[Finding]:
+    """Return the saves that failed: a finished run may have fewer checkpoints than its user expects."""
+    if steps := lost_saves(story.run.metrics):
+        named = ", ".join(map(str, steps[:_LOST_NAMED]))
+        more = f" and {len(steps) - _LOST_NAMED} more" if len(steps) > _LOST_NAMED else ""
+        yield Finding(
+            name="checkpoints-missing",
+            status=Status.WARNING,
+            what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
+            why="the training continued without them",
+            fix="muster checkpoint list   # what was saved; then free disk space before the next run",
+        )
 
 
 def _failed(story: Timeline, state: run_state.RunState) -> Finding:

@@ -59,6 +59,16 @@ def read_script_checkpoints(metrics: Path) -> list[ScriptCheckpoint]:
     return list(reversed(_without_small_files(by_path.values())))
 
 
+def lost_saves(metrics: Path) -> list[int]:
+    """Return the steps whose saves failed, and which no later attempt saved."""
+    lost: set[int] = set()
+    for line in untrusted.read_json_lines(metrics / SAVES):
+        step = line.get("step")
+        if isinstance(step, int):
+            (lost.add if line.get("problem") else lost.discard)(step)
+    return sorted(lost)
+
+
 def _without_small_files(found: Iterable[ScriptCheckpoint]) -> list[ScriptCheckpoint]:
     found = list(found)
     files = [one.size_bytes or 0 for one in found if one.library == "torch.save"]
