@@ -140,6 +140,7 @@ DEFAULT: dict[str, list[str]] = {
         "test_a_write_outside_the_folder_is_refused",
         "test_a_fault_is_the_first_difference[plain-no-set-epoch]",
     ],
+    "tests/ranks/test_selftest.py": ["test_from_the_command_to_the_result_file"],
     "tests/ranks/test_profile.py": [
         "test_every_phase_of_a_step_is_seen_without_a_change_of_the_script",
         "test_what_it_was_that_trained_is_written_down",

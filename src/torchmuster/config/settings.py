@@ -516,6 +516,13 @@ class Launch:
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="Python on the other hosts; the same path as here if left out."),
     ] = None
+    max_log_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Max size of each rank's log in MiB. Of a larger log, the beginning and the end are kept.",
+        ),
+    ] = 1024
     spares: Annotated[
         int,
         Meta(

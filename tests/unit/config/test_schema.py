@@ -26,6 +26,7 @@ distributed:
   master_port: 29500
 launch:
   hosts: [a, "b:4"]
+  max_log_mib: 64
   max_restarts: 3
   spares: 1
   remote_python: /opt/venv/bin/python

@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+from torchmuster.launch.log_limit import limit_log
+
 _KEPT_OPEN = 64
 # At the end, give up on a disk that accepted nothing for this long.
 _PATIENCE_S = 5.0
@@ -30,8 +32,11 @@ def mark_restart(folder: Path) -> None:
 class RankLogs:
     """Write the output of ranks on other hosts; call ``say`` once if that fails."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, say: Callable[[str], None], *, limit_bytes: int | None = None
+    ) -> None:
         self._folder = folder
+        self._limit_bytes = limit_bytes  # of each log
         self._say = say
         self._texts: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._open: OrderedDict[int, io.FileIO] = OrderedDict()  # least recently used first
@@ -87,6 +92,8 @@ class RankLogs:
         self._open.move_to_end(rank)
         while data:
             data = data[self._open[rank].write(data) :]
+        if self._limit_bytes is not None and self._open[rank].tell() > self._limit_bytes:
+            limit_log(self._folder / f"rank-{rank}.log", self._limit_bytes)
 
     def _close(self, rank: int) -> None:
         with contextlib.suppress(KeyError, OSError):

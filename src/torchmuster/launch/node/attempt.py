@@ -19,6 +19,7 @@ from torchmuster.launch.history import node_records
 from torchmuster.launch.node import engines, heartbeats, process_cleanup
 from torchmuster.launch.node.engines import Engine, ExitsOfRanks, NodeShare
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
+from torchmuster.launch.log_limit import limit_log
 from torchmuster.launch.node.kept_logs import FirstError
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
 from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL
@@ -69,6 +70,15 @@ class Tail:
             skipped += len(self._unfinished)
             cut, end, self._unfinished = self._new_bytes().partition(b"\n")
             skipped += len(cut) + len(end)
+        return skipped
+
+    def keep_within(self, limit_bytes: int) -> int:
+        """Bound the disk space of the log; return the number of bytes that were skipped because they came too fast."""
+        size_bytes = self.size_bytes
+        if size_bytes <= limit_bytes:
+            return 0
+        skipped = self.skip() if size_bytes - self._offset > limit_bytes // 4 else 0
+        limit_log(self._path, limit_bytes, read_to=self._offset)
         return skipped
 
     @property
@@ -421,6 +431,10 @@ class RunningAttempt:
                 await self._tell_output(tail.rank, text)
                 if text.count("\n") <= 1:  # newer output is not urgent
                     break
+            if (limit := self._share.prepare.max_log_bytes) is not None:
+                skipped = tail.keep_within(limit)
+                if skipped:
+                    await self._tell_output(tail.rank, f"… {format_bytes(skipped)} left out\n")
 
     async def _tell_output(self, rank: int, text: str) -> None:
         if text and self._share.prepare.keep_logs and rank != 0:
