@@ -1,6 +1,8 @@
 """``muster selftest``: check on this hardware what the tests of torchmuster could not run."""
 
 import argparse
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -91,6 +93,8 @@ def _run_selftest(options: argparse.Namespace) -> int:
     where = ", ".join(here.gpus) or f"CPU ({here.ranks} processes)"
     output.say(f"muster: {len(chosen)} checks on {where}, at most {options.minutes:g} min")
     begun = time.monotonic()
+    # As Ctrl-C: the check that runs is stopped with all its processes, and its files are deleted.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))
     found = run_checks(
         chosen,
         here,

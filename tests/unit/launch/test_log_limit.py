@@ -19,7 +19,9 @@ def _disk(path: Path) -> int:
 
 
 def _lines(first: int, count: int) -> bytes:
-    return b"".join(b"line %020d %s\n" % (number, b"x" * 74) for number in range(first, first + count))
+    return b"".join(
+        b"line %020d %s\n" % (number, b"x" * 74) for number in range(first, first + count)
+    )
 
 
 def test_the_middle_is_freed_and_writers_go_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -170,3 +171,20 @@ def test_committed_results_can_be_read() -> None:
         record = read_record(path)
         assert {one.id for one in record.checks} <= {one.id for one in CHECKS}
         assert os.uname().nodename not in json.dumps(record.hardware)
+
+
+def test_a_stopped_self_test_leaves_nothing_behind(tmp_path: Path) -> None:
+    """SIGTERM to the command, while a check runs."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "torchmuster", "selftest", "out-of-memory", "--device", "cpu"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stderr is not None
+        for line in started.stderr:
+            if line.startswith("1 of 1"):
+                break
+        started.terminate()
+        started.stderr.read()
+    assert started.returncode == 143
+    assert list(tmp_path.glob("muster-selftest-*")) == []

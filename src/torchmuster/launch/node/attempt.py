@@ -16,10 +16,10 @@ import psutil
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
+from torchmuster.launch.log_limit import limit_log
 from torchmuster.launch.node import engines, heartbeats, process_cleanup
 from torchmuster.launch.node.engines import Engine, ExitsOfRanks, NodeShare
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
-from torchmuster.launch.log_limit import limit_log
 from torchmuster.launch.node.kept_logs import FirstError
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
 from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL
