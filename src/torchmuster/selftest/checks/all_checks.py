@@ -1,6 +1,6 @@
 """All checks, in the order in which they run: what later ones rely on comes first."""
 
 from torchmuster.selftest.check import Check
-from torchmuster.selftest.checks import training
+from torchmuster.selftest.checks import devices, training
 
-CHECKS: tuple[Check, ...] = (*training.CHECKS,)
+CHECKS: tuple[Check, ...] = (*devices.CHECKS, *training.CHECKS)
