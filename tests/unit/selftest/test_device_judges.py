@@ -56,7 +56,39 @@ def _round(**scraped: float) -> Facts:
 _REFUSED = {"got": [], "error": "DevicesBusy", "why": "claimed by a (pid 7, cat)", "user_id": 60000}
 _GOT = {"got": [_B], "error": "", "why": "", "user_id": 60000}
 
+# Two blocks that are alive at the same time in each pool; the third one takes the place of a freed one.
+_HISTORY = [
+    ["alloc", 1, 512, 0],
+    ["alloc", 2, 30 << 20, 0],
+    ["free_completed", 2, 30 << 20, 0],
+    ["alloc", 2, 25 << 20, 0],
+    ["free_completed", 9, 512, 0],  # allocated before the recording
+]
+_ALLOCATOR = {
+    "expandable_segments": True,
+    "reserved_before": 0,
+    "max_reserved": 42 << 20,
+    "history": _HISTORY,
+}
+_NOTE = {"name": "clock-unsynchronized", "status": "note", "what": "the clock"}
+_FAILURE = {"name": "socket-interface", "status": "failure", "what": "cannot work"}
+_CASES = [
+    {"work": "killed", "expected": "killed-sigkill", "rules": ["killed-sigkill"], "error": "x"},
+    {
+        "work": "same-gpu",
+        "expected": "duplicate-gpu",
+        "rules": ["duplicate-gpu", "nccl-invalid-usage"],
+        "error": "x",
+    },
+]
+
 GOOD: dict[str, list[Facts]] = {
+    "allocator": [_ALLOCATOR, {**_ALLOCATOR, "reserved_before": 2 << 20, "max_reserved": 44 << 20}],
+    "doctor": [
+        {"subjects": ["torch"], "findings": []},
+        {"subjects": ["torch"], "findings": [_NOTE, {**_NOTE, "status": "warning"}]},
+    ],
+    "error-texts": [{"cases": _CASES}, {"cases": _CASES[:1]}],
     "inventory": [
         {
             "ours": [_ours(_A, 0), _ours(_B, 1)],
@@ -169,6 +201,24 @@ BAD += [
     ("exporter", {"rounds": [{**_round(), "scraped": {}}]}),
     ("exporter", {"rounds": [{**_round(), "scraped": {_A: {}}}]}),
     ("exporter", {"rounds": [{"before": {}, "scraped": {}, "after": {}}]}),
+]
+BAD += [
+    ("allocator", {**_ALLOCATOR, **changed})
+    for changed in (
+        {"expandable_segments": False},
+        {"expandable_segments": None},
+        {"max_reserved": 30 << 20},
+        {"max_reserved": 60 << 20},
+        {"history": []},
+        {"history": [], "max_reserved": 0},
+    )
+]
+BAD += [
+    ("doctor", {"subjects": ["torch"], "findings": [_NOTE, _FAILURE]}),
+    ("doctor", {"subjects": [], "findings": []}),
+    ("error-texts", {"cases": []}),
+    ("error-texts", {"cases": [*_CASES, {**_CASES[0], "rules": []}]}),
+    ("error-texts", {"cases": [{**_CASES[1], "rules": ["nccl-invalid-usage", "duplicate-gpu"]}]}),
 ]
 
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,17 @@ from torchmuster.devices.claims import TOKEN_VARIABLE
 from torchmuster.devices.model import Device, DeviceKind, Node
 from torchmuster.devices.visibility import STAGES, variables_for, visible
 from torchmuster.errors import ExitCode, MusterError, NotNow
+from torchmuster.finding import Status
+from torchmuster.known_errors.explain import explain_text
 from torchmuster.monitor import catalogue
+from torchmuster.plan.memory.allocator import ALLOCATOR_SETTING, CachingAllocator
 from torchmuster.selftest.check import Check, Facts, NotHere, Outcome, Place, muster_command
-from torchmuster.units import MiB
+from torchmuster.units import MiB, format_bytes
 
 _ANSWER_WITHIN_S = 60.0
 _MOST_GPUS = 8
 _MOST_SHOWN = 4  # differences that the result names
+_MOST_TEXT = 300  # characters of an error
 
 
 # ---- inventory
@@ -597,6 +602,170 @@ def _outside(one: Mapping[str, Readings]) -> Iterator[tuple[str, str]]:
                 yield uuid, name
 
 
+# ---- allocator
+
+_NEAR_RESERVED = 0.05  # relative
+
+
+def _allocator_check(place: Place, planted: bool) -> Facts:
+    name, value = ALLOCATOR_SETTING
+    environment = {name: "expandable_segments:False" if planted else value}
+    return place.on_ranks("allocator", "train", planted=planted, ranks=1, environment=environment)[
+        0
+    ]
+
+
+def judge_allocator(facts: Facts) -> Outcome:
+    """Expandable segments are on, and the planner's simulation reserves what torch's allocator did."""
+    expandable = facts["expandable_segments"] is True
+    simulated = replayed_peak(facts["history"]) + facts["reserved_before"]
+    reserved = facts["max_reserved"]
+    off = abs(simulated - reserved) / max(reserved, 1)
+    state = "on" if expandable else "off"
+    return Outcome(
+        confirmed=expandable and bool(facts["history"]) and off <= _NEAR_RESERVED,
+        says=f"expandable segments are {state}; reserved {format_bytes(reserved)}, "
+        f"simulated {format_bytes(simulated)} ({off:.1%} off)",
+        figures={
+            "expandable_segments": expandable,
+            "reserved_bytes": reserved,
+            "simulated_bytes": simulated,
+            "allocations": len(facts["history"]),
+        },
+    )
+
+
+def replayed_peak(history: Sequence[Sequence[Any]]) -> int:
+    """Return the peak that the simulated allocator reserves for recorded actions: action, address, size, stream."""
+    allocator = CachingAllocator("expandable")
+    numbers: dict[int, int] = {}  # by address
+    for number, (action, address, size, stream) in enumerate(history):
+        if action == "alloc":
+            numbers[address] = number
+            allocator.take(number, size, str(stream))
+        elif action == "free_completed" and address in numbers:
+            allocator.give(numbers.pop(address))
+    return allocator.peak_reserved_bytes
+
+
+# ---- doctor
+
+# No host has this interface; `muster doctor` reports it as a failure.
+_NO_INTERFACE = "muster-none0"
+
+
+def _doctor(place: Place, planted: bool) -> Facts:
+    environment = {**os.environ}
+    if planted:
+        environment["GLOO_SOCKET_IFNAME"] = _NO_INTERFACE
+    text = place.muster("doctor", "--deep", "--json", environment=environment, accepted=(0, 1))
+    found = json.loads(text)
+    return {
+        "subjects": list(found["subjects"]),
+        "findings": [
+            {"name": one["name"], "status": one["status"], "what": one["what"]}
+            for one in found["findings"]
+            if one["status"] != Status.OK.value
+        ],
+    }
+
+
+def judge_doctor(facts: Facts) -> Outcome:
+    """The doctor finds no failure on a host that works."""
+    by_status: dict[str, list[str]] = {}
+    for one in facts["findings"]:
+        by_status.setdefault(one["status"], []).append(one["name"])
+    failures = [one for one in facts["findings"] if one["status"] == Status.FAILURE.value]
+    others = "; ".join(
+        f"{status}: {', '.join(names)}"
+        for status, names in by_status.items()
+        if status != Status.FAILURE.value
+    )
+    failed = _first_of([f"{one['name']}: {one['what']}" for one in failures])
+    good = f"no failure in {len(facts['subjects'])} subjects" + (f"; {others}" if others else "")
+    return Outcome(
+        confirmed=bool(facts["subjects"]) and not failures,
+        says=failed or good,
+        figures={
+            "subjects": len(facts["subjects"]),
+            **{f"{status}s": len(names) for status, names in by_status.items()},
+        },
+    )
+
+
+# ---- error-texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mistake:
+    """A mistake of a script, and the rule of the known errors that must explain it."""
+
+    work: str
+    rule: str
+    ranks: int = 1
+    on_gpus: bool = True
+
+
+_MISTAKES = (
+    _Mistake(work="no-interface", rule="gloo-no-interface", ranks=2, on_gpus=False),
+    _Mistake(work="killed", rule="killed-sigkill", ranks=2, on_gpus=False),
+    _Mistake(work="label-out-of-range", rule="device-side-assert"),
+    _Mistake(work="out-of-memory", rule="gpu-out-of-memory"),
+    _Mistake(work="same-gpu", rule="duplicate-gpu", ranks=2),
+)
+
+
+def _error_texts(place: Place, planted: bool) -> Facts:
+    cases = []
+    for mistake in _MISTAKES:
+        if mistake.on_gpus and ("nvml" not in place.has or place.device != "gpu"):
+            continue
+        if mistake.on_gpus and mistake.ranks > place.ranks:
+            continue
+        expected = "disk-full" if planted and not cases else mistake.rule
+        cases.append({"work": mistake.work, "expected": expected, **_explained(place, mistake)})
+    return {"cases": cases}
+
+
+def _explained(place: Place, mistake: _Mistake) -> Facts:
+    """Run ranks that fail, and return what ``muster explain`` finds and the rules that match its text."""
+    runs = place.scratch()
+    devices = ("--num-gpus", str(mistake.ranks)) if mistake.on_gpus else ("--device", "cpu")
+    ranks = () if mistake.on_gpus else ("--ranks", str(mistake.ranks))
+    program = ("-m", "torchmuster.selftest.probes.mistakes", mistake.work)
+    place.muster("run", *devices, *ranks, "--runs", str(runs), *program, accepted=(1,))
+    report = json.loads(place.muster("explain", "--runs", str(runs), "--json"))
+    first = report["findings"][0]
+    text = "\n".join((first["what"], first["evidence"]))
+    return {
+        "finding": first["name"],
+        "rules": [one.name for one in explain_text(text)],
+        "error": _last_line(text),
+    }
+
+
+def _last_line(text: str) -> str:
+    """Return the last line of an error, which is not the path of its log."""
+    lines = [line.strip() for line in text.splitlines() if not line.startswith("log: ")]
+    return lines[-1][-_MOST_TEXT:] if lines else ""
+
+
+def judge_error_texts(facts: Facts) -> Outcome:
+    """The first rule that matches the error of a run is the expected one."""
+    wrong = [
+        f"{case['work']}: {next(iter(case['rules']), 'no rule')}, expected {case['expected']}; "
+        f"the error: {case['error']}"
+        for case in facts["cases"]
+        if case["rules"][:1] != [case["expected"]]
+    ]
+    named = ", ".join(f"{case['work']}: {case['expected']}" for case in facts["cases"])
+    return Outcome(
+        confirmed=bool(facts["cases"]) and not wrong,
+        says=_first_of(wrong) if wrong else f"explained as expected: {named}",
+        figures={"cases": len(facts["cases"]), "wrong": len(wrong)},
+    )
+
+
 CHECKS: tuple[Check, ...] = (
     Check(
         id="inventory",
@@ -651,5 +820,32 @@ CHECKS: tuple[Check, ...] = (
         seconds=5,
         measure=_exporter,
         judge=judge_exporter,
+    ),
+    Check(
+        id="allocator",
+        question="does torch's allocator use expandable segments, and reserve what the planner simulates?",
+        fault="the allocator's variable turns expandable segments off",
+        needs=("gpu", "nvml"),
+        seconds=20,
+        measure=_allocator_check,
+        judge=judge_allocator,
+    ),
+    Check(
+        id="doctor",
+        question="does the doctor find no failure on this host?",
+        fault="a variable names a network interface that does not exist",
+        needs=(),
+        seconds=20,
+        measure=_doctor,
+        judge=judge_doctor,
+    ),
+    Check(
+        id="error-texts",
+        question="does Muster explain the errors of real ranks by the right rules?",
+        fault="another rule is expected for the first error",
+        needs=(),
+        seconds=60,
+        measure=_error_texts,
+        judge=judge_error_texts,
     ),
 )
