@@ -27,7 +27,7 @@ NAMES = (
 
 def occupy_gpu(cycles: int) -> None:
     """Start a kernel that runs for this number of clock cycles; the host does not wait for it."""
-    torch.cuda._sleep(cycles)
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def record_allocations() -> None:

@@ -137,23 +137,31 @@ def _with(facts: Facts, path: str, value: Any) -> Facts:
     return changed
 
 
+_WRONG_INVENTORY: list[tuple[str, Any]] = [
+    ("ours/0/memory_mib", 40779.5),
+    ("ours/0/memory_mib", None),
+    ("ours/1/name", "NVIDIA A100"),
+    ("ours/1/pci", "00000000:99:00.0"),
+    ("ours/1/pci", None),
+    ("ours/1/power_limit_w", 350.0),
+    ("ours/0/index", 1),
+    ("ours/0/driver", None),
+    ("ours/0/uuid", "GPU-other"),
+    ("ours", []),
+    ("theirs", []),
+    ("links/0/ours", "SYS"),
+    ("links/0/ours", None),
+]
+_WRONG_ALLOCATOR: list[Facts] = [
+    {"expandable_segments": False},
+    {"expandable_segments": None},
+    {"max_reserved": 30 << 20},
+    {"max_reserved": 60 << 20},
+    {"history": []},
+    {"history": [], "max_reserved": 0},
+]
 BAD: list[tuple[str, Facts]] = [
-    ("inventory", _with(GOOD["inventory"][0], path, value))
-    for path, value in [
-        ("ours/0/memory_mib", 40779.5),
-        ("ours/0/memory_mib", None),
-        ("ours/1/name", "NVIDIA A100"),
-        ("ours/1/pci", "00000000:99:00.0"),
-        ("ours/1/pci", None),
-        ("ours/1/power_limit_w", 350.0),
-        ("ours/0/index", 1),
-        ("ours/0/driver", None),
-        ("ours/0/uuid", "GPU-other"),
-        ("ours", []),
-        ("theirs", []),
-        ("links/0/ours", "SYS"),
-        ("links/0/ours", None),
-    ]
+    ("inventory", _with(GOOD["inventory"][0], path, value)) for path, value in _WRONG_INVENTORY
 ]
 BAD += [("inventory", {"ours": [], "theirs": [], "links": []})]
 BAD += [
@@ -202,17 +210,7 @@ BAD += [
     ("exporter", {"rounds": [{**_round(), "scraped": {_A: {}}}]}),
     ("exporter", {"rounds": [{"before": {}, "scraped": {}, "after": {}}]}),
 ]
-BAD += [
-    ("allocator", {**_ALLOCATOR, **changed})
-    for changed in (
-        {"expandable_segments": False},
-        {"expandable_segments": None},
-        {"max_reserved": 30 << 20},
-        {"max_reserved": 60 << 20},
-        {"history": []},
-        {"history": [], "max_reserved": 0},
-    )
-]
+BAD += [("allocator", {**_ALLOCATOR, **changed}) for changed in _WRONG_ALLOCATOR]
 BAD += [
     ("doctor", {"subjects": ["torch"], "findings": [_NOTE, _FAILURE]}),
     ("doctor", {"subjects": [], "findings": []}),

@@ -224,7 +224,7 @@ def _uuid_selection(place: Place, planted: bool) -> Facts:
         raise NotHere("needs an NVIDIA or AMD GPU")
     selected = [variables_for([gpu]) for gpu in gpus]
     if planted:
-        empty = {name: value and "" for name, value in selected[0].items()}
+        empty: dict[str, str | None] = dict.fromkeys(selected[0], "")
         selected = [*selected[1:], selected[0]] if len(gpus) > 1 else [empty]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         seen = list(pool.map(_seen_with, selected))
@@ -716,7 +716,7 @@ _MISTAKES = (
 
 
 def _error_texts(place: Place, planted: bool) -> Facts:
-    cases = []
+    cases: list[Facts] = []
     for mistake in _MISTAKES:
         if mistake.on_gpus and ("nvml" not in place.has or place.device != "gpu"):
             continue

@@ -40,9 +40,8 @@ def _seen() -> list[dict[str, str]]:
     found = []
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
-        parts = [getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-        known = all(part is not None for part in parts)
-        pci = "{:08x}:{:02x}:{:02x}.0".format(*parts) if known else ""
+        parts = [getattr(gpu, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
+        pci = "" if -1 in parts else "{:08x}:{:02x}:{:02x}.0".format(*parts)
         found.append({"uuid": str(getattr(gpu, "uuid", "")), "pci": pci})
     return found
 
@@ -53,7 +52,7 @@ def _driver_states(*, late: bool) -> dict[str, bool]:
     import torch
 
     found["imported"] = cuda_has_started()
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     if late:
         found["before"] = cuda_has_started()
     return {**found, "after": cuda_has_started()}
