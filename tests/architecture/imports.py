@@ -45,7 +45,12 @@ TORCH_ROOMS = {"train", "worker"}
 TORCH_FOLDERS = {"probes", "lessons"}
 TORCH_INSIDE_FUNCTIONS = {"distributed", "notebook"}
 # What runs inside torchrun's agent, and the private names of torch that probes use.
-TORCH_FILES = {"launch/node/static_rendezvous.py", "labs/torch_private.py", "plan/torch_private.py"}
+TORCH_FILES = {
+    "launch/node/static_rendezvous.py",
+    "labs/torch_private.py",
+    "plan/torch_private.py",
+    "selftest/torch_private.py",
+}
 TORCH_FILES_INSIDE_FUNCTIONS = {"launch/node/elastic_agent.py"}
 VOCABULARY_MAY_IMPORT = "the standard library"
 

@@ -39,6 +39,7 @@ from torchmuster.plan.answer import Answer, as_settings
 from torchmuster.plan.hardware import here
 from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.hardware.cluster_file import describe_hardware
+from torchmuster.plan.memory.allocator import ALLOCATOR_SETTING
 from torchmuster.plan.proof.comparison import Promise
 from torchmuster.plan.request import request_from_settings
 from torchmuster.plan.timing import calibration
@@ -272,8 +273,6 @@ def _train_shown(value: object) -> str:
 
 
 WORKER = "torchmuster.worker"
-# torch's CUDA allocator: expandable segments reduce fragmentation, and muster plan assumes them.
-ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 _DEVICES = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
 
 

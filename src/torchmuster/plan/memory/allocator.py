@@ -28,6 +28,8 @@ from torchmuster.plan.record import Allocation
 from torchmuster.units import MiB, format_bytes
 
 Kind: TypeAlias = Literal["expandable", "classic"]
+# The variable that ``muster train`` sets: expandable segments reduce fragmentation, and the plan assumes them.
+ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 _ROUNDING = 512
 _SMALL = MiB

@@ -1,9 +1,10 @@
 """All checks, in the order in which they run: what later ones rely on comes first."""
 
 from torchmuster.selftest.check import Check
-from torchmuster.selftest.checks import planning, saving, training
+from torchmuster.selftest.checks import devices, planning, saving, training
 
 CHECKS: tuple[Check, ...] = (
+    *devices.CHECKS,
     *training.CHECKS,
     *saving.CHECKS,
     *planning.CHECKS,
