@@ -434,7 +434,10 @@ def _torch_number(node: Node, device: Device) -> int:
         return shown.index(device)
     import torch
 
+    from torchmuster.launch.probes import process_group
+
     for number in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(number).uuid) in device.uuid:
+        uuid = process_group.gpu_uuid(number)
+        if uuid is not None and uuid in device.uuid:
             return number
     return shown.index(device)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from device_strategies import gpu, node
 from patience import GIVE_UP_S
 from torchmuster import distributed
+from torchmuster.devices import snapshot
+from torchmuster.devices.identify import rocm_uuid
+from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.probes import exact_values, matmul, pairs
-from torchmuster.diagnose.probes.collectives import Quota
+from torchmuster.diagnose.probes.collectives import Quota, device_health
 from torchmuster.diagnose.probes.exact_values import (
     OPERATIONS,
     Seat,
@@ -22,7 +27,7 @@ from torchmuster.diagnose.probes.exact_values import (
     exact_sums,
 )
 from torchmuster.diagnose.probes.in_time import Absent, Hangs, ProbeHeartbeat, RankBarrier, in_time
-from torchmuster.diagnose.rank_record import Values
+from torchmuster.diagnose.rank_record import Health, Values
 
 pytestmark = pytest.mark.engine
 
@@ -178,3 +183,10 @@ def test_a_quota_that_is_used_up_is_counted_in_periods(tmp_path: Path) -> None:
     assert quota.held_back() is None  # no period has passed
     stat.write_text("usage_usec 9\nnr_periods 110\nnr_throttled 19\n")
     assert quota.held_back() == pytest.approx(0.9)
+
+
+def test_the_health_of_an_amd_gpu_is_found_by_torchs_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    hot = replace(gpu(0), kind=DeviceKind.ROCM, uuid="GPU-0123456789abcdef", temperature_c=97)
+    monkeypatch.setattr(snapshot, "take_snapshot", lambda: node(gpu(1), hot))
+    assert device_health(rocm_uuid("30313233-3435-3637-3839-616263646566")).temperature_c == 97
+    assert device_health(rocm_uuid("58580000-0000-0000-0000-000000000000")) == Health()
