@@ -203,7 +203,8 @@ def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 6
     """Run an all-reduce over all ranks on their devices; True if the sum is right on this rank.
 
     A wrong sum, an error or a timeout is False, and the log gives the reason. After False the group
-    is unusable: destroy it.
+    is unusable: exit, or destroy it. On GPUs, torch kills the process once a collective has taken
+    longer than the group's own timeout.
     """
     from torchmuster.diagnose.probes import communication
 

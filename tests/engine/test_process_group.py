@@ -7,6 +7,7 @@ There is no GPU where the tests run; what torch would do with one is decided by 
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from patience import GIVE_UP_S
 from torchmuster import distributed
 from torchmuster.diagnose.probes import communication, exact_values
+from torchmuster.diagnose.probes.in_time import Hangs
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import membership, process_group
 from torchmuster.launch.probes.membership import BackendChoice, BackendFacts
@@ -531,6 +533,24 @@ def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> No
 
 
 # ---- communication
+
+
+def test_on_gpus_the_watchdog_keeps_the_groups_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda values: calls.append(values.device.type))
+    monkeypatch.setattr(communication, "wait_for_device", calls.append)
+    device = torch.device("meta")
+    assert communication._sum_over_ranks(0, device, GIVE_UP_S).device == device
+    assert calls == ["meta", device]  # no timeout was given to the operation
+
+
+def test_on_gpus_a_missing_rank_is_found_by_our_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    comes = threading.Event()
+    monkeypatch.setattr(dist, "all_reduce", lambda values: comes.wait(GIVE_UP_S))
+    monkeypatch.setattr(communication, "wait_for_device", lambda device: None)
+    with pytest.raises(Hangs):
+        communication._sum_over_ranks(0, torch.device("meta"), -0.9)
+    comes.set()
 
 
 def test_without_a_group_nothing_is_verified(
