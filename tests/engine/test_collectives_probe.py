@@ -96,6 +96,20 @@ def test_products_are_exact_in_every_precision() -> None:
         assert compare_values(torch.matmul(left, right), expected).wrong == 0
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "bf16"),
+    [((7, 0), None, False), ((7, 5), None, False), ((8, 0), None, True), ((7, 0), "6.4", True)],
+)
+def test_products_are_measured_in_the_dtypes_that_the_gpu_has(
+    capability: tuple[int, int], hip: str | None, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    dtypes = matmul.gpu_dtypes(torch.device("cuda:1"))
+    assert (torch.bfloat16 in dtypes) is bf16
+    assert {torch.float32, torch.float16} <= set(dtypes)
+
+
 def test_sums_in_less_precision_are_not_allowed_while_values_are_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
