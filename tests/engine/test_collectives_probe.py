@@ -1,6 +1,7 @@
 """The parts of the collectives probe in one process: exact values, limits, quotas, slow pairs."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -154,6 +155,36 @@ def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
     for thread in threading.enumerate():
         if thread.name == "in-time":
             thread.join(GIVE_UP_S)
+
+
+def test_the_first_call_of_a_size_may_take_long_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_values, "_BEAT_S", 0.01)
+    monkeypatch.setattr(exact_values, "wait_for_device", lambda device: None)
+    heartbeat = ProbeHeartbeat()
+    waits_for_beats = True
+
+    def prepare(seat: Seat, count: int, turn: int) -> exact_values.Prepared:
+        def call() -> None:
+            begun = heartbeat.beats
+            while waits_for_beats and heartbeat.beats < begun + 3:
+                time.sleep(0.01)
+
+        return call, lambda: iter(())
+
+    gpu_seat = Seat(rank=0, world_size=2, device=torch.device("cuda"))
+    count = exact_values._Count(prepare, gpu_seat, heartbeat)
+    for size in (256, 1024):
+        count.turn(size)  # returns only because beats come while it runs
+    waits_for_beats, before = False, heartbeat.beats
+    count.turn(256)
+    assert heartbeat.beats == before + 1
+    assert "connecting" not in {one.name for one in threading.enumerate()}
+
+
+def test_on_a_cpu_the_first_call_gets_no_more_time() -> None:
+    heartbeat = ProbeHeartbeat()
+    with exact_values.connecting(CPU, heartbeat):
+        assert "connecting" not in {one.name for one in threading.enumerate()}
 
 
 def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
