@@ -498,11 +498,12 @@ def test_mig_slices_are_told_apart_also_by_the_uuid_of_their_gpu(
 def test_amd_gpus_without_a_serial_number_are_told_apart_by_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpus(monkeypatch, properties(NO_SERIAL), properties(NO_SERIAL, bus=0xC1), hip="6.4")
+    first = properties(NO_SERIAL)
+    gpus(monkeypatch, first, properties(NO_SERIAL, bus=0xC1), hip="6.4")
     assert identify(0)[0] != identify(1)[0]
     assert identify(0)[0] == identify(0)[0] is not None
     assert process_group.gpu_uuid(0) is None
-    del torch.cuda.get_device_properties(0).pci_bus_id
+    del first.pci_bus_id
     assert identify(0) == (None, None)
 
 

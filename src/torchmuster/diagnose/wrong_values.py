@@ -165,6 +165,11 @@ def _p2p_wrong(
 
 
 def _leave_out(record: RankRecord) -> str:
+    if record.is_amd:
+        return (
+            f"exclude {record.host} until this device is repaired; check it there with\n"
+            "amd-smi metric --ecc"
+        )
     if record.device_uuid:
         return (
             f"exclude {record.host} until this device is repaired; check it there with\n"

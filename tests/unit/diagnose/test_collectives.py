@@ -135,6 +135,16 @@ def test_a_device_that_computes_wrongly_is_named_with_its_place(
     assert finding == snapshot
 
 
+def test_amd_gpus_are_checked_with_amds_tool() -> None:
+    amd = {"device": "cuda:1", "device_name": "AMD Instinct MI300X", "device_uuid": "GPU-12"}
+    broken, slow = {**amd, "matmuls": (matmul(150, WRONG),)}, {**amd, "matmuls": (matmul(60),)}
+    for record in (broken, slow):
+        same = {f"r{rank}": amd for rank in (0, 1)}
+        fix = only(collectives.judge_collectives(ranks(**same, r2=record))).fix
+        assert "amd-smi metric" in fix
+        assert "nvidia-smi" not in fix
+
+
 def test_a_rank_that_spoils_sums_is_named_though_all_see_them_wrong(
     snapshot: SnapshotAssertion,
 ) -> None:
