@@ -139,8 +139,7 @@ def test_amd_gpus_are_checked_with_amds_tool() -> None:
     amd = {"device": "cuda:1", "device_name": "AMD Instinct MI300X", "device_uuid": "GPU-12"}
     broken, slow = {**amd, "matmuls": (matmul(150, WRONG),)}, {**amd, "matmuls": (matmul(60),)}
     for record in (broken, slow):
-        same = {f"r{rank}": amd for rank in (0, 1)}
-        fix = only(collectives.judge_collectives(ranks(**same, r2=record))).fix
+        fix = only(collectives.judge_collectives(ranks(r0=amd, r1=amd, r2=record))).fix
         assert "amd-smi metric" in fix
         assert "nvidia-smi" not in fix
 
