@@ -203,7 +203,8 @@ def verify_gpu_communication(rank: int, world_size: int, *, timeout_s: float = 6
     """Run an all-reduce over all ranks on their devices; True if the sum is right on this rank.
 
     A wrong sum, an error or a timeout is False, and the log gives the reason. After False the group
-    is unusable: destroy it.
+    is unusable: exit, or destroy it. On GPUs, torch kills the process once a collective has taken
+    longer than the group's own timeout.
     """
     from torchmuster.diagnose.probes import communication
 
@@ -434,7 +435,10 @@ def _torch_number(node: Node, device: Device) -> int:
         return shown.index(device)
     import torch
 
+    from torchmuster.launch.probes import process_group
+
     for number in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(number).uuid) in device.uuid:
+        uuid = process_group.gpu_uuid(number)
+        if uuid is not None and uuid in device.uuid:
             return number
     return shown.index(device)

@@ -1,8 +1,10 @@
 """The parts of the collectives probe in one process: exact values, limits, quotas, slow pairs."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from device_strategies import gpu, node
 from patience import GIVE_UP_S
 from torchmuster import distributed
+from torchmuster.devices import snapshot
+from torchmuster.devices.identify import rocm_uuid
+from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.probes import exact_values, matmul, pairs
-from torchmuster.diagnose.probes.collectives import Quota
+from torchmuster.diagnose.probes.collectives import Quota, device_health
 from torchmuster.diagnose.probes.exact_values import (
     OPERATIONS,
     Seat,
@@ -22,7 +28,7 @@ from torchmuster.diagnose.probes.exact_values import (
     exact_sums,
 )
 from torchmuster.diagnose.probes.in_time import Absent, Hangs, ProbeHeartbeat, RankBarrier, in_time
-from torchmuster.diagnose.rank_record import Values
+from torchmuster.diagnose.rank_record import Health, Values
 
 pytestmark = pytest.mark.engine
 
@@ -91,6 +97,20 @@ def test_products_are_exact_in_every_precision() -> None:
         assert compare_values(torch.matmul(left, right), expected).wrong == 0
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "bf16"),
+    [((7, 0), None, False), ((7, 5), None, False), ((8, 0), None, True), ((7, 0), "6.4", True)],
+)
+def test_products_are_measured_in_the_dtypes_that_the_gpu_has(
+    capability: tuple[int, int], hip: str | None, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    dtypes = matmul.gpu_dtypes(torch.device("cuda:1"))
+    assert (torch.bfloat16 in dtypes) is bf16
+    assert {torch.float32, torch.float16} <= set(dtypes)
+
+
 def test_sums_in_less_precision_are_not_allowed_while_values_are_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,6 +157,36 @@ def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
             thread.join(GIVE_UP_S)
 
 
+def test_the_first_call_of_a_size_may_take_long_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_values, "_BEAT_S", 0.01)
+    monkeypatch.setattr(exact_values, "wait_for_device", lambda device: None)
+    heartbeat = ProbeHeartbeat()
+    waits_for_beats = True
+
+    def prepare(seat: Seat, count: int, turn: int) -> exact_values.Prepared:
+        def call() -> None:
+            begun = heartbeat.beats
+            while waits_for_beats and heartbeat.beats < begun + 3:
+                time.sleep(0.01)
+
+        return call, lambda: iter(())
+
+    gpu_seat = Seat(rank=0, world_size=2, device=torch.device("cuda"))
+    count = exact_values._Count(prepare, gpu_seat, heartbeat)
+    for size in (256, 1024):
+        count.turn(size)  # returns only because beats come while it runs
+    waits_for_beats, before = False, heartbeat.beats
+    count.turn(256)
+    assert heartbeat.beats == before + 1
+    assert "connecting" not in {one.name for one in threading.enumerate()}
+
+
+def test_on_a_cpu_the_first_call_gets_no_more_time() -> None:
+    heartbeat = ProbeHeartbeat()
+    with exact_values.connecting(CPU, heartbeat):
+        assert "connecting" not in {one.name for one in threading.enumerate()}
+
+
 def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as pool:
@@ -178,3 +228,10 @@ def test_a_quota_that_is_used_up_is_counted_in_periods(tmp_path: Path) -> None:
     assert quota.held_back() is None  # no period has passed
     stat.write_text("usage_usec 9\nnr_periods 110\nnr_throttled 19\n")
     assert quota.held_back() == pytest.approx(0.9)
+
+
+def test_the_health_of_an_amd_gpu_is_found_by_torchs_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    hot = replace(gpu(0), kind=DeviceKind.ROCM, uuid="GPU-0123456789abcdef", temperature_c=97)
+    monkeypatch.setattr(snapshot, "take_snapshot", lambda: node(gpu(1), hot))
+    assert device_health(rocm_uuid("30313233-3435-3637-3839-616263646566")).temperature_c == 97
+    assert device_health(rocm_uuid("58580000-0000-0000-0000-000000000000")) == Health()

@@ -7,9 +7,11 @@ There is no GPU where the tests run; what torch would do with one is decided by 
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from patience import GIVE_UP_S
 from torchmuster import distributed
 from torchmuster.diagnose.probes import communication, exact_values
+from torchmuster.diagnose.probes.in_time import Hangs
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import membership, process_group
 from torchmuster.launch.probes.membership import BackendChoice, BackendFacts
@@ -377,11 +380,19 @@ def test_the_device_is_set_before_the_group_is_made(monkeypatch: pytest.MonkeyPa
 # ---- what the ranks agree on
 
 
-def offer(rank: int, name: str = "nccl", uuid: str | None = None) -> BackendOffer:
+def offer(
+    rank: int,
+    name: str = "nccl",
+    gpu: str | None = None,
+    pci: str | None = None,
+    host: str | None = None,
+) -> BackendOffer:
     reason = (
         "gloo instead of nccl, on the CPU: torch sees no GPU on this host" if name == "gloo" else ""
     )
-    return BackendOffer(backend=name, reason=reason, uuid=uuid, rank=rank, host=f"node-{rank}")
+    return BackendOffer(
+        backend=name, reason=reason, gpu=gpu, pci=pci, rank=rank, host=host or f"node-{rank}"
+    )
 
 
 def test_one_rank_that_cannot_use_nccl_decides_for_all(snapshot: SnapshotAssertion) -> None:
@@ -395,7 +406,7 @@ def test_one_rank_that_cannot_use_nccl_decides_for_all(snapshot: SnapshotAsserti
 
 
 def test_all_alike_stay_as_they_are() -> None:
-    assert process_group.compare_offers([offer(0, uuid="a"), offer(1, uuid="b")]).backend == "nccl"
+    assert process_group.compare_offers([offer(0, gpu="a"), offer(1, gpu="b")]).backend == "nccl"
     assert process_group.compare_offers(
         [offer(0, "gloo"), offer(1, "gloo")]
     ) == process_group.BackendAgreement(backend="gloo")
@@ -409,17 +420,110 @@ def test_gpus_of_two_makes_use_gloo(snapshot: SnapshotAssertion) -> None:
 
 def test_two_ranks_with_one_gpu_are_found_out(snapshot: SnapshotAssertion) -> None:
     verdict = process_group.compare_offers(
-        [offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")]
+        [offer(0, gpu="a"), offer(1, gpu="b"), offer(2, gpu="a")]
     )
     assert verdict.backend == "gloo"
     assert verdict.shared == ("a",)
     assert verdict.why == snapshot
 
 
+def test_slices_of_one_gpu_keep_their_devices_but_cannot_use_nccl(
+    snapshot: SnapshotAssertion,
+) -> None:
+    verdict = process_group.compare_offers(
+        [
+            offer(0, gpu="a", pci="0000:41:00", host="node-0"),
+            offer(1, gpu="b", pci="0000:41:00", host="node-1"),
+            offer(2, gpu="c", pci="0000:41:00", host="node-0"),
+        ]
+    )
+    assert (verdict.backend, verdict.shared) == ("gloo", ())
+    assert verdict.why == snapshot
+    alone = [offer(0, gpu="a", pci="0000:41:00"), offer(1, gpu="b", pci="0000:41:00")]
+    assert process_group.compare_offers(alone).backend == "nccl"
+
+
+def test_a_shared_gpu_is_named_before_slices() -> None:
+    pairs = enumerate(["a", "b", "b"])
+    verdict = process_group.compare_offers(
+        [offer(rank, gpu=gpu, pci="0000:41:00", host="node-0") for rank, gpu in pairs]
+    )
+    assert verdict.shared == ("b",)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *properties: SimpleNamespace, hip: str | None) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def properties(uuid: str, bus: int = 0x41, name: str = "") -> SimpleNamespace:
+    return SimpleNamespace(uuid=uuid, name=name, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+
+
+def identify(index: int) -> tuple[str | None, str | None]:
+    return process_group.gpu_identity(
+        BackendChoice(backend="nccl", device="cuda", index=index), "node-0", os.environ
+    )
+
+
+NO_SERIAL = "58580000-0000-0000-0000-000000000000"  # "XX"
+SERIAL = "30313233-3435-3637-3839-616263646566"  # "0123456789abcdef"
+
+
+def test_nvidia_gpus_are_told_apart_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, properties("6a3f"), properties("77aa", bus=0xC1), hip=None)
+    assert identify(0) == ("6a3f", "0000:41:00")
+    assert identify(1) == ("77aa", "0000:c1:00")
+    gloo = BackendChoice(backend="gloo", device="cuda", index=0)
+    assert process_group.gpu_identity(gloo, "node-0", os.environ) == (None, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert identify(0)[0] == "6a3f"  # however the user names it
+
+
+def test_mig_slices_are_told_apart_also_by_the_uuid_of_their_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus(monkeypatch, properties("6a3f", name="NVIDIA A100 MIG 3g.20gb"), hip=None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    first = identify(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
+    assert first[0] != identify(0)[0]
+    assert first[1] == identify(0)[1] == "0000:41:00"
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # the user lets NCCL connect slices
+    assert identify(0)[1] is None
+
+
+def test_amd_gpus_without_a_serial_number_are_told_apart_by_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = properties(NO_SERIAL)
+    gpus(monkeypatch, first, properties(NO_SERIAL, bus=0xC1), hip="6.4")
+    assert identify(0)[0] != identify(1)[0]
+    assert identify(0)[0] == identify(0)[0] is not None
+    assert process_group.gpu_uuid(0) is None
+    del first.pci_bus_id
+    assert identify(0) == (None, None)
+
+
+def test_parts_of_one_amd_gpu_are_told_apart_and_can_use_rccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus(monkeypatch, properties(SERIAL), properties(SERIAL), hip="6.4")
+    assert process_group.gpu_uuid(0) == "GPU-0123456789abcdef"
+    assert identify(0)[0] != identify(1)[0]
+    assert identify(0)[1] is identify(1)[1] is None
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "3")
+    first = identify(0)
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "4")
+    assert first != identify(0)
+
+
 def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> None:
     store, limit = HashStore(), timedelta(seconds=GIVE_UP_S)
     members = [membership.read_membership(rank, 3, {}) for rank in range(3)]
-    offers = [offer(0, uuid="a"), offer(1, uuid="b"), offer(2, uuid="a")]
+    offers = [offer(0, gpu="a"), offer(1, gpu="b"), offer(2, gpu="a")]
 
     def agree(rank: int) -> process_group.BackendAgreement:
         return process_group.agree_on_backend(store, members[rank], offers[rank], limit)
@@ -430,6 +534,24 @@ def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> No
 
 
 # ---- communication
+
+
+def test_on_gpus_the_watchdog_keeps_the_groups_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda values: calls.append(values.device.type))
+    monkeypatch.setattr(communication, "wait_for_device", calls.append)
+    device = torch.device("meta")
+    assert communication._sum_over_ranks(0, device, GIVE_UP_S).device == device
+    assert calls == ["meta", device]  # no timeout was given to the operation
+
+
+def test_on_gpus_a_missing_rank_is_found_by_our_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    comes = threading.Event()
+    monkeypatch.setattr(dist, "all_reduce", lambda values: comes.wait(GIVE_UP_S))
+    monkeypatch.setattr(communication, "wait_for_device", lambda device: None)
+    with pytest.raises(Hangs):
+        communication._sum_over_ranks(0, torch.device("meta"), -0.9)
+    comes.set()
 
 
 def test_without_a_group_nothing_is_verified(

@@ -78,7 +78,7 @@ def test_zeros_from_others_are_found_and_a_second_try_is_asked_for(torchrun: Tor
     finding = only(collectives.judge_collectives(records))
     assert finding.name == "p2p-wrong"
     assert "(rank 1) exchanges with others" in finding.what
-    assert wrong_values.second_try(records) == {"NCCL_P2P_DISABLE": "1"}
+    assert wrong_values.second_try(records) == wrong_values.SECOND_TRY
 
 
 def test_a_hang_ends_in_time_and_names_the_rank(

@@ -30,12 +30,21 @@ USUAL_RESTARTS = 3
 # Variables that configure libraries are forwarded; all others stay on their host.
 _LIBRARY_VARIABLES = (
     "NCCL_",
+    "RCCL_",
     "GLOO_",
+    "FI_",  # libfabric, for example for AWS EFA
+    "UCX_",
     "TORCH_NCCL_",
+    "TORCH_FR_",
     "TORCH_DISTRIBUTED_",
     "OMP_NUM_THREADS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "HSA_FORCE_FINE_GRAIN_PCIE",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
 )
 
 

@@ -1,5 +1,6 @@
 """Find the visible device that an id names, as a user types it (``2``, ``GPU-8a2c``, ``0:1``)."""
 
+import re
 from collections.abc import Mapping
 
 from torchmuster.devices.model import Device, Node
@@ -37,6 +38,18 @@ def find_device(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> De
         why=f"the visible GPUs are: {have}" if have else "no GPU is visible here",
         fix=SHOW_IDS if have else "run on the CPU: start the program without picking GPUs",
     )
+
+
+def rocm_uuid(torch_uuid: str) -> str | None:
+    """Return an AMD GPU's UUID as ROCm shows it, from torch's; None if it has no serial number.
+
+    HIP stores the text of the serial number, or ``XX``, and torch shows its bytes as hex digits.
+    """
+    try:
+        text = bytes.fromhex(torch_uuid.replace("-", "")).rstrip(b"\0").decode("ascii").lower()
+    except ValueError:
+        return None
+    return f"GPU-{text}" if re.fullmatch(r"[0-9a-f]{16}", text) else None
 
 
 def _unusable(device: Device, shown: Visible) -> NoSuchDevice:

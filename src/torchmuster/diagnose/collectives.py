@@ -67,7 +67,9 @@ def _collectives_slow(
     subject: str, name: str, guilty: Sequence[RankRecord], share: float
 ) -> Finding:
     first = guilty[0]
-    if first.device_uuid:
+    if first.is_amd:
+        fix = f"check the clocks of the GPU on {first.host}\namd-smi metric --clock --power --temperature"
+    elif first.device_uuid:
         fix = f"check the clocks of the GPU on {first.host}\nnvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE"
     else:
         fix = f"check other processes and the CPU clock on {first.host}\ntop\nlscpu"

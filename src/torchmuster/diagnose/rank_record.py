@@ -115,6 +115,11 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool = False
 
     @property
+    def is_amd(self) -> bool:
+        """Whether it uses an AMD GPU, which torch also calls cuda."""
+        return self.device.startswith("cuda") and self.device_name.startswith("AMD")
+
+    @property
     def where(self) -> str:
         """The name used in findings: ``node2, GPU 1 (rank 9)``."""
         kind, _, number = self.device.partition(":")

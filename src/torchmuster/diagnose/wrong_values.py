@@ -8,8 +8,9 @@ from torchmuster.finding import Finding, Status
 
 # Pairs of the rank that received a wrong value and the rank that sent it.
 Seen = set[tuple[int, int]]
-# Makes NCCL copy data between GPUs through host memory instead.
-SECOND_TRY = {"NCCL_P2P_DISABLE": "1"}
+# Makes NCCL copy data between GPUs through host memory, and sum it without NVLink SHARP.
+SECOND_TRY = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+_VARIABLES = " ".join(f"{name}={value}" for name, value in SECOND_TRY.items())
 
 _SUMS = ("all-reduce", "reduce-scatter")
 
@@ -27,7 +28,7 @@ def judge_values(
     known = {record.rank for record in broken}
     for ranks in _spoilers(records):
         if not known & set(ranks):
-            findings.append(_wrong_values([by_rank[rank] for rank in ranks], records))
+            findings.append(_wrong_values([by_rank[rank] for rank in ranks], records, second))
             known |= set(ranks)
     for ranks in blame_ranks(wrong_pairs(records)):
         if not known & set(ranks):
@@ -94,7 +95,11 @@ def _wrong_device(record: RankRecord) -> Finding:
     )
 
 
-def _wrong_values(guilty: Sequence[RankRecord], records: Sequence[RankRecord]) -> Finding:
+def _wrong_values(
+    guilty: Sequence[RankRecord],
+    records: Sequence[RankRecord],
+    second: Sequence[RankRecord] | None,
+) -> Finding:
     seen: dict[str, Values] = {}
     for record in records:
         for operation in record.operations:
@@ -102,14 +107,20 @@ def _wrong_values(guilty: Sequence[RankRecord], records: Sequence[RankRecord]) -
                 seen[operation.name] = seen.get(operation.name, Values()) + operation.values
     alone = len(guilty) == 1
     between = "" if alone else " between them"
+    why = "known test values arrived changed; in training this would corrupt the model without an error"
+    fix = _leave_out(guilty[0])
+    if second and not any(one.trouble or _wrong_operations(one) for one in second):
+        why += f". With {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
+        fix = f"export {_VARIABLES}\nor {fix}"
+    elif second is not None:
+        why += f". {_VARIABLES} does not change this"
     return Finding(
         name="wrong-values",
         status=Status.FAILURE,
         what=f"{_wrong_values_name(guilty)} {'corrupts' if alone else 'corrupt'} values{between} "
         f"in {', '.join(seen)}",
-        why="known test values arrived changed; in training this would corrupt the model without "
-        "an error",
-        fix=_leave_out(guilty[0]),
+        why=why,
+        fix=fix,
         evidence="\n".join(
             f"{name}: {_wrong_values_count(values)} over all ranks; {_first(values)}"
             for name, values in seen.items()
@@ -131,15 +142,16 @@ def _p2p_wrong(
                     f"rank {pair.peer} to rank {record.rank}: {_wrong_values_count(pair.values)}; "
                     f"{_first(pair.values)}"
                 )
-    variable = "NCCL_P2P_DISABLE=1"
-    cured = second is not None and not wrong_pairs(second)
+    cured = second and not any(one.trouble for one in second) and not wrong_pairs(second)
     if cured:
-        why = f"with {variable} all values are correct: the direct path between the GPUs is broken"
-        fix = f"export {variable}\n# permanent fix: disable ACS and the IOMMU in the BIOS"
+        why = (
+            f"with {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
+        )
+        fix = f"export {_VARIABLES}\n# permanent fix: disable ACS and the IOMMU in the BIOS"
     else:
         why = "data sent from one rank to another arrives changed; collectives use the same path"
         if second is not None:
-            why += f". {variable} does not change this"
+            why += f". {_VARIABLES} does not change this"
         fix = _leave_out(guilty[0])
     exchange = "exchanges with others" if len(guilty) == 1 else "send to each other"
     return Finding(
@@ -153,6 +165,11 @@ def _p2p_wrong(
 
 
 def _leave_out(record: RankRecord) -> str:
+    if record.is_amd:
+        return (
+            f"exclude {record.host} until this device is repaired; check it there with\n"
+            "amd-smi metric --ecc"
+        )
     if record.device_uuid:
         return (
             f"exclude {record.host} until this device is repaired; check it there with\n"
@@ -191,6 +208,13 @@ def _first(values: Values) -> str:
     return f"the first at index {values.place}: {got} instead of {values.expected:g}"
 
 
+def _wrong_operations(record: RankRecord) -> bool:
+    return any(one.values.wrong for one in record.operations)
+
+
 def second_try(records: Sequence[RankRecord]) -> Mapping[str, str]:
     """Return the variables for a second run of the probe; empty if it would not help."""
-    return SECOND_TRY if wrong_pairs(records) else {}
+    in_collectives = any(
+        record.backend == "nccl" and _wrong_operations(record) for record in records
+    ) and not any(_matmul_values(record).wrong for record in records)
+    return SECOND_TRY if in_collectives or wrong_pairs(records) else {}

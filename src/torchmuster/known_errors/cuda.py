@@ -37,6 +37,15 @@ RULES = (
         "update or rebuild the extension that the traceback names; set the device first: torch.cuda.set_device(local_rank)",
     ),
     Rule(
+        name="no-virtual-memory-management",
+        patterns=(r"CUDA driver error: operation not supported",),
+        what="the GPU does not support virtual memory management, which torch's expandable segments need",
+        why="it is a virtual GPU (vGPU) whose profile does not include it; muster train enables expandable segments",
+        confirm="nvidia-smi -q | grep -i 'virtualization mode'   # VGPU?",
+        fix="muster train … --env PYTORCH_ALLOC_CONF=expandable_segments:False\n"
+        "with another launcher: export PYTORCH_ALLOC_CONF=expandable_segments:False",
+    ),
+    Rule(
         name="launch-failure",
         patterns=(
             r"unspecified launch failure",

@@ -50,11 +50,13 @@ RULES = (
     ),
     Rule(
         name="duplicate-gpu",
-        patterns=(r"Duplicate GPU detected",),
+        patterns=(r"Duplicate GPU detected", r"Multiple Ranks are using the same GPU"),
         what="two ranks use the same GPU, which NCCL does not support",
-        why="every rank uses GPU 0 by default, and NCCL needs one GPU per rank",
+        why="every rank uses GPU 0 by default, and NCCL needs one GPU per rank; to NCCL, the MIG slices of a GPU "
+        "are one GPU",
         confirm="nvidia-smi   # one process of the run per GPU?\nmuster gpus",
-        fix=f"{_LOCAL_GPU}\nstart no more ranks than GPUs:\ntorchrun --nproc-per-node gpu …",
+        fix=f"{_LOCAL_GPU}\nstart no more ranks than GPUs:\ntorchrun --nproc-per-node gpu …\n"
+        "for MIG slices, with NCCL 2.30 or newer:\nexport NCCL_MULTI_RANK_GPU_ENABLE=1",
     ),
     Rule(
         name="nccl-without-gpu",
@@ -230,6 +232,7 @@ RULES = (
         what="NCCL was called with invalid arguments; most often two ranks have the same GPU",
         why="every rank uses GPU 0 by default",
         confirm=f"nvidia-smi   # one process of the run per GPU?\n{_SAY_MORE}",
-        fix=f"{_LOCAL_GPU}\nstart no more ranks than GPUs:\ntorchrun --nproc-per-node gpu …",
+        fix=f"{_LOCAL_GPU}\nstart no more ranks than GPUs:\ntorchrun --nproc-per-node gpu …\n"
+        "for MIG slices, with NCCL 2.30 or newer:\nexport NCCL_MULTI_RANK_GPU_ENABLE=1",
     ),
 )

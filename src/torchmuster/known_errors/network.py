@@ -225,6 +225,7 @@ RULES = (
         confirm="nvidia-smi; dmesg | grep -i xid   # has a GPU reported errors?\n"
         "muster check --hosts A,B",
         fix="if the host is only slow:\nexport TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800\n"
-        "else find out why it hangs: TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 muster run …",
+        "else find out why it hangs: read the flight recorder's dumps\n"
+        "torchfrtrace --prefix comm_lib_trace_rank_ ~/.cache/torch",
     ),
 )

@@ -6,6 +6,7 @@ A proof starts a script ten times or more; importing takes most of the time of a
 
 import contextlib
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -42,6 +43,8 @@ _LIBRARIES = {
     "datasets": ("datasets",),
     "torchmuster": ("torchmuster.worker.training", "transformers.models.auto.modeling_auto"),
 }
+# peft, which the trainer imports, imports bitsandbytes, which starts CUDA; a forked rank could not use a GPU then.
+_STARTS_CUDA = {"transformers.trainer": "transformers.models.auto.modeling_auto"}
 _GRACE_S = 30.0  # as torchrun
 _HANGS_AFTER_S = 180.0  # without a new step or line of output
 _STARTS_WITHIN_S = 1800.0
@@ -56,13 +59,21 @@ def preload_for(source: str, environment: dict[str, str]) -> None:
     It inherits the variables, which libraries may read when they are imported.
     """
     os.environ.update(environment)
+    gpus = environment.get("CUDA_VISIBLE_DEVICES") != ""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded(source, gpus=gpus))
+
+
+def preloaded(source: str, *, gpus: bool) -> list[str]:
+    """Return the modules to import before ranks are forked; with GPUs, none that starts CUDA."""
     names = [
         name
         for library, modules in _LIBRARIES.items()
         if re.search(rf"\b(?:import|from)\s+{library}\b", source)
         for name in modules
     ]
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOADED, *names])
+    if gpus and importlib.util.find_spec("bitsandbytes"):
+        names = [_STARTS_CUDA.get(name, name) for name in names]
+    return [*_PRELOADED, *names]
 
 
 def run_ranks(

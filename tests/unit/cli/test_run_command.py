@@ -14,7 +14,7 @@ import torchmuster
 from muster_command import Muster, Result
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
-from torchmuster.cli import slurm_run
+from torchmuster.cli import job_flags, slurm_run
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import parse_nodes
 
@@ -214,6 +214,28 @@ def test_more_than_there_is_cannot_be_had(run: Run, machine: Machine, flags: lis
     result = run("--dry-run", *flags, "train.py")
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("failure  ")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_LAUNCH_BLOCKING",
+        "FI_PROVIDER",
+        "PYTORCH_HIP_ALLOC_CONF",
+        "RCCL_MSCCL_ENABLE",
+        "TORCH_FR_BUFFER_SIZE",
+        "UCX_TLS",
+    ],
+)
+def test_variables_that_all_hosts_need_are_forwarded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")  # of one host's GPU
+    chosen = job_flags._environment([])
+    assert chosen[name] == "1"
+    assert "HSA_OVERRIDE_GFX_VERSION" not in chosen
 
 
 def test_settings_from_a_file_and_the_environment(run: Run, own_machine: Path) -> None:

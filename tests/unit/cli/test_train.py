@@ -91,6 +91,7 @@ def test_gpus_are_chosen_as_for_a_script(
         (("--device", "cpu"), {}, None),
         ((), {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
         ((), {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ((), {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:64"}, None),
     ],
 )
 def test_the_allocator_of_gpus_is_as_the_planner_has_it_unless_people_say_otherwise(

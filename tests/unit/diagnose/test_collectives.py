@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from msgspec.structs import replace
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.diagnose import collectives, wrong_values
@@ -134,6 +135,15 @@ def test_a_device_that_computes_wrongly_is_named_with_its_place(
     assert finding == snapshot
 
 
+def test_amd_gpus_are_checked_with_amds_tool() -> None:
+    amd = {"device": "cuda:1", "device_name": "AMD Instinct MI300X", "device_uuid": "GPU-12"}
+    broken, slow = {**amd, "matmuls": (matmul(150, WRONG),)}, {**amd, "matmuls": (matmul(60),)}
+    for record in (broken, slow):
+        fix = only(collectives.judge_collectives(ranks(r0=amd, r1=amd, r2=record))).fix
+        assert "amd-smi metric" in fix
+        assert "nvidia-smi" not in fix
+
+
 def test_a_rank_that_spoils_sums_is_named_though_all_see_them_wrong(
     snapshot: SnapshotAssertion,
 ) -> None:
@@ -207,7 +217,7 @@ def broken_p2p() -> list[RankRecord]:
 
 
 def test_wrong_values_between_two_ask_for_a_second_try(snapshot: SnapshotAssertion) -> None:
-    assert wrong_values.second_try(broken_p2p()) == {"NCCL_P2P_DISABLE": "1"}
+    assert wrong_values.second_try(broken_p2p()) == wrong_values.SECOND_TRY
     finding = only(collectives.judge_collectives(broken_p2p()))
     assert finding.name == "p2p-wrong"
     assert "node2, CPU (rank 1)" in finding.what
@@ -217,7 +227,7 @@ def test_wrong_values_between_two_ask_for_a_second_try(snapshot: SnapshotAsserti
 def test_a_second_try_that_is_right_gives_the_cure(snapshot: SnapshotAssertion) -> None:
     finding = only(collectives.judge_collectives(broken_p2p(), ranks()))
     assert finding.status is Status.FAILURE
-    assert finding.fix.splitlines()[0] == "export NCCL_P2P_DISABLE=1"
+    assert finding.fix.splitlines()[0] == "export NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0"
     assert "NCCL_P2P_DISABLE=1" in finding.why
     assert finding == snapshot
 
@@ -227,6 +237,37 @@ def test_a_second_try_that_is_no_better_is_told(snapshot: SnapshotAssertion) -> 
     assert "NCCL_P2P_DISABLE=1" in finding.why
     assert finding == snapshot
     assert "export" not in finding.fix
+
+
+def broken_sums(backend: str = "nccl") -> list[RankRecord]:
+    wrong = {"operations": (Operation(name="all-reduce", values=WRONG),), "suspects": ((1,),)}
+    return [replace(one, backend=backend) for one in ranks(r1=wrong)]
+
+
+def test_wrong_sums_of_nccl_are_tried_again_without_nvlink_sharp(
+    snapshot: SnapshotAssertion,
+) -> None:
+    assert wrong_values.second_try(broken_sums())["NCCL_NVLS_ENABLE"] == "0"
+    assert wrong_values.second_try(broken_sums("gloo")) == {}
+    finding = only(collectives.judge_collectives(broken_sums(), ranks()))
+    assert (finding.name, finding.status) == ("wrong-values", Status.FAILURE)
+    assert finding.fix.splitlines()[0] == "export NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0"
+    assert finding == snapshot
+    finding = only(collectives.judge_collectives(broken_sums(), broken_sums()))
+    assert "export" not in finding.fix
+    assert "NCCL_NVLS_ENABLE=0" in finding.why
+
+
+def test_a_second_try_that_failed_is_no_cure() -> None:
+    failed = [replace(one, trouble=Trouble(stage="group", problem="error")) for one in ranks()]
+    for broken in (broken_sums(), broken_p2p()):
+        assert "export" not in only(collectives.judge_collectives(broken, failed)).fix
+        assert "export" not in only(collectives.judge_collectives(broken, [])).fix
+
+
+def test_a_device_that_computes_wrong_results_needs_no_second_try() -> None:
+    broken = [replace(one, matmuls=(matmul(1, WRONG),)) for one in broken_sums()]
+    assert wrong_values.second_try(broken) == {}
 
 
 # ---- hangs and errors

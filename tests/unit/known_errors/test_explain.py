@@ -214,6 +214,15 @@ def test_what_machines_that_do_not_find_each_other_say(text: str, cause: str) ->
             "NVRM: Xid (PCI:0000:48:00): 79, pid=1, GPU has fallen off the bus.",
             "gpu-fell-off-bus",
         ),
+        (
+            "RuntimeError: CUDA driver error: operation not supported",
+            "no-virtual-memory-management",
+        ),
+        (
+            "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nMultiple Ranks "
+            "are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this.",
+            "duplicate-gpu",
+        ),
     ],
 )
 def test_the_cause_wins_over_what_follows_from_it(text: str, cause: str) -> None:

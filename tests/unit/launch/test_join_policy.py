@@ -366,7 +366,7 @@ def test_no_listed_variable_names_a_file_a_library_or_an_address() -> None:
         "OUT",
         "CMD",
     }
-    allocator = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    allocator = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")}
     assert not [
         name
         for name in join_policy.VARIABLES - allocator

@@ -101,6 +101,12 @@ def test_all_wait_for_the_weakest_rank() -> None:
     assert found.collectives["all_reduce 2"].bytes_s == 1e9
 
 
+def test_a_dtype_that_one_rank_lacks_has_no_rate() -> None:
+    older = dataclasses.replace(MEASURED, flops={"float32": 5e10})  # a GPU without bf16
+    for found in ([MEASURED, older], [older, MEASURED]):
+        assert calibration.weakest_rank(found).flops == {"float32": 5e10}
+
+
 def test_measured_rates_take_the_place_of_others() -> None:
     on = calibration.hardware_as_measured(FOUND, HERE)
     assert on.card.flops == {"float32": 1e11, "bfloat16": 2e11}

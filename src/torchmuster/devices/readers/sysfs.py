@@ -92,8 +92,9 @@ def watts(sensors: Path, *files: str) -> float | None:
 
 def joules(sensors: Path) -> float | None:
     """Return the energy in joules since the driver was loaded, or None if it is not counted."""
-    microjoules = read_integer(sensors / "energy1_input")
-    return None if microjoules is None else microjoules / 1e6
+    # Of the card; some GPUs on xe only count that of the package, in the second file.
+    counts = (read_integer(sensors / file) for file in ("energy1_input", "energy2_input"))
+    return next((count / 1e6 for count in counts if count is not None), None)
 
 
 # Engine names of amdgpu and i915 (busy time), and of xe (busy cycles).

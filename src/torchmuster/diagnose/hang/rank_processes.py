@@ -19,7 +19,7 @@ _PROC = Path("/proc")
 # What torchrun sets, and every launcher that imitates it.
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _RAS_PORT = 28028
-# Where the flight recorder writes, newest name first. The rank is appended.
+# Variables with the place where the flight recorder writes, newest first. The rank is appended.
 _RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
@@ -142,7 +142,7 @@ def _rank_process(
             started_unix_s=process.create_time(),
             related=(*_above(pid, parents), *below),
             uses_gpu=_uses_gpu(pid),
-            recorder_file=_recorder_file(pid, rank, variables),
+            recorder_file=_recorder_file(pid, rank, variables, process.create_time()),
         )
     except (psutil.Error, OSError, ValueError):  # it has exited, or is no rank
         return None
@@ -163,8 +163,13 @@ def _answers(port: int) -> bool:
     return False
 
 
-def _recorder_file(pid: int, rank: int, variables: Mapping[str, str]) -> str:
+def _recorder_file(pid: int, rank: int, variables: Mapping[str, str], started_unix_s: float) -> str:
     """Return the dump that a rank's flight recorder has written, as the rank sees its path."""
-    prefix = next((variables[name] for name in _RECORDER_FILES if variables.get(name)), "")
+    cache = variables.get("XDG_CACHE_HOME") or f"{variables.get('HOME')}/.cache"
+    usual = f"{cache}/torch/comm_lib_trace_rank_"
+    prefix = next((variables[name] for name in _RECORDER_FILES if variables.get(name)), usual)
     file = os.path.join(f"/proc/{pid}/cwd", f"{prefix}{rank}")  # noqa: PTH118
-    return f"{prefix}{rank}" if prefix and Path(file).is_file() else ""
+    with contextlib.suppress(OSError):
+        if Path(file).stat().st_mtime >= started_unix_s:  # else an earlier job's
+            return f"{prefix}{rank}"
+    return ""

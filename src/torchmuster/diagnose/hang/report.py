@@ -93,11 +93,13 @@ def notes(watch: JobWatch, found: Mapping[str, RanksHere]) -> list[Finding]:
     elif any(one.process.uses_gpu for one in watch.ranks):
         told.append(
             Finding(
-                name="flight-recorder-off",
+                name="flight-recorder-not-dumped",
                 status=Status.NOTE,
-                what="there is no flight recorder dump, which would list the collectives of each rank",
-                fix="before the next start: export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
-                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE=/tmp/nccl_trace_rank_",
+                what="there is no flight recorder dump yet, which would list the collectives of each rank",
+                why="torch writes it when a collective times out: after 10 minutes, unless init_process_group "
+                "sets another timeout",
+                fix="ls ~/.cache/torch/comm_lib_trace_rank_*   # after the timeout; TORCH_FR_DUMP_TEMP_FILE changes "
+                "the path",
             )
         )
     if hosts := [host for host, answer in found.items() if answer.nccl_ras]:

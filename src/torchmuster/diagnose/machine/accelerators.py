@@ -74,7 +74,8 @@ def _split(node: Node) -> Iterator[Finding]:
             name="mig",
             status=Status.NOTE,
             what=f"{label_all(parents)} {'is' if len(parents) == 1 else 'are'} split into slices (MIG)",
-            why="a process can use one slice at most, and NCCL does not connect slices of one GPU",
+            why="a process can use one slice at most, and NCCL connects slices of one GPU only with "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or newer)",
         )
 
 

@@ -3,6 +3,7 @@
 The checks read its files and never import it, so they also work with a broken torch.
 """
 
+import platform
 import re
 import shlex
 import sys
@@ -30,9 +31,11 @@ _LEAST_DRIVERS = {
 # CUDA's major version -> the lowest compute capability that its compiler supports. From the
 # same notes: CUDA 12 dropped Kepler, CUDA 13 dropped Maxwell, Pascal and Volta.
 _LOWEST_CAPABILITY = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
-# Compute capability (major) -> the first CUDA whose compiler supports it: Hopper, Blackwell. A GPU
-# runs code of its own major version, so a higher minor version needs nothing newer.
-_FIRST_CUDA = {9: (11, 8), 10: (12, 8), 12: (12, 8)}
+# The lowest compute capability in torch's own wheels for ARM servers (pytorch#182849).
+_LOWEST_ON_ARM = (8, 0)
+# Compute capability (major) -> the first CUDA whose compiler supports it: Hopper, Blackwell, Thor. A
+# GPU runs code of its own major version, so a higher minor version needs nothing newer.
+_FIRST_CUDA = {9: (11, 8), 10: (12, 8), 11: (13, 0), 12: (12, 8)}
 
 
 def least_driver(cuda: str, system: str) -> str | None:
@@ -56,7 +59,7 @@ def driver_serves(cuda: str, *, driver: str | None, serves: str | None) -> bool 
     return release(driver) >= release(least) if driver and least else None
 
 
-def why_no_code_for(capability: tuple[int, int], cuda: str) -> str:
+def why_no_code_for(capability: tuple[int, int], cuda: str, *, arm_wheel: bool = False) -> str:
     """Return why a build for this CUDA cannot have code for a GPU; "" if it can."""
     name = f"{capability[0]}.{capability[1]}"
     wanted = release(cuda)[:2]
@@ -66,6 +69,11 @@ def why_no_code_for(capability: tuple[int, int], cuda: str) -> str:
         return (
             f"its compute capability is {name}, and CUDA {cuda} supports "
             f"{lowest[0]}.{lowest[1]} and newer only"
+        )
+    if arm_wheel and capability < _LOWEST_ON_ARM:
+        return (
+            f"its compute capability is {name}, and torch's wheels for aarch64 have code for "
+            f"{_LOWEST_ON_ARM[0]}.{_LOWEST_ON_ARM[1]} and newer only"
         )
     if first and wanted < first:
         return (
@@ -250,7 +258,9 @@ def _judge(
         )
     elif kind is DeviceKind.CUDA and build.cuda:
         yield from _driver(build.cuda, node, surroundings)
-        yield from _too_old_or_new(build.cuda, devices)
+        label = installed.local_label(build.version)
+        arm_wheel = platform.machine() == "aarch64" and (not label or label.startswith("cu"))
+        yield from _too_old_or_new(build.cuda, devices, arm_wheel=arm_wheel)
 
 
 def _other_build(wanted: str, kind: DeviceKind, build: Build, surroundings: Surroundings) -> str:
@@ -291,11 +301,11 @@ def _driver(cuda: str, node: Node, surroundings: Surroundings) -> Iterator[Findi
         )
 
 
-def _too_old_or_new(cuda: str, devices: Sequence[Device]) -> Iterator[Finding]:
+def _too_old_or_new(cuda: str, devices: Sequence[Device], *, arm_wheel: bool) -> Iterator[Finding]:
     for device in devices:
         if device.compute_capability is None:
             continue
-        why = why_no_code_for(device.compute_capability, cuda)
+        why = why_no_code_for(device.compute_capability, cuda, arm_wheel=arm_wheel)
         if why:
             yield Finding(
                 name="gpu-not-in-build",

@@ -111,7 +111,9 @@ def main() -> int:
         record,
         device=str(group.device),
         device_name=_device_name(group.device),
-        device_uuid=_device_uuid(group.device),
+        device_uuid=(
+            process_group.gpu_uuid(group.device.index) if group.device.type == "cuda" else None
+        ),
         backend=group.choice.backend,
         backend_reason=group.reasons[-1],
         accelerator=process_group.backend_facts().accelerator,
@@ -273,12 +275,6 @@ def _device_name(device: torch.device) -> str:
     from torchmuster.devices import snapshot
 
     return snapshot.take_snapshot().cpu.name
-
-
-def _device_uuid(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _first_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from torchmuster.diagnose.probes.exact_values import (
     exact_numbers,
     exact_sums,
     forget_groups,
+    wait_for_device,
 )
 from torchmuster.diagnose.probes.in_time import in_time
 from torchmuster.launch.probes.process_group import current_device
@@ -56,13 +57,18 @@ def _sum_over_ranks(rank: int, device: torch.device, timeout_s: float) -> torch.
     limit = timedelta(seconds=timeout_s)
 
     def reduce() -> torch.Tensor:
+        values = exact_numbers(rank, _COUNT, 0, device)
+        if device.type != "cpu":
+            # A timeout of the operation is also the watchdog's, which kills the process.
+            dist.all_reduce(values)
+            wait_for_device(device)
+            return values
         options = dist.AllreduceOptions()
         options.timeout = limit
         world = dist.group.WORLD
         assert world is not None
-        values = exact_numbers(rank, _COUNT, 0, device)
         world.allreduce([values], options).wait(limit)
         return values
 
-    # The backend usually enforces the timeout itself; it gets 1 s more to report its error.
+    # On the CPU the backend usually enforces the timeout itself; it gets 1 s more to report its error.
     return in_time(reduce, timeout_s + 1)

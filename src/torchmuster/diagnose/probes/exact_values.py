@@ -5,8 +5,10 @@ values differ from those of all others, so a missing, stale or swapped part is d
 """
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -167,6 +169,31 @@ _MOST_TURNS_OTHERS = 3
 _BUDGET_S = 1.0
 _TOO_SLOW_S = 1.5  # for one large turn
 _WAIT_S = 10.0
+CONNECT_S = 60.0
+_BEAT_S = 2.0
+
+
+@contextmanager
+def connecting(device: torch.device, heartbeat: ProbeHeartbeat) -> Iterator[None]:
+    """Let a first call take up to ``CONNECT_S`` on GPUs: NCCL connects when an algorithm is first used."""
+    done = threading.Event()
+
+    def beat() -> None:
+        for _ in range(int(CONNECT_S / _BEAT_S)):
+            if done.wait(_BEAT_S):
+                return
+            heartbeat.beat()
+
+    if device.type == "cpu":
+        yield
+        return
+    beating = threading.Thread(target=beat, name="connecting", daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        done.set()
+        beating.join()
 
 
 def check_collectives(seat: Seat, together: RankBarrier) -> tuple[Operation, ...]:
@@ -213,6 +240,7 @@ class _Count:
         self._seat = seat
         self._heartbeat = heartbeat
         self._turns = 0
+        self._sizes: set[int] = set()  # of earlier turns; NCCL's algorithm depends on the size
         self.values = Values()
         self.wrong_from: dict[int, int] = {}
 
@@ -220,11 +248,14 @@ class _Count:
         """Run it once with ``count`` values and compare them; return the duration of the call."""
         call, pieces = self._prepare(self._seat, count, self._turns)
         self._turns += 1
-        wait_for_device(self._seat.device)
-        began = time.perf_counter()
-        call()
-        wait_for_device(self._seat.device)
-        seconds = time.perf_counter() - began
+        new = count not in self._sizes
+        self._sizes.add(count)
+        with connecting(self._seat.device, self._heartbeat) if new else nullcontext():
+            wait_for_device(self._seat.device)
+            began = time.perf_counter()
+            call()
+            wait_for_device(self._seat.device)
+            seconds = time.perf_counter() - began
         self._heartbeat.beat()
         for source, got, expected in pieces():
             compared = compare_values(got, expected)

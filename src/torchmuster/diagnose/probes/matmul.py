@@ -11,13 +11,20 @@ _BLOCK = 256
 _TIMES_ON_GPU = 16  # repeats of the block in both directions: 4096 x 4096
 _WARM_S = 0.1
 _MEASURE_S = 0.5
-_PRECISIONS = {"cpu": (torch.float32,)}
-_PRECISIONS_ON_GPU = (torch.float32, torch.bfloat16, torch.float16)
+_BF16_FROM = (8, 0)  # NVIDIA's compute capability; older GPUs emulate it or fail
 # Reduced-precision reductions round partial sums, so their results are not exact.
 _LESS_PRECISE = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
 )
+
+
+def gpu_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes in which a GPU has matrix products of its own."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    if nvidia and torch.cuda.get_device_capability(device) < _BF16_FROM:
+        return (torch.float32, torch.float16)
+    return (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_matmuls(device: torch.device) -> tuple[Matmul, ...]:
@@ -35,7 +42,7 @@ def check_matmuls(device: torch.device) -> tuple[Matmul, ...]:
     try:
         for name in allowed:
             setattr(settings, name, False)
-        kinds = _PRECISIONS.get(device.type, _PRECISIONS_ON_GPU)
+        kinds = (torch.float32,) if device.type == "cpu" else gpu_dtypes(device)
         return tuple(_measure(device, kind) for kind in kinds)
     finally:
         torch.set_num_threads(threads)

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from torchmuster.diagnose.probes.exact_values import (
+    CONNECT_S,
     Seat,
     compare_values,
+    connecting,
     exact_numbers,
     wait_for_device,
 )
@@ -38,10 +40,13 @@ def measure_pairs(seat: Seat, hosts: list[str], together: RankBarrier) -> tuple[
             for low, high in pairs:
                 if seat.rank in (low, high):
                     peer = high if seat.rank == low else low
-                    found[peer] = _better(_exchange(seat, peer), found.get(peer))
+                    with connecting(seat.device, together.heartbeat):
+                        found[peer] = _better(_exchange(seat, peer), found.get(peer))
                     together.heartbeat.beat()
         speeds = {peer: pair.bytes_per_s for peer, pair in found.items()}
-        table = together.share(f"pairs {again}", speeds, _WAIT_S)
+        with connecting(seat.device, together.heartbeat):
+            within_s = _WAIT_S if seat.device.type == "cpu" else CONNECT_S
+            table = together.share(f"pairs {again}", speeds, within_s)
         slow = slow_pairs(table, hosts)
         rounds = [[pair for pair in pairs if pair in slow] for pairs in rounds]
         if not slow:

@@ -25,7 +25,7 @@ _BRIDGES_WITHIN = re.compile(
     r"docker\d|docker_gwbridge|br-|virbr|podman|lxcbr|lxdbr|vboxnet|vmnet|vEthernet \("
 )
 # Container networks that may span hosts.
-_CONTAINERS = re.compile(r"veth|cni|flannel|kube|cali|vxlan")
+_CONTAINERS = re.compile(r"veth|cni|flannel|kube|cali|cilium|lxc|weave|antrea|ovn|vxlan")
 _VPNS = re.compile(r"tun|tap|wg|tailscale|utun|ppp|zt")
 
 
@@ -213,6 +213,10 @@ def _nccl_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> s
     matching = [one for one in interfaces if one.addresses and _nccl_takes(value, one.name)]
     if not matching:
         return "no interface matches it; NCCL would fail with “no socket interface found”"
+    down = matching[0].name
+    matching = [one for one in matching if one.up]
+    if not matching:
+        return f"{down} is down"
     # NCCL uses the first one for its bootstrap, and does not exclude loopback by itself.
     if not alone and (trouble := _leads_nowhere(matching[0])):
         return trouble

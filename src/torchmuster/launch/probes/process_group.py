@@ -26,6 +26,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils.data.distributed import DistributedSampler
 
 from torchmuster.decision import Decision
+from torchmuster.devices.identify import rocm_uuid
+from torchmuster.devices.model import DeviceKind
+from torchmuster.devices.visibility import STAGES
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import membership
 from torchmuster.launch.probes.membership import BackendChoice, BackendFacts, Membership
@@ -33,18 +36,22 @@ from torchmuster.launch.probes.membership import BackendChoice, BackendFacts, Me
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOffer:
-    """What one rank offers to the others: its backend, the reason, and its GPU's UUID if known."""
+    """What one rank offers to the others: its backend, the reason, and its GPU if known.
+
+    ``gpu`` names the GPU, or the part of one, and ``pci`` its PCI address if NCCL refuses two ranks there.
+    """
 
     backend: str
     reason: str
-    uuid: str | None
+    gpu: str | None
+    pci: str | None
     rank: int
     host: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendAgreement:
-    """The backend of all ranks, why it differs from their offers, and GPUs that ranks share."""
+    """The backend of all ranks, why it differs from their offers, and the GPUs that ranks share."""
 
     backend: str
     why: str = ""
@@ -143,23 +150,32 @@ def compare_offers(offers: list[BackendOffer]) -> BackendAgreement:
     owner: dict[str, BackendOffer] = {}
     shared: dict[str, str] = {}
     for offer in offers:
-        if offer.uuid is None:
+        if offer.gpu is None:
             continue
-        earlier = owner.setdefault(offer.uuid, offer)
+        earlier = owner.setdefault(offer.gpu, offer)
         if earlier is not offer:
             shared.setdefault(
-                offer.uuid,
+                offer.gpu,
                 f"ranks {earlier.rank} and {offer.rank} on {offer.host} use the same GPU",
             )
-    if not shared:
+    why = next(iter(shared.values()), "") or _slices_of_one_gpu(offers)
+    if not why:
         return BackendAgreement(backend=first.backend)
-    return BackendAgreement(backend="gloo", why=next(iter(shared.values())), shared=tuple(shared))
+    return BackendAgreement(backend="gloo", why=why, shared=tuple(shared))
 
 
-def offer_of(member: Membership, backend: str, reason: str, uuid: str | None) -> BackendOffer:
-    """Return this rank's offer."""
-    host = platform.node()
-    return BackendOffer(backend=backend, reason=reason, uuid=uuid, rank=member.rank, host=host)
+def _slices_of_one_gpu(offers: list[BackendOffer]) -> str:
+    """Name two ranks on MIG slices of one GPU: NCCL knows a GPU by its PCI address, so it refuses them."""
+    first: dict[tuple[str, str], BackendOffer] = {}
+    for offer in offers:
+        if offer.pci is not None:
+            earlier = first.setdefault((offer.host, offer.pci), offer)
+            if earlier is not offer:
+                return (
+                    f"ranks {earlier.rank} and {offer.rank} on {offer.host} use MIG slices of one GPU, which "
+                    "NCCL connects only with NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or newer)"
+                )
+    return ""
 
 
 def _wait_for_all(store: Store, keys: list[str], timeout: timedelta) -> None:
@@ -383,20 +399,50 @@ def _agree(
     """Return the backend that all ranks agreed on, and the reason if it is not this rank's choice."""
     if member.world_size == 1:
         return own.value, ""
-    choice, uuid = own.value, _uuid(own.value)
-    offer = offer_of(member, choice.backend, own.reason, uuid)
+    choice, host = own.value, platform.node()
+    gpu, pci = gpu_identity(choice, host, os.environ)
+    offer = BackendOffer(
+        backend=choice.backend, reason=own.reason, gpu=gpu, pci=pci, rank=member.rank, host=host
+    )
     verdict = agree_on_backend(store, member, offer, timeout)
     if verdict.backend == choice.backend:
         return choice, ""
-    index = None if uuid in verdict.shared else choice.index
+    index = None if gpu in verdict.shared else choice.index
     instead = membership.without_library(choice.device, index)
     return instead, f"gloo instead of {choice.backend} on all ranks: {verdict.why}"
 
 
-def _uuid(choice: BackendChoice) -> str | None:
+def gpu_uuid(index: int) -> str | None:
+    """Return the UUID of torch's GPU, part of the UUID that ``muster gpus`` shows; None if it has none."""
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return uuid if torch.version.hip is None else rocm_uuid(uuid)
+
+
+def gpu_identity(
+    choice: BackendChoice, host: str, environment: Mapping[str, str]
+) -> tuple[str | None, str | None]:
+    """Return the fields ``gpu`` and ``pci`` of an offer, None where unknown."""
     if choice.backend != "nccl" or choice.index is None:
+        return None, None
+    properties = torch.cuda.get_device_properties(choice.index)
+    pci = _pci_address(properties)
+    gpu = gpu_uuid(choice.index) or (pci and f"{host} {pci}")
+    if torch.version.hip is not None:
+        # The parts of one GPU share its serial number and its address; RCCL connects them.
+        names = (name for stage in STAGES[DeviceKind.ROCM] for name in stage)
+        seen = [environment.get(name) for name in names]
+        return gpu and f"{gpu} {seen} {choice.index}", None
+    if " MIG " in properties.name:
+        # Whether CUDA gives a slice its own UUID or that of its GPU depends on the version.
+        gpu = f"{gpu} {host} {environment.get('CUDA_VISIBLE_DEVICES')}"
+    return gpu, None if environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else pci
+
+
+def _pci_address(properties: Any) -> str | None:
+    if not hasattr(properties, "pci_bus_id"):
         return None
-    return str(torch.cuda.get_device_properties(choice.index).uuid)
+    domain, bus = properties.pci_domain_id, properties.pci_bus_id
+    return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}"
 
 
 def _set_device(choice: BackendChoice) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.diagnose.probes.exact_values import wait_for_device
+from torchmuster.diagnose.probes.matmul import gpu_dtypes
 from torchmuster.plan.hardware.catalogue import Link
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.plan.timing.calibration import CalibrationRequest, RankRates
@@ -37,7 +38,7 @@ _MEASURE_S = 0.3
 def measure_rates(world: World) -> RankRates:
     """Measure this rank's rates while the others measure theirs."""
     kind = world.device.type
-    types = (torch.float32, torch.bfloat16) + (() if kind == "cpu" else (torch.float16,))
+    types = (torch.float32, torch.bfloat16) if kind == "cpu" else gpu_dtypes(world.device)
     return RankRates(
         flops={str(one).removeprefix("torch."): _products(world, one) for one in types},
         bandwidth_bytes_s=_stream(world),

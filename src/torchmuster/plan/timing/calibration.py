@@ -129,8 +129,9 @@ def _measure_with(
 def weakest_rank(found: Sequence[RankRates]) -> RankRates:
     """Return the rates of the slowest rank, for which all others wait."""
     keys = set.intersection(*(set(one.collectives) for one in found))
+    dtypes = [key for key in found[0].flops if all(key in one.flops for one in found)]
     return RankRates(
-        flops={key: min(one.flops[key] for one in found) for key in found[0].flops},
+        flops={key: min(one.flops[key] for one in found) for key in dtypes},
         bandwidth_bytes_s=min(one.bandwidth_bytes_s for one in found),
         operation_s=max(one.operation_s for one in found),
         sharded_operation_s=max(one.sharded_operation_s or 0.0 for one in found) or None,

@@ -136,6 +136,17 @@ def test_an_arc_a770_on_i915_tells_its_size_to_anyone(tmp_path: Path) -> None:
     assert device.trouble is None
 
 
+def test_the_energy_of_the_package_counts_where_that_of_the_card_is_not_measured(
+    tmp_path: Path,
+) -> None:
+    add_b580(tmp_path)
+    sensors = tmp_path / "sys/bus/pci/devices/0000:04:00.0/hwmon/hwmon6"
+    (sensors / "energy2_input").write_text("5000000\n")
+    assert [one.energy_j for one in read(tmp_path)] == [5.0]
+    (sensors / "energy1_input").write_text("7000000\n")
+    assert [one.energy_j for one in read(tmp_path)] == [7.0]
+
+
 def test_the_sensors_are_those_of_the_whole_card(tmp_path: Path) -> None:
     add_a770(tmp_path)
     (device,) = read(tmp_path)

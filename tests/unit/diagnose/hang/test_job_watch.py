@@ -257,8 +257,9 @@ def test_what_else_is_known_about_gpus() -> None:
     assert list(noted(off)) == []  # nothing hangs
     off.live(one_against_all(1, SLEEPS))
     ((name, fix), ras) = noted(off, ras=True)
-    assert name == "flight-recorder-off"
-    assert "TORCH_NCCL_TRACE_BUFFER_SIZE=2000" in fix
+    assert name == "flight-recorder-not-dumped"  # torch records by default: nothing to switch on
+    assert "BUFFER_SIZE" not in fix
+    assert "TORCH_FR_DUMP_TEMP_FILE" in fix
     assert ras == ("nccl-ras", "ncclras -v")
     dumped = Job([0, 1], world_size=2, uses_gpu=True, recorder_file="/tmp/traces/rank_0")
     dumped.live(one_against_all(1, SLEEPS))

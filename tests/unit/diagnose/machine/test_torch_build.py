@@ -1,5 +1,6 @@
 """Whether the installed torch is whole, and made for this Python and these GPUs."""
 
+import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,9 @@ def test_windows_has_its_own_driver_numbers() -> None:
         ((6, 1), "12.6", True),
         ((10, 0), "12.6", False),
         ((12, 0), "12.8", True),
+        ((11, 0), "12.6", False),  # Thor
+        ((11, 0), "12.9", False),
+        ((11, 0), "13.0", True),
         ((9, 0), "11.7", False),
         ((8, 9), "11.8", True),
     ],
@@ -228,6 +232,20 @@ def test_which_gpus_a_cuda_has_code_for(
     capability: tuple[int, int], cuda: str, has_code: bool
 ) -> None:
     assert (torch_build.why_no_code_for(capability, cuda) == "") is has_code
+
+
+def test_torchs_wheels_for_arm_have_no_code_for_turing(
+    site: SitePackages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torch_build.why_no_code_for((7, 5), "13.0", arm_wheel=True)
+    assert torch_build.why_no_code_for((8, 6), "13.0", arm_wheel=True) == ""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    site.torch("2.13.0+cu130", cuda="13.0")
+    turing = gpu(0, name="NVIDIA T4G", compute_capability=(7, 5))
+    here = surroundings(site, on=node(turing, driver_version="580.1", cuda_version="13.0"))
+    assert [one.name for one in HARDWARE.run(here)] == ["gpu-not-in-build"]
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert only(HARDWARE.run(here)).status is Status.OK
 
 
 def test_gpus_too_old_and_too_new_are_named(

@@ -103,6 +103,14 @@ def test_is_local(word: str, local: bool) -> None:
     assert interfaces.is_local(word, SERVER, look_up=nobody_knows) is local
 
 
+def test_networks_of_containers_come_after_ordinary_ones() -> None:
+    pods = interfaces.Interface(
+        name="cilium_host", up=True, addresses=("10.0.1.7",), speed_mbits=10_000
+    )
+    wire = interfaces.Interface(name="eno1", up=True, addresses=("10.9.0.1",), speed_mbits=1000)
+    assert addresses((pods, wire)) == ["10.9.0.1", "10.0.1.7"]
+
+
 def test_its_own_name_is_local_also_where_it_cannot_be_resolved() -> None:
     assert interfaces.is_local(socket.gethostname().upper(), SERVER, look_up=nobody_knows)
 
@@ -182,6 +190,14 @@ def test_nccl_with_an_interface_that_leads_nowhere(nccl: str, snapshot: Snapshot
 @pytest.mark.parametrize("nccl", ["eth", "eth0", "=eth0", "^lo,docker", "^=lo,docker0", "wg,eth"])
 def test_nccl_values_that_work(nccl: str) -> None:
     assert findings(gloo="eth0,wg0", nccl=nccl) == []
+
+
+def test_nccl_does_not_use_an_interface_that_is_down() -> None:
+    ib0 = interfaces.Interface(name="ib0", up=False, addresses=("10.1.0.5",))
+    environment = {"NCCL_SOCKET_IFNAME": "ib,eth"}
+    for known, names in (((ib0,), ["socket-interface"]), ((ib0, *SERVER), [])):
+        found = interfaces.socket_findings(environment, known, alone=False, gpus=True)
+        assert [one.name for one in found] == names
 
 
 def test_nccl_is_not_looked_at_without_gpus() -> None:
