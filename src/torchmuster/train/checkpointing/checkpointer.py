@@ -32,6 +32,7 @@ from torchmuster.checkpoints.verify import NewestCheckpoint, keep_newest, sweep_
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.probes.process_group import use_device
 from torchmuster.train.checkpointing import disk_check, loading
 from torchmuster.train.checkpointing.disk_check import remove_unfinished
 from torchmuster.train.checkpointing.exchange import (
@@ -165,6 +166,7 @@ class AsyncSave:
     def run(self) -> None:
         """Split the state among the ranks, copy it, write it, commit. Never raises."""
         try:
+            use_device(self._world.device)  # this may be a new thread
             self._write()
         except RankFailure as error:
             self.problem = error_text(error)
