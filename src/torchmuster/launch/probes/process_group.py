@@ -298,12 +298,18 @@ def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
 
 
 def cleanup_process_group() -> None:
-    """Destroy the group if there is one. Does not wait for other ranks, so it is safe after a failure."""
+    """Destroy the group if there is one.
+
+    While an exception propagates, only a group of gloo is destroyed: NCCL waits for work that other ranks may never
+    do, and the process would not exit.
+    """
     unwatch_samplers()
     group, _state.group = _state.group, None
     if group is not None:
         _leave_interface(group.interface_set)
     if not dist.is_initialized():
+        return
+    if sys.exc_info()[1] is not None and dist.get_backend() not in ("gloo", "fake"):
         return
     # Uncollected garbage (DDP is part of reference cycles) keeps the group's threads running until Python shuts
     # down, where such a thread aborts the process.
