@@ -168,7 +168,8 @@ def _of_device(device: torch.device) -> tuple[int | None, ...]:
         asked = getattr(module, name, None)
         return asked(device) if asked is not None else None
 
-    free, limit = ask("mem_get_info") or (None, None)
+    free_and_limit = ask("mem_get_info")
+    free, limit = free_and_limit if free_and_limit is not None else (None, None)
     reserved = ask("memory_reserved")
     known = limit is not None and reserved is not None
     return (

@@ -243,7 +243,7 @@ def test_an_error_that_was_seen_earlier_keeps_its_time_unless_it_was_handled(
         assert (ran.code, ran.error) == (0, {})
     else:
         assert ran.error["error"] == "ValueError: label 10"
-        assert ran.error["at_unix_s"] <= float((tmp_path / "seen").read_text().split()[0])
+        assert float(ran.error["at_unix_s"]) <= float((tmp_path / "seen").read_text().split()[0])
 
 
 def test_an_exception_hook_of_the_script_s_own_is_called_once(run: Run) -> None:
