@@ -168,16 +168,17 @@ def _of_device(device: torch.device) -> tuple[int | None, ...]:
         asked = getattr(module, name, None)
         return asked(device) if asked is not None else None
 
-    free_and_limit = ask("mem_get_info")
-    free, limit = free_and_limit if free_and_limit is not None else (None, None)
-    reserved = ask("memory_reserved")
-    known = limit is not None and reserved is not None
+    reserved, free_and_limit = ask("memory_reserved"), ask("mem_get_info")
+    limit = outside = None
+    if free_and_limit is not None:
+        free, limit = free_and_limit
+        outside = max(limit - free - (reserved or 0), 0)
     return (
         ask("memory_allocated"),
         ask("max_memory_allocated"),
         reserved,
         limit,
-        max(limit - free - reserved, 0) if known else None,
+        outside,
     )
 
 

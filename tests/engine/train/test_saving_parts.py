@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from fake_accelerator import FakeAccelerator
+from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.places import open_store
 from torchmuster.errors import Impossible
 from torchmuster.train.checkpointing.checkpointer import (
@@ -138,6 +140,42 @@ def test_memory_for_saves_is_pinned_before_the_first_step(
             assert checkpointer.check_room({"model": {"weight": torch.ones(MiB)}}) == []
             assert gpus.pinned == [4 * MiB]
     assert gpus.calls[-1].name == "empty_host_cache"
+
+
+def test_copies_on_the_device_are_released_before_files_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    clone, create = torch.Tensor.clone, FolderStore.create
+
+    def cloned(tensor: torch.Tensor) -> torch.Tensor:
+        copy = clone(tensor)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    def created(store: FolderStore, name: str, file: str) -> Any:
+        alive.extend(one() is not None for one in copies)
+        return create(store, name, file)
+
+    monkeypatch.setattr(torch.Tensor, "clone", cloned)
+    monkeypatch.setattr(FolderStore, "create", created)
+    state = {"model": {"weight": torch.ones(2), "mean": torch.full((3,), 7.0)}}
+    store = open_store(str(tmp_path))
+    with (
+        join_world("cpu") as world,
+        Checkpointer(store, world, strategy="single") as checkpointer,
+    ):
+        checkpointer.save(state, step=1, own={})
+        report = checkpointer.wait()
+        assert report is not None
+        assert report.problem == ""
+        loaded = checkpointer.load({"model": {"weight": torch.zeros(2), "mean": torch.zeros(3)}})
+    assert len(copies) >= 1
+    assert alive
+    assert not any(alive)
+    assert loaded is not None
+    assert loaded.state["model"]["mean"].tolist() == [7.0, 7.0, 7.0]
 
 
 def test_a_checkpointer_needs_the_group_first() -> None:

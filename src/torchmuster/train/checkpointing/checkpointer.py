@@ -229,6 +229,12 @@ class AsyncSave:
         )
         tensors = {**self._tensors, **self._copies}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+        # The copies on the device are released once they are staged, not when the files are written.
+        self._tensors, self._copies = tensors, {}
+        without_values = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in tensors.items()
+        }
         only_first = self._only_first - tied.keys()
         writers = None
         if not is_same:
@@ -259,7 +265,7 @@ class AsyncSave:
                 self.name,
                 self.facts,
                 written,
-                tensors=tensors,
+                tensors=without_values,
                 plan=plan,
                 tied=tied,
                 rest=self._rest,
@@ -296,7 +302,8 @@ class AsyncSave:
     def _take(self, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
         assert self._staging is not None
         content = self._staging.take(tensors, self._ready)
-        self._tensors, self._copies = {}, {}
+        tensors.clear()
+        self._tensors.clear()
         self.staged.set()
         return content
 
