@@ -193,7 +193,11 @@ def setup_distributed(
 
 
 def cleanup_distributed() -> None:
-    """Destroy the process group; does nothing without one, so it may be called twice."""
+    """Destroy the process group; does nothing without one, so it may be called twice.
+
+    While an exception propagates, as in a ``finally``, a group of NCCL is left open: destroying it
+    may wait for ranks that are gone.
+    """
     from torchmuster.launch.probes import process_group
 
     process_group.cleanup_process_group()

@@ -84,6 +84,13 @@ class Recorder:
         """Number of optimizer steps, including those before a resume if known; None before the first step."""
         return self._offset + max(self._counts.values()) if self._counts else None
 
+    @property
+    def device(self) -> Any:
+        """The device of the first parameter that is trained; None before the first step."""
+        with contextlib.suppress(Exception):
+            return self._optimizer.param_groups[0]["params"][0].device
+        return None
+
     # ---- called by the training thread
 
     def optimizer_stepped(self, optimizer: Any) -> None:

@@ -40,7 +40,7 @@ RULES = (
         "print(torch.cuda.memory_summary())   # before the step that failed",
         fix="use a smaller batch with gradient accumulation, bf16, activation checkpointing or FSDP; "
         "see who else uses the GPU: muster gpus\n"
-        "if much is 'reserved but unallocated':\nexport PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+        "if much is 'reserved but unallocated':\nexport PYTORCH_ALLOC_CONF=expandable_segments:True\n"
         'when all ranks load at once: torch.load(…, map_location="cpu")',
     ),
     Rule(

@@ -1,5 +1,6 @@
 """Report out-of-memory errors: rank, phase, requested size, memory by category, and fixes."""
 
+import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,8 @@ class MemoryTable:
     used_bytes: int | None  # by tensors on an accelerator, by this process on the CPU
     peak_bytes: int | None
     reserved_bytes: int | None  # from the accelerator, in use or not; None on the CPU
+    # On the accelerator: NCCL's buffers, contexts, other processes. None: unknown, or the CPU.
+    outside_bytes: int | None = None
     limit_bytes: int | None  # available to this process
     gathered_bytes: int | None = (
         None  # temporary full copies of sharded parameters; None: unsharded
@@ -75,6 +78,7 @@ class MemoryTable:
             ("in use by this process" if own else "in use by tensors", self.used_bytes),
             ("peak", self.peak_bytes),
             ("reserved", self.reserved_bytes),
+            ("outside of torch", self.outside_bytes),
             ("address space in use", self.address_space_bytes),
             ("limit", self.limit_bytes),
         ]
@@ -105,7 +109,9 @@ def memory_table(
         if isinstance(value, torch.Tensor)
     ]
     host = _of_process() if device.type == "cpu" else None
-    used, peak, reserved, limit = host[:4] if host is not None else _of_device(device)
+    used, peak, reserved, limit, outside = (
+        (*host[:4], None) if host is not None else _of_device(device)
+    )
     return MemoryTable(
         parameters_bytes=local_bytes(parameters),
         gradients_bytes=local_bytes(_gradients(parameters)),
@@ -116,6 +122,7 @@ def memory_table(
         used_bytes=used,
         peak_bytes=peak,
         reserved_bytes=reserved,
+        outside_bytes=outside,
         limit_bytes=limit,
         address_space_bytes=host[4] if host is not None else None,
     )
@@ -152,7 +159,8 @@ def _of_process() -> tuple[int | None, int | None, None, int | None, int | None]
     return memory.rss, peak, None, limit, address_space
 
 
-def _of_device(device: torch.device) -> tuple[int | None, int | None, int | None, int | None]:
+def _of_device(device: torch.device) -> tuple[int | None, ...]:
+    """Return used, peak, reserved and limit bytes, and those that torch's allocator does not have."""
     module = torch.get_device_module(device)
 
     def ask(name: str) -> Any:
@@ -160,12 +168,17 @@ def _of_device(device: torch.device) -> tuple[int | None, int | None, int | None
         asked = getattr(module, name, None)
         return asked(device) if asked is not None else None
 
-    limit = ask("mem_get_info")
+    reserved, free_and_limit = ask("memory_reserved"), ask("mem_get_info")
+    limit = outside = None
+    if free_and_limit is not None:
+        free, limit = free_and_limit
+        outside = max(limit - free - (reserved or 0), 0)
     return (
         ask("memory_allocated"),
         ask("max_memory_allocated"),
-        ask("memory_reserved"),
-        limit[1] if limit is not None else None,
+        reserved,
+        limit,
+        outside,
     )
 
 
@@ -279,12 +292,20 @@ def _fixes(
         yield from for_states + for_activations
     else:
         yield from for_activations + for_states
-    if table.reserved_bytes and table.used_bytes and table.reserved_bytes > 1.3 * table.used_bytes:
+    reserved, used = table.reserved_bytes or 0, table.used_bytes or 0
+    if used and reserved > 1.3 * used and not _has_expandable_segments():
         yield (
-            f"{format_bytes(table.reserved_bytes - table.used_bytes)} are reserved but too "
+            f"{format_bytes(reserved - used)} are reserved but too "
             "fragmented "
             "to use: set PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
+
+
+def _has_expandable_segments() -> bool:
+    return any(
+        name.endswith("_ALLOC_CONF") and "expandable_segments:true" in value.lower()
+        for name, value in os.environ.items()
+    )
 
 
 def _less_states(table: MemoryTable, world: World, sharded: bool) -> Iterator[str]:

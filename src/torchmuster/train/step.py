@@ -235,8 +235,11 @@ class TrainStep:
         counted = count if self._counted is None else self._counted + count
         if self._last and self._world.world_size > 1:
             device = self._world.device
-            counted = torch.as_tensor(counted, dtype=most_exact_type(device), device=device)
-            counted = counted.detach().clone()  # the caller's own tensor must keep its value
+            dtype = most_exact_type(device)
+            if isinstance(counted, torch.Tensor):  # the caller's own tensor must keep its value
+                counted = counted.detach().to(device, dtype, non_blocking=True, copy=True)
+            else:  # written by the device: a copy from the host would wait for it
+                counted = torch.full((), counted, dtype=dtype, device=device)
             self._asked = dist.all_reduce(counted, async_op=True)
         self._counted = counted
 

@@ -86,7 +86,7 @@ NAMES = (
     ),
     PrivateName(
         "torch.nn.parallel.DistributedDataParallel._set_ddp_runtime_logging_sample_rate",
-        "let DDP measure communication in every 10th step",
+        "set how often DDP measures communication",
         without="DDP's share of communication is not reported",
     ),
     PrivateName(

@@ -17,6 +17,7 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.probes import process_group
 from torchmuster.launch.probes.membership import number_from
 from torchmuster.launch.probes.process_group import group_store
+from torchmuster.launch.rank.start import record_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ def join_world(
 ) -> Iterator[World]:
     """Initialize the process group, or use an existing one; destroy it at exit if created here.
 
+    After an exception, a group of NCCL is left open: destroying it may wait for ranks that are gone.
+
     Ranks are read from the environment that torchrun and ``muster run`` set. One process without a
     launcher is a group of one. ``device`` "auto" takes this rank's GPU, or the CPU without one.
     ``timeout_s`` limits the creation of the group and each later wait for other ranks.
@@ -67,6 +70,9 @@ def join_world(
             backend=group.choice.backend,
             reasons=group.reasons,
         )
+    except Exception as error:
+        record_error(error)  # before the cleanup, during which the process may be aborted
+        raise
     finally:
         if not made_elsewhere:
             process_group.cleanup_process_group()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from syrupy.assertion import SnapshotAssertion
 
 from made_up_worlds import made_up_world
@@ -12,6 +13,7 @@ from torchmuster.bench.precision import PrecisionAnswer, PrecisionRequest
 from torchmuster.bench.probes import precision, stability
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Work
+from torchmuster.train.data.pytree import map_tensors
 
 pytestmark = pytest.mark.engine
 
@@ -159,6 +161,24 @@ def test_rows_of_text_are_drawn_where_there_is_no_dataset(tmp_path: Path) -> Non
     )
     found = precision.measure_precisions(request(text), made_up_world())
     assert [one.held_loss is not None for one in found.ways] == [True] * 3
+
+
+def test_the_reference_is_computed_on_the_cpu_wherever_the_batch_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = replace(
+        work_of(tmp_path, "reads"), dataset=None, sequence_length=8, loss="language_model"
+    )
+    built = precision._built(request(text), "fp32", made_up_world())
+    batch = map_tensors(built.batch(), lambda one: one.to("meta"))
+    monkeypatch.setattr(  # what is on "meta" has no values to copy
+        precision,
+        "move_to_device",
+        lambda batch, device: map_tensors(batch, lambda one: torch.zeros_like(one, device=device)),
+    )
+    reference = precision._reference(built, batch)
+    assert reference is not None
+    assert (reference.device.type, reference.dtype) == ("cpu", torch.float64)
 
 
 def test_a_dataset_without_samples_is_refused(tmp_path: Path) -> None:

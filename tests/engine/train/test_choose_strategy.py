@@ -233,3 +233,13 @@ def test_layouts_that_cannot_be_are_refused(
     with pytest.raises(Impossible) as refused:
         choose_layout(sharding, ranks_of_machines=machines)
     assert str(refused.value) == text
+
+
+def test_fsdp_on_a_gpu_needs_more_than_gloo() -> None:
+    on_gpu = replace(
+        WORLD, device=torch.device("cuda", 3), reasons=("gloo instead of nccl: rank 1",)
+    )
+    with pytest.raises(Impossible, match="with gloo") as refused:
+        Fsdp(on_gpu)
+    assert refused.value.why == "gloo instead of nccl: rank 1"
+    Fsdp(replace(on_gpu, backend="nccl"))

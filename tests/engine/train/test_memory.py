@@ -11,6 +11,7 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
+from fake_accelerator import FakeAccelerator
 from torchmuster.errors import OutOfMemory
 from torchmuster.train.out_of_memory import (
     MemoryTable,
@@ -187,6 +188,25 @@ def test_what_to_change_begins_with_what_takes_most(snapshot: SnapshotAssertion)
     in_pieces = out_of_memory_error(error, table(used_bytes=12 * GiB), world(1)).fix
     assert in_pieces.endswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
     assert in_pieces == snapshot
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_setting_of_the_allocator_that_is_in_use_is_not_recommended(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    fix = out_of_memory_error(error, table(used_bytes=12 * GiB), world(1)).fix
+    assert "ALLOC_CONF" not in fix
+
+
+def test_memory_that_torch_does_not_have_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = FakeAccelerator(free_bytes=GiB, total_bytes=80 * GiB).install(monkeypatch)
+    gpus.allocated_bytes, gpus.reserved_bytes = 60 * GiB, 62 * GiB
+    found = memory_table(None, None, torch.device("cuda", 3))
+    assert (found.used_bytes, found.reserved_bytes) == (60 * GiB, 62 * GiB)
+    assert (found.outside_bytes, found.limit_bytes) == (17 * GiB, 80 * GiB)
+    assert ["outside", "of", "torch", "17.0", "GiB"] in [line.split() for line in found.lines()]
 
 
 @pytest.mark.parametrize("kind", ["RLIMIT_DATA", "RLIMIT_AS"])

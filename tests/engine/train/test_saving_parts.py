@@ -1,9 +1,12 @@
 """Saving, part by part: what a state becomes on its way to a file and back."""
 
+import dataclasses
 import json
 import math
 import time
+import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
+from fake_accelerator import FakeAccelerator
+from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.places import open_store
 from torchmuster.errors import Impossible
-from torchmuster.train.checkpointing.checkpointer import Checkpointer, Staging, _changing
+from torchmuster.train.checkpointing.checkpointer import (
+    Checkpointer,
+    Staging,
+    _changing,
+    pinned_blocks,
+)
 from torchmuster.train.checkpointing.flatten import flatten, shared_tensors, unflatten
 from torchmuster.train.checkpointing.loading import never_stepped
 from torchmuster.train.checkpointing.pace import Pace
 from torchmuster.train.checkpointing.storage import DTYPES, byte_pieces
+from torchmuster.train.world import join_world
+from torchmuster.units import MiB
 
 pytestmark = pytest.mark.engine
 
@@ -90,6 +103,79 @@ def test_bytes_are_those_of_the_tensor_for_every_type(word: str) -> None:
     staged = staging.take([part, torch.ones(0), torch.tensor(True)], None)
     part.zero_()  # what was taken is not what it is now
     assert b"".join(bytes(one) for one in staged) == wanted + b"\x01"
+
+
+@given(st.integers(0, 2**36))
+def test_pinned_memory_takes_what_was_asked_for(size_bytes: int) -> None:
+    blocks = pinned_blocks(size_bytes)
+    assert all(block.bit_count() == 1 for block in blocks)  # torch rounds up to a power of two
+    assert size_bytes <= sum(blocks) < size_bytes + MiB
+
+
+def test_staging_on_a_gpu_pins_once_and_gives_the_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = FakeAccelerator().install(monkeypatch)
+    staging = Staging(torch.device("cuda", 3))
+    staging.reserve(5 * MiB)
+    assert gpus.pinned == [4 * MiB, MiB]
+    large = torch.arange(3 * MiB, dtype=torch.int16)  # 6 MiB: in three blocks
+    tensors = [torch.ones(3, dtype=torch.bool), large.view(3, MiB).t(), torch.zeros(0)]
+    wanted = b"".join(bytes(piece) for one in tensors for piece in byte_pieces(one))
+    for _ in range(2):
+        assert b"".join(bytes(one) for one in staging.take(tensors, staging.ready())) == wanted
+    assert gpus.pinned == [4 * MiB, MiB, 2 * MiB]
+    assert [call.name for call in gpus.calls].count("Stream") == 1
+    staging.release()
+    assert gpus.calls[-1].name == "empty_host_cache"
+
+
+def test_memory_for_saves_is_pinned_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with join_world("cpu") as world:
+        gpus = FakeAccelerator().install(monkeypatch)
+        gpu = dataclasses.replace(world, device=torch.device("cuda", 3))
+        with Checkpointer(open_store(str(tmp_path)), gpu, strategy="single") as checkpointer:
+            assert checkpointer.check_room({"model": {"weight": torch.ones(MiB)}}) == []
+            assert gpus.pinned == [4 * MiB]
+    assert gpus.calls[-1].name == "empty_host_cache"
+
+
+def test_copies_on_the_device_are_released_before_files_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    clone, create = torch.Tensor.clone, FolderStore.create
+
+    def cloned(tensor: torch.Tensor) -> torch.Tensor:
+        copy = clone(tensor)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    def created(store: FolderStore, name: str, file: str) -> Any:
+        alive.extend(one() is not None for one in copies)
+        return create(store, name, file)
+
+    monkeypatch.setattr(torch.Tensor, "clone", cloned)
+    monkeypatch.setattr(FolderStore, "create", created)
+    state = {"model": {"weight": torch.ones(2), "mean": torch.full((3,), 7.0)}}
+    store = open_store(str(tmp_path))
+    with (
+        join_world("cpu") as world,
+        Checkpointer(store, world, strategy="single") as checkpointer,
+    ):
+        checkpointer.save(state, step=1, own={})
+        report = checkpointer.wait()
+        assert report is not None
+        assert report.problem == ""
+        loaded = checkpointer.load({"model": {"weight": torch.zeros(2), "mean": torch.zeros(3)}})
+    assert len(copies) >= 1
+    assert alive
+    assert not any(alive)
+    assert loaded is not None
+    assert loaded.state["model"]["mean"].tolist() == [7.0, 7.0, 7.0]
 
 
 def test_a_checkpointer_needs_the_group_first() -> None:

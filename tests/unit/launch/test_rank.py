@@ -221,6 +221,31 @@ def test_an_exception_is_shown_as_python_shows_it_and_written_down(run: Run) -> 
     assert "the direct cause of" in ran.log
 
 
+@pytest.mark.parametrize("ending", ["raise", "pass"])
+def test_an_error_that_was_seen_earlier_keeps_its_time_unless_it_was_handled(
+    run: Run, tmp_path: Path, ending: str
+) -> None:
+    ran = run(
+        f"""
+        import time
+        from torchmuster.launch.rank.start import record_error
+        try:
+            raise ValueError("label 10")
+        except ValueError as error:
+            record_error(error)
+            seen = time.time()
+            while time.time() < seen + 0.05: pass
+            open("seen", "a").write(f"{{seen}}\\n")
+            {ending}
+        """
+    )
+    if ending == "pass":
+        assert (ran.code, ran.error) == (0, {})
+    else:
+        assert ran.error["error"] == "ValueError: label 10"
+        assert float(ran.error["at_unix_s"]) <= float((tmp_path / "seen").read_text().split()[0])
+
+
 def test_an_exception_hook_of_the_script_s_own_is_called_once(run: Run) -> None:
     ran = run(
         """

@@ -129,7 +129,7 @@ def _reference(built: BuiltStep, batch: Any) -> torch.Tensor | None:
     """Return the initial outputs for one sample in float64; None if not supported."""
     exact = copy.deepcopy(built.model).to("cpu", torch.float64)
     try:
-        return _outputs(built, exact, _as_float64(_first_sample(batch)))
+        return _outputs(built, exact, _on_cpu_as_float64(_first_sample(batch)))
     except RuntimeError:  # the model casts to its own dtype
         return None
 
@@ -138,7 +138,8 @@ def _first_sample(batch: Any) -> Any:
     return map_tensors(batch, lambda one: one[:1])
 
 
-def _as_float64(batch: Any) -> Any:
+def _on_cpu_as_float64(batch: Any) -> Any:
+    batch = move_to_device(batch, torch.device("cpu"))
     return map_tensors(batch, lambda one: one.double() if one.is_floating_point() else one)
 
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+
+from torchmuster.launch.probes import process_group
 
 Result = TypeVar("Result")
 
@@ -47,9 +50,12 @@ def in_time(
     """
     results: list[Result] = []
     errors: list[Exception] = []
+    device = process_group.current_device() if dist.is_initialized() else None
 
     def run() -> None:
         try:
+            if device is not None:
+                process_group.use_device(device)
             results.append(work())
         except Exception as error:
             errors.append(error)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class HeartbeatWriter:
         self._begun: dict[str, int] = {}
         self._waits: list[dict[str, Any]] = []
         self._looked = False
+        self._reading = False  # the flight recorder is being read
         self._delegates = False  # the main thread waits for another thread
         self._worker: int | None = None  # which one, according to its collectives
         self._turn = _thread.allocate_lock()  # several threads may fork at once
@@ -124,7 +126,7 @@ class HeartbeatWriter:
         told = _told_by_trainer()
         step, phase = told.get("step"), told.get("phase", "")
         status = stack.collective_status()
-        self._notice_moves((status, step, phase), status, waiting=reading.waiting)
+        look = self._notice_moves((status, step, phase), status, waiting=reading.waiting)
         heartbeat = {
             "rank": self._rank,
             "pid": self._pid,
@@ -144,33 +146,60 @@ class HeartbeatWriter:
             "communication_share": told.get("communication_share"),
         }
         _write(self._path, json.dumps(heartbeat))
+        # After the heartbeat: both may block for as long as the rank hangs in a call of the GPU's driver.
+        if look and self._look():
+            heartbeat |= {"begun": self._begun, "waits": self._waits}
+            _write(self._path, json.dumps(heartbeat))
         if self._asked.exists():
             self._show()
             self._asked.unlink()
 
-    def _notice_moves(self, seen: tuple[object, ...], status: bytes, *, waiting: bool) -> None:
+    def _notice_moves(self, seen: tuple[object, ...], status: bytes, *, waiting: bool) -> bool:
+        """Count a change; return whether the rank stands still and its collectives are to be read."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._moved_s = seen, now
             self._moves += 1
             self._begun, self._waits, self._looked = {}, [], False
-            return
+            return False
         still_s = now - self._moved_s
         if still_s < _STILL_AFTER_S or self._looked:
-            return
+            return False
         # Reading the collectives takes tens of milliseconds: once per standstill.
         in_one = waiting or stack.some_not_done(status)
-        if in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S:
-            self._looked = True
-            found = stack.collective_progress(main_waits_for_thread=self._delegates)
-            self._begun, self._waits, self._worker = found.begun, found.waits, found.worker
+        self._looked = in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S
+        return self._looked
+
+    def _look(self) -> bool:
+        """Read the collectives that this rank has begun and waits in; return whether they could be read."""
+        with self._flight_recorder() as readable:
+            if readable:
+                found = stack.collective_progress(main_waits_for_thread=self._delegates)
+                self._begun, self._waits, self._worker = found.begun, found.waits, found.worker
+        return readable
+
+    @contextlib.contextmanager
+    def _flight_recorder(self) -> Iterator[bool]:
+        """Give whether the flight recorder may be read: not if an earlier thread is still reading it.
+
+        A fork replaces this thread, also while it is blocked in the recorder.
+        """
+        if self._reading or not stack.use_rank_device(_recorded_device()):
+            yield False
+            return
+        self._reading = True
+        try:
+            yield True
+        finally:
+            self._reading = False
 
     def _show(self) -> None:
         """Write the stacks of all threads and the flight recorder's entries."""
         _write(self._path.with_name(f"rank-{self._rank}.stacks.txt"), all_stacks(self._rank))
-        with contextlib.suppress(Exception):
-            flight = stack.dump_flight_record()
-            _write(self._path.with_name(f"rank-{self._rank}.flight.json"), flight)
+        with contextlib.suppress(Exception), self._flight_recorder() as readable:
+            if readable:
+                flight = stack.dump_flight_record()
+                _write(self._path.with_name(f"rank-{self._rank}.flight.json"), flight)
 
 
 def handled_signals() -> list[str]:
@@ -246,6 +275,10 @@ def _told_by_trainer() -> dict[str, Any]:
         return {}
     recorder.beat()
     return {"step": recorder.step, "data_share": recorder.data_share}
+
+
+def _recorded_device() -> Any:
+    return getattr(getattr(sys.modules.get(_RECORDER), "recorder", None), "device", None)
 
 
 def _write(path: Path, text: str) -> None:

@@ -90,6 +90,24 @@ def _stack_message(group: str, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def use_rank_device(recorded_device: Any = None) -> bool:
+    """Make this rank's GPU the current device of this thread; return whether the collectives can be read.
+
+    Reading them queries events of the GPU. A new thread starts with GPU 0, where a query opens a context of about
+    0.5 GB; so a rank whose GPU is unknown is not read. ``recorded_device`` is used if the group has no device.
+    """
+    torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed")
+    if torch is None or distributed is None or not distributed.is_initialized():
+        return True
+    if not any(getattr(torch, one).is_initialized() for one in ("cuda", "xpu")):
+        return True
+    device = distributed.group.WORLD.bound_device_id or recorded_device
+    if device is None or device.type == "cpu":
+        return bool(distributed.get_backend() == "gloo")
+    torch.accelerator.set_device_index(device)
+    return True
+
+
 def dump_flight_record() -> str:
     """Return the recorder's last entries as its own JSON; "" if there are none."""
     for one in _dumps():

@@ -27,6 +27,9 @@ import types
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# Where this rank's error is recorded (None: this process is not a rank of muster run), and when it occurred.
+_error_file: Path | None = None
+_failed_unix_s: float | None = None
 
 
 def die_with_parent() -> None:
@@ -40,17 +43,21 @@ def die_with_parent() -> None:
 
 def main() -> None:
     """Run the user's script as one rank."""
+    global _error_file
     settings = json.loads(sys.argv[1])
     command = sys.argv[2:]
     die_with_parent()
     rank = int(os.environ["RANK"])
     records = Path(settings["records"])
+    _error_file = records / f"rank-{rank}.error.json"
+    # This file runs by its path; who imports it in this process gets this module, which knows the rank.
+    sys.modules.setdefault("torchmuster.launch.rank.start", sys.modules[__name__])
     write_record(records / f"rank-{rank}.json", {"pid": os.getpid(), "at_unix_s": time.time()})
     try:
         _write_to(Path(settings["logs"]) / f"rank-{rank}.log")
     except OSError as error:  # reported to the node agent, as there is no log
         error.__traceback__ = None
-        write_record(records / f"rank-{rank}.error.json", _describe(error))
+        record_error(error)
         raise
     faulthandler.enable()
     if int(os.environ["WORLD_SIZE"]) != settings["world_size"]:
@@ -73,12 +80,24 @@ def main() -> None:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             _finished(rank, records)
         else:
-            write_record(records / f"rank-{rank}.error.json", _describe(error))
+            record_error(error)
         if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt: Python handles them
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     _finished(rank, records)
+
+
+def record_error(error: BaseException) -> None:
+    """Record this rank's error for the node agent; does nothing if this process is not a rank of ``muster run``.
+
+    Called where an error is first seen, as what follows may not return or may abort the process. A later call
+    replaces the record, but not the time of the error.
+    """
+    global _failed_unix_s
+    if _error_file is not None:
+        _failed_unix_s = _failed_unix_s or time.time()
+        write_record(_error_file, {**_describe(error), "at_unix_s": _failed_unix_s})
 
 
 def _leave_group() -> None:
@@ -94,6 +113,8 @@ def _leave_group() -> None:
 
 def _finished(rank: int, records: Path) -> None:
     """Record that the script finished; other ranks may still need it."""
+    if _error_file is not None:  # the script has handled the error
+        _error_file.unlink(missing_ok=True)
     write_record(records / f"rank-{rank}.finished.json", {"at_unix_s": time.time()})
 
 
@@ -168,7 +189,7 @@ def _describe(error: BaseException) -> dict[str, object]:
         summary = "".join(traceback.format_exception_only(error)).strip()[-4000:]
         trace = "".join(traceback.format_exception(error))[-16000:]
         parts = {**_start_parts(error)}
-    return {"error": summary, "traceback": trace, "at_unix_s": time.time(), **parts}
+    return {"error": summary, "traceback": trace, **parts}
 
 
 def _start_parts(error: BaseException) -> dict[str, str]:

@@ -15,6 +15,7 @@ checkpoint's name and the records of their files, through the job's store (:clas
 """
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from torchmuster.checkpoints.verify import NewestCheckpoint, keep_newest, sweep_
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.probes.process_group import use_device
 from torchmuster.train.checkpointing import disk_check, loading
 from torchmuster.train.checkpointing.disk_check import remove_unfinished
 from torchmuster.train.checkpointing.exchange import (
@@ -59,15 +61,33 @@ from torchmuster.train.checkpointing.storage import (
     write_rank_files,
 )
 from torchmuster.train.world import World
+from torchmuster.units import GiB, MiB
+
+_LARGEST_BLOCK, _SMALLEST_BLOCK = GiB, MiB
+
+
+def pinned_blocks(size_bytes: int) -> list[int]:
+    """Return the sizes of blocks of pinned memory for so many bytes, rounded up to 1 MiB.
+
+    All are powers of two, because torch rounds each pinned allocation up to one.
+    """
+    left = -(-size_bytes // _SMALLEST_BLOCK) * _SMALLEST_BLOCK
+    blocks, block = [], _LARGEST_BLOCK
+    while left:
+        count, left = divmod(left, block)
+        blocks += [block] * count
+        block //= 2
+    return blocks
 
 
 class Staging:
-    """A host memory buffer of the size that a rank writes. Used by one save at a time."""
+    """Host memory of the size that a rank writes. Used by one save at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_host = device.type == "cpu"
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[torch.Tensor] = []
+        self._stream: torch.Stream | None = None
 
     def ready(self) -> "torch.Event | None":
         """Return an event after all work queued on the device so far; the copy waits for it."""
@@ -81,33 +101,56 @@ class Staging:
         self, tensors: Sequence[torch.Tensor], after: "torch.Event | None"
     ) -> Iterator[memoryview]:
         """Copy the tensors one by one; return an iterator over their bytes, to be read later."""
-        size_bytes = sum(one.nbytes for one in tensors)
-        if len(self._memory) < size_bytes:
-            # The device copies to pinned memory itself, while the host does other work.
-            self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=not self._on_host)
+        self.reserve(sum(one.nbytes for one in tensors))
         if self._on_host:
-            self._copy(tensors)
+            filled = self._copy(tensors)
         else:
-            # A separate stream: the copy need not wait for the forward that is queued meanwhile.
-            stream = torch.Stream(self._device)
-            with stream:
+            # A separate stream: the copy need not wait for the forward that is queued meanwhile. The
+            # same one for all saves, as each stream has its own pool of device memory.
+            if self._stream is None:
+                self._stream = torch.Stream(self._device)
+            with self._stream:
                 if after is not None:
-                    stream.wait_event(after)
-                self._copy(tensors)
-            stream.synchronize()
-        return byte_pieces_of(self._memory[:size_bytes])
+                    self._stream.wait_event(after)
+                filled = self._copy(tensors)
+            self._stream.synchronize()
+        return itertools.chain.from_iterable(map(byte_pieces_of, filled))
+
+    def reserve(self, size_bytes: int) -> None:
+        """Allocate memory for so many bytes; a training calls this before its first step.
+
+        On an accelerator the memory is pinned: the device copies to it while the host does other
+        work. Pinning takes about 0.3 s per GB, in which the device may have to wait.
+        """
+        missing = size_bytes - sum(len(block) for block in self._blocks)
+        if missing > 0:
+            sizes = [missing] if self._on_host else pinned_blocks(missing)
+            self._blocks += [
+                torch.empty(size, dtype=torch.uint8, pin_memory=not self._on_host) for size in sizes
+            ]
 
     def release(self) -> None:
         """Release the memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks = []
+        if not self._on_host:
+            torch.accelerator.empty_host_cache()  # torch keeps pinned memory for later use
 
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        begin = 0
+    def _copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy the tensors to the blocks, one after the other; return what they fill."""
+        filled: list[torch.Tensor] = []
+        blocks, room = iter(self._blocks), torch.empty(0, dtype=torch.uint8)
         for tensor in tensors:
-            end = begin + tensor.nbytes
-            room = self._memory[begin:end].view(tensor.dtype).view(tensor.shape)
-            room.copy_(tensor, non_blocking=not self._on_host)
-            begin = end
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            while len(source):
+                if not len(room):
+                    room = next(blocks)
+                    filled.append(room)
+                count = min(len(source), len(room))
+                room[:count].copy_(source[:count], non_blocking=not self._on_host)
+                source, room = source[count:], room[count:]
+        if len(room):
+            filled[-1] = filled[-1][: len(filled[-1]) - len(room)]
+        return filled
 
 
 class AsyncSave:
@@ -165,6 +208,7 @@ class AsyncSave:
     def run(self) -> None:
         """Split the state among the ranks, copy it, write it, commit. Never raises."""
         try:
+            use_device(self._world.device)  # this may be a new thread
             self._write()
         except RankFailure as error:
             self.problem = error_text(error)
@@ -185,6 +229,12 @@ class AsyncSave:
         )
         tensors = {**self._tensors, **self._copies}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+        # The copies on the device are released once they are staged, not when the files are written.
+        self._tensors, self._copies = tensors, {}
+        without_values = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in tensors.items()
+        }
         only_first = self._only_first - tied.keys()
         writers = None
         if not is_same:
@@ -215,7 +265,7 @@ class AsyncSave:
                 self.name,
                 self.facts,
                 written,
-                tensors=tensors,
+                tensors=without_values,
                 plan=plan,
                 tied=tied,
                 rest=self._rest,
@@ -252,7 +302,8 @@ class AsyncSave:
     def _take(self, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
         assert self._staging is not None
         content = self._staging.take(tensors, self._ready)
-        self._tensors, self._copies = {}, {}
+        tensors.clear()
+        self._tensors.clear()
         self.staged.set()
         return content
 
@@ -351,6 +402,8 @@ class Checkpointer:
             )
         elif lack and self._asked == "async":
             found.append(disk_check.memory_finding(lack))
+        if self.mode.value == "async" and self._world.device.type != "cpu":
+            self._staging.reserve(size_bytes // self._world.world_size)
         return found
 
     def save(

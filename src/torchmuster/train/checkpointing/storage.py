@@ -251,7 +251,27 @@ def write_rank_files(
     These are the size and hash of each file, and the parts of tensors that are not in ``plan.splits``; as JSON types.
     """
     file = rank_file(rank)
-    described, contents, unplanned = [], [], []
+    described, contents, unplanned = _own_parts(tensors, plan, file)
+    header = file_head(described)
+    content = take(contents)
+    _be_patient()
+    records = {
+        file: write_file(store, name, file, _after(header, content), on_bytes=rest_after),
+        own_file(rank): write_json(store, name, own_file(rank), own),
+    }
+    return {
+        "files": {one: [record.size_bytes, record.sha256] for one, record in records.items()},
+        "unplanned": unplanned,
+    }
+
+
+def _own_parts(
+    tensors: Mapping[str, torch.Tensor], plan: SavePlan, file: str
+) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[torch.Tensor], list[list[Any]]]:
+    """Return key, dtype and shape of this rank's parts, the parts, and those that are not in ``plan.splits``."""
+    described: list[tuple[str, str, tuple[int, ...]]] = []
+    contents: list[torch.Tensor] = []
+    unplanned: list[list[Any]] = []
     items = write_items({one: tensors[one] for one in tensors if one in plan.mine})
     # Sorted by element size, so that each tensor is aligned to it.
     for one, offset, shape in sorted(
@@ -277,17 +297,7 @@ def write_rank_files(
                 fix="make it with torch.distributed.tensor.distribute_tensor",
             )
         contents.append(local)
-    header = file_head(described)
-    content = take(contents)
-    _be_patient()
-    records = {
-        file: write_file(store, name, file, _after(header, content), on_bytes=rest_after),
-        own_file(rank): write_json(store, name, own_file(rank), own),
-    }
-    return {
-        "files": {one: [record.size_bytes, record.sha256] for one, record in records.items()},
-        "unplanned": unplanned,
-    }
+    return described, contents, unplanned
 
 
 def commit_save(

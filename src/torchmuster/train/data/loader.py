@@ -249,9 +249,10 @@ class BatchLoader:
     def _micro_batches(self, epoch: int, start: int, end: int) -> Iterator[MicroBatch]:
         portions = self._portions(epoch, start, end)
         device = self._world.device
+        pin = self._pin_memory and not self.workers  # workers' batches are pinned already
         for portion, batch in self._read(portions):
             yield MicroBatch(
-                batch=move_to_device(batch, device) if self._elsewhere else batch,
+                batch=move_to_device(batch, device, pin=pin) if self._elsewhere else batch,
                 samples=portion.samples,
                 indices=portion.indices,
             )

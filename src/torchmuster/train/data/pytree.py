@@ -28,11 +28,16 @@ def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
     return batch
 
 
-def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on a device; the copy from pinned memory may still run when this returns."""
+def move_to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
+    """Return the batch on a device; the copy from pinned memory may still run when this returns.
+
+    ``pin`` copies a batch to pinned memory first: a copy from other memory waits for the device.
+    """
 
     def move(one: Any) -> Any:
         if isinstance(one, torch.Tensor):
+            if pin and one.device.type == "cpu":
+                one = one.pin_memory()
             return one.to(device, non_blocking=True)
         return one.to(device)
 

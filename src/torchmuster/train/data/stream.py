@@ -188,7 +188,8 @@ class StreamLoader:
                 self._spare = self._any_sample(epoch)
             batch = self._collate(samples or self._spare)
             if self._elsewhere:
-                batch = move_to_device(batch, self._world.device)
+                device = self._world.device
+                batch = move_to_device(batch, device, pin=device.type == "cuda")
             yield MicroBatch(batch=batch, samples=len(samples))
 
     def _any_sample(self, epoch: int) -> list[Any]:

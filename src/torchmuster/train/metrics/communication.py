@@ -32,8 +32,9 @@ def communication_of(model: nn.Module, world: World) -> Communication:
     if world.world_size == 1:
         return _NoCommunication()
     if isinstance(model, DistributedDataParallel):
-        measures = let_ddp_measure(model, every=_DdpTimes.EVERY)
-        return _DdpTimes(model) if measures else _Unknown()
+        # On an accelerator, a measured step waits for the device: torch's own rate there.
+        every = 10 if world.device.type == "cpu" else 100
+        return _DdpTimes(model, every) if let_ddp_measure(model, every=every) else _Unknown()
     if _can_time_fsdp(model, world):
         return _FsdpTimes(model)
     return _Unknown()
@@ -52,19 +53,19 @@ class _Unknown:
 
 
 class _DdpTimes:
-    """Reads DDP's own measurements, from its first 10 iterations and every 10th later.
+    """Reads DDP's own measurements, from its first 10 iterations and every Nth later.
 
     Timing from outside would need a hook on every parameter.
     """
 
-    EVERY = 10
     _ENOUGH = 5  # a single iteration may be an outlier
     _ASK_EVERY_S = (
         1.0  # seconds between reads: DDP returns a large table, the slowest part of a step line
     )
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, every: int) -> None:
         self._model = model
+        self._every = every
         self._measured = 0  # iterations that DDP has measured so far
         self._sum_ns = 0  # their waiting time
         self._mean_s: float | None = None
@@ -77,7 +78,8 @@ class _DdpTimes:
         self._asked_s = now_s
         said = ddp_measurements(self._model)
         iteration = int(said.get("iteration", 0))
-        measured = iteration if iteration <= 10 else 9 + iteration // self.EVERY
+        later = iteration // self._every - 10 // self._every
+        measured = iteration if iteration <= 10 else 10 + later
         if "avg_backward_comm_time" not in said:
             return None
         if measured - self._measured >= self._ENOUGH:

@@ -67,6 +67,13 @@ class Fsdp:
                 why="ddp also keeps a full copy on every rank, with less communication",
                 fix="use ddp",
             )
+        if world.backend == "gloo" and world.device.type != "cpu":
+            raise Impossible(
+                f"fsdp was requested on {world.device} with gloo",
+                why="; ".join(world.reasons) or "the process group was created with gloo",
+                fix="muster doctor shows why NCCL cannot be used; ddp trains with gloo, and --device cpu "
+                "without the GPU",
+            )
         if self._sharding.cpu_offload and precision.needs_scaler and world.device.type != "cpu":
             raise Impossible(
                 f"fsdp_cpu_offload was requested with precision {precision.name}",

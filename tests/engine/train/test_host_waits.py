@@ -1,0 +1,110 @@
+"""A step makes the host wait for the device in no hidden way."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from made_up_worlds import made_up_world
+from torchmuster.train.data import stream
+from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.pytree import move_to_device
+from torchmuster.train.metrics import communication
+from torchmuster.train.step import TrainStep
+from torchmuster.train.world import World
+
+pytestmark = pytest.mark.engine
+
+
+def world_on(device: str, ranks: int = 1) -> World:
+    return World(**{**vars(made_up_world(ranks=ranks)), "device": torch.device(device)})
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_count_that_is_a_number_is_written_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: reduced.append(tensor))
+    step: Any = object.__new__(TrainStep)
+    step._world, step._counted, step._last = world_on("meta", ranks=2), None, True
+    with Operations() as seen:
+        step._count(7)
+    assert seen.names == ["aten.full.default"]
+    assert [(one.device.type, one.dtype) for one in reduced] == [("meta", torch.float64)]
+
+
+def test_a_count_that_is_a_tensor_keeps_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: tensor.mul_(2))
+    step: Any = object.__new__(TrainStep)
+    step._world, step._counted, step._last = world_on("cpu", ranks=2), None, True
+    own = torch.tensor(3.0, dtype=torch.float64)
+    step._count(own)
+    assert (float(own), float(step._counted)) == (3.0, 6.0)
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    return found
+
+
+def test_batches_that_no_worker_has_pinned_are_pinned(pinned: list[torch.Tensor]) -> None:
+    batch = {"x": torch.ones(2), "already there": torch.ones(2, device="meta"), "name": "a"}
+    move_to_device(batch, torch.device("meta"))
+    assert pinned == []
+    move_to_device(batch, torch.device("meta"), pin=True)
+    assert [one.device.type for one in pinned] == ["cpu"]
+    pinned.clear()
+    loader = BatchLoader(list(range(4)), world_on("meta"), global_batch_size=4, pin_memory=True)
+    batches = [micro.batch for step in loader.epoch(0) for micro in step.micro_batches]
+    assert [one.device.type for one in batches] == ["meta"]
+    assert len(pinned) == 1
+
+
+def test_streams_pin_their_batches_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(stream, "move_to_device", lambda batch, device, pin: asked.append(pin))
+    for device in ("cuda:3", "meta"):
+        loader: Any = object.__new__(stream.StreamLoader)
+        loader._world, loader._elsewhere, loader._collate = world_on(device), True, list
+        assert len(list(loader._micro_batches([1, 2], 2, 1, 0))) == 1
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(("device", "every"), [("cpu", 10), ("cuda:3", 100)])
+def test_ddp_measures_seldom_on_a_gpu_where_a_measured_step_waits(
+    monkeypatch: pytest.MonkeyPatch, device: str, every: int
+) -> None:
+    asked: list[int] = []
+    said = {"avg_backward_comm_time": 5e9, "avg_backward_compute_comm_overlap_time": 3e9}
+    name = "_set_ddp_runtime_logging_sample_rate"
+    monkeypatch.setattr(DistributedDataParallel, name, lambda model, rate: asked.append(rate))
+    monkeypatch.setattr(DistributedDataParallel, "_get_ddp_logging_data", lambda model: said)
+    model: Any = object.__new__(DistributedDataParallel)
+    nn.Module.__init__(model)
+    meter: Any = communication.communication_of(model, world_on(device, ranks=2))
+    assert asked == [every]
+    # DDP measures its first 10 iterations, and later those that its rate divides.
+    for iteration, measured in ((10, 10), (every * 6, 10 + 6 - 10 // every)):
+        said["iteration"] = iteration
+        meter._mean_s = None
+        assert meter.exposed_s(1) == pytest.approx(2.0)
+        assert meter._measured == measured
