@@ -41,8 +41,10 @@ QUESTIONS = {"is_available", "is_initialized", "current_accelerator", "device_co
 ON_CPU = {"on_host", "on_cpu"}
 MODULES = ("torch.cuda", "torch.xpu", "torch.accelerator")
 CALLS = {"torch.get_device_module", "torch.Event", "torch.Stream"}
-READERS = ("devices/readers/amd", "devices/readers/apple", "devices/readers/intel")
-READERS += ("devices/readers/nvml", "devices/readers/sysfs", "devices/cuda_driver")
+READERS = (
+    *("devices/readers/amd", "devices/readers/apple", "devices/readers/intel"),
+    *("devices/readers/nvml", "devices/readers/sysfs", "devices/cuda_driver"),
+)
 
 Block: TypeAlias = list[ast.stmt]
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -208,7 +210,7 @@ def _imports_torch(tree: ast.AST) -> bool:
 
 
 def _first_line(node: ast.AST) -> int:
-    lines = [node.lineno]  # type: ignore[attr-defined]
+    lines: list[int] = [node.lineno]  # type: ignore[attr-defined]
     lines += [one.lineno for one in getattr(node, "decorator_list", ())]
     return min(lines)
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import warnings
+import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,17 @@ from torch.profiler import ProfilerActivity
 from fake_accelerator import FakeAccelerator
 from fake_gpu_tensors import FakeGpu
 from made_up_worlds import made_up_world
+from torchmuster import distributed
+from torchmuster.bench.matmul import MatmulRequest
 from torchmuster.bench.probes import attention, clock, loader, memory, step_recorder, trace_file
-from torchmuster.diagnose.probes import collectives, exact_values, matmul, torch_at_work
+from torchmuster.bench.probes import matmul as products
+from torchmuster.devices.model import DeviceKind
+from torchmuster.diagnose.probes import collectives, matmul, torch_at_work
+from torchmuster.diagnose.rank_record import Values
 from torchmuster.launch.probes import process_group
 from torchmuster.plan.probes import batch_trial, rates, real_steps
 from torchmuster.plan.probes.live_storage import Taken, tensor_memory
+from torchmuster.prove.probes import fingerprints
 from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, text_hash
 from torchmuster.selftest.probes import software, training
 from torchmuster.units import GiB, MiB
@@ -129,6 +136,26 @@ def test_devices_have_the_drivers_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_automatic_is_the_first_accelerator(accelerator: FakeAccelerator) -> None:
     assert clock.device_of("auto") == FIRST
     assert clock.device_of("cpu") == torch.device("cpu")
+
+
+def test_products_are_measured_on_the_gpu_and_then_on_the_cpu(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    measured: list[tuple[torch.device, str]] = []
+
+    def on(device: torch.device, shapes: Any, types: tuple[str, ...], request: Any) -> list[Any]:
+        measured.extend((device, one) for one in types)
+        return []
+
+    monkeypatch.setattr(products, "_on", on)
+    answer = products.time_products(MatmulRequest(device="auto", shapes=()))
+    assert (answer.device, answer.device_name, answer.missing_types) == ("cuda:0", "A100", {})
+    assert measured == [
+        *((FIRST, one) for one in ("float32", "tf32", "bfloat16", "float16")),
+        *((torch.device("cpu"), one) for one in ("float32", "bfloat16")),
+    ]
 
 
 def test_a_calls_peak_is_what_it_adds_on_its_device(allocator: Allocator) -> None:
@@ -247,9 +274,7 @@ def test_products_are_checked_in_every_dtype_of_a_gpu(
 
     def compare(got: torch.Tensor, expected: torch.Tensor) -> Any:
         compared.append((got.device, expected.device, tuple(got.shape)))
-        return exact_values.Values(
-            compared=got.numel(), wrong=int((got.cpu() != expected.cpu()).sum())
-        )
+        return Values(compared=got.numel(), wrong=int((got.cpu() != expected.cpu()).sum()))
 
     monkeypatch.setattr(matmul, "compare_values", compare)
     with FakeGpu(accelerator, monkeypatch):
@@ -302,6 +327,13 @@ def test_a_group_that_another_library_made_is_on_this_threads_gpu(
     assert process_group.current_device() == torch.device("cpu")
 
 
+def test_apples_gpu_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(kind=DeviceKind.MPS)
+    mps = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: mps)
+    assert distributed._torch_device(SimpleNamespace(), device) == mps  # type: ignore[arg-type]
+
+
 def test_facts_name_the_accelerator_and_its_library(
     accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +355,25 @@ def test_the_random_state_of_a_gpu_in_use_is_part_of_a_fingerprint(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
     assert random_states()["cuda"] == text_hash(tensor_hash(state))
+
+
+def test_a_large_tensor_is_hashed_on_its_gpu(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[torch.device] = []
+
+    def on_device(flat: torch.Tensor) -> int:
+        hashed.append(flat.device)
+        return 7
+
+    monkeypatch.setattr(fingerprints, "_MOST_COPIED_BYTES", 16)
+    monkeypatch.setattr(fingerprints, "hash_on_device", on_device)
+    small, large = torch.arange(4.0), torch.arange(5.0)
+    with FakeGpu(accelerator, monkeypatch):
+        assert tensor_hash(small.to(GPU)) == tensor_hash(small)
+        assert hashed == []
+        assert tensor_hash(large.to(GPU)) == zlib.crc32((7).to_bytes(8, "little"))
+    assert hashed == [GPU]
 
 
 def test_waits_on_cuda_are_torchs_own_warnings(
