@@ -1,0 +1,406 @@
+"""The probes on a GPU: which device they ask, how large their tensors are, and when they wait for it."""
+
+import itertools
+import json
+import warnings
+import zlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity
+
+from fake_accelerator import FakeAccelerator
+from fake_gpu_tensors import FakeGpu
+from made_up_worlds import made_up_world
+from torchmuster import distributed
+from torchmuster.bench.matmul import MatmulRequest
+from torchmuster.bench.probes import attention, clock, loader, memory, step_recorder, trace_file
+from torchmuster.bench.probes import matmul as products
+from torchmuster.devices.model import DeviceKind
+from torchmuster.diagnose.probes import collectives, matmul, torch_at_work
+from torchmuster.diagnose.rank_record import Values
+from torchmuster.launch.probes import process_group
+from torchmuster.plan.probes import batch_trial, rates, real_steps
+from torchmuster.plan.probes.live_storage import Taken, tensor_memory
+from torchmuster.prove.probes import fingerprints
+from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, text_hash
+from torchmuster.selftest.probes import software, training
+from torchmuster.units import GiB, MiB
+
+pytestmark = pytest.mark.engine
+
+FIRST = torch.device("cuda", 0)
+GPU = torch.device("cuda", 3)
+XPU = torch.device("xpu", 1)
+WORLD = replace(made_up_world(), device=GPU, backend="nccl")
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    return FakeAccelerator().install(monkeypatch)
+
+
+class Allocator:
+    """Figures of an allocator: each device has its own, and a reset ends a peak."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.live: dict[int, int] = dict.fromkeys(range(8), 0)
+        self.peak = dict(self.live)
+        self.reserved = dict(self.live)
+        self.emptied = 0
+        for name, function in {
+            "memory_allocated": lambda device=FIRST: self.live[torch.device(device).index],
+            "max_memory_allocated": lambda device=FIRST: self.peak[torch.device(device).index],
+            "max_memory_reserved": lambda device=FIRST: self.reserved[torch.device(device).index],
+            "reset_peak_memory_stats": self._reset,
+            "get_memory_info": lambda device: (GiB, (10 + torch.device(device).index) * GiB),
+            "empty_cache": self._empty,
+        }.items():
+            monkeypatch.setattr(torch.accelerator, name, function)
+
+    def use(self, device: torch.device, live: int, peak: int) -> None:
+        """Let a device have so many bytes now, and more of them in between."""
+        self.live[device.index] = live
+        self.peak[device.index] = max(self.peak[device.index], peak)
+        self.reserved[device.index] = max(self.reserved[device.index], 2 * peak)
+
+    def _reset(self, device: torch.device) -> None:
+        self.peak[device.index] = self.live[device.index]
+
+    def _empty(self) -> None:
+        self.emptied += 1
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    return Allocator(monkeypatch)
+
+
+def waits(accelerator: FakeAccelerator) -> list[Any]:
+    return [call.argument for call in accelerator.calls if call.name == "synchronize"]
+
+
+# ---- bench
+
+
+def test_a_turn_is_timed_between_two_waits_for_the_device(accelerator: FakeAccelerator) -> None:
+    clock.interleaved(
+        {"turn": lambda: accelerator.note("turn")},
+        device=GPU,
+        rounds=3,
+        clock=itertools.count().__next__,
+        warm_up_s=0.0,
+    )
+    names = [call.name for call in accelerator.calls]
+    assert set(waits(accelerator)) == {GPU}
+    assert (names[0], names[-1]) == ("synchronize", "synchronize")
+    assert names[-3:] == ["synchronize", "turn", "synchronize"]
+    assert names.count("synchronize") == 2 * names.count("turn")
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "capability", "types"),
+    [
+        (GPU, None, (8, 0), ("float32", "tf32", "bfloat16", "float16")),
+        (GPU, None, (7, 5), ("float32", "float16")),
+        (GPU, "6.4", (9, 4), ("float32", "bfloat16", "float16")),
+        (XPU, None, None, ("float32", "bfloat16", "float16")),
+    ],
+)
+def test_each_gpu_has_its_own_dtypes(
+    device: torch.device,
+    hip: str | None,
+    capability: tuple[int, int] | None,
+    types: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {GPU: capability}.__getitem__)
+    found, missing = clock.number_types(device)
+    assert found == types
+    assert set(found) | set(missing) == {"float32", "tf32", "bfloat16", "float16"}
+
+
+def test_devices_have_the_drivers_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device.index}")
+    assert clock.device_name(GPU) == step_recorder._name_of(GPU) == "H100 3"
+    assert collectives._device_name(GPU) == "H100 3"
+    assert clock.device_name(torch.device("mps")) == "mps"
+
+
+def test_automatic_is_the_first_accelerator(accelerator: FakeAccelerator) -> None:
+    assert clock.device_of("auto") == FIRST
+    assert clock.device_of("cpu") == torch.device("cpu")
+
+
+def test_products_are_measured_on_the_gpu_and_then_on_the_cpu(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    measured: list[tuple[torch.device, str]] = []
+
+    def on(device: torch.device, shapes: Any, types: tuple[str, ...], request: Any) -> list[Any]:
+        measured.extend((device, one) for one in types)
+        return []
+
+    monkeypatch.setattr(products, "_on", on)
+    answer = products.time_products(MatmulRequest(device="auto", shapes=()))
+    assert (answer.device, answer.device_name, answer.missing_types) == ("cuda:0", "A100", {})
+    assert measured == [
+        *((FIRST, one) for one in ("float32", "tf32", "bfloat16", "float16")),
+        *((torch.device("cpu"), one) for one in ("float32", "bfloat16")),
+    ]
+
+
+def test_a_calls_peak_is_what_it_adds_on_its_device(allocator: Allocator) -> None:
+    allocator.use(GPU, live=5, peak=1000)  # a peak of before
+    allocator.use(FIRST, live=7, peak=5000)
+    assert attention._peak_bytes(lambda: allocator.use(GPU, live=5, peak=65), GPU) == 60
+    attention._give_back(GPU)
+    attention._give_back(torch.device("cpu"))
+    assert allocator.emptied == 1
+
+
+def test_a_recompute_mode_is_measured_with_an_empty_cache_and_by_its_lowest_peak(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_show_memory", lambda built, look: look())
+    trial = memory._Trial(SimpleNamespace(), SimpleNamespace(), WORLD)  # type: ignore[arg-type]
+    trial.built = SimpleNamespace(optimizer=SimpleNamespace(state={0: {}}))  # type: ignore[assignment]
+    peaks = itertools.chain([90, 70], itertools.repeat(80))
+    monkeypatch.setattr(trial, "_step", lambda way: allocator.use(GPU, live=10, peak=next(peaks)))
+    assert trial._peak("none") == (70, 180)
+    assert allocator.emptied == 1
+    trial.forget()
+    assert allocator.emptied == 2
+    assert not hasattr(trial, "built")
+
+
+def test_a_batch_is_copied_from_pageable_and_from_pinned_memory(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[tuple[int, torch.device]] = []
+
+    def move(batch: Any, device: torch.device) -> None:
+        copied.append((id(batch["tokens"]), device))
+
+    monkeypatch.setattr(loader, "move_to_device", move)
+    monkeypatch.setattr(
+        loader, "interleaved", lambda turns, **more: {name: (turns[name](),) for name in turns}
+    )
+    with FakeGpu(accelerator, monkeypatch):
+        batch = {"tokens": torch.arange(8, device=GPU)}
+        ordinary, pinned = loader.to_device(batch, WORLD, rounds=1)
+    assert len(ordinary) == len(pinned) == 1
+    assert accelerator.pinned == [64]
+    assert {device for _, device in copied} == {GPU}
+    assert len({tensor for tensor, _ in copied}) == 2
+    loader._wait_for(GPU)
+    assert waits(accelerator)[-1] == GPU
+
+
+@pytest.mark.parametrize(("kind", "activity"), [("cuda", "CUDA"), ("xpu", "XPU"), ("mps", None)])
+def test_a_trace_has_the_kernels_of_the_accelerator(
+    kind: str, activity: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind)
+    )
+    of_kernels = [getattr(ProfilerActivity, activity)] if activity else []
+    assert trace_file._activities() == [ProfilerActivity.CPU, *of_kernels]
+
+
+def test_a_scripts_memory_is_that_of_its_gpu(
+    accelerator: FakeAccelerator, allocator: Allocator
+) -> None:
+    allocator.use(FIRST, live=1, peak=123)
+    assert step_recorder._memory_bytes() == 123
+
+
+# ---- plan
+
+
+def test_tensor_memory_is_the_allocators_and_a_reading_ends_a_peak(allocator: Allocator) -> None:
+    with tensor_memory(GPU) as look:
+        allocator.use(GPU, live=10, peak=30)
+        assert look() == Taken(live_bytes=10, peak_bytes=30)
+        assert look() == Taken(live_bytes=10, peak_bytes=10)
+
+
+def test_a_trial_on_a_gpu_reports_the_memory_that_torch_reserved(allocator: Allocator) -> None:
+    allocator.use(GPU, live=1, peak=50)
+    assert batch_trial._device_peak(GPU) == 100
+    assert batch_trial._device_memory(GPU) == 13 * GiB
+
+
+def test_a_real_step_ends_when_the_device_has_finished(accelerator: FakeAccelerator) -> None:
+    built = SimpleNamespace(world=WORLD, train=lambda number: accelerator.note("train", number))
+    assert real_steps._real_steps_timed(built, 4) >= 0  # type: ignore[arg-type]
+    assert [(call.name, call.argument) for call in accelerator.calls] == [
+        ("train", 4),
+        ("synchronize", GPU),
+    ]
+
+
+def test_rates_are_of_large_tensors_in_the_gpus_dtypes(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "_MEASURE_S", 0.0)
+    fake_clock = SimpleNamespace(perf_counter=map(float, itertools.count()).__next__)
+    monkeypatch.setattr(rates, "time", fake_clock)  # a second for each turn
+    with FakeTensorMode():
+        found = rates.measure_rates(WORLD)
+    assert found.flops == dict.fromkeys(("float32", "bfloat16", "float16"), 2.0 * 8192**3)
+    assert found.bandwidth_bytes_s == 3 * 512 * MiB
+    assert (found.new_memory_bytes_s, found.slow_operations) == (None, {})
+    assert set(waits(accelerator)) == {GPU}
+
+
+# ---- diagnose and launch
+
+
+def test_products_are_checked_in_every_dtype_of_a_gpu(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_TIMES_ON_GPU": 2, "_WARM_S": 0.0, "_MEASURE_S": 0.001}.items():
+        monkeypatch.setattr(matmul, name, value)
+    compared: list[tuple[torch.device, torch.device, tuple[int, ...]]] = []
+
+    def compare(got: torch.Tensor, expected: torch.Tensor) -> Any:
+        compared.append((got.device, expected.device, tuple(got.shape)))
+        return Values(compared=got.numel(), wrong=int((got.cpu() != expected.cpu()).sum()))
+
+    monkeypatch.setattr(matmul, "compare_values", compare)
+    with FakeGpu(accelerator, monkeypatch):
+        found = matmul.check_matmuls(GPU)
+    assert [one.precision for one in found] == ["float32", "bfloat16", "float16"]
+    assert [one.values.wrong for one in found] == [0, 0, 0]
+    assert set(compared) == {(GPU, GPU, (512, 512))}
+    assert set(waits(accelerator)) == {GPU}
+
+
+def test_doctor_multiplies_on_every_gpu_that_torch_sees(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_at_work, "_GPU_SIZE", 64)
+    monkeypatch.setattr(torch_at_work, "_MATMUL_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device.index}")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    devices = torch_at_work._torch_at_work_devices(torch)
+    assert devices == [torch.device("cpu"), *(torch.device("cuda", one) for one in range(8))]
+    with FakeGpu(accelerator, monkeypatch):
+        record = torch_at_work._multiply(torch, GPU)
+    assert not record["error"]
+    assert (record["name"], record["index"], record["model"]) == ("cuda:3", 3, "H100 3")
+    assert record["built_for"] == ["sm_80", "sm_90"]
+    assert (record["products"], record["wrong"]) == (4, 0)
+
+
+def test_a_gpu_build_without_devices_reports_the_drivers_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    facts = torch_at_work._facts(torch)
+    assert (facts["gpu_build"], facts["devices"]) == (True, 0)
+    assert facts["gpu_error"] == "RuntimeError: Found no NVIDIA driver"
+
+
+def test_a_group_that_another_library_made_is_on_this_threads_gpu(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "current_group", lambda: None)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    torch.accelerator.set_device_index(5)
+    assert process_group.current_device() == torch.device("cuda", 5)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert process_group.current_device() == torch.device("cpu")
+
+
+def test_apples_gpu_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(kind=DeviceKind.MPS)
+    mps = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: mps)
+    assert distributed._torch_device(SimpleNamespace(), device) == mps  # type: ignore[arg-type]
+
+
+def test_facts_name_the_accelerator_and_its_library(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
+    facts = process_group.backend_facts()
+    assert (facts.accelerator, facts.device_count) == ("cuda", 8)
+    assert facts.libraries == {"nccl"}
+
+
+# ---- prove and selftest
+
+
+def test_the_random_state_of_a_gpu_in_use_is_part_of_a_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = torch.arange(16, dtype=torch.uint8)
+    assert "cuda" not in random_states()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    assert random_states()["cuda"] == text_hash(tensor_hash(state))
+
+
+def test_a_large_tensor_is_hashed_on_its_gpu(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[torch.device] = []
+
+    def on_device(flat: torch.Tensor) -> int:
+        hashed.append(flat.device)
+        return 7
+
+    monkeypatch.setattr(fingerprints, "_MOST_COPIED_BYTES", 16)
+    monkeypatch.setattr(fingerprints, "hash_on_device", on_device)
+    small, large = torch.arange(4.0), torch.arange(5.0)
+    with FakeGpu(accelerator, monkeypatch):
+        assert tensor_hash(small.to(GPU)) == tensor_hash(small)
+        assert hashed == []
+        assert tensor_hash(large.to(GPU)) == zlib.crc32((7).to_bytes(8, "little"))
+    assert hashed == [GPU]
+
+
+def test_waits_on_cuda_are_torchs_own_warnings(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    with training._waits(GPU) as seen:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert modes == [0, "warn", 0]
+    assert [one.partition(":")[0] for one in seen] == ["test_probes_on_fake_gpu.py"]
+    training._settle(WORLD)
+    assert waits(accelerator) == [GPU]
+
+
+def test_the_software_record_has_nccls_version(
+    accelerator: FakeAccelerator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    software.main()
+    record = json.loads(capsys.readouterr().out)
+    assert record["devices"] == 8
+    assert (record["versions"]["nccl"], record["versions"]["cuda"]) == ("2.28.9", "13.0")

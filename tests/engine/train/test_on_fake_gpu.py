@@ -1,0 +1,253 @@
+"""Training's parts on a GPU: which device they name, and what they wait for, in which order."""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fake_accelerator import FakeAccelerator
+from fake_gpu_tensors import FakeGpu
+from made_up_worlds import made_up_world
+from torchmuster.train.checkpointing.checkpointer import Staging
+from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.stream import StreamLoader
+from torchmuster.train.legacy.data import _own_device
+from torchmuster.train.metrics import banner
+from torchmuster.train.metrics.communication import communication_of
+from torchmuster.train.metrics.step_metrics import StepMetrics
+from torchmuster.train.models import blocks
+from torchmuster.train.out_of_memory import memory_table
+from torchmuster.train.precision import precision_support
+from torchmuster.train.seeds import load_random_states, save_random_states
+from torchmuster.train.step import HostCopy
+from torchmuster.train.strategies.choose import memory_of_each_rank
+from torchmuster.units import GiB
+from torchmuster.worker.reporting import peak_flops
+
+pytestmark = pytest.mark.engine
+
+GPU = torch.device("cuda", 3)
+WORLD = replace(made_up_world(), device=GPU, backend="nccl")
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    return FakeAccelerator().install(monkeypatch)
+
+
+def names(accelerator: FakeAccelerator) -> list[str]:
+    return [call.name for call in accelerator.calls]
+
+
+def test_numbers_are_copied_to_pinned_memory_and_read_after_their_event(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeGpu(accelerator, monkeypatch):
+        copied = HostCopy(torch.tensor([1.0, 0.0, 2.5]).to(GPU))
+        before = names(accelerator)
+        assert copied.read() == [1.0, 0.0, 2.5]
+    assert accelerator.pinned == [12]
+    assert before.index("copy_") < before.index("Event.record")
+    assert "Event.synchronize" not in before
+    assert names(accelerator)[-1] == "Event.synchronize"
+    assert [call.argument for call in accelerator.calls if call.name == "Event"] == [GPU]
+
+
+def test_a_save_copies_on_its_own_stream_after_the_step_and_before_it_is_written(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeGpu(accelerator, monkeypatch):
+        tensors = [torch.arange(6.0, device=GPU), torch.ones(3, dtype=torch.int16, device=GPU)]
+        staging = Staging(GPU)
+        after = staging.ready()
+        accelerator.calls.clear()
+        taken = b"".join(staging.take(tensors, after))
+    assert taken == torch.arange(6.0).numpy().tobytes() + b"\x01\x00" * 3
+    assert sum(accelerator.pinned) >= 30
+    order = [name for name in names(accelerator) if name not in ("pin_memory", "set_device_index")]
+    assert order[-6:] == [
+        *("Stream.__enter__", "Stream.wait_event", "copy_", "copy_"),
+        *("Stream.__exit__", "Stream.synchronize"),
+    ]
+    waited = next(call for call in accelerator.calls if call.name == "Stream.wait_event")
+    assert waited.argument is after
+
+
+def test_the_random_state_is_that_of_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index])
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: states.update({device.index: state})
+    )
+    kept = save_random_states(WORLD)
+    drawn = random.random(), torch.rand(1).item()
+    states[3] = torch.zeros(16, dtype=torch.uint8)
+    load_random_states(kept, WORLD)
+    assert (random.random(), torch.rand(1).item()) == drawn
+    assert {index: int(state[0]) for index, state in states.items()} == {one: one for one in states}
+    states[3] = torch.zeros(16, dtype=torch.uint8)
+    load_random_states(kept, made_up_world())  # a run that goes on without a GPU
+    assert int(states[3][0]) == 0
+
+
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], bf16: bool
+) -> None:
+    asked: dict[str, Any] = {
+        "get_device_name": lambda device: f"{name} {device.index}",
+        "get_device_capability": lambda device: capability if device == GPU else None,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or bf16,
+    }
+    for function, answer in asked.items():
+        monkeypatch.setattr(torch.cuda, function, answer)
+
+
+def test_emulated_bf16_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, "Tesla T4", (7, 5), bf16=False)
+    (found,) = precision_support(WORLD)
+    assert (found.kind, found.name, found.has_bf16) == ("cuda", "Tesla T4 3", False)
+    assert found.compute_capability == (7, 5)
+
+
+def test_amds_gpus_have_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, "AMD Instinct MI250", (9, 0), bf16=True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    (found,) = precision_support(WORLD)
+    assert (found.has_bf16, found.compute_capability) == (True, None)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_intels_gpus_are_asked_for_bf16(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: bf16)
+    (found,) = precision_support(replace(WORLD, device=torch.device("xpu", 1)))
+    assert (found.kind, found.has_bf16, found.compute_capability) == ("xpu", bf16, None)
+
+
+def test_the_memory_table_has_the_devices_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = FakeAccelerator(allocated_bytes=5 * GiB, reserved_bytes=7 * GiB)
+    accelerator.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 6 * GiB)
+    table = memory_table(nn.Linear(2, 2), None, GPU)
+    assert (table.used_bytes, table.peak_bytes) == (5 * GiB, 6 * GiB)
+    assert (table.reserved_bytes, table.limit_bytes) == (7 * GiB, 80 * GiB)
+    assert table.rest_bytes == 5 * GiB - table.states_bytes
+    of_apple = memory_table(None, None, torch.device("mps"))  # torch.mps has none of these
+    assert (of_apple.used_bytes, of_apple.reserved_bytes) == (None, None)
+
+
+def test_a_ranks_memory_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {3: (1 * GiB, 80 * GiB), 0: (1 * GiB, 24 * GiB)}
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: sizes[device.index])
+    assert memory_of_each_rank(WORLD) == 80 * GiB
+
+    def not_known(device: torch.device) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", not_known)
+    assert memory_of_each_rank(WORLD) is None
+
+
+def test_a_record_waits_for_the_device_and_has_its_peak(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = {0: 1, 3: 9 * GiB}
+    monkeypatch.setattr(
+        torch.accelerator, "max_memory_allocated", lambda device: peaks[torch.device(device).index]
+    )
+    metrics = StepMetrics(WORLD, communication_of(nn.Linear(1, 1), WORLD))
+    metrics.add(torch.tensor(2.0), 4, None)
+    metrics.end_step(torch.tensor(0.0))
+    with FakeGpu(accelerator, monkeypatch):
+        record = metrics.record(step=1, epoch=0, learning_rate=0.1, norm=None).finish()
+    assert [call.argument for call in accelerator.calls if call.name == "synchronize"] == [GPU]
+    assert (record.loss, record.memory_peak_bytes) == (2.0, 9 * GiB)
+
+
+def test_the_banner_names_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, "H100", (9, 0), bf16=True)
+    assert banner._banner_device(GPU) == "a GPU (H100 3)"
+    assert "xpu" in banner._banner_device(torch.device("xpu", 1))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_gpu_is_compiled_for_only_with_triton(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: dict[str, object] = {"triton": object()}
+    fake = SimpleNamespace(util=SimpleNamespace(find_spec=installed.get))
+    monkeypatch.setattr(blocks, "importlib", fake)
+    assert blocks.can_compile(torch.device(kind, 3)).value
+    installed.clear()
+    decision = blocks.can_compile(torch.device(kind, 3))
+    assert not decision.value
+    assert "triton" in decision.reason
+
+
+def test_the_peak_rate_is_that_of_the_dtype_of_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), bf16=True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    model = nn.Linear(2, 2)
+    assert peak_flops(GPU, model, torch.bfloat16) == pytest.approx(312e12)
+    assert peak_flops(GPU, model, torch.float32) == pytest.approx(19.5e12)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_flops(GPU, model, torch.float32) is None  # TF32
+    assert peak_flops(GPU, model.bfloat16(), torch.float32) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no such GPU")
+    assert peak_flops(GPU, model, torch.bfloat16) is None
+
+
+def test_batches_arrive_on_the_ranks_gpu(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = BatchLoader(
+        [torch.tensor([float(one)]) for one in range(4)],
+        WORLD,
+        global_batch_size=4,
+        pin_memory=False,
+        shuffle=False,
+    )
+    with FakeGpu(accelerator, monkeypatch):
+        (micro,) = next(loader.epoch(0))
+        assert micro.batch.device == GPU
+        assert micro.batch.cpu().flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+class Counted:
+    """A source with one lane: the numbers 0 to 3."""
+
+    def lanes(self) -> int:
+        return 1
+
+    def identity(self) -> str:
+        return "numbers"
+
+    def open(self, lanes: Any, *, epoch: int, cursors: Any) -> dict[int, "Counted"]:
+        self._left = [0.0, 1.0, 2.0, 3.0]
+        return dict.fromkeys(lanes, self)
+
+    def read(self, count: int) -> list[torch.Tensor]:
+        taken, self._left = self._left[:count], self._left[count:]
+        return [torch.tensor(one) for one in taken]
+
+    def cursor(self) -> int:
+        return 4 - len(self._left)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_streams_batches_arrive_on_the_ranks_gpu(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = StreamLoader(Counted(), WORLD, global_batch_size=4, shuffle=False)
+    with FakeGpu(accelerator, monkeypatch):
+        (micro,) = next(loader.epoch(0))
+        assert micro.batch.device == GPU
+        assert micro.batch.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_the_legacy_functions_take_the_current_gpu(accelerator: FakeAccelerator) -> None:
+    torch.accelerator.set_device_index(5)
+    assert _own_device() == torch.device("cuda", 5)
