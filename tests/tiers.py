@@ -68,6 +68,7 @@ DEFAULT: dict[str, list[str]] = {
     "tests/hosts/test_restarts.py": [
         "test_a_killed_rank_is_named_before_all_start_again",
     ],
+    "tests/hosts/test_selftest_hosts.py": [],
     "tests/hosts/test_situations.py": [
         "test_a_run_works_in[a network that has IPv6 only]",
         "test_etcd_brings_the_hosts_together",

@@ -254,6 +254,11 @@ def _show_profile(
         output.print_json(
             {
                 "folder": str(folder),
+                "step_s": found.step_s,
+                "ranks": [
+                    {"rank": one.facts.rank, "shares_s": one.shares.by_name()}
+                    for one in found.ranks
+                ],
                 "advice": [
                     {
                         "cause": one.cause,
