@@ -291,39 +291,26 @@ Lines: TypeAlias = Callable[[Path], tuple[set[int], set[int]] | None]
 def covered_lines(record: Path) -> Lines:
     """Return a function that gives the statements and the executed lines of a file.
 
-    ``record`` is coverage's data file, or what ``coverage json`` writes.
+    ``record`` is what ``coverage json`` writes.
     """
-    if record.read_bytes()[:1] == b"{":
-        files = json.loads(record.read_text())["files"]
-        known = {(ROOT / name).resolve(): found for name, found in files.items()}
+    files = json.loads(record.read_text())["files"]
+    known = {(ROOT / name).resolve(): found for name, found in files.items()}
 
-        def of_json(path: Path) -> tuple[set[int], set[int]] | None:
-            found = known.get(path)
-            if found is None:
-                return None
-            executed = set(found["executed_lines"])
-            return executed | set(found["missing_lines"]), executed
+    def lines_of(path: Path) -> tuple[set[int], set[int]] | None:
+        found = known.get(path)
+        if found is None:
+            return None
+        executed = set(found["executed_lines"])
+        return executed | set(found["missing_lines"]), executed
 
-        return of_json
-    import coverage
-
-    data = coverage.Coverage(data_file=str(record), config_file=False)
-    data.load()
-
-    def of_data(path: Path) -> tuple[set[int], set[int]] | None:
-        _, statements, _, missing, _ = data.analysis2(str(path))
-        return set(statements), set(statements) - set(missing)
-
-    return of_data
+    return lines_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the lines, or with ``--coverage`` how many ran and which did not."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "src" / "torchmuster"])
-    parser.add_argument(
-        "--coverage", type=Path, metavar="FILE", help="data file or JSON report of coverage"
-    )
+    parser.add_argument("--coverage", type=Path, metavar="FILE", help="JSON report of coverage")
     parser.add_argument("--files", action="store_true", help="print one line per file")
     options = parser.parse_args(arguments)
     covered = covered_lines(options.coverage) if options.coverage else None

@@ -58,6 +58,8 @@ LOADED_BY_NAME = {
     "bench/probes": "cli/benches/memory.py",
     "train/strategies": "train/strategies/choose.py",
     "integrations": "../../pyproject.toml",  # entry points
+    "selftest": "../../docs/reference/assumption_page.py",
+    "selftest/probes": "selftest/checks/saving.py",
     "train": "__init__.py",  # the public names
     ".": "__init__.py",
 }

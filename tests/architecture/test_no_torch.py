@@ -37,6 +37,7 @@ LINES = [
     ["--help"],
     ["--version"],
     ["gpus"],
+    ["selftest", "--list"],
     ["gpus", "--json"],
     ["gpus", "--links"],
     ["gpus", "pick", "--num", "2"],

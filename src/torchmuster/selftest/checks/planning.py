@@ -19,7 +19,7 @@ from torchmuster.selftest.check import Check, Facts, Outcome, Place
 
 _MODELS = {
     "cpu": "torchmuster.bench.probes.small_gpt:make_small_gpt",
-    "gpu": "torchmuster.selftest.probes.training_data:make_medium_gpt",
+    "gpu": "torchmuster.bench.probes.small_gpt:make_medium_gpt",
 }
 _STEPS = 5
 _FEW = 4  # cases on a CPU, and of times

@@ -52,7 +52,10 @@ def _precision(place: Place, planted: bool) -> Facts:
 
 def judge_precision(facts: Facts) -> Outcome:
     """Compare the last losses of bf16 and fp16 with those of fp32."""
-    last = {name: statistics.fmean(values[-3:] or [math.nan]) for name, values in facts["losses"].items()}
+    last = {
+        name: statistics.fmean(values[-3:] or [math.nan])
+        for name, values in facts["losses"].items()
+    }
     off = {name: abs(last[name] - last["fp32"]) / last["fp32"] for name in last if name != "fp32"}
     good = bool(off) and all(off[name] <= _NEAR[name] for name in off)
     return Outcome(

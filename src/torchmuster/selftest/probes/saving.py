@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchmuster.bench.probes import small_gpt
 from torchmuster.checkpoints.places import open_store
 from torchmuster.devices import snapshot
 from torchmuster.errors import OutOfMemory
 from torchmuster.selftest.probes.answering import Request, answer_request
+from torchmuster.selftest.probes.training_data import SMALL_GPT
 from torchmuster.train import seeds
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, Mode
+from torchmuster.train.models import factory
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
@@ -27,6 +28,7 @@ _BLOCKS = {"cpu": 4, "gpu": 24}  # 50 MB and 300 MB of state
 _SAVES = 3
 _STEPS_BESIDE = 4
 _LIMIT_BYTES = 2**30
+_COLUMNS = 2048
 
 
 def save_stall(world: World, request: Request) -> dict[str, Any]:
@@ -131,13 +133,13 @@ def _gpus_of_this_rank() -> int | None:
 def out_of_memory(world: World, request: Request) -> dict[str, Any]:
     """Request more memory than there is, in a forward, and return the report."""
     torch.manual_seed(0)
-    model = small_gpt.SmallGpt().to(world.device)
+    model = factory.call_import(SMALL_GPT, "model.build").to(world.device)
     optimizer = torch.optim.AdamW(model.parameters())
     if world.device.type == "cuda":
         total = torch.cuda.get_device_properties(world.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, _LIMIT_BYTES / total), world.device)
     tokens = torch.zeros(1, 8, dtype=torch.int64, device=world.device)
-    huge = 2**45 // small_gpt.VOCABULARY
+    huge = 2**45 // _COLUMNS
     facts: dict[str, Any] = {
         "rank": world.global_rank,
         "parameters_bytes": sum(one.nbytes for one in model.parameters()),
@@ -149,7 +151,7 @@ def out_of_memory(world: World, request: Request) -> dict[str, Any]:
         with oom_report(world, model, optimizer, micro_batch_size=huge):
             if request["planted"]:
                 raise RuntimeError("another error")
-            model(tokens).new_empty(huge, small_gpt.VOCABULARY)
+            model(tokens).new_empty(huge, _COLUMNS)
     except OutOfMemory as error:
         facts |= {"what": error.what, "why": error.why, "fix": error.fix}
     except RuntimeError as error:

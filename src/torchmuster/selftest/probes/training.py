@@ -12,16 +12,17 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
+from torchmuster.plan.torch_private import READ_VALUE
 from torchmuster.selftest.probes.answering import Request, answer_request
 from torchmuster.train.data.pytree import move_to_device
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models.blocks import compile_blocks
 from torchmuster.train.step import HostCopy, StepResult
 from torchmuster.train.strategies.sharding import ShardLayout
+from torchmuster.train.torch_private import TorchDispatchMode
 from torchmuster.train.world import World, gather_rows
 
 MODEL = Work(
@@ -37,9 +38,9 @@ _STEPS = 5
 
 def strategies(world: World, request: Request) -> dict[str, Any]:
     """Train the same steps with each strategy on all ranks, and alone on this rank's device."""
-    losses = {"alone": _losses(_built(_alone(world), "single"), steps=_STEPS)}
+    losses = {"alone": _losses(_built(_by_itself(world), "single"), steps=_STEPS)}
     weights = {}
-    reference = _weights(_alone(world), "single", scale=1.0)
+    reference = _weights(_by_itself(world), "single", scale=1.0)
     for name, candidate in _layouts(world).items():
         scale = 1.001 if request["planted"] and world.global_rank == 1 else 1.0
         built = build_step(MODEL, candidate, world)
@@ -48,7 +49,7 @@ def strategies(world: World, request: Request) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "backend": world.backend}
 
 
-def _alone(world: World) -> World:
+def _by_itself(world: World) -> World:
     """Return this rank as a group of one."""
     return replace(world, global_rank=0, local_rank=0, world_size=1, local_world_size=1)
 
@@ -71,7 +72,7 @@ def _ways(world: World) -> dict[str, Candidate | None]:
 
 def _built_as(candidate: Candidate | None, world: World) -> BuiltStep:
     if candidate is None:
-        return _built(_alone(world), "single")
+        return _built(_by_itself(world), "single")
     return build_step(MODEL, candidate, world)
 
 
@@ -168,9 +169,13 @@ def precisions(world: World, request: Request) -> dict[str, Any]:
     """Train the same steps in each precision, from the same weights."""
     losses, steps = {}, _PRECISION_STEPS.get(world.device.type, 20)
     for name in ("fp32", "bf16", "fp16"):
-        if name == "bf16" and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        if (
+            name == "bf16"
+            and world.device.type == "cuda"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
             continue
-        built = _built(_alone(world), "single", name)
+        built = _built(_by_itself(world), "single", name)
         if request["planted"] and name == "bf16":
             for group in built.optimizer.param_groups:
                 group["lr"] = group["lr"] * 3
@@ -291,7 +296,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+        if func in (READ_VALUE, torch.ops.aten.nonzero.default):
             self._seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -301,7 +306,7 @@ _TURNS = {"cpu": 12}  # 40 on an accelerator, where steps are short
 
 def overhead(world: World, request: Request) -> dict[str, Any]:
     """Time steps of TrainStep and of a bare loop of torch, in turn, on the same model."""
-    alone = _alone(world)
+    alone = _by_itself(world)
     built = _built(alone, "single")
     step = _step(0, alone)
     batch = next(iter(step)).batch
@@ -334,8 +339,8 @@ def overhead(world: World, request: Request) -> dict[str, Any]:
 
 def compiled(world: World, request: Request) -> dict[str, Any]:
     """Train the same steps with and without torch.compile."""
-    eager = _losses(_built(_alone(world), "single"), steps=_STEPS)
-    built = _built(_alone(world), "single")
+    eager = _losses(_built(_by_itself(world), "single"), steps=_STEPS)
+    built = _built(_by_itself(world), "single")
     compile_blocks(built.model, world.device)
     begun = time.perf_counter()
     losses = _losses(built, steps=_STEPS, first=1 if request["planted"] else 0)

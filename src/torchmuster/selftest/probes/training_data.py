@@ -1,19 +1,18 @@
-"""Data of the trainings that the checks start from settings files."""
+"""Models and data of the trainings that the checks start."""
 
 import os
 
 import torch
 
-from torchmuster.bench.probes import small_gpt
+from torchmuster.train.models import factory
+
+SMALL_GPT = "torchmuster.bench.probes.small_gpt:make_small_gpt"
+_ROWS = "torchmuster.bench.probes.small_gpt:make_learnable_rows"
+_MOST_SHIFT = 1900  # the rows use 64 of 2,048 tokens
 
 
 def make_changing_rows() -> list[dict[str, torch.Tensor]]:
     """Return rows that differ in each process: the planted fault of the check of resumed trainings."""
-    rows = small_gpt.make_learnable_rows()
-    shift = int.from_bytes(os.urandom(2), "big") % (small_gpt.VOCABULARY - 64)
+    rows: list[dict[str, torch.Tensor]] = factory.call_import(_ROWS, "data.dataset")
+    shift = int.from_bytes(os.urandom(2), "big") % _MOST_SHIFT
     return [{name: one + shift for name, one in row.items()} for row in rows]
-
-
-def make_medium_gpt() -> torch.nn.Module:
-    """Return a model of 27 million parameters: large compared with what an allocator rounds up."""
-    return small_gpt.SmallGpt(width=512, blocks=8, heads=8)

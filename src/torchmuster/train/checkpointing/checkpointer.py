@@ -132,7 +132,7 @@ class Staging:
     def release(self) -> None:
         """Release the memory."""
         self._blocks = []
-        if not self._on_host:
+        if not self._on_host and hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()  # torch keeps pinned memory for later use
 
     def _copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
