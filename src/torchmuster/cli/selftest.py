@@ -6,13 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import job_flags, output, parsers
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.selftest.check import Check
 from torchmuster.selftest.checks.all_checks import CHECKS
-from torchmuster.selftest.record import SelftestRecord
+from torchmuster.selftest.record import CheckResult, SelftestRecord
 
-_USUAL_MINUTES = 20.0
+_USUAL_MINUTES = 40.0
 _USUAL_OUT = Path("selftest.json")
 
 
@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpus", dest="device", action="store_const", const="gpu", help="same as --device gpu"
+    )
+    parser.add_argument(
+        "--num-gpus",
+        type=job_flags.count,
+        metavar="N",
+        help="use at most N GPUs: 1, 2, 4 or 8 (default: as many as are free)",
     )
     parser.add_argument(
         "--hosts", metavar="NAME,…", default="", help="also check these hosts together, over ssh"
@@ -89,24 +95,30 @@ def _run_selftest(options: argparse.Namespace) -> int:
         _show_list(options.json)
         return ExitCode.GOOD
     hosts = [one for one in options.hosts.split(",") if one]
-    here = hardware_here(options.device or "auto", hosts)
+    here = hardware_here(options.device or "auto", hosts, most_gpus=options.num_gpus)
     where = ", ".join(here.gpus) or f"CPU ({here.ranks} processes)"
     output.say(f"muster: {len(chosen)} checks on {where}, at most {options.minutes:g} min")
     begun = time.monotonic()
     # As Ctrl-C: the check that runs is stopped with all its processes, and its files are deleted.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))
-    found = run_checks(
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(ExitCode.TERMINATED))
+    record = make_record(here, [], seconds=0, planted=options.planted_faults)
+
+    def save(found: list[CheckResult]) -> None:
+        nonlocal record
+        seconds = time.monotonic() - begun
+        record = make_record(here, found, seconds=seconds, planted=options.planted_faults)
+        write_record(options.out, record, hosts=hosts)
+
+    run_checks(
         chosen,
         here,
         hosts=hosts,
         minutes=options.minutes,
         planted=options.planted_faults,
         say=output.say,
+        save=save,
     )
-    record = make_record(
-        here, found, seconds=time.monotonic() - begun, planted=options.planted_faults
-    )
-    write_record(options.out, record)
     if options.json:
         from torchmuster import untrusted
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmuster.errors import MusterError
+from torchmuster.errors import ExitCode, MusterError
 from torchmuster.plan.proof import fresh_ranks
 
 Facts = dict[str, Any]  # what a check measured: plain JSON
 Figure = float | int | str | bool
 
+_TAKEN = ("devices-busy", "not-now", "too-few-devices")  # names of errors
 _MOST_OUTPUT = 2000  # characters of a failed command that an error shows
 
 
@@ -67,6 +68,8 @@ class Place:
             environment=dict(environment or {}),
             typed=("selftest",),
         )
+        if ran.trouble is not None and ran.trouble.name in _TAKEN:
+            raise NotHere(f"the GPUs were taken meanwhile: {ran.trouble.what}")
         if ran.trouble is not None or len(ran.texts) != count:
             why = "" if ran.trouble is None else fresh_ranks.describe_failure(ran.trouble)
             raise MusterError(f"the ranks of this check failed ({work})", why=why)
@@ -90,6 +93,8 @@ class Place:
             errors="replace",
             check=False,
         )
+        if done.returncode == ExitCode.NOT_NOW and ExitCode.NOT_NOW not in accepted:
+            raise NotHere("the GPUs were taken meanwhile")
         if done.returncode not in accepted:
             raise MusterError(
                 f"`muster {' '.join(words)}` ended with exit code {done.returncode}",

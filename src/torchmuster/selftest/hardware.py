@@ -76,11 +76,17 @@ class Hardware:
         return [str(one) for one in found] if isinstance(found, list) else []
 
 
-def hardware_here(device: Literal["auto", "cpu", "gpu"], hosts: Sequence[str]) -> Hardware:
-    """Look at this host; "gpu" refuses a host without free GPUs that torch can use."""
+def hardware_here(
+    device: Literal["auto", "cpu", "gpu"], hosts: Sequence[str], *, most_gpus: int | None = None
+) -> Hardware:
+    """Look at this host; "gpu" refuses a host without free GPUs that torch can use.
+
+    1, 2, 4 or 8 GPUs are used, as many as are free and at most ``most_gpus``.
+    """
     software = _software()
     node = snapshot.take_snapshot_with_history()
     free = _free(node) if device != "cpu" and software["devices"] else ()
+    free = free[: _power_of_two(min(len(free), most_gpus or _LARGEST_GROUP, _LARGEST_GROUP))]
     if device == "gpu" and not free:
         raise Impossible(
             "no GPU can be used for the self-test",
@@ -93,11 +99,16 @@ def hardware_here(device: Literal["auto", "cpu", "gpu"], hosts: Sequence[str]) -
     used: Literal["cpu", "gpu"] = "gpu" if free else "cpu"
     return Hardware(
         device=used,
-        ranks=min(len(free), _LARGEST_GROUP) if free else _CPU_RANKS,
+        ranks=len(free) or _CPU_RANKS,
         has=tuple(dict.fromkeys(_has(node, free, hosts))),
         description=_description(node, free),
         versions=software["versions"],
     )
+
+
+def _power_of_two(count: int) -> int:
+    """Return the largest power of two that is not above a number; 0 for 0."""
+    return 1 << (count.bit_length() - 1) if count else 0
 
 
 def _software() -> dict[str, dict[str, str]]:

@@ -4,6 +4,7 @@ python -m torchmuster.selftest.one_check CHECK PLACE.json RESULT.json [--planted
 """
 
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.errors import MusterError, NotNow, TooFewDevices
-from torchmuster.selftest.check import Check, NotHere, Place
+from torchmuster.selftest.check import Check, Figure, NotHere, Place
 from torchmuster.selftest.checks.all_checks import CHECKS
 from torchmuster.selftest.record import CheckResult
 
@@ -35,9 +36,15 @@ def judge_check(check: Check, place: Place, *, planted: bool) -> CheckResult:
         id=check.id,
         verdict="confirmed" if outcome.confirmed else "refuted",
         says=outcome.says,
-        figures=outcome.figures,
+        figures={name: _plain(figure) for name, figure in outcome.figures.items()},
         seconds=round(time.monotonic() - begun, 1),
     )
+
+
+def _plain(figure: Figure) -> Figure:
+    """Return a figure that JSON can have: text if it is not finite."""
+    finite = not isinstance(figure, float) or math.isfinite(figure)
+    return figure if finite else str(figure)
 
 
 def main() -> None:

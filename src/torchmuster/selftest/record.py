@@ -1,9 +1,14 @@
 """The result file of a self-test: what was checked on which hardware, without names of hosts or users."""
 
+import contextlib
 import getpass
+import ipaddress
 import json
+import pwd
 import re
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +27,10 @@ from torchmuster.selftest.hardware import Hardware
 FORMAT = 1
 Verdict = Literal["confirmed", "refuted", "not run", "broken"]
 _UUID = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]{9,}", re.IGNORECASE)
-_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
+_FIRST_PERSON = 1000  # lower user ids belong to services
+_ADDRESS = re.compile(
+    r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F:]*:[0-9a-fA-F:]*)(?![\w:])"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +80,10 @@ def make_record(
     )
 
 
-def write_record(path: Path, record: SelftestRecord) -> None:
+def write_record(path: Path, record: SelftestRecord, *, hosts: Sequence[str] = ()) -> None:
     """Write the record as JSON, without secrets, addresses, and names of hosts, users and folders."""
-    text = json.dumps(_anonymous(asdict(record)), indent=1, ensure_ascii=False)
+    names = _names_here(hosts)
+    text = json.dumps(_anonymous(asdict(record), names), indent=1, ensure_ascii=False)
     write_atomically(path, text + "\n")
 
 
@@ -91,30 +100,44 @@ def read_record(path: Path) -> SelftestRecord:
     return record
 
 
-def _anonymous(value: Any) -> Any:
+def _anonymous(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, str):
-        return _without_names(value)
+        return _without_names(value, names)
     if isinstance(value, Mapping):
-        return {name: _anonymous(one) for name, one in value.items()}
+        return {name: _anonymous(one, names) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_anonymous(one) for one in value]
+        return [_anonymous(one, names) for one in value]
     return value
 
 
-def _without_names(text: str) -> str:
-    text = _ADDRESS.sub("ADDRESS", _UUID.sub(r"\1-…", redact_text(harmless(text))))
-    for name, instead in _names_here().items():
-        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
-    return text
+def _without_names(text: str, names: Mapping[str, str]) -> str:
+    text = redact_text(harmless(text))
+    for name, instead in names.items():  # a host also with its domain
+        domain = r"(?:\.[\w-]+)*" if instead == "HOST" else ""
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}{domain}(?![\w-])", instead, text)
+    return _ADDRESS.sub(_without_address, _UUID.sub(r"\1-…", text))
 
 
-def _names_here() -> dict[str, str]:
-    host = socket.gethostname()
+def _without_address(found: re.Match[str]) -> str:
     try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in containers
-        user = ""
-    found = {str(Path.home()): "HOME", host: "HOST", host.partition(".")[0]: "HOST"}
-    if user not in ("", "root"):
-        found[user] = "USER"
-    return {name: instead for name, instead in found.items() if len(name) > 2}
+        ipaddress.ip_address(found[0])
+    except ValueError:
+        return found[0]
+    return "ADDRESS"
+
+
+def _names_here(hosts: Sequence[str]) -> dict[str, str]:
+    """Return what to replace, longest first: folders, hosts, and people who have a home here."""
+    folders = (sys.prefix, sys.base_prefix, str(Path.cwd()), tempfile.gettempdir())
+    found = dict.fromkeys(folders, "FOLDER")
+    found[str(Path.home())] = "HOME"
+    for host in (socket.gethostname(), *(one.rpartition("@")[2] for one in hosts)):
+        name = host.partition(":")[0]
+        found |= {name: "HOST", name.partition(".")[0]: "HOST"}
+    users = {one.pw_name for one in pwd.getpwall() if one.pw_uid >= _FIRST_PERSON}
+    users |= {user for one in hosts if (user := one.rpartition("@")[0])}
+    with contextlib.suppress(KeyError, OSError):  # a user without a name, as in containers
+        users.add(getpass.getuser())
+    found |= {user: "USER" for user in users if user not in ("root", "nobody")}
+    known = [name for name in found if len(name) > 2]
+    return {name: found[name] for name in sorted(known, key=len, reverse=True)}

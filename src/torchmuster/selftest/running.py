@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from torchmuster.selftest.record import CheckResult
 _SAY_EVERY_S = 9.0
 _SHORTEST_LIMIT_S = 180.0
 _TIMES_AS_LONG = 5  # as typical: then a check is stopped
-_STOP_WITHIN_S = 20.0
+_STOP_WITHIN_S = 40.0  # a launcher lets its ranks save
 
 
 def run_checks(
@@ -30,11 +30,17 @@ def run_checks(
     minutes: float,
     planted: bool = False,
     say: Callable[[str], None] = lambda _: None,
+    save: Callable[[list[CheckResult]], None] = lambda _: None,
 ) -> list[CheckResult]:
-    """Run the checks in order; return a result for each. ``say`` receives the progress."""
+    """Run the checks in order; return a result for each.
+
+    ``say`` receives the progress, and ``save`` the results so far after each check.
+    """
     end = time.monotonic() + minutes * 60
     found = []
-    with tempfile.TemporaryDirectory(prefix="muster-selftest-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="muster-selftest-", ignore_cleanup_errors=True
+    ) as folder:
         place = Place(
             device=here.device,
             ranks=here.ranks,
@@ -52,6 +58,7 @@ def run_checks(
                 result = _run_alone(check, place, end, planted=planted, say=say)
             say(f"{where}  {check.id}: {result.verdict}. {result.says.splitlines()[0]}")
             found.append(result)
+            save(found)
     return found
 
 
@@ -82,10 +89,12 @@ def _run_alone(
             took_s = time.monotonic() - begun
             if took_s > limit_s:
                 _stop_group(process)
+                out_of_time = time.monotonic() >= end
                 return CheckResult(
                     id=check.id,
-                    verdict="broken",
-                    says=f"stopped after {took_s:.0f} s without a result",
+                    verdict="not run" if out_of_time else "broken",
+                    says=f"stopped after {took_s:.0f} s without a result"
+                    + (": no time left (--minutes)" if out_of_time else ""),
                     seconds=took_s,
                 )
             try:
@@ -96,7 +105,10 @@ def _run_alone(
         last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         says = f"the check ended with exit code {process.returncode}: {''.join(last)}"
         return CheckResult(id=check.id, verdict="broken", says=says)
-    return msgspec.json.decode(answer.read_bytes(), type=CheckResult)
+    try:
+        return msgspec.json.decode(answer.read_bytes(), type=CheckResult)
+    except msgspec.DecodeError as error:
+        return CheckResult(id=check.id, verdict="broken", says=f"unreadable result: {error}")
 
 
 @contextmanager
@@ -119,10 +131,21 @@ def _stop_group(process: "subprocess.Popen[bytes]") -> None:
     """Ask the group to end, as a launcher among it has ranks to stop; then kill what is left."""
     if process.poll() is None:
         _signal_group(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_STOP_WITHIN_S)
+        end = time.monotonic() + _STOP_WITHIN_S
+        while _is_alive(process) and time.monotonic() < end:
+            time.sleep(0.05)
     _signal_group(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _is_alive(process: "subprocess.Popen[bytes]") -> bool:
+    """Return whether any process of the group is left: the first may end before a launcher among them."""
+    process.poll()  # a process that ended counts until it is waited for
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

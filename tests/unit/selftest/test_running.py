@@ -113,13 +113,28 @@ def test_a_check_whose_process_dies_is_broken(monkeypatch: pytest.MonkeyPatch) -
 def test_a_result_file_has_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "gpu7.lab.example")
     monkeypatch.setattr("getpass.getuser", lambda: "ada")
-    says = "rank 0 on gpu7 (10.1.2.3) of ada: GPU-7d3a1c55-0f0e-4b6c-9d4e-aa00bb11cc22, token=hf_abcdefghijklmnopqrst"
+    monkeypatch.chdir(tmp_path)
+    says = f"{tmp_path}/x.py: rank 0 on gpu7.lab.example and gpu7 (10.1.2.3, fe80::1:2) of ada, bob@node2.lab.example: GPU-7d3a1c55-0f0e-4b6c-9d4e-aa00bb11cc22, token=hf_abcdefghijklmnopqrst"
     result = CheckResult(id="hang", verdict="broken", says=says)
     path = tmp_path / "result.json"
-    write_record(path, make_record(HERE, [result], seconds=90, planted=False))
+    record = make_record(HERE, [result], seconds=90, planted=False)
+    write_record(path, record, hosts=["bob@node2:4"])
     text = path.read_text()
     assert not [
-        word for word in ("gpu7", "10.1.2.3", "ada", "7d3a1c55", "hf_abc") if word in text
+        word
+        for word in (
+            "gpu7",
+            "10.1",
+            "fe80",
+            "ada",
+            "7d3a1c55",
+            "hf_abc",
+            "bob",
+            "node2",
+            "lab.example",
+            str(tmp_path),
+        )
+        if word in text
     ], text
     found = read_record(path)
     assert found.minutes == 1.5

@@ -516,7 +516,12 @@ def _served_at(server: subprocess.Popen[str]) -> tuple[str, int]:
 
 
 def _scraped(host: str, port: int) -> Readings:
-    from prometheus_client.parser import text_string_to_metric_families
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ModuleNotFoundError as error:
+        raise NotHere(
+            "prometheus_client is not installed: pip install 'torchmuster[watch]'"
+        ) from error
 
     connection = http.client.HTTPConnection(host, port, timeout=_ANSWER_WITHIN_S)
     with contextlib.closing(connection):

@@ -186,7 +186,7 @@ CHECKS = (
         question="is planned memory what real steps take?",
         fault="four times the micro-batch is planned",
         needs=(),
-        seconds=120,
+        seconds=240,
         measure=_plan_memory,
         judge=judge_plan_memory,
     ),

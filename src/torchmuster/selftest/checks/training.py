@@ -8,7 +8,7 @@ from torchmuster.selftest.check import Check, Facts, NotHere, Outcome, Place
 
 _PROGRAM = "training"
 _EXACT = 1e-5  # relative: sums in another order, in float32
-_EXACT_WEIGHTS = 1e-3  # relative to a tensor's norm: Adam divides by small numbers
+_EXACT_WEIGHTS = 1e-3  # relative to the norm of all weights: Adam divides by small numbers
 _NEAR = {"bf16": 0.02, "fp16": 0.02}  # relative difference of the last losses
 _MOST_OVERHEAD = {"cpu": 1.5, "gpu": 1.15}
 _COMPILED = 1e-3
@@ -120,7 +120,8 @@ def judge_overhead(facts: Facts) -> Outcome:
 
 
 def _compile(place: Place, planted: bool) -> Facts:
-    return place.on_ranks(_PROGRAM, "compile", planted=planted, ranks=1)[0]
+    caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), place.folder)
+    return place.on_ranks(_PROGRAM, "compile", planted=planted, ranks=1, environment=caches)[0]
 
 
 def judge_compile(facts: Facts) -> Outcome:

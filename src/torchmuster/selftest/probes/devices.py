@@ -10,7 +10,8 @@ import sys
 
 from torchmuster.devices.cuda_driver import cuda_has_started
 
-_BUSY_CYCLES = 60_000_000_000  # 20 s to 60 s: the process is killed long before
+# About 30 s, in kernels of 50 ms: a GPU with a display ends longer ones. The process is killed long before.
+_KERNELS, _CYCLES = 600, 100_000_000
 _HELD_BYTES = 1 << 24
 
 
@@ -59,14 +60,15 @@ def _driver_states(*, late: bool) -> dict[str, bool]:
 
 
 def _hold(*, busy: bool) -> None:
-    """Hold memory on a GPU, if busy with a kernel that runs for long, and sleep on the host."""
+    """Hold memory on a GPU, if busy with kernels for long, and sleep on the host."""
     import torch
 
     from torchmuster.selftest.torch_private import occupy_gpu
 
     held = torch.empty(_HELD_BYTES, dtype=torch.uint8, device="cuda")  # without a kernel
     if busy:
-        occupy_gpu(_BUSY_CYCLES)
+        for _ in range(_KERNELS):  # queued at once; the host then sleeps
+            occupy_gpu(_CYCLES)
     _print_answer({"held_bytes": held.nbytes})
     sys.stdin.read()
 
