@@ -155,19 +155,22 @@ def test_a_heartbeat_is_written_before_the_collectives_are_read_on_the_ranks_gpu
     assert [one["number"] for one in written["waits"]] == [7]
 
 
-def test_a_rank_whose_gpu_is_unknown_is_not_read(
-    recorders: Recorders, gpus: FakeAccelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_gpu_of_a_group_without_device_is_that_of_its_first_step_or_of_the_local_rank(
+    recorders: Recorders,
+    gpus: FakeAccelerator,
+    group: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    writer = HeartbeatWriter(3, tmp_path)
-    for _ in range(3):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for recorded, index in ((None, 2), (torch.device("cpu"), 2), (GPU, 3)):
+        gpus.calls.clear()
+        monkeypatch.setattr(heartbeat, "_recorded_device", lambda recorded=recorded: recorded)
+        writer = HeartbeatWriter(3, tmp_path)
         writer.beat()
-    assert gpus.calls == []
-    # A recorded script shows its GPU in its first step.
-    monkeypatch.setattr(heartbeat, "_recorded_device", lambda: GPU)
-    other = HeartbeatWriter(3, tmp_path)
-    other.beat()
-    other.beat()
-    assert [call.name for call in gpus.calls] == ["set_device_index", "Event.query"]
+        writer.beat()
+        assert [call.name for call in gpus.calls] == ["set_device_index", "Event.query"]
+        assert gpus.calls[0].argument == index
 
 
 def test_a_recorder_that_blocks_is_read_once(

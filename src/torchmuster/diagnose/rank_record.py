@@ -102,6 +102,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     device_uuid: str | None = None
     backend: str = ""
     backend_reason: str = ""
+    hip: bool = False  # its torch is for AMD GPUs
     accelerator: str | None = None  # available to torch, whether or not it is used
     stage: str = "start"
     stage_s: dict[str, float] = {}
@@ -117,7 +118,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_amd(self) -> bool:
         """Whether it uses an AMD GPU, which torch also calls cuda."""
-        return self.device.startswith("cuda") and self.device_name.startswith("AMD")
+        return self.hip
 
     @property
     def where(self) -> str:

@@ -113,7 +113,7 @@ def _wrong_values(
         why += f". With {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
         fix = f"export {_VARIABLES}\nor {fix}"
     elif second is not None:
-        why += f". {_VARIABLES} does not change this"
+        why += f". {_second_try(second)}"
     return Finding(
         name="wrong-values",
         status=Status.FAILURE,
@@ -126,6 +126,12 @@ def _wrong_values(
             for name, values in seen.items()
         ),
     )
+
+
+def _second_try(second: Sequence[RankRecord]) -> str:
+    if not second or any(one.trouble for one in second):
+        return f"A second try with {_VARIABLES} did not finish"
+    return f"{_VARIABLES} does not change this"
 
 
 def _p2p_wrong(
@@ -151,7 +157,7 @@ def _p2p_wrong(
     else:
         why = "data sent from one rank to another arrives changed; collectives use the same path"
         if second is not None:
-            why += f". {_VARIABLES} does not change this"
+            why += f". {_second_try(second)}"
         fix = _leave_out(guilty[0])
     exchange = "exchanges with others" if len(guilty) == 1 else "send to each other"
     return Finding(

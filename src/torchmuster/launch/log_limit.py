@@ -4,8 +4,8 @@ The middle of a log that grew too large is freed (Linux: ``fallocate`` with a ho
 places, so that nobody who writes or reads it notices. Reading a hole gives zero bytes.
 """
 
-import contextlib
 import ctypes
+import errno
 import os
 import sys
 from pathlib import Path
@@ -17,12 +17,12 @@ _BLOCK = 512  # the unit of st_blocks
 def limit_log(path: Path, limit_bytes: int, *, read_to: int | None = None) -> bool:
     """Free the middle of a log that takes more than a limit; return whether something was freed.
 
-    A quarter of the limit is kept at the beginning and half of it at the end, and everything after ``read_to``. On file
-    systems without holes, nothing happens.
+    A quarter of the limit is kept at the beginning and half of it at the end, and everything after ``read_to``. Raises
+    ``OSError`` on file systems without holes.
     """
     if not sys.platform.startswith("linux"):
-        return False
-    with contextlib.suppress(OSError), path.open("r+b", buffering=0) as stream:
+        raise OSError(errno.EOPNOTSUPP, "this system has no files with holes")
+    with path.open("r+b", buffering=0) as stream:
         state = os.fstat(stream.fileno())
         begin = limit_bytes // 4
         end = state.st_size - limit_bytes // 2
@@ -33,7 +33,6 @@ def limit_log(path: Path, limit_bytes: int, *, read_to: int | None = None) -> bo
         words = f"\n--- output left out here: this log is limited to {limit_bytes >> 20} MiB (launch.max_log_mib) ---\n"
         os.pwrite(stream.fileno(), words.encode()[: end - begin], begin)
         return True
-    return False
 
 
 def _free(descriptor: int, begin: int, size: int) -> None:

@@ -17,7 +17,7 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.probes import process_group
 from torchmuster.launch.probes.membership import number_from
 from torchmuster.launch.probes.process_group import group_store
-from torchmuster.launch.rank.start import record_error
+from torchmuster.launch.rank.start import forget_error, record_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,8 @@ def join_world(
     """
     rank = number_from("RANK", os.environ) or 0
     size = number_from("WORLD_SIZE", os.environ, lowest=1) or 1
+    process_group.close_left_open()
+    forget_error()  # the script has handled it
     made_elsewhere = dist.is_initialized()
     if made_elsewhere:
         rank, size = dist.get_rank(), dist.get_world_size()

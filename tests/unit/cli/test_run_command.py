@@ -233,9 +233,12 @@ def test_variables_that_all_hosts_need_are_forwarded(
 ) -> None:
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")  # of one host's GPU
-    chosen = job_flags._environment([])
-    assert chosen[name] == "1"
-    assert "HSA_OVERRIDE_GFX_VERSION" not in chosen
+    monkeypatch.setenv("UCX_LOG_LEVEL", "info")  # hosts that joined would refuse the whole job
+    for joined in (False, True):
+        chosen = job_flags._environment([], joined=joined)
+        assert chosen[name] == "1"
+        assert "HSA_OVERRIDE_GFX_VERSION" not in chosen
+        assert ("UCX_LOG_LEVEL" in chosen) is not joined
 
 
 def test_settings_from_a_file_and_the_environment(run: Run, own_machine: Path) -> None:

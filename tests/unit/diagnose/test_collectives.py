@@ -136,7 +136,7 @@ def test_a_device_that_computes_wrongly_is_named_with_its_place(
 
 
 def test_amd_gpus_are_checked_with_amds_tool() -> None:
-    amd = {"device": "cuda:1", "device_name": "AMD Instinct MI300X", "device_uuid": "GPU-12"}
+    amd = {"device": "cuda:1", "hip": True, "device_uuid": "GPU-12"}
     broken, slow = {**amd, "matmuls": (matmul(150, WRONG),)}, {**amd, "matmuls": (matmul(60),)}
     for record in (broken, slow):
         fix = only(collectives.judge_collectives(ranks(r0=amd, r1=amd, r2=record))).fix

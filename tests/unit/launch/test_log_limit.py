@@ -44,7 +44,27 @@ def test_small_logs_and_unread_output_stay(tmp_path: Path) -> None:
     assert not limit_log(path, MIB, read_to=100)
     assert limit_log(path, MIB, read_to=MIB)
     assert path.read_bytes()[MIB:] == _lines(0, 20_000)[MIB:]
-    assert not limit_log(tmp_path / "missing.log", MIB)
+    with pytest.raises(OSError, match="missing"):
+        limit_log(tmp_path / "missing.log", MIB)
+
+
+def test_a_file_system_without_holes_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refuse(*_: object) -> None:
+        tried.append(1)
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("torchmuster.launch.log_limit._free", refuse)
+    path = tmp_path / "rank-0.log"
+    tail = Tail(0, path)
+    path.write_bytes(_lines(0, 40_000))
+    while tail.read(0.0):
+        pass
+    assert [tail.keep_within(MIB) for _ in range(3)] == [0, 0, 0]
+    assert len(tried) == 1
 
 
 def test_a_rank_that_prints_faster_than_it_is_read_is_bounded(tmp_path: Path) -> None:

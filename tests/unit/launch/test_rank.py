@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -335,3 +336,26 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert error.startswith("FileNotFoundError: ")
     assert str(tmp_path / "nowhere" / "rank-0.log") in error
     assert json.loads((tmp_path / "rank-0.json").read_text())["pid"]
+
+
+def test_a_later_error_has_its_own_time_and_a_handled_one_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rank-0.error.json"
+    monkeypatch.setattr(start, "_error_file", path)
+    monkeypatch.setattr(start, "_rank_pid", os.getpid())
+    times = iter((10.0, 20.0, 30.0))
+    monkeypatch.setattr(start, "time", SimpleNamespace(time=lambda: next(times)))
+    first = ValueError("first")
+    start.record_error(first)
+    wrapped = SystemExit("told in other words")
+    wrapped.__context__ = first
+    start.record_error(wrapped)
+    assert json.loads(path.read_text())["at_unix_s"] == 10.0
+    start.record_error(ValueError("another"))
+    assert json.loads(path.read_text())["at_unix_s"] == 20.0
+    start.forget_error()
+    assert not path.exists()
+    monkeypatch.setattr(start, "_rank_pid", os.getpid() + 1)  # in a forked child
+    start.record_error(first)
+    assert not path.exists()

@@ -116,6 +116,7 @@ def main() -> int:
         ),
         backend=group.choice.backend,
         backend_reason=group.reasons[-1],
+        hip=torch.version.hip is not None and group.device.type == "cuda",
         accelerator=process_group.backend_facts().accelerator,
     )
     together = RankBarrier(process_group.group_store(), record.rank, record.world_size)

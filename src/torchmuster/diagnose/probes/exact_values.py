@@ -169,7 +169,7 @@ _MOST_TURNS_OTHERS = 3
 _BUDGET_S = 1.0
 _TOO_SLOW_S = 1.5  # for one large turn
 _WAIT_S = 10.0
-CONNECT_S = 60.0
+CONNECT_S = 40.0  # less than the limit of the group, at which torch ends the process
 _BEAT_S = 2.0
 
 
@@ -196,6 +196,11 @@ def connecting(device: torch.device, heartbeat: ProbeHeartbeat) -> Iterator[None
         beating.join()
 
 
+def _wait_s(seat: Seat) -> float:
+    """Return how long to wait for ranks that may connect meanwhile."""
+    return _WAIT_S if seat.device.type == "cpu" else _WAIT_S + CONNECT_S
+
+
 def check_collectives(seat: Seat, together: RankBarrier) -> tuple[Operation, ...]:
     """Run every collective; slower groups run fewer large turns."""
     return tuple(
@@ -211,11 +216,11 @@ def _run_exact_values(
     large = _LARGE.get(seat.device.type, _LARGE_ON_GPU)
     # All ranks must make the same number of calls, so the slowest rank decides.
     more_s = min(count.turn(_MIDDLE) for _ in range(_MIDDLE_TURNS)) - small_s
-    middle_s = max(together.share(f"{name} middle", more_s, _WAIT_S))
+    middle_s = max(together.share(f"{name} middle", more_s, _wait_s(seat)))
     if middle_s * large / _MIDDLE > _TOO_SLOW_S:
         large = _MIDDLE
     large_s = count.turn(large)
-    slowest_s = max(together.share(f"{name} large", large_s, _WAIT_S))
+    slowest_s = max(together.share(f"{name} large", large_s, _wait_s(seat)))
     most = _MOST_TURNS.get(name, _MOST_TURNS_OTHERS)
     for _ in range(min(most, int(_BUDGET_S / max(slowest_s, 1e-6))) - 1):
         large_s = min(large_s, count.turn(large))
@@ -296,7 +301,8 @@ def _wrong_groups(
     """Run an all-reduce in each of these groups; return those with a wrong sum."""
     seen_wrong = False
     for ranks in groups:
-        group = dist.new_group(list(ranks))  # all ranks must create all groups, in the same order
+        with connecting(seat.device, together.heartbeat):
+            group = dist.new_group(list(ranks))  # all ranks create all groups, in the same order
         if seat.rank not in ranks:
             continue
         inside = Seat(
@@ -309,5 +315,6 @@ def _wrong_groups(
         for _ in range(_MOST_TURNS["all-reduce"]):
             count.turn(_LARGE.get(seat.device.type, _LARGE_ON_GPU))
         seen_wrong = count.values.wrong > 0
-    said = together.share(f"suspects {level}", seen_wrong, _WAIT_S)
+    with connecting(seat.device, together.heartbeat):  # others may still connect
+        said = together.share(f"suspects {level}", seen_wrong, _wait_s(seat))
     return [ranks for ranks in groups if any(said[rank] for rank in ranks)]

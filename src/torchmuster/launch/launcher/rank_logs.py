@@ -7,6 +7,7 @@ memory.
 
 import contextlib
 import io
+import os
 import queue
 import threading
 import time
@@ -37,6 +38,7 @@ class RankLogs:
     ) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes  # of each log
+        self._looked_at: dict[int, int] = {}  # the size of each log when it was bounded last
         self._say = say
         self._texts: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._open: OrderedDict[int, io.FileIO] = OrderedDict()  # least recently used first
@@ -92,8 +94,18 @@ class RankLogs:
         self._open.move_to_end(rank)
         while data:
             data = data[self._open[rank].write(data) :]
-        if self._limit_bytes is not None and self._open[rank].tell() > self._limit_bytes:
-            limit_log(self._folder / f"rank-{rank}.log", self._limit_bytes)
+        self._bound(rank, os.fstat(self._open[rank].fileno()).st_size)
+
+    def _bound(self, rank: int, size_bytes: int) -> None:
+        """Bound the disk space of a log, now and then."""
+        limit = self._limit_bytes
+        if limit is None or size_bytes < self._looked_at.get(rank, limit) + limit // 8:
+            return
+        self._looked_at[rank] = size_bytes
+        try:
+            limit_log(self._folder / f"rank-{rank}.log", limit)
+        except OSError:  # this file system has no holes
+            self._limit_bytes = None
 
     def _close(self, rank: int) -> None:
         with contextlib.suppress(KeyError, OSError):

@@ -40,6 +40,7 @@ class Tail:
         self._offset = self.began
         self._unfinished = b""
         self._shown_s = 0.0
+        self._has_holes = True
 
     def read(self, now_s: float, *, last: bool = False) -> str:
         """Return the new lines; with ``last`` also an incomplete one."""
@@ -75,10 +76,16 @@ class Tail:
     def keep_within(self, limit_bytes: int) -> int:
         """Bound the disk space of the log; return the number of bytes that were skipped because they came too fast."""
         size_bytes = self.size_bytes
-        if size_bytes <= limit_bytes:
+        if size_bytes <= limit_bytes or not self._has_holes:
             return 0
-        skipped = self.skip() if size_bytes - self._offset > limit_bytes // 4 else 0
-        limit_log(self._path, limit_bytes, read_to=self._offset)
+        skipped = 0
+        try:
+            limit_log(self._path, limit_bytes, read_to=self._offset)
+            if size_bytes - self._offset > limit_bytes // 4:
+                skipped = self.skip()
+                limit_log(self._path, limit_bytes, read_to=self._offset)
+        except OSError:  # this file system has none
+            self._has_holes = False
         return skipped
 
     @property

@@ -13,9 +13,11 @@ import os
 import platform
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -258,9 +260,11 @@ class ProcessGroupInfo:
 class _State:
     group: ProcessGroupInfo | None = None
     made: int = 0  # groups created so far; part of their keys, so that none reads another's
+    left_open: bool = False  # after an error
 
 
 _state = _State()
+_CLOSE_WITHIN_S = 30.0
 
 
 def setup_process_group(
@@ -268,6 +272,7 @@ def setup_process_group(
 ) -> ProcessGroupInfo:
     """Create the default process group, or accept the existing one if it is the same."""
     member = membership.read_membership(rank, world_size, os.environ)
+    close_left_open()
     group = _accept_existing(member) if dist.is_initialized() else _make(member, asked, timeout_s)
     if rank == 0:  # one warning is enough
         watch_samplers()
@@ -326,6 +331,7 @@ def cleanup_process_group() -> None:
     if not dist.is_initialized():
         return
     if sys.exc_info()[1] is not None and dist.get_backend() not in ("gloo", "fake"):
+        _state.left_open = True
         return
     # Uncollected garbage (DDP is part of reference cycles) keeps the group's threads running until Python shuts
     # down, where such a thread aborts the process.
@@ -334,6 +340,23 @@ def cleanup_process_group() -> None:
         dist.destroy_process_group()
     except RuntimeError as error:  # in a finally this must not hide the original error
         _log.warning("the process group did not shut down cleanly: %s", _first_line(error))
+
+
+def close_left_open() -> None:
+    """Destroy a group that was left open after an error, before this process creates another one."""
+    if not _state.left_open:
+        return
+    if dist.is_initialized():
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(_CLOSE_WITHIN_S)
+        if ending.is_alive():
+            raise Impossible(
+                "this process cannot create another process group",
+                why="its last one was left open after an error, and still waits for other ranks",
+                fix="restart the process (in a notebook: the kernel)",
+            )
+    _state.left_open = False
 
 
 def group_store() -> Store:
@@ -440,6 +463,7 @@ def gpu_identity(
     if choice.backend != "nccl" or choice.index is None:
         return None, None
     properties = torch.cuda.get_device_properties(choice.index)
+    host = f"{host} {_boot_id()}"  # hosts may have equal names, and equal machines equal addresses
     pci = _pci_address(properties)
     gpu = gpu_uuid(choice.index) or (pci and f"{host} {pci}")
     if torch.version.hip is not None:
@@ -447,10 +471,20 @@ def gpu_identity(
         names = (name for stage in STAGES[DeviceKind.ROCM] for name in stage)
         seen = [environment.get(name) for name in names]
         return gpu and f"{gpu} {seen} {choice.index}", None
-    if " MIG " in properties.name:
-        # Whether CUDA gives a slice its own UUID or that of its GPU depends on the version.
-        gpu = f"{gpu} {host} {environment.get('CUDA_VISIBLE_DEVICES')}"
-    return gpu, None if environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else pci
+    if " MIG " not in properties.name:
+        return gpu, None
+    # Whether CUDA gives a slice its own UUID or that of its GPU depends on the version.
+    gpu = f"{gpu} {host} {environment.get('CUDA_VISIBLE_DEVICES')}"
+    connects = environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return gpu, None if connects or pci is None else f"{host} {pci}"
+
+
+def _boot_id() -> str:
+    """Return what tells this host from all others; "" if the system has no such id."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def _pci_address(properties: Any) -> str | None:

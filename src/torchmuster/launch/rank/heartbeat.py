@@ -184,9 +184,10 @@ class HeartbeatWriter:
 
         A fork replaces this thread, also while it is blocked in the recorder.
         """
-        if self._reading or not stack.use_rank_device(_recorded_device()):
+        if self._reading:
             yield False
             return
+        stack.use_rank_device(_recorded_device())
         self._reading = True
         try:
             yield True

@@ -90,22 +90,26 @@ def _stack_message(group: str, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def use_rank_device(recorded_device: Any = None) -> bool:
-    """Make this rank's GPU the current device of this thread; return whether the collectives can be read.
+def use_rank_device(recorded_device: Any = None) -> None:
+    """Make this rank's GPU the current device of this thread, before the collectives are read.
 
     Reading them queries events of the GPU. A new thread starts with GPU 0, where a query opens a context of about
-    0.5 GB; so a rank whose GPU is unknown is not read. ``recorded_device`` is used if the group has no device.
+    0.5 GB. If neither the group nor ``recorded_device`` names the GPU, it is that of the local rank, as in nearly all
+    scripts.
     """
     torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed")
-    if torch is None or distributed is None or not distributed.is_initialized():
-        return True
+    is_initialized = getattr(distributed, "is_initialized", None)  # torch may be half imported
+    if torch is None or is_initialized is None or not is_initialized():
+        return
     if not any(getattr(torch, one).is_initialized() for one in ("cuda", "xpu")):
-        return True
-    device = distributed.group.WORLD.bound_device_id or recorded_device
-    if device is None or device.type == "cpu":
-        return bool(distributed.get_backend() == "gloo")
-    torch.accelerator.set_device_index(device)
-    return True
+        return
+    device = distributed.group.WORLD.bound_device_id or recorded_device  # type: ignore[union-attr]
+    if device is not None and device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    elif distributed.get_backend() != "gloo":  # type: ignore[union-attr]
+        local_rank = os.environ.get("LOCAL_RANK", "")
+        index = int(local_rank) if local_rank.isdecimal() else 0
+        torch.accelerator.set_device_index(min(index, torch.accelerator.device_count() - 1))
 
 
 def dump_flight_record() -> str:

@@ -29,7 +29,11 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 # Where this rank's error is recorded (None: this process is not a rank of muster run), and when it occurred.
 _error_file: Path | None = None
-_failed_unix_s: float | None = None
+_rank_pid = 0
+_first_error = (
+    0  # its id: the error itself would keep its frames, and so the tensors in them, alive
+)
+_failed_unix_s = 0.0
 
 
 def die_with_parent() -> None:
@@ -43,13 +47,13 @@ def die_with_parent() -> None:
 
 def main() -> None:
     """Run the user's script as one rank."""
-    global _error_file
+    global _error_file, _rank_pid
     settings = json.loads(sys.argv[1])
     command = sys.argv[2:]
     die_with_parent()
     rank = int(os.environ["RANK"])
     records = Path(settings["records"])
-    _error_file = records / f"rank-{rank}.error.json"
+    _error_file, _rank_pid = records / f"rank-{rank}.error.json", os.getpid()
     # This file runs by its path; who imports it in this process gets this module, which knows the rank.
     sys.modules.setdefault("torchmuster.launch.rank.start", sys.modules[__name__])
     write_record(records / f"rank-{rank}.json", {"pid": os.getpid(), "at_unix_s": time.time()})
@@ -92,12 +96,34 @@ def record_error(error: BaseException) -> None:
     """Record this rank's error for the node agent; does nothing if this process is not a rank of ``muster run``.
 
     Called where an error is first seen, as what follows may not return or may abort the process. A later call
-    replaces the record, but not the time of the error.
+    about the same error replaces the record, but not its time.
     """
-    global _failed_unix_s
-    if _error_file is not None:
-        _failed_unix_s = _failed_unix_s or time.time()
-        write_record(_error_file, {**_describe(error), "at_unix_s": _failed_unix_s})
+    global _first_error, _failed_unix_s
+    if _error_file is None or os.getpid() != _rank_pid:  # a forked child has its own errors
+        return
+    if _first_error not in map(id, _chain(error)):
+        _first_error, _failed_unix_s = id(error), time.time()
+    write_record(_error_file, {**_describe(error), "at_unix_s": _failed_unix_s})
+
+
+def forget_error() -> None:
+    """Delete the record of an error that the script has handled."""
+    global _first_error
+    _first_error = 0
+    if _error_file is not None and os.getpid() == _rank_pid:
+        _error_file.unlink(missing_ok=True)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error with those that it was raised from, or while which was handled."""
+    chain: list[BaseException] = []
+    following: list[BaseException | None] = [error]
+    while following:
+        one = following.pop()
+        if one is not None and one not in chain:
+            chain.append(one)
+            following += [one.__cause__, one.__context__]
+    return chain
 
 
 def _leave_group() -> None:
@@ -113,8 +139,7 @@ def _leave_group() -> None:
 
 def _finished(rank: int, records: Path) -> None:
     """Record that the script finished; other ranks may still need it."""
-    if _error_file is not None:  # the script has handled the error
-        _error_file.unlink(missing_ok=True)
+    forget_error()
     write_record(records / f"rank-{rank}.finished.json", {"at_unix_s": time.time()})
 
 

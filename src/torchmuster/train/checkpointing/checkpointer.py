@@ -402,8 +402,10 @@ class Checkpointer:
             )
         elif lack and self._asked == "async":
             found.append(disk_check.memory_finding(lack))
-        if self.mode.value == "async" and self._world.device.type != "cpu":
-            self._staging.reserve(size_bytes // self._world.world_size)
+        fits = not lack and not any(one.status is Status.FAILURE for one in found)
+        if self.mode.value == "async" and fits and self._world.device.type != "cpu":
+            with contextlib.suppress(RuntimeError):  # the first save tries again, and reports it
+                self._staging.reserve(size_bytes // self._world.world_size)
         return found
 
     def save(
