@@ -29,7 +29,8 @@ class FakeAccelerator:
 
     type: str = "cuda"
     devices: tuple[SimpleNamespace, ...] = tuple(
-        SimpleNamespace(name=f"GPU {index}", uuid=f"uuid-{index}") for index in range(8)
+        SimpleNamespace(name=f"GPU {index}", uuid=f"uuid-{index}", major=9, minor=0)
+        for index in range(8)
     )
     free_bytes: int = 60 * 2**30
     total_bytes: int = 80 * 2**30

@@ -146,8 +146,9 @@ class Staging:
                     room = next(blocks)
                     filled.append(room)
                 count = min(len(source), len(room))
-                room[:count].copy_(source[:count], non_blocking=not self._on_host)
-                source, room = source[count:], room[count:]
+                room[:count].copy_(source.narrow(0, 0, count), non_blocking=not self._on_host)
+                source = source.narrow(0, count, len(source) - count)
+                room = room[count:]
         if len(room):
             filled[-1] = filled[-1][: len(filled[-1]) - len(room)]
         return filled
