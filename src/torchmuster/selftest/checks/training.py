@@ -98,7 +98,7 @@ def judge_syncs(facts: Facts) -> Outcome:
         confirmed=not waits,
         says=f"the host waits in a step: {said}"
         if waits
-        else f"{', '.join(facts)}: no wait in 10 steps",
+        else f"{', '.join(facts)}: no wait in a step",
         figures={name: len(places) for name, places in facts.items()},
     )
 
@@ -138,7 +138,7 @@ CHECKS = (
     Check(
         id="strategies",
         question="do ddp, fsdp and hybrid sharding give the losses and weights of one device?",
-        fault="rank 1 multiplies its loss by 1.001",
+        fault="rank 1 multiplies its loss by 2",
         needs=(),
         seconds=30,
         measure=_strategies,

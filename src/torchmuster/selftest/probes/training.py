@@ -43,7 +43,7 @@ def strategies(world: World, request: Request) -> dict[str, Any]:
     weights = {}
     reference = _weights(_by_itself(world), "single", scale=1.0)
     for name, candidate in _layouts(world).items():
-        scale = 1.001 if request["planted"] and world.global_rank == 1 else 1.0
+        scale = 2.0 if request["planted"] and world.global_rank == 1 else 1.0
         built = build_step(MODEL, candidate, world)
         losses[name] = _losses(built, steps=_STEPS, scale=scale)
         weights[name] = _difference(_whole_weights(built), reference)
@@ -228,7 +228,7 @@ def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-_WATCHED_STEPS = 10
+_WATCHED_STEPS = {"cpu": 3}  # 10 on an accelerator; on a CPU each operation is watched in Python
 
 
 def host_syncs(world: World, request: Request) -> dict[str, Any]:
@@ -238,7 +238,10 @@ def host_syncs(world: World, request: Request) -> dict[str, Any]:
         built = _built_as(candidate, world)
         for number in range(3):  # ddp rebuilds its buckets, fsdp makes its buffers
             _train(built, number)
-        steps = [_step(number, built.world) for number in range(_WATCHED_STEPS)]
+        steps = [
+            _step(number, built.world)
+            for number in range(_WATCHED_STEPS.get(world.device.type, 10))
+        ]
         _settle(world)
         with _waits(world.device) as waits:
             for step in steps:
