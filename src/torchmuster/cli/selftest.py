@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster selftest``."""
     parser.description = (
         f"{parser.description}\nRuns small trainings, collectives, failures and measurements on free GPUs, or on the CPU, "
-        "and\nwrites one result file without names of hosts or users. Uses at most 2 GiB of each GPU and\nremoves "
-        "everything that it started."
+        "and\nwrites one result file without names of hosts or users. Models are small, and nothing that it\nstarts "
+        "is left behind."
     )
     parsers.show_examples(
         parser,
@@ -100,8 +100,9 @@ def _run_selftest(options: argparse.Namespace) -> int:
     output.say(f"muster: {len(chosen)} checks on {where}, at most {options.minutes:g} min")
     begun = time.monotonic()
     # As Ctrl-C: the check that runs is stopped with all its processes, and its files are deleted.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(ExitCode.TERMINATED))
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):  # Windows has no SIGHUP
+            signal.signal(getattr(signal, name), lambda *_: sys.exit(ExitCode.TERMINATED))
     record = make_record(here, [], seconds=0, planted=options.planted_faults)
 
     def save(found: list[CheckResult]) -> None:
@@ -138,6 +139,8 @@ def _chosen(names: list[str]) -> list[Check]:
 
 
 def _show_list(as_json: bool) -> None:
+    from torchmuster.selftest.hardware import NEEDS
+
     rows = [
         {
             "id": one.id,
@@ -152,7 +155,7 @@ def _show_list(as_json: bool) -> None:
         output.print_json(rows)
         return
     for one in CHECKS:
-        needs = f"  (needs {', '.join(one.needs)})" if one.needs else ""
+        needs = f"  (needs {' and '.join(NEEDS[need] for need in one.needs)})" if one.needs else ""
         output.print_text(f"{one.id:<16} {one.question}{needs}")
 
 

@@ -4,7 +4,6 @@ import contextlib
 import getpass
 import ipaddress
 import json
-import pwd
 import re
 import socket
 import sys
@@ -126,6 +125,14 @@ def _without_address(found: re.Match[str]) -> str:
     return "ADDRESS"
 
 
+def _people() -> set[str]:
+    try:
+        import pwd
+    except ImportError:  # Windows
+        return set()
+    return {one.pw_name for one in pwd.getpwall() if one.pw_uid >= _FIRST_PERSON}
+
+
 def _names_here(hosts: Sequence[str]) -> dict[str, str]:
     """Return what to replace, longest first: folders, hosts, and people who have a home here."""
     folders = (sys.prefix, sys.base_prefix, str(Path.cwd()), tempfile.gettempdir())
@@ -134,7 +141,7 @@ def _names_here(hosts: Sequence[str]) -> dict[str, str]:
     for host in (socket.gethostname(), *(one.rpartition("@")[2] for one in hosts)):
         name = host.partition(":")[0]
         found |= {name: "HOST", name.partition(".")[0]: "HOST"}
-    users = {one.pw_name for one in pwd.getpwall() if one.pw_uid >= _FIRST_PERSON}
+    users = _people()
     users |= {user for one in hosts if (user := one.rpartition("@")[0])}
     with contextlib.suppress(KeyError, OSError):  # a user without a name, as in containers
         users.add(getpass.getuser())

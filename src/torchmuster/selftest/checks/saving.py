@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-from pathlib import Path
 
 from torchmuster.selftest.check import Check, Facts, NotHere, Outcome, Place
 from torchmuster.units import format_bytes
@@ -123,7 +122,7 @@ def _lora(place: Place, planted: bool) -> Facts:
         planted=planted,
         ranks=1,
         four_bit=four_bit,
-        folder=str(Path(place.scratch())),
+        folder=str(place.scratch()),
     )[0]
 
 

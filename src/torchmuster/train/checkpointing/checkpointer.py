@@ -67,7 +67,7 @@ _LARGEST_BLOCK, _SMALLEST_BLOCK = GiB, MiB
 
 
 def pinned_blocks(size_bytes: int) -> list[int]:
-    """Return the sizes of blocks of pinned memory for so many bytes, rounded up to 1 MiB.
+    """Return the sizes of blocks of pinned memory that hold ``size_bytes``, rounded up to 1 MiB.
 
     All are powers of two, because torch rounds each pinned allocation up to one.
     """
@@ -117,7 +117,7 @@ class Staging:
         return itertools.chain.from_iterable(map(byte_pieces_of, filled))
 
     def reserve(self, size_bytes: int) -> None:
-        """Allocate memory for so many bytes; a training calls this before its first step.
+        """Allocate ``size_bytes`` of memory; a training calls this before its first step.
 
         On an accelerator the memory is pinned: the device copies to it while the host does other
         work. Pinning takes about 0.3 s per GB, in which the device may have to wait.
