@@ -140,9 +140,14 @@ def _own_request(
 
 def _refuse_before_its_turn(job: QueuedJob) -> None:
     if job.held:
-        raise NotNow("the job is held", why="it is held until its owner releases it")
+        raise NotNow(
+            "the job is held", why="its owner holds it; muster queue release lets it start"
+        )
     if job.after:
-        raise NotNow("the job waits for other runs", why=f"it starts after {', '.join(job.after)}")
+        raise NotNow(
+            "the job waits for other runs",
+            why=f"it starts when {', '.join(job.after)} has finished",
+        )
 
 
 def _await_release(
