@@ -110,7 +110,10 @@ def enter_queue(options: argparse.Namespace, spec: JobSpec, run: RunFolder) -> N
     now = time.time()
     limit_s = spec.limits.time_s
     lasts_s = None if limit_s is None else limit_s + spec.limits.grace_s + _BEYOND_GRACE_S
-    known = queue_entry.read_queue_entry(run) if options.queue_run is not None else None
+    known = None
+    if options.queue_run is not None:
+        known = queue_entry.read_queue_entry(run)
+        run.state.unlink(missing_ok=True)  # the state at the restart of the machine
     entry = known or QueueEntry(
         since_unix_s=now,
         ready_unix_s=now,

@@ -84,7 +84,8 @@ def order_of_queue(
         gpus[user] = gpus.get(user, 0.0) + taken.request.wanted
         if not lines[user]:
             del lines[user]
-    later = sorted((one for one in requests if one not in ready), key=_by_arrival)
+    later = [one for one in requests if not (one.responds and one.job.may_start)]
+    later.sort(key=lambda one: (one.job.since_unix_s, one.ticket))
     return (*ordered, *later)
 
 

@@ -1,5 +1,7 @@
 """The order of the queue, reservations and expected starts: pure functions."""
 
+import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from torchmuster.devices.queue import (
     expected_starts,
     order_of_queue,
     plan_queue,
+    promise_to,
 )
 from torchmuster.devices.request import Claim, DeviceRequest
 from torchmuster.devices.tickets import QueuedJob, WaitingRequest
@@ -165,3 +168,62 @@ def test_expected_starts_follow_the_ends_of_claims_and_of_the_jobs_before() -> N
     ]
     starts = expected_starts(server(), queue, held(("dan", 4, HOUR)), now_unix_s=NOW)
     assert starts == {"first": NOW + HOUR, "second": NOW + 3 * HOUR}
+
+
+def simulated_day(seed: int) -> tuple[list[WaitingRequest], dict[str, float], float]:
+    """Serve 200 random requests of four users by the rule; return them, their starts, and the longest job."""
+    chance = random.Random(seed)
+    longest_s = 6 * HOUR
+    to_come: list[WaitingRequest] = []
+    lengths: dict[str, float] = {}
+    for number in range(200):
+        name = f"{number:03d}"
+        length_s = lengths[name] = chance.uniform(0.1, 1.0) * longest_s
+        arrival = NOW + chance.uniform(0.0, 48.0) * HOUR
+        to_come.append(
+            replace(
+                waiting(
+                    name,
+                    chance.choice(["ann", "ben", "cem", "dan"]),
+                    chance.choice([1, 1, 1, 2, 2, 4, 8]),
+                    since_unix_s=arrival,
+                    ready_unix_s=arrival,
+                    priority=chance.choice([0, 0, 5]),
+                    lasts_s=chance.choice([length_s, longest_s, None]),
+                ),
+            )
+        )
+    events = sorted({one.job.ready_unix_s for one in to_come})
+    events = sorted([*events, *(event + LONG_WAIT_S for event in events)])
+    claims: dict[str, Claim] = {}
+    ends: dict[str, float] = {}  # of devices
+    starts: dict[str, float] = {}
+    host = server()
+    while len(starts) < len(to_come):
+        now = min(*events, *ends.values(), math.inf)
+        events = [event for event in events if event > now]
+        for uuid in [uuid for uuid, end in ends.items() if end <= now]:
+            del ends[uuid], claims[uuid]
+        queue = [one for one in to_come if one.job.ready_unix_s <= now and one.ticket not in starts]
+        plan = plan_queue(host, queue, claims, now_unix_s=now)
+        for one in plan.order:
+            for uuid in plan.grants.get(one.ticket, ()):
+                assert uuid not in claims, "granted twice"
+                claims[uuid] = promise_to(one, now)
+                ends[uuid] = now + lengths[one.ticket]
+                starts[one.ticket] = now
+    return to_come, starts, longest_s
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_request_waits_longer_than_the_rule_allows(seed: int) -> None:
+    requests, starts, longest_s = simulated_day(seed)
+    older_start = 0.0
+    waited_long = 0
+    for one in sorted(requests, key=lambda one: one.arrival):
+        long_from = one.job.ready_unix_s + LONG_WAIT_S
+        # From then on it waits for older requests, and then for the jobs that run.
+        assert starts[one.ticket] <= max(long_from, older_start) + longest_s
+        older_start = max(older_start, starts[one.ticket])
+        waited_long += starts[one.ticket] > long_from
+    assert waited_long > 10, "the rule was not put to the test"
