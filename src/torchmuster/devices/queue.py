@@ -23,7 +23,7 @@ from torchmuster.devices.request import Claim, obstacle
 from torchmuster.devices.tickets import WaitingRequest
 from torchmuster.errors import MusterError
 
-LONG_WAIT_S = 12 * 3600.0
+LONG_WAIT_S = 24 * 3600.0
 # A job that holds its GPUs for longer than this after its time limit may hold them for any time.
 _OVERDUE_S = 600.0
 FIRST_IN_QUEUE = "first in the queue"
