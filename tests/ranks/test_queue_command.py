@@ -64,7 +64,8 @@ def submit(muster: Muster, place: Path, *words: str) -> RunFolder:
 def listed(muster: Muster) -> list[dict[str, Any]]:
     done = muster("queue", "--json")
     assert done.code == 0, done.err
-    return json.loads(done.out)
+    rows: list[dict[str, Any]] = json.loads(done.out)
+    return rows
 
 
 def wait_until(true: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
 """Jobs of three users that queue for GPUs while some are cancelled, killed or ended by a reboot; run as root.
 
-    python queue_crowd.py FOLDER ARRIVALS SEED
+    PYTHONPATH=tests python tests/stress/queue_crowd.py FOLDER ARRIVALS SEED
 
 Each job is a process of its user. The witness of ``claims_crowd.py`` checks that no GPU is granted twice. A reboot kills
 all jobs and deletes the claims; the jobs that have not ended arrive again, as after ``muster queue restore``. The
@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from claims_crowd import Witness, look
-
+from stress.claims_crowd import Witness, look
 from torchmuster.devices import queue
 from torchmuster.devices.acquire import acquire_devices
 from torchmuster.devices.claims import Claims

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import nvml_stub
+from muster_command import Stubs
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
@@ -36,12 +39,16 @@ def open_folder() -> Iterator[Path]:
     ],
 )
 def test_no_gpu_is_granted_twice_and_nothing_is_left(
-    machine: Callable[[Scenario], Path], open_folder: Path, arrivals: int, seed: int
+    machine: Callable[[Scenario], Path],
+    stubs: Stubs,
+    open_folder: Path,
+    arrivals: int,
+    seed: int,
 ) -> None:
     path = machine(scenarios.eight_a100_idle())
-    path.chmod(0o644)
     scenario = open_folder / "scenario.json"
     scenario.write_bytes(path.read_bytes())
+    shutil.copy(stubs.current / nvml_stub.LIBRARY, open_folder)
     told = _crowd(open_folder, arrivals, seed, scenario)
     assert told["outcomes"]["granted twice"] == 0
     assert told["stuck"] == told["tickets_left"] == told["claims_left"] == 0
@@ -54,7 +61,12 @@ def test_no_gpu_is_granted_twice_and_nothing_is_left(
 def _crowd(folder: Path, arrivals: int, seed: int, scenario: Path) -> Any:
     ran = subprocess.run(
         [sys.executable, str(CROWD), str(folder), str(arrivals), str(seed)],
-        env={**os.environ, "NVML_STUB_SCENARIO": str(scenario)},
+        env={
+            **os.environ,
+            nvml_stub.SCENARIO_VARIABLE: str(scenario),
+            "LD_LIBRARY_PATH": str(folder),
+            "PYTHONPATH": str(CROWD.parents[1]),
+        },
         capture_output=True,
         text=True,
         timeout=20 * GIVE_UP_S,
