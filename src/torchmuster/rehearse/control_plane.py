@@ -35,6 +35,7 @@ class ControlPlane:
     heartbeats_cpu: float  # cores, while the ranks print nothing
     chatty_cpu: float | None  # cores, while every rank prints a line per second
     memory_bytes: int  # largest resident memory of the launcher
+    restart_s: float  # from the failure of a rank until all hosts have started their ranks again
     notice_s: float | None  # between a host's last message and the stop of the others
     stop_s: float | None  # between the first and the last host that gets the stop request
 
@@ -51,6 +52,7 @@ class ControlPlane:
             heartbeats_cpu=self.heartbeats_cpu * more,
             chatty_cpu=None if self.chatty_cpu is None else self.chatty_cpu * more,
             memory_bytes=round(self.memory_bytes * more),
+            restart_s=self.restart_s * more,
             stop_s=None if self.stop_s is None else self.stop_s * more,
         )
 
@@ -76,7 +78,7 @@ class _Quiet:
 
 
 def measure(hosts: int, *, quiet_s: float, chatty_s: float) -> ControlPlane:
-    """Start a run on simulated hosts, watch it, lose a host, and stop; in this process."""
+    """Start a run on simulated hosts, watch it, restart it, lose a host, and stop; in this process."""
     with tempfile.TemporaryDirectory(prefix="muster-rehearse-") as name:
         return asyncio.run(_measure_launcher(hosts, Path(name), quiet_s, chatty_s))
 
@@ -87,7 +89,9 @@ async def _measure_launcher(
     transport = SrunTransport(
         _allocation(hosts), environment=_simulated_environment(folder), patience_s=60.0
     )
-    spec = JobSpec(name="rehearsal", command=("train.py",), folder="/", device="gpu")
+    spec = JobSpec(
+        name="rehearsal", command=("train.py",), folder="/", device="gpu", max_restarts=1
+    )
     console = _Quiet()
     running = asyncio.Event()
     (folder / "logs").mkdir()
@@ -101,18 +105,30 @@ async def _measure_launcher(
     )
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     job = asyncio.create_task(runner.run())
-    await asyncio.wait({job, asyncio.ensure_future(running.wait())}, return_when="FIRST_COMPLETED")
-    if job.done():
-        raise RuntimeError(f"the rehearsal did not start: {job.result()}, {console.words}")
+
+    async def wait_until_running() -> None:
+        started = asyncio.ensure_future(running.wait())
+        await asyncio.wait({job, started}, return_when="FIRST_COMPLETED")
+        if job.done():
+            raise RuntimeError(f"the rehearsal did not start: {job.result()}, {console.words}")
+
+    await wait_until_running()
     start_s, start_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
-    await asyncio.sleep(_BEFORE_S)
-    heartbeats_cpu = await _cpu(quiet_s)
+    heartbeats_cpu = 0.0
+    if quiet_s:
+        await asyncio.sleep(_BEFORE_S)
+        heartbeats_cpu = await _cpu(quiet_s)
     chatty_cpu = None
     orders = folder / simulated_hosts.ORDERS
     if chatty_s:
         orders.write_text("chatty")
         await asyncio.sleep(_BEFORE_S)
         chatty_cpu = await _cpu(chatty_s)
+    running.clear()
+    failed_s = time.monotonic()
+    orders.write_text("fail 0")
+    await wait_until_running()
+    restart_s = time.monotonic() - failed_s
     orders.write_text(f"silent {hosts // 2}")
     await job
     result = json.loads((folder / simulated_hosts.RESULT).read_text())
@@ -128,6 +144,7 @@ async def _measure_launcher(
         heartbeats_cpu=round(heartbeats_cpu, 4),
         chatty_cpu=None if chatty_cpu is None else round(chatty_cpu, 4),
         memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        restart_s=round(restart_s, 3),
         notice_s=round(first - silent, 3) if first and silent else None,
         stop_s=round(last - first, 3) if first and last else None,
     )
