@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
-from torchmuster.launch.job import JobSpec
+from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.job_runner import JobRunner
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.srun import SrunTransport
 from torchmuster.rehearse import simulated_hosts
 
+_JOIN_S = 1800.0  # on a busy machine, which plays all hosts
 _BEFORE_S = 8.0  # after the start, until the first heartbeats have been handled
 
 
@@ -90,7 +92,12 @@ async def _measure_launcher(
         _allocation(hosts), environment=_simulated_environment(folder), patience_s=60.0
     )
     spec = JobSpec(
-        name="rehearsal", command=("train.py",), folder="/", device="gpu", max_restarts=1
+        name="rehearsal",
+        command=("train.py",),
+        folder="/",
+        device="gpu",
+        max_restarts=1,
+        limits=Limits(join_s=_JOIN_S),
     )
     console = _Quiet()
     running = asyncio.Event()
@@ -186,7 +193,11 @@ def _simulated_environment(folder: Path) -> dict[str, str]:
 def main() -> None:
     """Print one measurement as JSON: ``python -m torchmuster.rehearse.control_plane HOSTS``."""
     hosts, quiet_s, chatty_s = int(sys.argv[1]), *map(float, sys.argv[2:4])
-    print(json.dumps(asdict(measure(hosts, quiet_s=quiet_s, chatty_s=chatty_s))))
+    try:
+        found = measure(hosts, quiet_s=quiet_s, chatty_s=chatty_s)
+    except MusterError as error:
+        sys.exit(f"{error.what}\n{error.why}")
+    print(json.dumps(asdict(found)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torchmuster.rehearse.failures import (
     play,
     value_of_spares,
 )
+from torchmuster.units import plural
 
 # Adam in fp32: weights and two moments, which is what muster train saves.
 BYTES_PER_PARAMETER = 12
@@ -126,6 +127,8 @@ class Rehearsal:
 
 def rehearse(request: RehearsalRequest, say: Callable[[str], None]) -> Rehearsal:
     """Measure and compute everything; takes about two minutes for thousands of hosts."""
+    if words := _busy_text():
+        say(words)
     simulated = min(request.hosts, MOST_SIMULATED)
     say(f"running the launcher with {simulated:,} simulated hosts")
     control = measure_control_plane(simulated, quiet_s=_QUIET_S, chatty_s=_CHATTY_S)
@@ -140,6 +143,18 @@ def rehearse(request: RehearsalRequest, say: Callable[[str], None]) -> Rehearsal
         saving = forecast_saving(request, request.parameters)
         failures = _forecast_failures(request, control, host, saving)
     return Rehearsal(request=request, control=control, host=host, saving=saving, failures=failures)
+
+
+def _busy_text() -> str:
+    """Return a warning if other processes use the cores of this machine; "" if not."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= cores / 2:
+        return ""
+    return (
+        f"other processes are using this machine (load {load:.1f} on {plural(cores, 'core')}): the times "
+        "measured here will be too long"
+    )
 
 
 def measure_control_plane(hosts: int, *, quiet_s: float, chatty_s: float) -> ControlPlane:

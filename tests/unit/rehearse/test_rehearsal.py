@@ -120,6 +120,16 @@ def test_without_a_model_only_the_launcher_is_reported() -> None:
     }
 
 
+@pytest.mark.parametrize(("load", "is_told"), [(0.1, False), (1e6, True)])
+def test_a_busy_machine_is_reported(
+    load: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    said: list[str] = []
+    rehearse(replace(REQUEST, parameters=None), said.append)
+    assert any("load" in words for words in said) == is_told
+
+
 def test_more_hosts_than_can_be_simulated_are_computed() -> None:
     said: list[str] = []
     result = rehearse(replace(REQUEST, hosts=20_000, parameters=None), said.append)
