@@ -11,6 +11,7 @@
     │   ├── NotTrusted                      a joined machine rejects what the hosting one requests
     │   └── NoSuchRun                       a run id or folder that does not exist
     ├── MachineLost                         a host of the run no longer sends heartbeats
+    ├── DependencyFailed                    a run that a queued job waits for did not finish
     ├── OutOfMemory                         a rank requested more memory than is available
     └── NotNow                     exit 3   the resource exists, but is in use
         └── DevicesBusy                     GPUs claimed or in use; waiting can help
@@ -121,6 +122,10 @@ class NoSuchRun(Impossible):
 
 class MachineLost(MusterError):
     """A host of a run no longer sends heartbeats."""
+
+
+class DependencyFailed(MusterError):
+    """A run that a queued job waits for (``--after``) did not finish."""
 
 
 class OutOfMemory(MusterError):

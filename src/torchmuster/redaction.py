@@ -117,6 +117,10 @@ def redact_text(text: str) -> str:
     return "".join([*shown, text[place:]])
 
 
+# Whoever knows the address of a webhook can post to it.
+_SECRET_ADDRESSES = frozenset({"--notify", "--webhook"})
+
+
 def redact_command(arguments: Iterable[str]) -> list[str]:
     """Hide secrets in an argument vector, even if the value follows its flag."""
     shown: list[str] = []
@@ -125,14 +129,16 @@ def redact_command(arguments: Iterable[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if value_is_secret and not argument.startswith("--"):
             shown.append(HIDDEN)
-        elif value and is_secret_name(name):
+        elif value and (is_secret_name(name) or name in _SECRET_ADDRESSES):
             shown.append(f"{name}={HIDDEN}")
         elif previous == "sshpass" and argument.startswith("-p") and argument != "-p":
             shown.append(f"-p{HIDDEN}")
         else:
             shown.append(redact_text(argument))
         value_is_secret = (previous, argument) in {("sshpass", "-p"), ("wandb", "login")} or (
-            argument.startswith("-") and not equals and is_secret_name(argument)
+            argument.startswith("-")
+            and not equals
+            and (is_secret_name(argument) or argument in _SECRET_ADDRESSES)
         )
         previous = argument.rpartition("/")[2]
     return shown

@@ -21,7 +21,7 @@ from torchmuster.devices.request import Claim, DeviceRequest
 from torchmuster.devices.visibility import variables_for, visible
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.finding import exit_code
-from torchmuster.units import MiB, format_seconds, parse_bytes, parse_seconds
+from torchmuster.units import MiB, format_seconds, parse_bytes, parse_seconds, plural
 
 if TYPE_CHECKING:
     from torchmuster.devices.acquire import HeldDevices
@@ -286,7 +286,22 @@ def _run_gpus(options: argparse.Namespace) -> ExitCode:
         from torchmuster.cli import gpus_table
 
         gpus_table.show(node, shown, held, links=options.links, uuids=options.uuids)
+        if line := queue_line(node, held):
+            output.print_text(line)
     return exit_code((*node.findings, *shown.findings))
+
+
+def queue_line(node: Node, claimed: Mapping[str, Claim]) -> str:
+    """Return how many requests wait for GPUs and which is the first; "" if none waits."""
+    from torchmuster.devices.queue import order_of_queue
+    from torchmuster.devices.tickets import read_tickets
+
+    waiting = read_tickets(Claims.here(os.environ).queue)
+    if not waiting:
+        return ""
+    first = order_of_queue(waiting, claimed, now_unix_s=node.taken_unix_s)[0]
+    what = f"first: {first.user}, {plural(first.request.wanted, 'GPU')}"
+    return f"{plural(len(waiting), 'request')} in the queue, {what}; to see it: muster queue"
 
 
 def _look_gpus() -> tuple[Node, dict[str, Claim]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import job_flags, node_group, output, slurm_run
+from torchmuster.cli import job_flags, node_group, output, queueing, slurm_run
 from torchmuster.cli.reporting import with_report
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
@@ -80,7 +80,8 @@ def _see_it_begin(run: RunFolder, child: int) -> run_state.RunState | None:
     while (now := time.monotonic()) - began < _STAY_S:
         gone = os.waitpid(child, os.WNOHANG)[0] != 0
         state = run_state.read_state(run)
-        if gone or (state is not None and (state.phase == "running" or not state.active)):
+        begun = ("queued", "running")
+        if gone or (state is not None and (state.phase in begun or not state.active)):
             return state
         if now - said > _SAY_EVERY_S:
             said = now
@@ -108,8 +109,10 @@ def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: 
     if not active:
         output.say(f"muster: already finished; to see its output: muster attach {run.id}")
         return ExitCode.GOOD
-    words = "running" if state and state.phase == "running" else "starting"
+    words = state.phase if state and state.phase in ("queued", "running") else "starting"
     output.say(f"muster: {words} in the background")
+    if words == "queued":
+        output.say("muster: to see the queue: muster queue")
     output.say(f"muster: to follow it: muster attach {run.id}")
     output.say(f"muster: to stop it:   muster stop {run.id}")
     return ExitCode.GOOD
@@ -135,6 +138,7 @@ def start(
     ``prepare`` writes the folder's initial files. A given ``run`` is resumed in its folder. This process is the launcher
     of a given ``group``.
     """
+    spec = queueing.with_queue(options, spec)
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
     if group is None:
@@ -164,12 +168,17 @@ def start(
         run = node_group.run_folder(group, options.runs, spec)
     else:
         earlier = slurm_run.earlier_run(spec, options.runs)
-        run = earlier or run or create_run_folder(options.runs, spec.name)
+        run = earlier or run or queueing.queued_before(options)
+        run = run or create_run_folder(options.runs, spec.name)
     prepare(run)
     spec = in_folder(spec, run.path)
-    if options.detach:
-        return detach(run, lambda: _stay_to_the_end(spec, transport, run))
-    return _stay_to_the_end(spec, transport, run)
+    queueing.enter_queue(options, spec, run)
+
+    def work() -> int:
+        with queueing.notifications(options, spec, run) as on_phase:
+            return _stay_to_the_end(spec, transport, run, on_phase)
+
+    return detach(run, work) if options.detach else work()
 
 
 def _with_grace(options: argparse.Namespace, spec: JobSpec) -> JobSpec:
@@ -183,16 +192,23 @@ def _with_grace(options: argparse.Namespace, spec: JobSpec) -> JobSpec:
     return replace(spec, limits=replace(spec.limits, grace_s=chosen.value))
 
 
-def _stay_to_the_end(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
-    return with_report(run, lambda: stay(spec, transport, run))
+def _stay_to_the_end(
+    spec: JobSpec, transport: Transport, run: RunFolder, on_phase: Callable[[str], None]
+) -> int:
+    return with_report(run, lambda: stay(spec, transport, run, on_phase))
 
 
-def stay(spec: JobSpec, transport: Transport, run: RunFolder) -> int:
+def stay(
+    spec: JobSpec,
+    transport: Transport,
+    run: RunFolder,
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> int:
     """Launch a job and show its output until it is over."""
     from torchmuster.launch.launcher.launch_job import launch_job
 
     make_task = _task_with_spares if spec.spares else None
-    return launch_job(spec, transport, run, job_flags.console_for, make_task)
+    return launch_job(spec, transport, run, job_flags.console_for, make_task, on_phase=on_phase)
 
 
 def _task_with_spares(

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="endpoint of your etcd server (only with etcd-v2)",
     )
     slurm_run.add_flags(parser)
+    job_flags.add_queue_flags(parser)
     when = job_flags.add_run_flags(parser)
     job_flags.add_resume_flag(when)
     when.add_argument("--detach", action="store_true", help="run in the background")

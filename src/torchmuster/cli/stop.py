@@ -12,6 +12,7 @@ from torchmuster.cli.job_flags import duration
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
+from torchmuster.launch.history.queue_entry import forget_submission
 from torchmuster.runfolder import RunFolder, refuse_foreign
 
 _SAY_EVERY_S = 5.0
@@ -48,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_stop(options: argparse.Namespace) -> int:
     run = choose_run(options.which, options.runs, "running", only_one=True)
     refuse_foreign(run, "stop")
+    return stop_run(run, within_s=options.within)
+
+
+def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:
+    """Stop a run of this user, whose folder was checked; a queued job is not submitted again after a reboot."""
+    forget_submission(run)
     job, state = run_state.await_job(run), run_state.read_state(run)
     if job is None:
         raise Impossible(
@@ -70,7 +77,7 @@ def _run_stop(options: argparse.Namespace) -> int:
             fix=f"ssh {job.launcher.host} muster stop {run.path.resolve()}",
         )
     if active and process is not None:
-        given = job.grace_s + _BEYOND_GRACE_S if options.within is None else options.within
+        given = job.grace_s + _BEYOND_GRACE_S if within_s is None else within_s
         _end_stop(process, run, given)
     _sweep(run, job)
     now = run_state.read_state(run)

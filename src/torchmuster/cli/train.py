@@ -307,6 +307,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_flags.add_host_flags(many)
     job_flags.add_spares_flag(many)
     slurm_run.add_flags(parser)
+    job_flags.add_queue_flags(parser)
     when = job_flags.add_run_flags(
         parser,
         named="experiment_name",

@@ -1,127 +1,31 @@
 """Choose and lock devices as one step, and wait in a queue while they are in use.
 
-The queue is ordered by age: a newer request never takes devices that an older one could get now.
-Devices are not reserved for a request that cannot be met yet, so one request for all GPUs of a
-host does not leave seven of them idle until the eighth is free.
+Who gets which devices is decided by ``queue.py``; every waiting process computes the same answer.
 """
 
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from torchmuster.decision import Decision
-from torchmuster.devices import claims
 from torchmuster.devices import claims as locks
 from torchmuster.devices.choose import choose_devices
 from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.processes import command_of_this_process, user_of_this_process
-from torchmuster.devices.request import Claim, DeviceRequest
-from torchmuster.devices.visibility import STAGES
+from torchmuster.devices.queue import plan_queue
+from torchmuster.devices.request import DeviceRequest
+from torchmuster.devices.tickets import (
+    QueuedJob,
+    Ticket,
+    WaitingRequest,
+    new_ticket_name,
+    read_tickets,
+)
 from torchmuster.errors import MusterError, NotNow
 from torchmuster.redaction import printable
-
-# A waiter that has not polled for this long (for example stopped by Ctrl-Z) does not block others.
-STALE_WAITER_S = 10.0
-
-
-class Ticket:
-    """This process's place in the queue."""
-
-    def __init__(self, queue: Path, request: DeviceRequest, environment: Mapping[str, str]) -> None:
-        name = f"{time.time_ns():020d}-{os.getpid()}-{os.urandom(3).hex()}"
-        self.path = queue / name
-        self._lock = claims.open_own(self.path)
-        claims.try_lock(self._lock)
-        variables = {name for stages in STAGES.values() for stage in stages for name in stage}
-        wish: dict[str, object] = {
-            "pid": os.getpid(),
-            "user": user_of_this_process(),
-            "request": {key: value for key, value in vars(request).items() if value is not None},
-            "environment": {key: environment[key] for key in variables & environment.keys()},
-        }
-        claims.write_json(self._lock, wish)
-
-    def still_here(self) -> None:
-        """Refresh the ticket, to show that the waiter still polls."""
-        os.utime(self._lock)
-
-    def place(self) -> int:
-        """Return the number of tickets ahead of this one."""
-        return sum(path.name < self.path.name for path in self.path.parent.iterdir())
-
-    def give_back(self) -> None:
-        """Leave the queue."""
-        self.path.unlink(missing_ok=True)
-        os.close(self._lock)
-
-
-def promised_devices(
-    queue: Path, node: Node, taken: Mapping[str, Claim], *, ahead_of: Ticket | None
-) -> dict[str, Claim]:
-    """Return the devices that earlier waiters would get now; they are not available."""
-    promises: dict[str, Claim] = {}
-    for path in sorted(queue.iterdir()):
-        if ahead_of is not None and path.name >= ahead_of.path.name:
-            break
-        if all(one.uuid in taken or one.uuid in promises for one in node.accelerators):
-            break  # nothing is left to promise
-        for wish in _read_living(path):
-            promises |= _would_take(wish, node, {**taken, **promises})
-    return promises
-
-
-def _read_living(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield a ticket's content if its owner still polls; delete the ticket if the owner is dead."""
-    try:
-        file = claims.open_to_look(path)
-    except OSError:
-        return
-    try:
-        if claims.try_lock(file):
-            _unlink_if_allowed(path)
-            claims.drop_lock(file)
-        elif time.time() - os.fstat(file).st_mtime < STALE_WAITER_S:
-            yield claims.read_json(file)
-    finally:
-        os.close(file)
-
-
-def _would_take(
-    wish: Mapping[str, Any], node: Node, taken: Mapping[str, Claim]
-) -> dict[str, Claim]:
-    """Return what a waiter would get now; empty if it cannot be served or is malformed."""
-    try:
-        stored = dict(wish["request"])
-        if "ids" in stored:
-            stored["ids"] = tuple(stored["ids"])
-        environment = {str(key): str(value) for key, value in wish["environment"].items()}
-        request = DeviceRequest(**stored)
-        free = sum(one.uuid not in taken for one in node.accelerators)
-        if free < (request.count or 1):
-            return {}  # saves building an error that is not shown
-        decision = choose_devices(node, request, environment=environment, claims=taken)
-        waiter = Claim(
-            pid=int(wish["pid"]),
-            user=printable([str(wish["user"])]),
-            command="first in the queue",
-            since_unix_s=node.taken_unix_s,
-        )
-    except (MusterError, TypeError, KeyError, AttributeError, ValueError):
-        return {}
-    return {device.uuid: waiter for device in decision.value}
-
-
-def _unlink_if_allowed(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return  # another user's file in a sticky folder; it does no harm
-
 
 # A waiter takes a snapshot of the host this often, and reads the claims in between.
 POLL_S = 1.0
@@ -165,40 +69,85 @@ def acquire_devices(
     wait_s: float = 0.0,
     on_wait: Callable[[MusterError], None] = lambda _: None,
     command: Sequence[str] | None = None,
+    job: Callable[[], QueuedJob] | None = None,
 ) -> HeldDevices:
     """Choose devices and lock them as one step, waiting up to ``wait_s`` for them.
 
     ``look`` takes a fresh snapshot at each try. ``on_wait`` receives the obstacle after each failed
-    try. ``command`` is what other users see; default: this process's own command.
+    try. ``command`` is what other users see; default: this process's own command. ``job`` returns the current state of
+    a queued job at each try; an error that it raises ends the wait.
     """
     shown = command_of_this_process() if command is None else printable(command)
+    began_unix_s = time.time()
+    state_of_job = job or (lambda: QueuedJob(since_unix_s=began_unix_s, ready_unix_s=began_unix_s))
     deadline = time.monotonic() + wait_s
     ticket: Ticket | None = None
     try:
         while True:
             node = look()
             uuids = [device.uuid for device in node.accelerators]
+            state = state_of_job()
             with claims.gate(deadline=deadline):
                 if ticket is not None:
+                    ticket.update(state)
                     ticket.still_here()
                 table = claims.look(uuids)
-                # Claimed devices are not promised to a waiter, even if the claim is our own.
-                promised = promised_devices(claims.queue, node, table.claimed, ahead_of=ticket)
-                taken = promised | table.in_the_way
+                own = _own_request(ticket, request, environment, state)
+                others = [one for one in read_tickets(claims.queue) if one.ticket != own.ticket]
+                plan = plan_queue(
+                    node,
+                    [*others, own],
+                    table.claimed,
+                    now_unix_s=time.time(),
+                    seen={own.ticket: table.in_the_way},
+                )
                 try:
+                    _refuse_before_its_turn(state)
+                    taken = plan.unavailable[own.ticket]
                     decision = choose_devices(node, request, environment=environment, claims=taken)
-                    return _lock(claims, decision, shown)
+                    return _lock(claims, decision, shown, state)
                 except NotNow as error:
                     if time.monotonic() >= deadline:
                         raise
                     obstacle = error
-                ticket = ticket or Ticket(claims.queue, request, environment)
+                ticket = ticket or Ticket(claims.queue, request, environment, state)
             on_wait(obstacle)
             next_try = min(time.monotonic() + POLL_S, deadline)
-            _await_release(claims, uuids, table.free, ticket, until=next_try)
+            ahead = [one.ticket for one in plan.order].index(own.ticket)
+            _await_release(claims, uuids, table.free, ticket, ahead, until=next_try)
     finally:
         if ticket is not None:
             ticket.give_back()
+
+
+def _own_request(
+    ticket: Ticket | None,
+    request: DeviceRequest,
+    environment: Mapping[str, str],
+    job: QueuedJob,
+) -> WaitingRequest:
+    """Return this process's request as others see it, or would see it if it had a ticket."""
+    return WaitingRequest(
+        ticket=new_ticket_name() if ticket is None else ticket.path.name,
+        pid=os.getpid(),
+        uid=os.geteuid() if hasattr(os, "geteuid") else 0,
+        user=user_of_this_process(),
+        request=request,
+        environment=environment,
+        job=job,
+    )
+
+
+def _refuse_before_its_turn(job: QueuedJob) -> None:
+    if job.held:
+        raise NotNow(
+            "the job is held", why="its owner holds it; muster queue release lets it start"
+        )
+    if job.after:
+        raise NotNow(
+            "the job waits for other runs",
+            why=f"it starts when {', '.join(job.after)} has finished",
+        )
 
 
 def _await_release(
@@ -206,6 +155,7 @@ def _await_release(
     uuids: Sequence[str],
     free: Mapping[str, int],
     ticket: Ticket,
+    ahead: int,
     until: float,
 ) -> None:
     """Sleep until a device is freed that this waiter may get, or until the deadline.
@@ -214,7 +164,7 @@ def _await_release(
     another try will most likely fail; the regular poll covers the rest.
     """
     while (left := until - time.monotonic()) > 0:
-        place = ticket.place()
+        place = min(ahead, ticket.place())
         # The first in the queue polls often, the others less; jitter spreads the polls.
         pause = min(_PEEK_S * (1 + place), _MAX_PEEK_S) * random.uniform(0.5, 1.5)
         time.sleep(min(left, pause))
@@ -224,13 +174,17 @@ def _await_release(
             return
 
 
-def _lock(claims: Claims, decision: Decision[tuple[Device, ...]], command: str) -> HeldDevices:
+def _lock(
+    claims: Claims, decision: Decision[tuple[Device, ...]], command: str, job: QueuedJob
+) -> HeldDevices:
     """Lock the chosen devices, all or none."""
     token = os.urandom(8).hex()
     held = HeldDevices(decision=decision, locks=[], tokens=(*claims.tokens, token))
+    ends_unix_s = None if job.lasts_s is None else time.time() + job.lasts_s
     try:
         for device in decision.value:
-            held.locks.append(claims.take(device.uuid, command, token))
+            lock = claims.take(device.uuid, command, token, ends_unix_s=ends_unix_s, run=job.run)
+            held.locks.append(lock)
     except BaseException:
         held.release()
         raise

@@ -199,10 +199,18 @@ class Claims:
                 table.free[uuid] = place.last_taken
         return table
 
-    def take(self, uuid: str, command: str, token: str) -> int:
+    def take(
+        self,
+        uuid: str,
+        command: str,
+        token: str,
+        *,
+        ends_unix_s: float | None = None,
+        run: str = "",
+    ) -> int:
         """Lock a free device, under the gate, and record the owner for other users to read.
 
-        The claim is the returned file descriptor: it is released when all copies are closed.
+        ``ends_unix_s`` and ``run`` are as in :class:`Claim`. The claim is the returned file descriptor: it is released when all copies are closed.
         """
         place = self._place(uuid)
         lock = open_shared(place.path)
@@ -221,6 +229,8 @@ class Claims:
             "command": command,
             "since_unix_s": time.time(),
             "token": token,
+            "ends_unix_s": ends_unix_s,
+            "run": run,
         }
         write_json(lock, claim)
         return lock
@@ -337,14 +347,22 @@ def _look_at(path: Path) -> tuple[Claim | None, int]:
 def _read_claim(lock: int) -> Claim:
     """Read who holds a lock. All users may write the file, so its text is checked and cleaned."""
     stored = read_json(lock)
-    pid, since = stored.get("pid"), stored.get("since_unix_s")
+    pid, run = stored.get("pid"), stored.get("run")
     return Claim(
         pid=pid if isinstance(pid, int) else 0,
         user=printable([str(stored.get("user", "an unknown user"))]),
         command=printable([str(stored.get("command", "unknown command"))]),
-        since_unix_s=since if isinstance(since, int | float) and 0 <= since < 1e12 else 0.0,
+        since_unix_s=stored_time(stored.get("since_unix_s")) or 0.0,
         token=re.sub(r"[^0-9a-f]", "", str(stored.get("token", ""))),
+        ends_unix_s=stored_time(stored.get("ends_unix_s")),
+        run=run if isinstance(run, str) else "",
     )
+
+
+def stored_time(value: object) -> float | None:
+    """Return a number that another user stored, if it can be a time in seconds."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
+    return float(value) if usable and isinstance(value, int | float) else None
 
 
 def _unreadable(error: OSError) -> Claim:

@@ -49,6 +49,18 @@ def user_of_this_process() -> str:
     return psutil.Process().username()
 
 
+def user_with_uid(uid: int) -> str:
+    """Return the name of the user with this id, or the id if it has no name; as in ``user_of_this_process``."""
+    try:
+        import pwd
+    except ImportError:  # Windows
+        return str(uid)
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def command_of_this_process() -> str:
     """Return this process's own command line, for display to others."""
     return printable(psutil.Process().cmdline())

@@ -11,13 +11,18 @@ GpuId = int | str
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Who has claimed a device, as the holder wrote it."""
+    """Who has claimed a device, as the holder wrote it.
+
+    ``ends_unix_s`` is when the holder's time limit ends it; None without a limit. ``run`` is the holder's run folder.
+    """
 
     pid: int
     user: str
     command: str
     since_unix_s: float
     token: str = field(default="", repr=False)
+    ends_unix_s: float | None = None
+    run: str = ""
 
     def __str__(self) -> str:
         command = self.command if len(self.command) <= 40 else self.command[:39] + "…"
@@ -37,6 +42,11 @@ class DeviceRequest:
     min_free_bytes: int | None = None
     min_total_bytes: int | None = None
     share: bool = False
+
+    @property
+    def wanted(self) -> int:
+        """The number of devices that it needs at least."""
+        return self.count or len(self.ids or ()) or 1
 
     def __str__(self) -> str:
         if self.ids is None:

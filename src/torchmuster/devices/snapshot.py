@@ -89,13 +89,19 @@ def _busy_alone(device: Device, process: DeviceProcess) -> bool:
 
 def sightings_path(environment: Mapping[str, str], hostname: str) -> Path | None:
     """Return the path of the record in the user's state folder, or None if there is none."""
+    state = user_state_folder(environment)
+    # One for each host: clusters share home folders.
+    return None if state is None else state / f"gpu-activity-{hostname}.json"
+
+
+def user_state_folder(environment: Mapping[str, str]) -> Path | None:
+    """Return the folder in which commands keep what they know between calls, or None if the user has no home."""
     given = environment.get("XDG_STATE_HOME")
     try:
         state = Path(given) if given else Path.home() / ".local" / "state"
-    except RuntimeError:  # a user without a home, as in containers
+    except RuntimeError:  # as in containers
         return None
-    # One for each host: clusters share home folders.
-    return state / "torchmuster" / f"gpu-activity-{hostname}.json"
+    return state / "torchmuster"
 
 
 def load_sightings(path: Path) -> Record:

@@ -55,6 +55,7 @@ class Limits:
     end_hangs_s: float | None = (
         None  # until a hang stops the run; None: only hangs that cannot resolve
     )
+    time_s: float | None = None  # after which the run saves a checkpoint and stops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ class JobSpec:
     gpu_ids: tuple[str, ...] | None = None
     share: bool = False
     wait_s: float = 0.0
+    queued: bool = False  # it waits in the queue, with an entry in its run folder
     hosts: tuple[Host, ...] = ()
     port: int | None = None
     address: str | None = None

@@ -21,9 +21,9 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import BUSY_S, GIVE_UP_S
 from torchmuster.devices import acquire as acquire_module
-from torchmuster.devices import acquire as waiting
 from torchmuster.devices import claims as claims_module
 from torchmuster.devices import snapshot
+from torchmuster.devices import tickets as waiting
 from torchmuster.devices.acquire import HeldDevices
 from torchmuster.devices.claims import Claims, claims_folder
 from torchmuster.devices.request import DeviceRequest

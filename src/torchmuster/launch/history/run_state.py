@@ -98,7 +98,7 @@ def silent_for_s(state: Path) -> float:
 
 
 # The phases of a run that is not over.
-ACTIVE = ("submitted", "joining", "starting", "running")
+ACTIVE = ("submitted", "queued", "joining", "starting", "running")
 EVENTS = "events.jsonl"
 FINISHED = "finished"
 RESTART = "restart"  # event: all ranks, or their launcher, restart after a failure

@@ -376,7 +376,7 @@ class JobRunner:
         session = self._session
         outcome: JobOutcome | None = None
         try:
-            self._on_phase("joining")
+            self._on_phase("queued" if self._spec.queued else "joining")
             await self._transport.open(session.registry.arrive)
             await self._gather_hosts()
             if self._spec.spares:

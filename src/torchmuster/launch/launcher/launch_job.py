@@ -83,17 +83,19 @@ def launch_job(
     run: RunFolder,
     make_voice: Callable[[RunFolder], "TerminalConsole"],
     make_course: MakeGroupTask | None = None,
+    *,
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Launch a job and wait until it is over; return the exit code of the command.
 
-    ``make_course`` creates a task other than a run.
+    ``make_course`` creates a task other than a run. ``on_phase`` is called with each phase that the run enters.
     """
 
     async def work() -> int:
         # Connect the hosts first: node agents start while this process imports what it needs.
         called = _Called(transport)
         await called.call()
-        return await _launch(spec, called, run, make_voice(run), make_course)
+        return await _launch(spec, called, run, make_voice(run), make_course, on_phase)
 
     _ignore_early_warnings()
     return asyncio.run(work())
@@ -166,9 +168,11 @@ async def _launch(
     run: RunFolder,
     console: "TerminalConsole",
     make_course: MakeGroupTask | None,
+    report_phase: Callable[[str], None],
 ) -> int:
     from torchmuster.launch.history import run_state
     from torchmuster.launch.history.evidence import keep_failure, read_failures
+    from torchmuster.launch.history.queue_entry import forget_submission
     from torchmuster.launch.history.run_state import launcher_heartbeat_file
     from torchmuster.launch.launcher.job_runner import JobRunner
     from torchmuster.launch.schedulers.slurm.allocation import job_id, would_not_get_on
@@ -177,13 +181,29 @@ async def _launch(
     event_log = run_state.EventLog(run, job_uid=spec.job_uid)
     logs = str(run.logs.resolve())
     make_course = make_course or JobRunner
-    course = make_course(
-        spec, transport, console, run_id=run.id, logs=logs, on_phase=event_log.phase
-    )
+    asked: list[str] = []
+
+    def end_at_limit() -> None:
+        origin = f"time limit of {format_seconds(spec.limits.time_s or 0.0)}"
+        console.say(f"{origin} reached: stopping all ranks within {spec.limits.grace_s:g} s")
+        run_state.log_event(run, "time-limit", what=f"stop requested ({origin})")
+        asked.append("SIGTERM")
+        course.stop(origin)
+
+    def on_phase(name: str) -> None:
+        event_log.phase(name)
+        report_phase(name)
+        if name == "starting" and spec.queued:
+            forget_submission(run)
+        if name == "starting" and spec.limits.time_s is not None and not limits:
+            loop = asyncio.get_running_loop()
+            limits.append(loop.call_later(spec.limits.time_s, end_at_limit))
+
+    limits: list[asyncio.TimerHandle] = []
+    course = make_course(spec, transport, console, run_id=run.id, logs=logs, on_phase=on_phase)
     slurm_job = job_id(os.environ)
     run_state.write_job(run, spec, token=course.token, slurm_job=slurm_job)
     with console.speaking():
-        asked: list[str] = []
         warned: list[str] = []
         newest = None if slurm_job is None else await _newest_checkpoint(spec)
         try:
@@ -194,6 +214,8 @@ async def _launch(
                 console.say(f"run {run.id}")  # from here on the user can stop it by this id
                 outcome = await course.run()
         except MusterError as error:
+            if spec.queued:
+                forget_submission(run)
             console.show(findings := from_error(error))
             keep_failure(run, len(read_failures(run)), findings[0], ())
             event_log.ended("failed", error.exit_code, error.what)
@@ -204,6 +226,8 @@ async def _launch(
         except BaseException as error:
             event_log.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
             raise
+        for limit in limits:
+            limit.cancel()
         console.finish()
         took_s = time.monotonic() - began
         resume = None if outcome.good else await _how_to_resume(spec, run)

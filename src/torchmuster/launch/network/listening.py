@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from torchmuster.decision import Decision
+from torchmuster.devices.processes import user_with_uid
 from torchmuster.devices.readers import sysfs
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
@@ -93,19 +94,8 @@ def _owner(port: int, proc_root: Path) -> str | None:
             fields = line.split()
             listens = len(fields) > 7 and fields[3] == _LISTENS
             if listens and int(fields[1].rpartition(":")[2], 16) == port:
-                return _user_name(int(fields[7]))
+                return user_with_uid(int(fields[7]))
     return None
-
-
-def _user_name(uid: int) -> str:
-    try:
-        import pwd  # not on Windows
-    except ImportError:
-        return str(uid)
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 LAST_USUAL_PORT = USUAL_PORT + 99

@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchmuster.decision import Decision
 from torchmuster.devices import snapshot
@@ -16,7 +17,9 @@ from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.visibility import STAGES, variables_for, visible
 from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
+from torchmuster.launch.history.queue_entry import JobInQueue, read_queue_entry
 from torchmuster.launch.job import as_people_know_it
+from torchmuster.runfolder import RunFolder
 from torchmuster.units import plural
 
 
@@ -50,6 +53,7 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
             wait_s=prepare.wait_s,
             on_wait=on_wait,
             command=["muster", *as_people_know_it(prepare.typed, prepare.command)],
+            job=_job_in_queue(prepare),
         )
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
@@ -71,6 +75,15 @@ def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
         error.fix = _for_a_run(error.fix, prepare)
         raise
     return _gpus(prepare, decision, None)
+
+
+def _job_in_queue(prepare: protocol.Prepare) -> JobInQueue | None:
+    """Return what the run folder says about a queued job, or about one with a time limit."""
+    if prepare.run is None:
+        return None
+    run = RunFolder(Path(prepare.run))
+    entry = read_queue_entry(run)
+    return None if entry is None else JobInQueue(run, entry)
 
 
 def _device_lease_request(prepare: protocol.Prepare) -> DeviceRequest:
