@@ -47,7 +47,7 @@ def predicted_start(size: int) -> float:
     request = RehearsalRequest(hosts=size, gpu_hours_per_failure=GPU_HOURS_PER_FAILURE)
     rehearsal = Rehearsal(
         request=request,
-        control=measure_control_plane(size, quiet_s=0.1, chatty_s=0.0),
+        control=measure_control_plane(size, quiet_s=0.0, chatty_s=0.0),
         host=measure_host_start(),
         saving=None,
         failures=None,

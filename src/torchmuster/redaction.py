@@ -12,12 +12,12 @@ HIDDEN = "[redacted]"
 
 _SECRET_ENDINGS: tuple[str, ...] = ("password", "passwords", "passwd", "passphrase", "sshpass")
 _SECRET_ENDINGS += ("apikey", "apikeys", "accesskey", "secretkey", "privatekey", "authtoken")
-_SECRET_WORDS = {"secret", "secrets", "credential", "credentials", "pw"}
+_SECRET_WORDS = {"secret", "secrets", "credential", "credentials", "pw", "cookie", "cookies"}
 _SECRET_LAST_WORDS = {"pass", "pwd", "pat"}  # --pass, MYSQL_PWD, GITHUB_PAT; not pass_rate
 _KINDS_OF_PASS = {"forward", "backward", "first", "second", "single", "one", "per", "low", "high"}
 _KINDS_OF_PASS |= {"band", "num", "n", "max", "multi", "warmup", "all"}
 _WORKING_FOLDERS = {"PWD", "OLDPWD"}
-_KEY_VARIABLE = re.compile(r"-*[A-Z0-9_]+_KEYS?")
+_KEY_VARIABLE = re.compile(r"-*[A-Z0-9_]+_(?:KEYS?|AUTH)")  # also REDISCLI_AUTH
 _KEY_OWNERS = {"api", "access", "private", "secret", "account", "auth", "encryption"}
 _KEY_OWNERS |= {"signing", "storage", "master"}
 # eos_token, loss_per_token, token_id and token_type are about a tokenizer's tokens
@@ -37,6 +37,9 @@ _SHAPES = re.compile(
         | AIza[A-Za-z0-9_-]{35}                     # Google
         | (?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])     # AWS access key id
         | (?:xox[abeprs]|xapp)-[A-Za-z0-9-]{10,}    # Slack
+        | (?:npm|r8)_[A-Za-z0-9]{30,}               # npm, Replicate
+        | pypi-[A-Za-z0-9_-]{50,}
+        | dapi[0-9a-f]{32}                          # Databricks
         | ey[A-Za-z0-9_-]{10,}\.ey[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+   # JSON web token
       )
     | -----BEGIN[A-Z ]+PRIVATE\ KEY-----.*?(?:-----END[A-Z ]+PRIVATE\ KEY-----|\Z)
@@ -45,6 +48,7 @@ _SHAPES = re.compile(
     | (?<=://)[^/\s:@]*:[^/\s]+(?=@)                # user:password in an address
     | (?<=://)[\w-]{20,}(?=@)                       # a token in the place of the user
     | (?i:(?<=signature=)|(?<=[?&]sig=))[\w%+/-]{16,}=*   # signed addresses of AWS, Google, Azure
+    | (?:(?<=\s-u\s)|(?<=\s--user\s))(?!\d+:\d+)[^\s:]+:[^\s]+   # curl -u user:password
     | (?i:(?<=bearer\s)|(?<=authorization:\sbasic\s))[A-Za-z0-9._~+/-]{8,}=*
     """,
     re.VERBOSE | re.DOTALL,

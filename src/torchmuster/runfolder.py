@@ -22,6 +22,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -232,7 +233,7 @@ def refuse_foreign(run: RunFolder, action: str) -> None:
             continue
         except OSError as error:
             raise Impossible(f"refusing to {action} {run.id}", why=str(error)) from error
-        if found.st_uid not in (own, _NOBODY):
+        if found.st_uid != own and not (found.st_uid == _NOBODY and _is_squashed(run.path)):
             owner = _user_name(found.st_uid)
             why = f"it belongs to {owner}, and you are {_user_name(own)}"
             raise Impossible(
@@ -240,6 +241,15 @@ def refuse_foreign(run: RunFolder, action: str) -> None:
                 why=f"{path}: {why}; a run folder of another user may name any process and any file",
                 fix=f"ask {owner}, or copy the folder and use the copy",
             )
+
+
+def _is_squashed(folder: Path) -> bool:
+    """Return whether the file system gives this user's own files to nobody, as NFS may; any program may run as nobody."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            return os.fstat(stream.fileno()).st_uid == _NOBODY
+    except OSError:
+        return False
 
 
 def _user_name(uid: int) -> str:

@@ -198,7 +198,101 @@ def tensor_head(data: bytes) -> None:
     read_file_head(io.BytesIO(data), len(data))
 
 
+@contextlib.contextmanager
+def checkpoint_of_a_script() -> Iterator[Parse]:
+    """Write the bytes to each file of other libraries' checkpoints in turn, and look for what is missing."""
+    from torchmuster.checkpoints import foreign
+
+    names = ("a.pt", "a.safetensors", "x.index.json", "trainer_state.json", ".metadata", "latest")
+    libraries = (
+        "torch.save",
+        "transformers",
+        "accelerate",
+        "deepspeed",
+        "torch.distributed.checkpoint",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "__0_0.distcp").write_bytes(b"1")
+        turn = 0
+
+        def read(data: bytes) -> None:
+            nonlocal turn
+            turn += 1
+            path = Path(folder) / names[turn % len(names)]
+            path.write_bytes(data)
+            foreign.condition_of(str(path), "torch.save")
+            for library in libraries:
+                foreign.condition_of(folder, library)
+            path.unlink()
+
+        yield read
+
+
+@contextlib.contextmanager
+def model_folder() -> Iterator[Parse]:
+    """Write the bytes to each JSON file of a model in turn, and read it as a training and the planner do."""
+    from torchmuster.checkpoints import model_class
+    from torchmuster.train.models.hugging_face import find_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / "config.json", Path(folder) / "model.safetensors.index.json"]
+        for path in files:
+            path.write_text("{}")
+        (Path(folder) / "model.safetensors").write_bytes(b"x")
+        turn = 0
+
+        def read(data: bytes) -> None:
+            nonlocal turn
+            turn += 1
+            before = files[turn % 2].read_bytes()
+            files[turn % 2].write_bytes(data)
+            try:
+                model_class.class_in_folder(Path(folder))
+                find_model(folder)
+            finally:
+                files[turn % 2].write_bytes(before)
+
+        yield read
+
+
+@contextlib.contextmanager
+def data_lines() -> Iterator[Parse]:
+    """Read the bytes as a file of JSON lines, as a training does."""
+    from torchmuster.train.data.streams.files import Files
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.jsonl"
+
+        def read(data: bytes) -> None:
+            path.write_bytes(data)
+            reader = Files(str(path), lanes=1).open([0], epoch=0, cursors={})[0]
+            try:
+                while reader.read(100):
+                    pass
+            finally:
+                reader.close()
+
+        yield read
+
+
+def flight_record(data: bytes) -> None:
+    from torchmuster.launch.hangs import flight_recorder
+
+    dump = flight_recorder.read_flight_record(data)
+    flight_recorder.analyse_flight_records({0: dump, 1: {}, 2: dump})
+
+
 # ---- output of programs
+
+
+def program_output(data: bytes) -> None:
+    from torchmuster.diagnose.hang.rank_stacks import parse_dump
+    from torchmuster.selftest.checks import devices
+
+    parse_dump(data)
+    devices.parse_topology(text_of(data))
+    with contextlib.suppress(ValueError):
+        devices.pci_address(text_of(data))
 
 
 def log_lines(data: bytes) -> None:
@@ -298,6 +392,47 @@ TARGETS: dict[str, Target] = {
             b"node[01-03,7],login",
             b"JobId=7 JobState=RUNNING Reason=None Restarts=0\n Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:2(IDX:0,3)\n",
         ),
+    ),
+    "program-output": Target(
+        plain(program_output),
+        (
+            b'[{"pid":1,"thread_id":1,"thread_name":"MainThread","os_thread_id":1,"active":true,'
+            b'"frames":[{"name":"f","filename":"a.py","line":1,"short_filename":"a.py"}]}]',
+            b"\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV12\t0-31\nGPU1\tNV12\t X \t0-31\n",
+            b"00000000:3B:00.0",
+        ),
+    ),
+    "flight-record": Target(
+        plain(flight_record),
+        (
+            b'{"version":"2.10","pg_config":{"0":{"name":"0","desc":"default_pg","ranks":"[0, 1, 2]"}},'
+            b'"entries":[{"process_group":["0","default_pg"],"collective_seq_id":1,"p2p_seq_id":0,'
+            b'"profiling_name":"gloo:all_reduce","input_sizes":[[2]],"input_dtypes":["Float"],'
+            b'"state":"scheduled","is_p2p":false,"frames":[]}]}',
+        ),
+    ),
+    "checkpoint-of-a-script": Target(
+        checkpoint_of_a_script,
+        (
+            b'{"metadata":{},"weight_map":{"a":"a.safetensors"}}',
+            b'{"global_step":1,"max_steps":2}',
+            b"\x02\0\0\0\0\0\0\0{}",
+            b"PK\x03\x04" + bytes(26) + b"PK\x05\x06" + bytes(18),
+            b"\x80\x04\x95\x10\0\0\0\0\0\0\0}\x94\x8c\x0drelative_path\x94\x8c\x08a.distcp\x94\x8c\x06offset\x94K\0\x8c\x06length\x94K\x01.",
+        ),
+    ),
+    "model-folder": Target(
+        model_folder,
+        (
+            b'{"model_type":"llama","architectures":["LlamaForCausalLM"],"dtype":"bfloat16"}',
+            b'{"metadata":{"total_size":1},"weight_map":{"a":"model.safetensors"}}',
+        ),
+        (MusterError,),
+    ),
+    "data-lines": Target(
+        data_lines,
+        (b'{"text":"a"}\n{"text":"b"}\n', b'"a"\n\n[1]\n', b"\xff\n"),
+        (MusterError,),
     ),
     "profile-trace": Target(
         profile_trace,

@@ -29,6 +29,10 @@ AWS_ID = "AKIA" + "IOSFODNN7EXAMPLE"
 SLACK = "xoxb-" + "123456789012-abcdefghijkl"
 JWT = "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0NTY3ODkwIn0" + ".dozjgNryP4J3jVmNHl0w5N_XgL0n3I9P"
 WANDB = "0123456789abcdef0123456789abcdef01234567"
+NPM = "npm_" + "0123456789abcdefghijABCDEFGHIJ012345"
+REPLICATE = "r8_" + "0123456789abcdefghijABCDEFGHIJ0123456"
+PYPI = "pypi-" + "AgEIcHlwaS5vcmc" * 4
+DATABRICKS = "dapi" + "0123456789abcdef" * 2
 PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1r\nZXk=\n-----END OPENSSH PRIVATE KEY-----"
 
 SECRET_NAMES = shlex.split("""
@@ -68,7 +72,9 @@ def test_names_of_other_things(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "secret", [HF, OPENAI, GITHUB, GITHUB_FINE, GITLAB, NVIDIA, GOOGLE, AWS_ID, SLACK, JWT, PEM]
+    "secret",
+    [HF, OPENAI, GITHUB, GITHUB_FINE, GITLAB, NVIDIA, GOOGLE, AWS_ID, SLACK, JWT, PEM]
+    + [NPM, REPLICATE, PYPI, DATABRICKS],
 )
 @pytest.mark.parametrize("around", ["{}", "saved as run_{}", "({}).", "'{}'", "a\n{}\nb"])
 def test_shapes_of_secrets(secret: str, around: str) -> None:
@@ -93,6 +99,7 @@ def test_shapes_of_secrets(secret: str, around: str) -> None:
         "the password is wrong\npassword:\nTraceback (most recent call last):",
         "wandb login --relogin",
         "train.py --hub-token=",
+        "docker run --user 1000:1000 -u 0:0 image python -u train.py",
         "the bearer of news, a basic authorization: none",
     ],
 )
@@ -122,6 +129,9 @@ def test_what_is_no_secret_stays_as_it_is(text: str) -> None:
         ("s3?X-Amz-Signature=0123456789abcdef0&b=1", "s3?X-Amz-Signature=[redacted]&b=1"),
         ("blob?sv=1&sig=abcdefghijklmnop%2B0%3D&b", "blob?sv=1&sig=[redacted]&b"),
         (f"private_key: {PEM} end", "private_key: [redacted] end"),
+        ("curl -u ann:hunter2 https://x", "curl -u [redacted] https://x"),
+        ("Cookie: session=abc", "Cookie: [redacted]"),
+        ("REDISCLI_AUTH=hunter2", "REDISCLI_AUTH=[redacted]"),
         (PEM[:60], "[redacted]"),
         ("Authorization: Bearer abcdefgh.ij", "Authorization: Bearer [redacted]"),
         ("authorization: basic YW5uOnB3cHc=", "authorization: basic [redacted]"),

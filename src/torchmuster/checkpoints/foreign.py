@@ -6,6 +6,7 @@ Nothing is ever unpickled; tensors are not read, so a checkpoint of any size is 
 
 import contextlib
 import enum
+import itertools
 import pickletools
 import re
 import zipfile
@@ -21,7 +22,9 @@ _ZIP_BEGIN = b"PK\x03\x04"
 _TORCH_SUFFIXES = {".pt", ".pth", ".ckpt", ".bin", ".pkl"}
 # The limit of the safetensors package.
 _MOST_HEAD_BYTES = 100_000_000
-_MOST_JSON_BYTES = 256 * 2**20
+# More takes too much memory and time; the folder's name is from the run's records, and may be that of any folder.
+_MOST_JSON_BYTES = 32 * 2**20
+_MOST_FILES = 50_000
 # DCP's description of a larger checkpoint takes too long to read; then only its end is checked.
 _MOST_METADATA_BYTES = 16 * 2**20
 _METADATA = ".metadata"
@@ -67,6 +70,8 @@ def condition_of(path: str, library: str) -> Condition:
             return Condition(state=Completeness.MISSING, why=why)
     except OSError as error:  # also if it is deleted at this moment
         return Condition(state=Completeness.UNKNOWN, why=error.strerror or str(error))
+    except untrusted.Unreadable as error:
+        return Condition(state=Completeness.UNKNOWN, why=str(error))
     return Condition(state=Completeness.TORN if problem else Completeness.COMPLETE, why=problem)
 
 
@@ -116,6 +121,10 @@ def _safetensors_problem(path: Path, size: int) -> str:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= _MOST_HEAD_BYTES:
             return "does not begin with the header of a safetensors file"
+        if length > _MOST_JSON_BYTES and size >= 8 + length:
+            raise untrusted.Unreadable(
+                f"the header of {path.name} is larger than {_MOST_JSON_BYTES:,} bytes"
+            )
         text = stream.read(min(length, size))
     if len(text) < length:
         return f"is truncated: its header alone is longer than its {size:,} bytes"
@@ -131,9 +140,10 @@ def _safetensors_problem(path: Path, size: int) -> str:
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it is not JSON."""
+    """Return the content of a JSON file; None if it is not JSON; raise Unreadable if it is too large to check."""
+    data = untrusted.read_bounded(path, _MOST_JSON_BYTES)
     with contextlib.suppress(untrusted.Unreadable):
-        return untrusted.read_json(path, _MOST_JSON_BYTES)
+        return untrusted.parse_json(data)
     return None
 
 
@@ -141,7 +151,10 @@ def _read_json(path: Path) -> Any:
 
 
 def _folder_problem(folder: Path, library: str) -> str:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    inside = [*itertools.islice(folder.rglob("*"), _MOST_FILES + 1)]
+    if len(inside) > _MOST_FILES:
+        raise untrusted.Unreadable(f"it contains more than {_MOST_FILES:,} files")
+    files = [path for path in sorted(inside) if path.is_file()]
     if not files:
         return "the folder is empty"
     if (folder / _UNFINISHED).exists():
@@ -243,7 +256,7 @@ def _sharded_problem(folder: Path) -> str:
         if size > _MOST_METADATA_BYTES:
             continue
         try:
-            needed = sizes_in_metadata(path.read_bytes())
+            needed = sizes_in_metadata(untrusted.read_bounded(path, _MOST_METADATA_BYTES))
         except ValueError:
             return f"{path.name} is truncated: {size:,} bytes"
         for name, least in sorted(needed.items()):

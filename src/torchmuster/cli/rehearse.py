@@ -1,6 +1,7 @@
 """``muster rehearse``: what a run on thousands of hosts would need, before there are any."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from torchmuster.cli import output, parsers
@@ -117,6 +118,7 @@ def _run_rehearse(options: argparse.Namespace) -> int:
     from torchmuster.rehearse.rehearsal import RehearsalRequest, rehearse
     from torchmuster.runfolder import write_atomically
 
+    _refuse_early(options)
     parameters, step_s = options.parameters, options.step_time
     if options.config is not None:
         parameters, step_s = _planned(options)
@@ -141,10 +143,43 @@ def _run_rehearse(options: argparse.Namespace) -> int:
         return ExitCode.GOOD
     output.print_text(report.rehearsal_text(result))
     if parameters is None:
-        output.say("muster: with --parameters 70B or --config FILE also saves, failures and spares")
+        output.say("muster: for saves, failures and spares, add --parameters 70B or --config FILE")
     if options.html is not None:
-        output.say(f"muster: page: {options.html}")
+        output.say(f"muster: wrote {options.html}")
     return ExitCode.GOOD
+
+
+def _refuse_early(options: argparse.Namespace) -> None:
+    """Refuse before minutes of measuring what would fail afterwards, or have no effect."""
+    from torchmuster.errors import Impossible
+
+    if options.html is not None and not options.html.absolute().parent.is_dir():
+        raise Impossible(
+            f"cannot write {options.html}",
+            why="its folder does not exist",
+            fix=f"mkdir -p {shlex.quote(str(options.html.parent))}",
+        )
+    if options.config is not None and options.gpu is None:
+        raise Impossible("--config needs the GPU's name, for the planner", fix="add --gpu H100")
+    if options.config is None and options.gpu is not None:
+        raise Impossible(
+            "--gpu has no effect without --config",
+            why="the GPU's name is for the planner, which needs a training",
+            fix="add --config config.yaml, or give --parameters and --step-time instead of --gpu",
+        )
+    if options.config is None and options.parameters is None:
+        given = {
+            "--spares": options.spares is not None,
+            "--elastic": options.elastic,
+            "--step-time": options.step_time is not None,
+            "--gpu-hours-per-failure": options.gpu_hours_per_failure is not None,
+        }
+        if useless := [flag for flag, is_given in given.items() if is_given]:
+            raise Impossible(
+                f"{useless[0]} has no effect without a model",
+                why="saves, failures and spares depend on the size of the checkpoint",
+                fix="add --parameters 70B, or --config FILE",
+            )
 
 
 def _planned(options: argparse.Namespace) -> tuple[float, float | None]:
@@ -158,8 +193,6 @@ def _planned(options: argparse.Namespace) -> tuple[float, float | None]:
     from torchmuster.plan.tracing.cache import cache_folder
     from torchmuster.plan.tracing.tracer import Tracer
 
-    if options.gpu is None:
-        raise Impossible("--config needs the kind of GPU", fix="add --gpu H100")
     resolved = resolve_settings(file=options.config, environment={}, flags=[])
     hardware = cluster_file.parse_hardware(f"{options.nodes}x{options.gpus_per_node}x{options.gpu}")
     output.say("muster: planning the training")

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
-from torchmuster.launch.job import JobSpec
+from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.job_runner import JobRunner
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.srun import SrunTransport
 from torchmuster.rehearse import simulated_hosts
 
+_JOIN_S = 1800.0  # on a busy machine, which plays all hosts
 _BEFORE_S = 8.0  # after the start, until the first heartbeats have been handled
 
 
@@ -35,6 +37,7 @@ class ControlPlane:
     heartbeats_cpu: float  # cores, while the ranks print nothing
     chatty_cpu: float | None  # cores, while every rank prints a line per second
     memory_bytes: int  # largest resident memory of the launcher
+    restart_s: float  # from the failure of a rank until all hosts have started their ranks again
     notice_s: float | None  # between a host's last message and the stop of the others
     stop_s: float | None  # between the first and the last host that gets the stop request
 
@@ -51,6 +54,7 @@ class ControlPlane:
             heartbeats_cpu=self.heartbeats_cpu * more,
             chatty_cpu=None if self.chatty_cpu is None else self.chatty_cpu * more,
             memory_bytes=round(self.memory_bytes * more),
+            restart_s=self.restart_s * more,
             stop_s=None if self.stop_s is None else self.stop_s * more,
         )
 
@@ -76,7 +80,7 @@ class _Quiet:
 
 
 def measure(hosts: int, *, quiet_s: float, chatty_s: float) -> ControlPlane:
-    """Start a run on simulated hosts, watch it, lose a host, and stop; in this process."""
+    """Start a run on simulated hosts, watch it, restart it, lose a host, and stop; in this process."""
     with tempfile.TemporaryDirectory(prefix="muster-rehearse-") as name:
         return asyncio.run(_measure_launcher(hosts, Path(name), quiet_s, chatty_s))
 
@@ -87,7 +91,14 @@ async def _measure_launcher(
     transport = SrunTransport(
         _allocation(hosts), environment=_simulated_environment(folder), patience_s=60.0
     )
-    spec = JobSpec(name="rehearsal", command=("train.py",), folder="/", device="gpu")
+    spec = JobSpec(
+        name="rehearsal",
+        command=("train.py",),
+        folder="/",
+        device="gpu",
+        max_restarts=1,
+        limits=Limits(join_s=_JOIN_S),
+    )
     console = _Quiet()
     running = asyncio.Event()
     (folder / "logs").mkdir()
@@ -101,18 +112,30 @@ async def _measure_launcher(
     )
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     job = asyncio.create_task(runner.run())
-    await asyncio.wait({job, asyncio.ensure_future(running.wait())}, return_when="FIRST_COMPLETED")
-    if job.done():
-        raise RuntimeError(f"the rehearsal did not start: {job.result()}, {console.words}")
+
+    async def wait_until_running() -> None:
+        started = asyncio.ensure_future(running.wait())
+        await asyncio.wait({job, started}, return_when="FIRST_COMPLETED")
+        if job.done():
+            raise RuntimeError(f"the rehearsal did not start: {job.result()}, {console.words}")
+
+    await wait_until_running()
     start_s, start_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
-    await asyncio.sleep(_BEFORE_S)
-    heartbeats_cpu = await _cpu(quiet_s)
+    heartbeats_cpu = 0.0
+    if quiet_s:
+        await asyncio.sleep(_BEFORE_S)
+        heartbeats_cpu = await _cpu(quiet_s)
     chatty_cpu = None
     orders = folder / simulated_hosts.ORDERS
     if chatty_s:
         orders.write_text("chatty")
         await asyncio.sleep(_BEFORE_S)
         chatty_cpu = await _cpu(chatty_s)
+    running.clear()
+    failed_s = time.monotonic()
+    orders.write_text("fail 0")
+    await wait_until_running()
+    restart_s = time.monotonic() - failed_s
     orders.write_text(f"silent {hosts // 2}")
     await job
     result = json.loads((folder / simulated_hosts.RESULT).read_text())
@@ -128,6 +151,7 @@ async def _measure_launcher(
         heartbeats_cpu=round(heartbeats_cpu, 4),
         chatty_cpu=None if chatty_cpu is None else round(chatty_cpu, 4),
         memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        restart_s=round(restart_s, 3),
         notice_s=round(first - silent, 3) if first and silent else None,
         stop_s=round(last - first, 3) if first and last else None,
     )
@@ -169,7 +193,11 @@ def _simulated_environment(folder: Path) -> dict[str, str]:
 def main() -> None:
     """Print one measurement as JSON: ``python -m torchmuster.rehearse.control_plane HOSTS``."""
     hosts, quiet_s, chatty_s = int(sys.argv[1]), *map(float, sys.argv[2:4])
-    print(json.dumps(asdict(measure(hosts, quiet_s=quiet_s, chatty_s=chatty_s))))
+    try:
+        found = measure(hosts, quiet_s=quiet_s, chatty_s=chatty_s)
+    except MusterError as error:
+        sys.exit(f"{error.what}\n{error.why}")
+    print(json.dumps(asdict(found)))
 
 
 if __name__ == "__main__":

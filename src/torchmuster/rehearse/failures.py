@@ -11,6 +11,7 @@ from statistics import fmean
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 PUBLISHED = "419 failures in 54 days on 16,384 GPUs (Llama 3, 2024)"
 _DAY_S = 86_400.0
+PERIOD_S = 30 * _DAY_S  # that is played
 _MONTHS = 20  # played for each number of spares
 _WORSE_IN_A_ROW = 3
 
@@ -72,11 +73,11 @@ def expected_goodput(interval_s: float, costs: Costs, fleet: Fleet) -> float:
 
 
 def play(
-    fleet: Fleet, costs: Costs, interval_s: float, *, days: float = 30.0, seed: int = 0
+    fleet: Fleet, costs: Costs, interval_s: float, *, period_s: float = PERIOD_S, seed: int = 0
 ) -> PlayedMonth:
     """Play a run: hosts fail at random times and return repaired; a spare, a restart or a wait follows each failure."""
     draw = random.Random(seed)
-    end_s = days * _DAY_S
+    end_s = period_s
     host_fails_every_s = fleet.failure_every_s * fleet.hosts
     now_s, running, spares = 0.0, fleet.hosts, fleet.spares
     returns: list[float] = []  # times at which failed hosts are repaired

@@ -5,36 +5,43 @@ from html import escape
 
 from torchmuster.pages.charts import RULES, Axis, Bar, Curve, bar_chart, line_chart
 from torchmuster.pages.frame import html_page, html_table
-from torchmuster.rehearse.failures import GPU_HOURS_PER_FAILURE, PUBLISHED
-from torchmuster.rehearse.rehearsal import BYTES_PER_PARAMETER, FailureForecast, Rehearsal, Saving
+from torchmuster.rehearse.control_plane import ControlPlane
+from torchmuster.rehearse.failures import GPU_HOURS_PER_FAILURE, PERIOD_S, PUBLISHED
+from torchmuster.rehearse.rehearsal import (
+    BYTES_PER_PARAMETER,
+    USUAL_INTERVAL_S,
+    FailureForecast,
+    Rehearsal,
+    Saving,
+)
 from torchmuster.units import format_bytes, format_seconds, plural
 
 
 def rehearsal_rows(rehearsal: Rehearsal) -> list[tuple[str, str, str]]:
     """Return what was found: a name, the figure, and where it comes from."""
     control, host = rehearsal.control, rehearsal.host
-    measured = f"measured here with {control.simulated:,} simulated hosts"
-    if control.simulated < control.hosts:
-        measured = f"extrapolated from {control.simulated:,} simulated hosts"
+    measured = _measured(control)
     rows = [
         (
             "start",
-            format_seconds(rehearsal.start_s),
+            _duration(rehearsal.start_s),
             f"launcher {control.start_s:.1f} s, {measured}; then {host.seconds:.1f} s on each host, "
             "measured here with one rank",
         ),
         (
             "launcher",
-            f"{control.heartbeats_cpu:.2f} cores, {format_bytes(control.memory_bytes)}",
-            f"with the heartbeats of all hosts; it sends {format_bytes(control.sent_bytes)} for the start",
+            f"{100 * control.heartbeats_cpu:.1f} % of a core, {format_bytes(control.memory_bytes)}",
+            f"CPU time for the heartbeats of all hosts, and memory, {measured}; it sends "
+            f"{format_bytes(control.sent_bytes)} to all hosts together",
         ),
     ]
     if control.notice_s is not None and control.stop_s is not None:
         rows.append(
             (
                 "dead host",
-                f"noticed after {format_seconds(control.notice_s)}",
-                f"without a sign from it (--lost-after); the others get the request to stop within {control.stop_s:.1f} s",
+                f"noticed after {_duration(control.notice_s)}",
+                f"without a heartbeat (--lost-after); {control.stop_s:.1f} s later all other hosts have the request to "
+                f"stop, {measured}",
             )
         )
     if rehearsal.saving is not None:
@@ -44,37 +51,56 @@ def rehearsal_rows(rehearsal: Rehearsal) -> list[tuple[str, str, str]]:
     return rows
 
 
+def _measured(control: ControlPlane) -> str:
+    if control.simulated < control.hosts:
+        return f"extrapolated from {control.simulated:,} simulated hosts"
+    return f"measured here with {control.simulated:,} simulated hosts"
+
+
 def _saving_rows(rehearsal: Rehearsal, saving: Saving) -> list[tuple[str, str, str]]:
     request = rehearsal.request
-    rate = format_bytes(round(request.write_bytes_per_s))
+    rate, total = (_rate(request.write_bytes_per_s * hosts) for hosts in (1, request.hosts))
+    meanwhile = "less one step" if request.step_s else "as if no step ran meanwhile (--step-time)"
     return [
         (
             "save",
-            format_seconds(saving.save_s),
-            f"{format_bytes(round(saving.size_bytes))} ({BYTES_PER_PARAMETER} bytes per parameter) at {rate}/s per host, assumed "
-            f"(--write-rate), written and read back; training waits {saving.stall_s:.2f} s for the copy at 10 GB/s, assumed",
+            _duration(saving.save_s),
+            f"{_duration(saving.write_s)} to write and read back {format_bytes(round(saving.size_bytes))} "
+            f"({BYTES_PER_PARAMETER} bytes per parameter) at {rate} per host, {total} in total (assumed, --write-rate); "
+            f"{_duration(saving.agree_s)} for the ranks to agree and rank 0 to commit, computed from CPU times per rank "
+            "that were measured with 512 ranks (agree) and 16,384 ranks (commit)",
+        ),
+        (
+            "stall",
+            f"{_duration(saving.stall_s)} per save",
+            "until the ranks agree on the layout, plan, and copy their state (10 GB/s per GPU, assumed), "
+            + meanwhile,
         ),
         (
             "checkpoint",
             f"{saving.files:,} files",
-            f"manifest {format_bytes(saving.manifest_bytes)}, encoded and parsed in {saving.commit_s:.2f} s, measured here",
+            f"manifest {format_bytes(saving.manifest_bytes)}",
         ),
     ]
 
 
 def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[str, str, str]]:
-    request = rehearsal.request
+    request, control = rehearsal.request, rehearsal.control
+    per_failure = f"{request.gpu_hours_per_failure:,.0f} GPU hours per failure"
+    costs = found.costs
     rows = [
         (
             "failures",
-            f"one every {format_seconds(found.failure_every_s)}",
-            f"computed from {request.gpu_hours_per_failure:,.0f} GPU hours per failure "
-            f"({PUBLISHED if request.gpu_hours_per_failure == GPU_HOURS_PER_FAILURE else '--gpu-hours-per-failure'})",
+            f"one every {format_seconds(found.failure_every_s)}, {PERIOD_S / found.failure_every_s:,.0f} in 30 days",
+            f"computed from {per_failure}: {PUBLISHED}"
+            if request.gpu_hours_per_failure == GPU_HOURS_PER_FAILURE
+            else f"computed from {per_failure} (--gpu-hours-per-failure)",
         ),
         (
             "save interval",
-            format_seconds(found.interval_s),
-            "Young's optimum, but not before the last save is committed",
+            _duration(found.interval_s),
+            "the longest of a step, a save, and Young's optimum √(2 × stall × time between failures); with a save every "
+            f"{format_seconds(USUAL_INTERVAL_S)} (default), goodput is {100 * found.usual_goodput:.1f} %",
         ),
         (
             "spares",
@@ -89,19 +115,32 @@ def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[st
         ),
         (
             "goodput",
-            f"{found.goodput:.1%}",
-            f"of {len(found.months)} simulated months; 9 of 10 of them between {found.low:.1%} and {found.high:.1%}",
+            f"{100 * found.goodput:.1f} %",
+            f"mean of {len(found.months)} simulated months; 9 of 10 months are between {100 * found.low:.1f} % and "
+            f"{100 * found.high:.1f} %",
         ),
         (
             "recovery",
-            f"{format_seconds(found.costs.takeover_s)} with a spare",
-            f"{format_seconds(found.costs.restart_s)} with a restart; computed: notice, stop, start, load",
+            f"at most {_duration(costs.takeover_s)} with a spare",
+            f"{_duration(costs.restart_s)} with a restart; computed: notice a dead host, stop all hosts, test their links and "
+            f"start them ({control.restart_s:.1f} s, {_measured(control)}), start the ranks, load the checkpoint; a spare saves the test",
         ),
     ]
     if request.step_s is not None:
         steps = found.failure_every_s / request.step_s
         rows.append(("steps", f"{steps:,.0f} between failures", f"of {request.step_s:.3g} s each"))
     return rows
+
+
+def _duration(seconds: float) -> str:
+    """Format a duration; below 10 s, with one decimal."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else format_seconds(seconds)
+
+
+def _rate(bytes_per_s: float) -> str:
+    """Format a rate in the decimal units in which --write-rate is given."""
+    unit, size = ("TB/s", 1e12) if bytes_per_s >= 1e12 else ("GB/s", 1e9)
+    return f"{bytes_per_s / size:.3g} {unit}"
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from torchmuster.launch.transports.join.token_registry import (
 )
 
 VARIABLE = "MUSTER_SIMULATED_HOSTS"  # the folder with the orders and the result
-ORDERS = "orders"  # quiet | chatty | silent PLACE
+ORDERS = "orders"  # quiet | chatty | fail PLACE | silent PLACE
 RESULT = "result.json"
 RANKS_EACH = 8
 _HEARTBEATS_EVERY_S = 2.0  # as attempt.py
@@ -104,12 +105,20 @@ class SimulatedAgent:
                 self._attempt, self._first_rank = message.attempt, message.first_rank
                 self.running = True
                 self._say(protocol.Started(attempt=message.attempt, pid=self._place + 2))
-            case protocol.Stop():
+            case protocol.Stop() if self.running:
                 self._on_stop()
                 self.running = False
                 self._say(protocol.Ended(attempt=self._attempt, good=True))
             case _:
                 pass
+
+    def fail(self) -> None:
+        """Report that a rank was killed."""
+        self.running = False
+        failure = protocol.Failure(
+            rank=self._first_rank, local_rank=0, exit_code=-signal.SIGKILL, ago_s=0.0
+        )
+        self._say(protocol.Ended(attempt=self._attempt, good=False, failures=(failure,)))
 
     def beat(self, lines: int) -> None:
         """Send what a real node agent sends every two seconds: heartbeats, and the output of its ranks."""
@@ -155,6 +164,7 @@ class SimulatedHosts:
         self._folder = folder
         self.agents: dict[int, SimulatedAgent] = {}
         self.received_bytes = 0
+        self._has_failed = False
         self._silent_unix_s: float | None = None
         self._stop_unix_s: list[float] = []
 
@@ -182,9 +192,13 @@ class SimulatedHosts:
             word, _, place = (self._folder / ORDERS).read_text().partition(" ")
         except OSError:
             return 0
+        if word == "fail" and not self._has_failed:
+            self._has_failed = True
+            self.agents[int(place)].fail()
         if word == "silent" and self._silent_unix_s is None:
             self.agents[int(place)].silent = True
             self._silent_unix_s = time.time()
+            self._stop_unix_s.clear()  # those of the restart
         return 2 if word == "chatty" else 0
 
     def write_result(self) -> None:

@@ -23,7 +23,7 @@ from torchmuster.units import format_bytes
 # Every name of hardware that an assumption or a check may need.
 NEEDS = {
     "nothing": "any Linux host",
-    "nvml": "NVIDIA GPUs that the driver lists",
+    "nvml": "an NVIDIA driver with GPUs",
     "gpu": "1 GPU",
     "2 gpus": "2 GPUs",
     "4 gpus": "4 GPUs",

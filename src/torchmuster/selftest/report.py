@@ -17,15 +17,19 @@ def result_table(record: SelftestRecord, *, width: int) -> str:
 
 def _lines(record: SelftestRecord, width: int) -> Iterator[str]:
     longest = max((len(one.id) for one in record.checks), default=0)
-    lead = longest + 20
-    yield f"{'check':<{longest}}  {'result':<9}  {'s':>5}"
+    lead = longest + 21
+    yield f"{'check':<{longest}}  {'result':<9}  {'time':>6}"
     for one in record.checks:
-        seconds = f"{one.seconds:.0f}" if one.seconds else ""
+        seconds = f"{one.seconds:.0f} s" if one.seconds else ""
         shown = one.says.splitlines()[:_MOST_LINES]
-        says = [part for line in shown for part in textwrap.wrap(line, width - lead)]
-        yield f"{one.id:<{longest}}  {one.verdict:<9}  {seconds:>5}  {says[0] if says else ''}"
+        says = [
+            part
+            for line in shown
+            for part in textwrap.wrap(line, width - lead, break_on_hyphens=False)
+        ]
+        yield f"{one.id:<{longest}}  {one.verdict:<9}  {seconds:>6}  {says[0] if says else ''}"
         for more in says[1:]:
-            yield f"{'':<{longest}}  {'':<9}  {'':>5}  {more}"
+            yield f"{'':<{longest}}  {'':<9}  {'':>6}  {more}"
     yield ""
     yield _summary(record)
 

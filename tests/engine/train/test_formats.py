@@ -280,7 +280,7 @@ def test_rows_of_a_table_are_named_by_their_lines(
     ]
 
 
-@pytest.mark.parametrize("tools", ["[{", 7])
+@pytest.mark.parametrize("tools", ["[{", 7, "[" * 100_000], ids=["cut", "number", "deep"])
 def test_tools_that_are_no_list_are_refused(tools: Any, tokenizer: TransformersTokenizer) -> None:
     with pytest.raises(MusterError):
         tokens_of({"messages": chat("a", "b"), "tools": tools}, tokenizer, kind="chat")

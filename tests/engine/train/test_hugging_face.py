@@ -76,6 +76,16 @@ def test_weights_come_back(tmp_path: Path) -> None:
         hugging_face.find_model(str(tmp_path / "saved"))
 
 
+@pytest.mark.parametrize(
+    "index", ["[" * 100_000, "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}', "\x00"]
+)
+def test_a_damaged_index_of_weights_is_refused(tmp_path: Path, index: str) -> None:
+    path = folder(tmp_path / "m", model_type="qwen2")
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(Impossible, match=r"index\.json is not an index|weights are missing"):
+        hugging_face.find_model(path)
+
+
 def test_what_belongs_to_a_model_is_copied(tmp_path: Path) -> None:
     files = hugging_face.find_model(folder(tmp_path / "m", model_type="llama"))
     for name in ("generation_config.json", "preprocessor_config.json", "README.md"):

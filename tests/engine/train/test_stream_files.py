@@ -106,6 +106,12 @@ def test_the_order_of_files_changes_with_the_epoch_unless_told_otherwise(tmp_pat
     assert everything(plain, 0) == everything(plain, 1) == [str(one) for one in range(8)]
 
 
+def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(MusterError, match=r"a\.jsonl: line 1 is not JSON"):
+        everything(Files(f"{tmp_path}/a.jsonl", lanes=1), 0)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

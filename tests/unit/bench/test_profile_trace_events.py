@@ -82,6 +82,16 @@ def test_damaged_events_are_passed_over_and_counted(tmp_path: Path) -> None:
     assert trace.unreadable == 1
 
 
+@pytest.mark.parametrize("inner", [b"[" * 5000 + b"]" * 5000, b'"\xff"'], ids=["deep", "not UTF-8"])
+def test_a_hostile_header_or_event_costs_nothing_else(tmp_path: Path, inner: bytes) -> None:
+    path = tmp_path / "t.json"
+    good = b'{"ph":"X","cat":"cpu_op","name":"good","ts":1,"dur":1,"args":{}}'
+    bad = b'{"ph":"X","cat":"cpu_op","name":"bad","ts":1,"dur":1,"args":{"a":%s}}' % inner
+    events = b",\n".join([good, bad, *[good] * 100])
+    path.write_bytes(b'{"a":%s,"traceEvents":[\n%s]}' % (inner, events))
+    assert names(TraceFile(path)).count("good") == 101
+
+
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     path = tmp_path / "notes.json"
     path.write_text('{"rows": []}')

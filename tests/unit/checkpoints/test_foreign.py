@@ -1,5 +1,6 @@
 """Checkpoints of others: whole ones are complete, and whatever is cut or missing is named."""
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -193,3 +194,23 @@ def test_what_is_not_here_is_not_called_torn(tmp_path: Path) -> None:
     assert condition_of("s3://bucket/last.ckpt", "lightning").state is Completeness.UNKNOWN
     (tmp_path / "empty").mkdir()
     assert condition_of(str(tmp_path / "empty"), "DCP").state is TORN
+
+
+def test_what_takes_too_long_to_check_is_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a checkpoint is from a run's records: it may be that of any folder, such as /."""
+    folder = trainer_folder(tmp_path / "checkpoint-40", shards=3)
+    for limit in ("_MOST_FILES", "_MOST_JSON_BYTES"):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"torchmuster.checkpoints.foreign.{limit}", 5)
+            found = condition_of(str(folder), "transformers")
+        assert found.state is Completeness.UNKNOWN
+        assert "more than 5 files" in found.why or "larger than 5 bytes" in found.why
+    assert condition_of(str(folder), "transformers").state is COMPLETE
+
+
+def test_a_description_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(b"1")
+    os.mkfifo(tmp_path / ".metadata")
+    assert condition_of(str(tmp_path), "DCP").state is TORN

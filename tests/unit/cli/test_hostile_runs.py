@@ -166,6 +166,31 @@ def test_a_hostile_run_itself_is_explained_and_watched(runs: Path) -> None:
     assert json.loads(done.stdout) == [], done.stderr
 
 
+def test_pipes_in_a_failed_run_are_not_waited_for(tmp_path: Path) -> None:
+    """Its logs, settings and script are only read once it has failed, or for a report."""
+    root = tmp_path / "runs"
+    for phase in ("failed", "running"):  # the launcher of the second one is gone
+        run = a_good_run(root, phase)
+        set_state(run, phase, now=time.time())
+        script = run.path / "script.py"
+        for path in (run.config, run.console, run.rank_log(0), script):
+            fifo(path)
+        launcher = {"host": os.uname().nodename, "pid": 2**22 + 1, "created_unix_s": 1.0}
+        job = {"command": [script.name], "folder": str(run.path), "hosts": [], "token": ""}
+        job |= {"launcher": launcher | {"start_ticks": 1}, "grace_s": 1, "slurm_job": None}
+        run.job.write_text(json.dumps(job))
+        saved = {"at_unix_s": 1.0, "step": 1, "path": str(run.path), "library": "transformers"}
+        (run.metrics / "saves.jsonl").write_text(json.dumps(saved | {"files": 1}) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ONE_PROCESS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+    )
+    assert json.loads(done.stdout) == [], done.stderr
+
+
 def test_a_folder_that_may_not_be_read_hides_no_other_run(tmp_path: Path) -> None:
     from torchmuster.runfolder import list_runs
 

@@ -21,7 +21,7 @@ from torchmuster.runfolder import RunFolder, create_run_folder
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="becoming other users needs root"
 )
-ROOT, ALICE, BOB = 0, 42001, 42002
+ROOT, ALICE, BOB, NOBODY = 0, 42001, 42002, 65534
 TOKEN = "f" * 32
 
 
@@ -136,6 +136,16 @@ def test_stop_signals_no_process_that_a_folder_of_another_user_names(place: Path
         assert done.returncode == 2, done.stderr
         assert lives(victim)
         assert "sudo" not in done.stderr
+
+
+@pytest.mark.parametrize("who", [ROOT, BOB], ids=["root", "a user"])
+def test_user_nobody_is_another_user(place: Path, who: int) -> None:
+    """A file system may show a user's own files as nobody's, but this one does not."""
+    with process_of(who, place, **{TOKEN_VARIABLE: TOKEN}) as victim:
+        for run in (a_run_of(NOBODY, place, victim), a_run_of(NOBODY, place, token=TOKEN)):
+            done = muster_as(who, "stop", str(run.path), "--within", "1s", where=place)
+            assert done.returncode == 2, done.stderr
+            assert lives(victim)
 
 
 def test_stop_signals_no_process_of_another_user_that_an_own_folder_names(place: Path) -> None:

@@ -25,6 +25,8 @@ from torchmuster.errors import Impossible
 _PIECE_BYTES = 4 * 2**20
 _LONGEST_HEADER_BYTES = 64 * 2**20
 _LONGEST_EVENT_BYTES = 16 * 2**20
+# What msgspec raises for bytes that are not JSON, not UTF-8, or nested too deeply.
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MOST_FALSE_BORDERS = 64  # in one event; with more, the file counts as damaged
 _BORDER = re.compile(rb"\}\s*,\s*\{")
 _BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -117,7 +119,7 @@ class TraceFile:
             if (found := _BEGIN.search(text)) is not None:
                 try:
                     self.header = msgspec.json.decode(text[: found.start()] + b'"traceEvents":[]}')
-                except msgspec.DecodeError:
+                except _NOT_JSON:
                     self.header = {}
                 return text[found.end() :]
             if not piece:
@@ -149,7 +151,7 @@ class TraceFile:
         text = text.lstrip(b", \t\r\n")  # the separator from the previous event
         try:
             return _EVENTS.decode(b"[" + text + b"]"), b"", False
-        except msgspec.DecodeError:
+        except _NOT_JSON:
             return self._one_by_one(text)
 
     def _one_by_one(self, text: bytes) -> tuple[list[Event], bytes, bool]:
@@ -188,14 +190,14 @@ def _single(text: bytes) -> tuple[Event | None, bool]:
         return _EVENT.decode(text), False
     except msgspec.ValidationError:
         return Event(), False  # an object, but not an event: ignored
-    except msgspec.DecodeError:
+    except _NOT_JSON:
         pass
     try:
         decoded = text.decode("utf-8", "replace").lstrip()
         found, end = _PARSER.raw_decode(decoded)
         if decoded[end:].lstrip()[:1] == "]":
             return msgspec.convert(found, Event), True
-    except (ValueError, msgspec.ValidationError):
+    except (ValueError, RecursionError, msgspec.ValidationError):
         pass
     return None, False
 

@@ -6,7 +6,6 @@ milliseconds (native frames: up to a second, so they are only taken of ranks tha
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from torchmuster import untrusted
 from torchmuster.errors import Impossible
 from torchmuster.launch import torch_private
 from torchmuster.launch.hangs.hang_types import BUSY_PROCESSORS
@@ -260,7 +260,7 @@ async def _dump_stacks(
 def parse_dump(text: bytes) -> list[ThreadStack]:
     """Return the threads of a dump of py-spy; [] if it is not one."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        return [_thread_stack(thread) for thread in json.loads(text)]
+        return [_thread_stack(thread) for thread in untrusted.parse_json(text)]
     return []
 
 
@@ -383,10 +383,8 @@ def _source_line(pid: int, frame: StackFrame) -> str:
     with contextlib.suppress(OSError, psutil.Error, ValueError):
         if path.stat().st_mtime > psutil.Process(pid).create_time() + _CLOCKS_DIFFER_S:
             return ""
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, 1):
-                if number == frame.line:
-                    return line.strip()
+        source = untrusted.read_bounded(path).decode("utf-8", errors="replace").split("\n")
+        return source[frame.line - 1].strip() if 0 < frame.line <= len(source) else ""
     return ""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.finding import Finding, Status
 from torchmuster.known_errors.explain import Explanation, explain_text, explanation_finding
 from torchmuster.known_errors.rule import Role
@@ -295,7 +296,7 @@ def _lost(story: Timeline) -> Iterator[Finding]:
             status=Status.WARNING,
             what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
             why="the training continued without them",
-            fix="muster checkpoint list   # what was saved; then free disk space before the next run",
+            fix="muster checkpoint ls   # what was saved; then free disk space before the next run",
         )
 
 
@@ -468,10 +469,10 @@ def _known_in(logs: Sequence[Path]) -> list[Finding]:
 
 def _end_of(path: Path) -> str:
     try:
-        with path.open("rb") as stream:
+        with untrusted.open_regular(path) as stream:
             stream.seek(max(0, stream.seek(0, 2) - _LOG_BYTES))
-            return stream.read().decode("utf-8", errors="replace")
-    except OSError:
+            return stream.read(_LOG_BYTES).decode("utf-8", errors="replace")
+    except (OSError, untrusted.Unreadable):
         return ""
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmuster import untrusted
 from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.fingerprint import module_file
@@ -106,8 +107,10 @@ def _script_source(job: JobSpec | RunJob) -> str:
     file = Path(job.folder, job.command[0])
     with contextlib.suppress(OSError, ValueError):
         found = module_file(job.command[0], job.folder) if job.module else file
-        if found is not None and found.stat().st_size <= _MOST_SOURCE_BYTES:
-            return found.read_text(encoding="utf-8", errors="replace")
+        if found is not None:
+            return untrusted.read_bounded(found, _MOST_SOURCE_BYTES).decode(
+                "utf-8", errors="replace"
+            )
     return ""
 
 

@@ -73,8 +73,11 @@ def _read_run_report(run: RunFolder) -> _Told:
     with contextlib.suppress(Exception):  # other commands report damaged checkpoints
         saved = committed_manifests(FolderStore(run.checkpoints))
     settings = ""
-    with contextlib.suppress(OSError), run.config.open(encoding="utf-8", errors="replace") as file:
-        settings = file.read(_MOST_SETTINGS)
+    with (
+        contextlib.suppress(OSError, untrusted.Unreadable),
+        untrusted.open_regular(run.config) as file,
+    ):
+        settings = file.read(_MOST_SETTINGS).decode("utf-8", errors="replace")
     return _Told(
         data=_data(run),
         picture=picture,

@@ -65,9 +65,7 @@ def judge_collectives(facts: Facts) -> Outcome:
         if not answer["operations"].get(name, {}).get("compared")
     ]
     compared = sum(int(one["compared"]) for one in _operations(ranks))
-    said = (
-        f"{compared} values of {', '.join(ranks[0]['operations'])} are exact on {len(ranks)} ranks"
-    )
+    said = f"{compared:,} values of {', '.join(ranks[0]['operations'])} are exact on {len(ranks)} ranks"
     if missing:
         said = f"not run: {', '.join(missing)}"
     elif wrong:
@@ -207,13 +205,13 @@ def judge_hang(facts: Facts) -> Outcome:
     named = "no rank" if facts["named"] is None else f"rank {facts['named']}"
     when = "never" if after_s is None else f"after {after_s:.0f} s"
     waiting = (
-        f"the others wait in all_reduce number {expected[1]}"
+        f"the other ranks wait in all_reduce number {expected[1]}"
         if wait
         else f"the recorded collectives do not show that the others wait for rank {sleeps}"
     )
     return Outcome(
         confirmed=facts["named"] == sleeps and facts["cause"] == "rank-idle" and wait and soon,
-        says=f"rank {sleeps} should be named; {facts['cause']} names {named}, {when}; {waiting}",
+        says=f"rank {sleeps} hangs; the finding {facts['cause']} names {named}, {when}; {waiting}",
         figures={"ranks": facts["ranks"]} | ({} if after_s is None else {"reported_s": after_s}),
     )
 
@@ -304,7 +302,7 @@ def judge_flight_recorder(facts: Facts) -> Outcome:
     finished = all(one["finished"] == one["collectives"] for one in ranks)
     has_ras = facts["nccl"] is not None and facts["nccl"][:2] >= _RAS_SINCE
     counted = facts["ras"] == len(ranks) or not has_ras
-    said = [f"{facts['backend']}: {first['collectives']} collectives on rank 0"]
+    said = [f"rank 0 recorded {first['collectives']} collectives ({facts['backend']})"]
     said += [f"fields that are missing: {', '.join(missing)}"] if missing else []
     said += [] if same else ["the ranks recorded different numbers of collectives"]
     said += [] if read else ["no collective could be read on some rank"]
@@ -424,7 +422,7 @@ def judge_sigusr1(facts: Facts) -> Outcome:
     native = ", ".join(facts["replaced"]) or "none"
     return Outcome(
         confirmed=code == ExitCode.SAVED and len(early) == 1,
-        says=f"saved {saved} of {facts['steps']}, exit code {code}; handlers that native code replaced: {native}",
+        says=f"saved {saved} of {facts['steps']}, exit code {code}; signal handlers that native code replaced: {native}",
         figures={"exit_code": code, "saved_step": max(facts["checkpoints"], default=0)},
     )
 

@@ -630,7 +630,7 @@ def judge_allocator(facts: Facts) -> Outcome:
     return Outcome(
         confirmed=expandable and bool(facts["history"]) and off <= _NEAR_RESERVED,
         says=f"expandable segments are {state}; reserved {format_bytes(reserved)}, "
-        f"simulated {format_bytes(simulated)} ({off:.1%} off)",
+        f"simulated {format_bytes(simulated)} ({100 * off:.1f} % off)",
         figures={
             "expandable_segments": expandable,
             "reserved_bytes": reserved,
@@ -687,7 +687,9 @@ def judge_doctor(facts: Facts) -> Outcome:
         if status != Status.FAILURE.value
     )
     failed = _first_of([f"{one['name']}: {one['what']}" for one in failures])
-    good = f"no failure in {len(facts['subjects'])} subjects" + (f"; {others}" if others else "")
+    good = f"{len(facts['subjects'])} parts of the host checked, no failure" + (
+        f"; {others}" if others else ""
+    )
     return Outcome(
         confirmed=bool(facts["subjects"]) and not failures,
         says=failed or good,
@@ -763,10 +765,10 @@ def judge_error_texts(facts: Facts) -> Outcome:
         for case in facts["cases"]
         if case["rules"][:1] != [case["expected"]]
     ]
-    named = ", ".join(f"{case['work']}: {case['expected']}" for case in facts["cases"])
+    named = ", ".join(case["expected"] for case in facts["cases"])
     return Outcome(
         confirmed=bool(facts["cases"]) and not wrong,
-        says=_first_of(wrong) if wrong else f"explained as expected: {named}",
+        says=_first_of(wrong) if wrong else f"the expected rules explain the errors: {named}",
         figures={"cases": len(facts["cases"]), "wrong": len(wrong)},
     )
 

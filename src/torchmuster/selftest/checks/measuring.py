@@ -61,8 +61,10 @@ def judge_bench(facts: Facts) -> Outcome:
         wrong.append(f"{per_thread:.2g} FLOP/s for a thread of the CPU")
     if facts["device"] == "gpu":
         wrong += _wrong_on_gpu(facts, gpu)
-    shown = [f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in (gpu or cpu).items()]
-    shown += [f"{share:.0%} of the peak in {name}" for name, share in facts["shares"].items()]
+    shown = [f"{name} {rate / 1e9:,.4g} GFLOP/s" for name, rate in (gpu or cpu).items()]
+    shown += [
+        f"{100 * share:.0f} % of the peak in {name}" for name, share in facts["shares"].items()
+    ]
     figures = {f"{name}_flops": rate for name, rate in (gpu or cpu).items()}
     figures |= {f"{name}_share": share for name, share in facts["shares"].items()}
     figures |= {f"{name}_error": error for name, error in facts["errors"].items()}
@@ -158,8 +160,8 @@ def judge_profile(facts: Facts) -> Outcome:
     good = named and low < ratio < high and min(parts.values(), default=-1.0) >= 0.0
     return Outcome(
         confirmed=good and parts.get(share, 0.0) > 0.2,
-        says=f"causes: {', '.join(facts['causes']) or 'none'} ({cause} expected); the largest share is {largest} with "
-        f"{parts.get(largest, 0.0):.0%}; the shares are {ratio:.2f} times the step",
+        says=f"named causes: {', '.join(facts['causes']) or 'none'} (expected: {cause}); the largest share is {largest} with "
+        f"{100 * parts.get(largest, 0.0):.0f} %; the parts sum to {ratio:.2f} of the step",
         figures={
             "step_s": step_s,
             "shares_to_step": ratio,

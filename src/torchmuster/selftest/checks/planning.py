@@ -36,7 +36,7 @@ class Case:
     micro_batch_size: int
 
     def __str__(self) -> str:
-        return f"{self.strategy} {self.precision} batch {self.micro_batch_size} {self.recompute}"
+        return f"{self.strategy} {self.precision} batch {self.micro_batch_size} recompute {self.recompute}"
 
 
 def _cases(place: Place) -> list[Case]:
@@ -153,10 +153,10 @@ def judge_plan_memory(facts: Facts) -> Outcome:
     good = max(map(abs, off.values())) <= MEMORY_BAND
     good = good and max(map(abs, reserved.values()), default=0.0) <= _RESERVED_BAND
     worst = max(off, key=lambda name: abs(off[name]))
-    says = f"{len(cases)} cases: planned tensor memory off by at most {off[worst]:+.2%} ({worst})"
+    says = f"{len(cases)} cases: planned tensor memory differs from measured by at most {100 * abs(off[worst]):.2f} % ({worst})"
     if reserved:
         at = max(reserved, key=lambda name: abs(reserved[name]))
-        says += f", reserved memory by {reserved[at]:+.1%} ({at})"
+        says += f", reserved memory by {100 * reserved[at]:+.1f} % ({at})"
     return Outcome(confirmed=good, says=says, figures=off)
 
 
@@ -168,7 +168,7 @@ def judge_plan_time(facts: Facts) -> Outcome:
     worst = max(off, key=lambda name: abs(off[name]))
     return Outcome(
         confirmed=abs(off[worst]) <= TIME_BAND,
-        says=f"{len(off)} cases: planned step time off by at most {off[worst]:+.0%} ({worst})",
+        says=f"{len(off)} cases: planned step time differs from measured by at most {100 * off[worst]:+.0f} % ({worst})",
         figures=off,
     )
 

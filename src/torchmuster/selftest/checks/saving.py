@@ -49,8 +49,8 @@ def judge_save_stall(facts: Facts) -> Outcome:
             wrong.append(f"rank {rank} uses {found['gpus_of_this_rank']} GPUs")
     worst = max(shares.values(), default=math.inf)
     if worst > _MOST_STALL:
-        wrong.append(f"training waits for {worst:.0%} of a synchronous save")
-    says = f"exact; training waits for {worst:.1%} of a synchronous save at most"
+        wrong.append(f"training waits {100 * worst:.0f} % of the time of a synchronous save")
+    says = f"background saves are exact; training waits at most {100 * worst:.1f} % of the time of a synchronous save"
     return Outcome(
         confirmed=not wrong,
         says="; ".join(wrong) if wrong else says,

@@ -61,7 +61,7 @@ def judge_precision(facts: Facts) -> Outcome:
     return Outcome(
         confirmed=good,
         says="last losses differ from fp32 by "
-        + ", ".join(f"{one:.2%} ({name})" for name, one in off.items()),
+        + ", ".join(f"{100 * one:.2g} % ({name})" for name, one in off.items()),
         figures=off,
     )
 

@@ -316,7 +316,7 @@ def _tools(record: Any) -> Any:
         return tools or None
     try:
         return json.loads(tools)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MusterError("the field tools is not JSON", why=str(error)) from None
 
 

@@ -29,6 +29,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_MOST_INDEX_BYTES = 64 * 2**20
 # Nothing else of a model's repository is downloaded: no code, and no pickled weights.
 _FETCHED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 # Also tokenizer files that the transformers class does not declare, such as Gemma's
@@ -376,8 +377,7 @@ def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:
             fix="if you trust them, convert them: model.save_pretrained(folder)",
         )
     if (folder / "model.safetensors.index.json").is_file():
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        named = set(index["weight_map"].values())
+        named = _files_in_index(folder / "model.safetensors.index.json")
         missing = sorted(named - {one.name for one in found})
         if missing:
             raise Impossible(
@@ -387,6 +387,21 @@ def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:
             )
         return tuple(one for one in found if one.name in named)
     return found
+
+
+def _files_in_index(path: Path) -> set[str]:
+    """Return the names of the weight files in an index."""
+    try:
+        return {
+            str(file)
+            for file in untrusted.read_json(path, _MOST_INDEX_BYTES)["weight_map"].values()
+        }
+    except (untrusted.Unreadable, KeyError, TypeError, AttributeError) as error:
+        raise Impossible(
+            f"{path} is not an index of weights",
+            why=str(error) if isinstance(error, untrusted.Unreadable) else "it has no weight_map",
+            fix="copy or download the model again",
+        ) from None
 
 
 def _fetch(name: str) -> Path:

@@ -321,7 +321,7 @@ def test_muster_inside_a_pod_knows_how_long_the_pod_may_take_to_end() -> None:
         (None, None, "8Gi"),
         (768 * GiB, None, "384Gi"),
         (None, 3 * 2**20, "3Mi"),
-        (None, 3000, "3000"),
+        (None, 3 * 2**20 + 1, "3145729"),
     ],
 )
 def test_shared_memory_has_a_limit(memory: int | None, shared: int | None, expected: str) -> None:
@@ -396,6 +396,8 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], Kind, str]] = [
     ({}, {"gpus_per_node": -1}, "job", "invalid value: -1 GPUs per node"),
     ({}, {"cpu": 0}, "job", "invalid value: 0 CPUs"),
     ({}, {"shm_bytes": 0}, "job", "invalid value: 0 bytes of shared memory"),
+    ({}, {"memory_bytes": 64}, "job", "--memory 64 means 64 bytes"),
+    ({}, {"shm_bytes": 8}, "job", "--shm 8 means 8 bytes"),
     ({}, {"namespace": "My_Space"}, "job", "'My_Space' is not a valid name for a namespace"),
     ({"ranks": 0}, {}, "job", "invalid value: 0 ranks per node"),
     ({"ranks": 9}, {}, "job", "9 ranks per pod requested, but only 8 GPUs per pod"),

@@ -8,7 +8,7 @@ from torchmuster.errors import Impossible
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers import node_group
 from torchmuster.redaction import redact_command
-from torchmuster.units import GiB, format_bytes
+from torchmuster.units import GiB, MiB, format_bytes
 
 Kind = Literal["trainjob", "job", "jobset"]
 GpuResource = Literal["nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe"]
@@ -146,6 +146,13 @@ def _check_amounts(spec: JobSpec, request: KubernetesRequest) -> None:
     for what, (value, least) in lowest.items():
         if value is not None and value < least:
             raise Impossible(f"invalid value: {value} {what}", fix=f"use at least {least}")
+    for what, size in (("memory", request.memory_bytes), ("shm", request.shm_bytes)):
+        if size is not None and size < MiB:
+            raise Impossible(
+                f"--{what} {size} means {size} bytes",
+                why="no pod can run with less than 1 MiB",
+                fix=f"--{what} {size}GiB",
+            )
     if spec.port is not None and not 1024 <= spec.port <= 65535:
         raise Impossible(f"invalid port: {spec.port}", fix="use a port from 1024 to 65535")
     if spec.hosts or spec.gpu_ids:

@@ -339,7 +339,7 @@ class LinesOfPart:
         try:
             text = line.decode()
             return text.rstrip("\r\n") if self._part.file.is_text else json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             kind = "text in UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
             number = self._line_number(self.at - len(line))
             cut = (
