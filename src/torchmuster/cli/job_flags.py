@@ -16,7 +16,6 @@ from torchmuster.cli.config import add_setting_flags, settings_from
 from torchmuster.cli.scripts import Script
 from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
-from torchmuster.devices.tickets import HIGHEST_PRIORITY
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import Container, JobSpec, Limits, NodeCounts, parse_hosts, parse_nodes
 from torchmuster.launch.node.join_policy import VARIABLES
@@ -25,7 +24,6 @@ from torchmuster.units import MiB, parse_seconds
 
 # Heartbeats are sent every 2 s; fewer than two missing ones are not significant.
 _SHORTEST_SILENCE_S = 5.0
-_SHORTEST_LIMIT_S = 10.0
 # --wait without a duration: 10 years, because infinity cannot be sent.
 FOREVER_S = 10 * 365 * 86400.0
 # Restarts of runs that resume from a checkpoint, if --max-restarts is not given.
@@ -188,61 +186,6 @@ def add_run_flags(
         help="folder for the run folders (default: runs)",
     )
     return when
-
-
-def add_queue_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for jobs that wait in the queue of this host, and for their time limit."""
-    queue = parser.add_argument_group("queue of this machine")
-    queue.add_argument(
-        "--queue",
-        action="store_true",
-        help="wait in the background until GPUs are free, then start; muster queue lists the queue",
-    )
-    queue.add_argument(
-        "--time-limit",
-        type=_time_limit,
-        metavar="DURATION",
-        help="stop the run with a checkpoint after DURATION; others then know when its GPUs are free",
-    )
-    queue.add_argument(
-        "--after",
-        metavar="RUN[,RUN]",
-        help="with --queue: start when these runs have finished; cancel the job if one of them fails",
-    )
-    queue.add_argument(
-        "--priority",
-        type=priority,
-        metavar="N",
-        help="with --queue: order among your own jobs, highest first (default: 0)",
-    )
-    queue.add_argument(
-        "--hold", action="store_true", help="with --queue: wait for muster queue release"
-    )
-    queue.add_argument(
-        "--notify",
-        metavar="URL",
-        help="report the start and the end of the run: a webhook (https://…, Slack's format), "
-        "mailto:ADDRESS, or a URL of Apprise",
-    )
-    queue.add_argument("--queue-run", type=Path, help=argparse.SUPPRESS)
-
-
-def priority(text: str) -> int:
-    """Parse a priority."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = HIGHEST_PRIORITY + 1
-    if abs(number) > HIGHEST_PRIORITY:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a priority; write a whole number")
-    return number
-
-
-def _time_limit(text: str) -> float:
-    seconds = duration(text)
-    if seconds < _SHORTEST_LIMIT_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is too short; write at least 10s")
-    return seconds
 
 
 def add_resume_flag(when: Any) -> None:

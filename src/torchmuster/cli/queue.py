@@ -14,7 +14,7 @@ from typing import Any
 
 from torchmuster import untrusted
 from torchmuster.cli import output, parsers
-from torchmuster.cli.job_flags import priority
+from torchmuster.cli.queueing import priority
 from torchmuster.devices import snapshot
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Node

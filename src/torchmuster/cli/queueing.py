@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import job_flags, output
@@ -13,6 +14,7 @@ from torchmuster.cli.which_run import choose_run
 from torchmuster.devices.choose import choose_devices
 from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.snapshot import take_snapshot
+from torchmuster.devices.tickets import HIGHEST_PRIORITY
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.history import queue_entry, run_state
 from torchmuster.launch.history.queue_entry import QueueEntry
@@ -22,8 +24,64 @@ from torchmuster.runfolder import RunFolder, refuse_foreign
 if TYPE_CHECKING:
     from torchmuster.monitor.alerts.watching import Webhook
 
+_SHORTEST_LIMIT_S = 10.0
 # Time beyond the grace period until the node agent has released the devices.
 _BEYOND_GRACE_S = 15.0
+
+
+def add_queue_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for jobs that wait in the queue of this host, and for their time limit."""
+    queue = parser.add_argument_group("queue of this machine")
+    queue.add_argument(
+        "--queue",
+        action="store_true",
+        help="wait in the background until GPUs are free, then start; muster queue lists the queue",
+    )
+    queue.add_argument(
+        "--time-limit",
+        type=_time_limit,
+        metavar="DURATION",
+        help="stop the run with a checkpoint after DURATION; others then know when its GPUs are free",
+    )
+    queue.add_argument(
+        "--after",
+        metavar="RUN[,RUN]",
+        help="with --queue: start when these runs have finished; cancel the job if one of them fails",
+    )
+    queue.add_argument(
+        "--priority",
+        type=priority,
+        metavar="N",
+        help="with --queue: order among your own jobs, highest first (default: 0)",
+    )
+    queue.add_argument(
+        "--hold", action="store_true", help="with --queue: wait for muster queue release"
+    )
+    queue.add_argument(
+        "--notify",
+        metavar="URL",
+        help="report the start and the end of the run: a webhook (https://…, Slack's format), "
+        "mailto:ADDRESS, or a URL of Apprise",
+    )
+    queue.add_argument("--queue-run", type=Path, help=argparse.SUPPRESS)
+
+
+def priority(text: str) -> int:
+    """Parse a priority."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = HIGHEST_PRIORITY + 1
+    if abs(number) > HIGHEST_PRIORITY:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a priority; write a whole number")
+    return number
+
+
+def _time_limit(text: str) -> float:
+    seconds = job_flags.duration(text)
+    if seconds < _SHORTEST_LIMIT_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short; write at least 10s")
+    return seconds
 
 
 def with_queue(options: argparse.Namespace, spec: JobSpec) -> JobSpec:

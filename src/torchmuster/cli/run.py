@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchmuster.cli import job_flags, node_group, parsers, slurm_run
+from torchmuster.cli import job_flags, node_group, parsers, queueing, slurm_run
 from torchmuster.cli.launching import start
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="endpoint of your etcd server (only with etcd-v2)",
     )
     slurm_run.add_flags(parser)
-    job_flags.add_queue_flags(parser)
+    queueing.add_queue_flags(parser)
     when = job_flags.add_run_flags(parser)
     job_flags.add_resume_flag(when)
     when.add_argument("--detach", action="store_true", help="run in the background")

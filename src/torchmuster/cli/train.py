@@ -13,7 +13,7 @@ from pathlib import Path
 from torchmuster import untrusted
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.places import open_store
-from torchmuster.cli import job_flags, node_group, output, parsers, slurm_run
+from torchmuster.cli import job_flags, node_group, output, parsers, queueing, slurm_run
 from torchmuster.cli.config import settings_from
 from torchmuster.cli.data_check import check_data, show_data
 from torchmuster.cli.launching import start, transport_for
@@ -307,7 +307,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_flags.add_host_flags(many)
     job_flags.add_spares_flag(many)
     slurm_run.add_flags(parser)
-    job_flags.add_queue_flags(parser)
+    queueing.add_queue_flags(parser)
     when = job_flags.add_run_flags(
         parser,
         named="experiment_name",

@@ -32,7 +32,7 @@ class _Mail(Webhook):
                 fix="use the mail server directly: --notify 'mailtos://USER:PASSWORD@HOST?to=ADDRESS' "
                 "(needs pip install 'torchmuster[notify]')",
             )
-        self._to = unquote(urlsplit(self._address).path)
+        self._to = unquote(urlsplit(self.address).path)
         if "@" not in self._to or any(char in self._to for char in "\r\n, "):
             raise Impossible(
                 "--notify mailto: needs one address", fix="--notify mailto:ann@example.org"
@@ -67,7 +67,7 @@ class _AppriseService(Webhook):
                 fix="pip install 'torchmuster[notify]'",
             ) from None
         self._service = apprise.Apprise()
-        if not self._service.add(self._address):
+        if not self._service.add(self.address):
             raise Impossible(
                 "--notify: Apprise does not know this kind of address",
                 fix="write it as Apprise's documentation shows for your service",

@@ -125,7 +125,7 @@ class Webhook:
     """
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self.address = address
         self._check()
         self.trouble = ""
         self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
@@ -134,7 +134,7 @@ class Webhook:
 
     def _check(self) -> None:
         """Raise if the address cannot be used."""
-        parts = urlsplit(self._address)
+        parts = urlsplit(self.address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Impossible(
                 "invalid webhook address: not a URL",
@@ -180,7 +180,7 @@ class Webhook:
         body = json.dumps({"text": text}).encode()
         # The constructor checked the scheme.
         request = urllib.request.Request(  # noqa: S310
-            self._address, data=body, headers={"Content-Type": "application/json"}
+            self.address, data=body, headers={"Content-Type": "application/json"}
         )
         trouble = ""
         for attempt in range(_TRIES):
