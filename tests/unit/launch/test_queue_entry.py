@@ -94,6 +94,18 @@ def test_a_run_that_did_not_finish_cancels_the_job(run: RunFolder, phase: str) -
     assert "rank 3" in caught.value.why
 
 
+def test_a_run_that_a_reboot_ended_in_the_queue_can_still_finish(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    remember_submission(run, ["run", "a.py"], {})
+    EventLog(run).ended("stopped", 143, "stopped on request (SIGTERM)")
+    assert unfinished_runs([str(run.path)]) == (run.id,)
+    forget_submission(run)
+    with pytest.raises(DependencyFailed):
+        unfinished_runs([str(run.path)])
+
+
 def test_a_run_that_is_gone_cancels_the_job(tmp_path: Path) -> None:
     with pytest.raises(DependencyFailed):
         unfinished_runs([str(tmp_path / "nothing")])

@@ -110,7 +110,7 @@ def unfinished_runs(folders: Sequence[str]) -> tuple[str, ...]:
                 fix="submit the job again without --after",
             )
         state = read_state(run)
-        if state is None or state.active or state.phase == _MAY_FINISH:
+        if state is None or state.active or state.phase == _MAY_FINISH or _is_submitted(run):
             left.append(run.id)
         elif state.phase != FINISHED:
             raise DependencyFailed(
@@ -185,6 +185,12 @@ def read_submissions() -> list[Submission]:
                 )
             )
     return sorted(found, key=lambda one: _since(one.run))
+
+
+def _is_submitted(run: RunFolder) -> bool:
+    """Return whether a run of this user was ended in the queue, as by a reboot, and can be submitted again."""
+    path = _submission_path(run.id)
+    return path is not None and path.is_file()
 
 
 def _since(run: RunFolder) -> float:
