@@ -299,4 +299,9 @@ def _is_restorable(run: RunFolder) -> bool:
     job = run_state.read_job(run)
     if job is not None and job.launcher.process() is not None:
         return False
-    return untrusted.read_json_object(run.state).get("phase") in (None, "queued", "stopped")
+    return untrusted.read_json_object(run.state).get("phase") in (
+        None,
+        "queued",
+        "stopped",
+        "failed",
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from torchmuster.errors import ExitCode, MusterError
+from torchmuster.errors import ExitCode, MachineLost, MusterError
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
@@ -214,7 +214,8 @@ async def _launch(
                 console.say(f"run {run.id}")  # from here on the user can stop it by this id
                 outcome = await course.run()
         except MusterError as error:
-            if spec.queued:
+            # A node agent that a shutdown ended first: the job can be submitted again.
+            if spec.queued and not isinstance(error, MachineLost):
                 forget_submission(run)
             console.show(findings := from_error(error))
             keep_failure(run, len(read_failures(run)), findings[0], ())
