@@ -138,8 +138,10 @@ def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[st
 
 
 def _duration(seconds: float) -> str:
-    """Format a duration; below 10 s, with one decimal."""
-    return f"{seconds:.1f} s" if seconds < 9.95 else format_seconds(seconds)
+    """Format a duration: with one decimal below 10 s, in seconds below 5 min."""
+    if seconds < 300:
+        return f"{seconds:.{0 if seconds >= 9.95 else 1}f} s"
+    return format_seconds(seconds)
 
 
 def _rate(bytes_per_s: float) -> str:
