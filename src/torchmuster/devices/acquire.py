@@ -114,7 +114,9 @@ def acquire_devices(
             on_wait(obstacle)
             next_try = min(time.monotonic() + POLL_S, deadline)
             ahead = [one.ticket for one in plan.order].index(own.ticket)
-            _await_release(claims, uuids, table.free, ticket, ahead, until=next_try)
+            _await_release(
+                claims, uuids, table.free, ticket, ahead, until=next_try, deadline=deadline
+            )
     finally:
         if ticket is not None:
             ticket.give_back()
@@ -156,7 +158,9 @@ def _await_release(
     free: Mapping[str, int],
     ticket: Ticket,
     ahead: int,
+    *,
     until: float,
+    deadline: float,
 ) -> None:
     """Sleep until a device is freed that this waiter may get, or until the deadline.
 
@@ -168,7 +172,7 @@ def _await_release(
         # The first in the queue polls often, the others less; jitter spreads the polls.
         pause = min(_PEEK_S * (1 + place), _MAX_PEEK_S) * random.uniform(0.5, 1.5)
         time.sleep(min(left, pause))
-        with claims.gate(deadline=until):
+        with claims.gate(deadline=deadline):  # a busy host may keep it for long
             now_free = claims.look(uuids).free
         if now_free.items() - free.items() and place < len(now_free):
             return

@@ -437,6 +437,21 @@ def test_who_waits_for_devices_waits_as_long_for_the_gate(
             assert len(held.decision.value) == 1
 
 
+def test_a_waiter_in_the_queue_is_not_ended_by_a_busy_gate(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "_GATE_PATIENCE_S", 0.05)
+    with ThreadPoolExecutor(1) as pool, acquire(place, DeviceRequest(count=8)) as all_of_them:
+        waiting = pool.submit(acquire, place, DeviceRequest(count=1), wait_s=GIVE_UP_S)
+        while not list((place / "queue").iterdir()):
+            time.sleep(0.01)
+        with Claims(place).gate(GIVE_UP_S), pytest.raises(TimeoutError):
+            waiting.result(timeout=1.5 * acquire_module.POLL_S)
+        all_of_them.release()
+        with waiting.result(timeout=GIVE_UP_S) as held:
+            assert len(held.decision.value) == 1
+
+
 def test_a_stuck_gate_or_a_pipe_hides_no_claim(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
