@@ -167,19 +167,22 @@ def many_runs(where: Path, options: argparse.Namespace) -> str:
     (folder / "script.py").write_text(SCRIPT)
     words = ["run", "--device", "cpu", "--ranks", "1", "script.py"]
     began = time.monotonic()
-    children = [
-        subprocess.Popen(
-            muster(*words),
-            cwd=folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for _ in range(options.runs)
-    ]
-    codes = [child.wait() for child in children]
-    failed = sum(code != 0 for code in codes)
+    logs = [folder / f"{place}.log" for place in range(options.runs)]
+    with contextlib.ExitStack() as stack:
+        children = [
+            subprocess.Popen(
+                muster(*words),
+                cwd=folder,
+                stdout=subprocess.DEVNULL,
+                stderr=stack.enter_context(log.open("w")),
+            )
+            for log in logs
+        ]
+        codes = [child.wait() for child in children]
+    failed = [log.read_text() for log, code in zip(logs, codes, strict=True) if code != 0]
     if failed:
-        raise RuntimeError(f"{failed} of {options.runs} runs failed")
+        shown = " / ".join(failed[0].splitlines()[-4:])
+        raise RuntimeError(f"{len(failed)} of {options.runs} runs failed: {shown}")
     return f"{options.runs} runs at the same time, all finished, {time.monotonic() - began:.0f} s"
 
 

@@ -129,16 +129,16 @@ def redact_command(arguments: Iterable[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if value_is_secret and not argument.startswith("--"):
             shown.append(HIDDEN)
-        elif value and (is_secret_name(name) or name in _SECRET_ADDRESSES):
+        elif value and (is_secret_name(name) or (name in _SECRET_ADDRESSES and "://" in value)):
             shown.append(f"{name}={HIDDEN}")
+        elif previous in _SECRET_ADDRESSES and "://" in argument:
+            shown.append(HIDDEN)
         elif previous == "sshpass" and argument.startswith("-p") and argument != "-p":
             shown.append(f"-p{HIDDEN}")
         else:
             shown.append(redact_text(argument))
         value_is_secret = (previous, argument) in {("sshpass", "-p"), ("wandb", "login")} or (
-            argument.startswith("-")
-            and not equals
-            and (is_secret_name(argument) or argument in _SECRET_ADDRESSES)
+            argument.startswith("-") and not equals and is_secret_name(argument)
         )
         previous = argument.rpartition("/")[2]
     return shown

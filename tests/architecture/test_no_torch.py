@@ -58,6 +58,8 @@ LINES = [
     ["bench", "matmul", "--help"],
     ["profile", "--help"],
     ["prove", "--help"],
+    ["queue"],
+    ["queue", "hold", "--help"],
     ["rehearse", "--help"],
     ["run", "--dry-run", "train.py"],
     ["run", "--dry-run", "--hosts", "a,b:4", "train.py"],

@@ -170,6 +170,23 @@ def test_a_module_and_a_single_rank(muster: Muster, own_machine: Path) -> None:
     assert "-my-first-run-" in run.name
 
 
+def test_this_host_may_take_longer_than_the_join_timeout(muster: Muster, own_machine: Path) -> None:
+    """On a loaded host its node agent starts late; as a child process it is known to be alive."""
+    (own_machine / "train.py").write_text("print('started')\n")
+    result = muster("run", "--device", "cpu", "--join-timeout", "0.01s", "train.py")
+    assert (result.code, result.out) == (0, "started\n"), result
+
+
+def test_a_run_folder_that_was_deleted_is_named_at_the_end(
+    muster: Muster, own_machine: Path
+) -> None:
+    (own_machine / "train.py").write_text("import shutil\nshutil.rmtree('runs')\n")
+    result = muster("run", "--device", "cpu", "train.py")
+    assert result.code == 0, result
+    assert "was deleted during the run" in result.err
+    assert "logs in" not in result.err
+
+
 def test_what_the_environment_says_of_threads_and_libraries_holds(
     muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:

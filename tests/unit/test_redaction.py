@@ -73,8 +73,23 @@ def test_names_of_other_things(name: str) -> None:
 
 @pytest.mark.parametrize(
     "secret",
-    [HF, OPENAI, GITHUB, GITHUB_FINE, GITLAB, NVIDIA, GOOGLE, AWS_ID, SLACK, JWT, PEM]
-    + [NPM, REPLICATE, PYPI, DATABRICKS],
+    [
+        HF,
+        OPENAI,
+        GITHUB,
+        GITHUB_FINE,
+        GITLAB,
+        NVIDIA,
+        GOOGLE,
+        AWS_ID,
+        SLACK,
+        JWT,
+        PEM,
+        NPM,
+        REPLICATE,
+        PYPI,
+        DATABRICKS,
+    ],
 )
 @pytest.mark.parametrize("around", ["{}", "saved as run_{}", "({}).", "'{}'", "a\n{}\nb"])
 def test_shapes_of_secrets(secret: str, around: str) -> None:

@@ -60,7 +60,11 @@ def _measured(control: ControlPlane) -> str:
 def _saving_rows(rehearsal: Rehearsal, saving: Saving) -> list[tuple[str, str, str]]:
     request = rehearsal.request
     rate, total = (_rate(request.write_bytes_per_s * hosts) for hosts in (1, request.hosts))
-    meanwhile = "less one step" if request.step_s else "as if no step ran meanwhile (--step-time)"
+    meanwhile = (
+        "minus one step, which runs meanwhile"
+        if request.step_s
+        else "as if no step ran meanwhile (--step-time)"
+    )
     return [
         (
             "save",
@@ -88,10 +92,11 @@ def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[st
     request, control = rehearsal.request, rehearsal.control
     per_failure = f"{request.gpu_hours_per_failure:,.0f} GPU hours per failure"
     costs = found.costs
+    expected = PERIOD_S / found.failure_every_s
     rows = [
         (
             "failures",
-            f"one every {format_seconds(found.failure_every_s)}, {PERIOD_S / found.failure_every_s:,.0f} in 30 days",
+            f"one every {format_seconds(found.failure_every_s)}, {expected:,.{0 if expected >= 10 else 1}f} in 30 days",
             f"computed from {per_failure}: {PUBLISHED}"
             if request.gpu_hours_per_failure == GPU_HOURS_PER_FAILURE
             else f"computed from {per_failure} (--gpu-hours-per-failure)",
@@ -133,8 +138,10 @@ def _failure_rows(rehearsal: Rehearsal, found: FailureForecast) -> list[tuple[st
 
 
 def _duration(seconds: float) -> str:
-    """Format a duration; below 10 s, with one decimal."""
-    return f"{seconds:.1f} s" if seconds < 9.95 else format_seconds(seconds)
+    """Format a duration: with one decimal below 10 s, in seconds below 5 min."""
+    if seconds < 300:
+        return f"{seconds:.{0 if seconds >= 9.95 else 1}f} s"
+    return format_seconds(seconds)
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -176,7 +176,12 @@ def test_pipes_in_a_failed_run_are_not_waited_for(tmp_path: Path) -> None:
         for path in (run.config, run.console, run.rank_log(0), script):
             fifo(path)
         launcher = {"host": os.uname().nodename, "pid": 2**22 + 1, "created_unix_s": 1.0}
-        job = {"command": [script.name], "folder": str(run.path), "hosts": [], "token": ""}
+        job: dict[str, object] = {
+            "command": [script.name],
+            "folder": str(run.path),
+            "hosts": [],
+            "token": "",
+        }
         job |= {"launcher": launcher | {"start_ticks": 1}, "grace_s": 1, "slurm_job": None}
         run.job.write_text(json.dumps(job))
         saved = {"at_unix_s": 1.0, "step": 1, "path": str(run.path), "library": "transformers"}

@@ -118,6 +118,8 @@ class Scene:
         scene: Callable[["Scene"], Awaitable[None]],
         tell: Callable[[str], None] | None = None,
         folder: Path | None = None,
+        *,
+        is_local: bool = False,
     ) -> NodeAgent:
         """Play it; with ``folder``, as a machine that joined from there and does not trust its host."""
 
@@ -126,7 +128,14 @@ class Scene:
             allowed = (
                 functools.partial(join_policy.check_join_policy, folder=folder) if folder else None
             )
-            agent = NodeAgent(self.end, system="win32", folder=folder, allowed=allowed, tell=tell)
+            agent = NodeAgent(
+                self.end,
+                system="win32",
+                folder=folder,
+                allowed=allowed,
+                tell=tell,
+                is_local=is_local,
+            )
             keeping = asyncio.create_task(agent.run())
             await scene(self)
             self.code = await asyncio.wait_for(keeping, _ENDED_WITHIN_S)
@@ -204,6 +213,21 @@ def test_a_launcher_that_never_says_a_word_is_not_waited_for(
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
     assert "no message from the launcher" in agent.words
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_a_launcher_of_this_host_may_be_silent_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is busy: its end would close the pipe."""
+    monkeypatch.setattr(agent_module, "_SILENT_AT_FIRST_S", 0.2)
+
+    async def scene(it: Scene) -> None:
+        await it.end.hear(protocol.Hello)
+        await asyncio.sleep(1.5)
+        it.end.say(protocol.Leave(exit_code=1, words="over"))
+
+    assert Scene(tmp_path, _FOREVER).play(scene, is_local=True).words == "over"
 
 
 @pytest.mark.usefixtures("own_machine")

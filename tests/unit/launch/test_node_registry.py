@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from patience import BUSY_S, GIVE_UP_S
-from torchmuster.errors import Impossible
+from torchmuster.errors import Impossible, MachineLost
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher import node_handle, node_registry
 from torchmuster.launch.launcher.node_handle import Stopped, WaitingMessages
@@ -125,6 +125,33 @@ def play(letting_go: Callable[[], Awaitable[object]], scene: Scene, said: list[s
         finally:
             await registry.close()
             await asyncio.gather(*(node.close() for node in registry.nodes if not node.lost))
+
+    asyncio.run(story())
+
+
+def test_a_host_that_is_lost_while_others_are_awaited_ends_the_wait() -> None:
+    class Once(Called):
+        def rejoins(self, place: int) -> bool:
+            return False
+
+    async def story() -> None:
+        called = Once(at_once)
+        called.machines[1]._says.put_nowait(None)  # it has joined, and is lost
+        called.machines[2]._says = asyncio.Queue()  # it never joins
+        registry = NodeRegistry(
+            called,
+            WaitingMessages(lambda _: None),
+            token="t",
+            join_s=2 * GIVE_UP_S,
+            lost_after_s=None,
+            on_output=lambda *_: None,
+        )
+        await called.open(registry.arrive)
+        try:
+            with pytest.raises(MachineLost, match="b is lost"):
+                await asyncio.wait_for(registry.call(range(3)), GIVE_UP_S)
+        finally:
+            await registry.close()
 
     asyncio.run(story())
 

@@ -277,6 +277,12 @@ def _go_back_into_the_queue(job: str, console: "TerminalConsole", why_not: str) 
         console.say(trouble)
 
 
+def _where_logs_are(run: RunFolder) -> str:
+    if run.marker.is_file():
+        return f"logs in {_launch_job_shown(run.logs)}"
+    return f"{_launch_job_shown(run.path)} was deleted during the run: the logs and checkpoints in it are lost"
+
+
 def _conclude(
     outcome: "JobOutcome",
     spec: JobSpec,
@@ -298,7 +304,7 @@ def _conclude(
         event_log.ended("finished", ExitCode.GOOD, outcome.words)
         return ExitCode.GOOD
     if outcome.good:
-        console.say(f"finished in {took}; logs in {_launch_job_shown(run.logs)}")
+        console.say(f"finished in {took}; {_where_logs_are(run)}")
         event_log.ended("finished", ExitCode.GOOD, "finished")
         return ExitCode.GOOD
     if outcome.saved:

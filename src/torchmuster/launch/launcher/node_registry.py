@@ -247,9 +247,19 @@ class NodeRegistry:
         """Raise the error of a refused host; a lost host is skipped if enough others can join."""
         for place in missing:
             error = self._refusals.pop(place, None)
+            if error is None and not again:
+                error = self._lost_meanwhile(place)
             skipped = isinstance(error, MachineLost) and self._can_be_enough(again=again)
             if error is not None and not skipped:
                 raise error
+
+    def _lost_meanwhile(self, place: int) -> MachineLost | None:
+        """Return the error of a host that had joined, was lost before all hosts have joined, and cannot rejoin."""
+        node = self._nodes.get(place)
+        if node is None or not node.lost or node.record is None or self._transport.rejoins(place):
+            return None
+        self._name_all()
+        return MachineLost(f"{node.name} is lost", why=node.lost)
 
     def _leave_out(self, places: Iterable[int]) -> None:
         """Continue without these hosts; they are still reconnected from time to time."""

@@ -14,6 +14,9 @@ from torchmuster.launch.launcher.node_handle import NodeHandle
 from torchmuster.launch.network import reach
 
 _ANSWER_WITHIN_S = 20.0
+_LISTENING_WITHIN_S = (
+    60.0  # a lost host is noticed earlier, by its heartbeat; a loaded one answers late
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +135,7 @@ async def _listen_rendezvous_address(
     node: NodeHandle, nonce: str, port: int | None, address: str | None
 ) -> protocol.Listening:
     message = protocol.Listen(nonce=nonce, port=port, address=address)
-    return await node.ask(message, protocol.Listening, within_s=_ANSWER_WITHIN_S)
+    return await node.ask(message, protocol.Listening, within_s=_LISTENING_WITHIN_S)
 
 
 async def _reach(

@@ -42,7 +42,9 @@ from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import plural
 
-_PREPARED_WITHIN_S = 60.0
+_PREPARED_WITHIN_S, _STARTED_WITHIN_S = 60.0, 30.0
+# The node agent of this host is a child process: its death is noticed at once, and under load it may need long.
+_LOCAL_WITHIN_S = 1800.0
 # How long a host may take to stop beyond the grace period before it is declared lost.
 _END_WITHIN_S = 8.0
 # Ranks of muster train cannot save together without the ranks of a lost host: before another host replaces it, they get this long.
@@ -127,7 +129,7 @@ class Session:
             transport,
             self.waiting,
             token=self.token,
-            join_s=spec.limits.join_s,
+            join_s=self._patience_s(spec.limits.join_s),
             # A pipe to this host closes by itself; only a network connection can go silent.
             lost_after_s=spec.limits.lost_after_s if self._many else None,
             on_output=self._output,
@@ -135,6 +137,10 @@ class Session:
             return_s=spec.limits.return_s,
             spares=spec.spares,
         )
+
+    def _patience_s(self, limit_s: float) -> float:
+        """Return how long to wait for a host's answer."""
+        return limit_s if self._many or self._spec.hosts else max(limit_s, _LOCAL_WITHIN_S)
 
     def stop(self, origin: str, *, warned_s: float | None = None) -> None:
         """Request a stop of the run; a second request kills the ranks.
@@ -226,7 +232,7 @@ class Session:
         node.prepared = await node.ask(
             self._preparation(node, spec or self._spec, again=again),
             protocol.Prepared,
-            within_s=None if self._spec.wait_s else _PREPARED_WITHIN_S,
+            within_s=None if self._spec.wait_s else self._patience_s(_PREPARED_WITHIN_S),
             on_waiting=on_waiting,
         )
 
@@ -436,7 +442,7 @@ class Session:
                 max_restarts=self._spec.max_restarts,
                 first_step=self._first_step,
             )
-            await node.start(message, within_s=30.0)
+            await node.start(message, within_s=self._patience_s(_STARTED_WITHIN_S))
 
         await self._each(nodes, start)
         spread = [f"{node.name} {size}" for node, size in zip(nodes, sizes, strict=True)]

@@ -18,9 +18,9 @@ from torchmuster.launch.node.node_agent import NodeAgent
 _CONNECTED_WITHIN_S = 60.0
 
 
-async def _keep(place: int | None) -> None:
+async def _keep(place: int | None, *, is_local: bool) -> None:
     end: AgentConnection = PipeConnection() if place is None else await connect_as(place)
-    code = await NodeAgent(end).run()
+    code = await NodeAgent(end, is_local=is_local).run()
     sys.stderr.flush()
     os._exit(code)  # a thread may still be waiting for the launcher, or for GPUs
 
@@ -62,6 +62,7 @@ def main() -> None:
         metavar="VARIABLE",
         help="read the node index from this environment variable",
     )
+    where.add_argument("--local", action="store_true", help="the launcher is on this host")
     parser.add_argument(
         "--first-place", type=int, default=0, help="add this to the value of --place-from"
     )
@@ -70,7 +71,7 @@ def main() -> None:
     if options.place_from:
         place = options.first_place + int(os.environ[options.place_from])
     try:
-        asyncio.run(_keep(place))
+        asyncio.run(_keep(place, is_local=options.local))
     except MusterError as error:
         sys.exit("\n".join(filter(None, (error.what, error.why, error.fix))))
 

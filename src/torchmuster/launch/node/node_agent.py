@@ -66,11 +66,13 @@ class NodeAgent:
         folder: Path | None = None,
         allowed: Callable[[protocol.ToAgent], protocol.ToAgent] | None = None,
         tell: Callable[[str], None] | None = None,
+        is_local: bool = False,
     ) -> None:
         """Serve ``end``; with ``folder``, the script runs there and not in the launcher's folder.
 
         For an untrusted launcher, ``allowed`` checks each message (``join_policy.py``). ``tell`` prints to this
-        node agent's own terminal, if it has one.
+        node agent's own terminal, if it has one. With ``is_local``, the launcher is on this host: the pipe closes when
+        it exits, so that silence only shows that it is busy.
         """
         self._end = end
         self._system = system
@@ -79,7 +81,7 @@ class NodeAgent:
         self._tell = tell or (lambda _: None)
         self._own_terminal = tell is not None
         self._heard_s = self._sent_s = time.monotonic()
-        self._lost_after_s: float | None = _SILENT_AT_FIRST_S
+        self._lost_after_s: float | None = None if is_local else _SILENT_AT_FIRST_S
         self._job: _AgentJob | None = None
         self._port: listening.OpenPort | None = None
         self._socket: socket.socket | None = None

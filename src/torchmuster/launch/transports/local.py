@@ -131,7 +131,7 @@ class LocalTransport:
     async def reopen(self, place: int) -> None:
         """Start another node agent."""
         assert self._arrive is not None
-        self._arrive(place, await PipeChannel.open([sys.executable, *NODE_AGENT]))
+        self._arrive(place, await PipeChannel.open([sys.executable, *NODE_AGENT, "--local"]))
 
     def waiting_for(self, place: int) -> str:
         """Return what is being waited for."""

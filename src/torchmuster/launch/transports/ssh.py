@@ -132,7 +132,7 @@ class SshTransport:
             name = self._hosts[place].name
             command = node_agent_command(name, self._python, lost_after_s=self._lost_after_s)
             if place in self._here:
-                command = [sys.executable, *NODE_AGENT]
+                command = [sys.executable, *NODE_AGENT, "--local"]
             try:
                 channel = await PipeChannel.open(command)
             except OSError as error:  # too many processes or open files
