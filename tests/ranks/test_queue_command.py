@@ -39,10 +39,15 @@ time.sleep(600)
 
 
 @pytest.fixture
-def place(machine: Callable[[Scenario], Path], own_machine: Path) -> Path:
+def place(machine: Callable[[Scenario], Path], own_machine: Path) -> Iterator[Path]:
     machine(scenarios.eight_a100_idle())
     (own_machine / "hello.py").write_text(SCRIPT)
-    return own_machine
+    yield own_machine
+    for folder in (own_machine / "runs").glob("*"):  # what a failed test left
+        job = run_state.read_job(RunFolder(folder))
+        if job is not None and (process := job.launcher.process()) is not None:
+            process.terminate()
+            process.wait(GIVE_UP_S)
 
 
 def all_gpus(place: Path) -> HeldDevices:
