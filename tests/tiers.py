@@ -138,7 +138,6 @@ DEFAULT: dict[str, list[str]] = {
         "test_spawned_ranks_meet_on_loopback_without_a_launcher",
     ],
     "tests/ranks/test_queue_command.py": [
-        "test_jobs_wait_in_the_order_that_their_owner_gives_them",
         "test_a_job_that_a_reboot_ended_is_restored_and_keeps_its_waiting_time[term-children]",
         "test_what_cannot_be_queued_is_refused_before_there_is_a_run",
     ],
