@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ from torchmuster.devices.readers import nvml
 from torchmuster.devices.request import Claim, DeviceRequest
 from torchmuster.devices.visibility import variables_for, visible
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.finding import exit_code
+from torchmuster.finding import Finding, Status, exit_code, from_error
 from torchmuster.units import MiB, format_seconds, parse_bytes, parse_seconds, plural
 
 if TYPE_CHECKING:
@@ -278,6 +279,7 @@ def _run_gpus(options: argparse.Namespace) -> ExitCode:
         return _watch(options)
     node, held = _look_gpus()
     shown = visible(node.accelerators, os.environ)
+    node, notes = _with_shares(node, held)
     if options.json:
         from torchmuster.devices.as_json import node_as_json
 
@@ -285,7 +287,7 @@ def _run_gpus(options: argparse.Namespace) -> ExitCode:
     else:
         from torchmuster.cli import gpus_table
 
-        gpus_table.show(node, shown, held, links=options.links, uuids=options.uuids)
+        gpus_table.show(node, shown, held, links=options.links, uuids=options.uuids, notes=notes)
         if line := queue_line(node, held):
             output.print_text(line)
     return exit_code((*node.findings, *shown.findings))
@@ -302,6 +304,28 @@ def queue_line(node: Node, claimed: Mapping[str, Claim]) -> str:
     first = order_of_queue(waiting, claimed, now_unix_s=node.taken_unix_s)[0]
     what = f"first: {first.user}, {plural(first.request.wanted, 'GPU')}"
     return f"{plural(len(waiting), 'request')} in the queue, {what}; to see it: muster queue"
+
+
+def _with_shares(node: Node, held: Mapping[str, Claim]) -> tuple[Node, list[str]]:
+    """Return the shares of this host's users as a note, or the node with a finding on why they are ignored."""
+    from torchmuster.devices.shares import describe_shares, read_shares, shares_file
+
+    try:
+        shares = read_shares(os.environ)
+    except MusterError as error:
+        return dataclasses.replace(node, findings=(*node.findings, *from_error(error))), []
+    if shares.value is not None:
+        return node, [describe_shares(shares.value, held)]
+    if not shares.reason:
+        return node, []
+    ignored = Finding(
+        name="shares-ignored",
+        status=Status.WARNING,
+        what=shares.reason,
+        why="only an administrator may set the shares of a host",
+        fix=f"sudo rm {shlex.quote(str(shares_file(os.environ)))}",
+    )
+    return dataclasses.replace(node, findings=(*node.findings, ignored)), []
 
 
 def _look_gpus() -> tuple[Node, dict[str, Claim]]:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +20,7 @@ from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.request import WORTH_MENTIONING_IDLE_S, Claim, in_use_by
 from torchmuster.devices.visibility import Visible
 from torchmuster.finding import render
+from torchmuster.redaction import harmless
 from torchmuster.units import GiB, format_bytes, format_seconds, plural
 
 Update = Callable[[Node, Visible, Mapping[str, Claim]], None]
@@ -28,11 +29,18 @@ _PIPE_WIDTH = 160
 
 
 def show(
-    node: Node, shown: Visible, claims: Mapping[str, Claim], *, links: bool, uuids: bool
+    node: Node,
+    shown: Visible,
+    claims: Mapping[str, Claim],
+    *,
+    links: bool,
+    uuids: bool,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Print the table once."""
+    """Print the table once, and notes below it."""
     console = _console()
-    console.print(screen(node, shown, claims, links=links, uuids=uuids, width=console.width))
+    width = console.width
+    console.print(screen(node, shown, claims, links=links, uuids=uuids, width=width, notes=notes))
 
 
 @contextmanager
@@ -71,6 +79,7 @@ def screen(
     uuids: bool,
     width: int,
     findings_first: bool = False,
+    notes: Sequence[str] = (),
 ) -> RenderableType:
     """Return everything that ``muster gpus`` shows, to be printed by rich."""
     parts: list[RenderableType] = []
@@ -78,7 +87,11 @@ def screen(
         parts += [Text(), _cli_table(node, shown, claims, uuids, width)]
         if links:
             parts += [Text(), _link_matrix(node)]
-        parts += [Text(), _hint(node, shown, claims)]
+        parts += [
+            Text(),
+            _hint(node, shown, claims),
+            *(Text(harmless(note), "dim") for note in notes),
+        ]
     else:
         parts.append(_without_gpus(node))
     findings = [*node.findings, *shown.findings]
@@ -204,7 +217,8 @@ def _used_by(device: Device, shown: Visible, claim: Claim | None, now: float) ->
     if device.trouble:
         return Text(f"does not answer: {device.trouble}", style="bold red")
     if claim is not None:
-        held = f"claimed {format_seconds(max(now - claim.since_unix_s, 0))}"
+        kind = "borrowed" if claim.borrowed else "claimed"
+        held = f"{kind} {format_seconds(max(now - claim.since_unix_s, 0))}"
         return _gpus_table_line([(claim.user, "cyan"), (held, ""), (claim.command, "dim")])
     if device.mig_enabled and device.mig_index is None:
         return Text("split into MIG slices", style="dim")

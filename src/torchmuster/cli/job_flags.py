@@ -53,9 +53,9 @@ _LIBRARY_VARIABLES = (
 _OFTEN_SET = ("RCCL_", "FI_", "UCX_", "TORCH_FR_")
 
 
-def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+def add_machine_flags(parser: argparse.ArgumentParser, *, gpu_range: bool = False) -> None:
     """Add the flags for the devices and the environment of each host."""
-    add_setting_flags(parser)
+    add_setting_flags(parser, gpu_range=gpu_range)
     give = parser.add_argument_group("devices and environment")
     give.add_argument(
         "--device",
@@ -69,6 +69,14 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes per host (default: one per GPU, or 1 on the CPU)",
     )
+    if gpu_range:
+        give.add_argument(
+            "--borrow",
+            action="store_const",
+            const="true",
+            help="with --num-gpus MIN:MAX: give the GPUs beyond MIN back within 30 s when another request needs them "
+            "(muster train)",
+        )
     give.add_argument("--share", action="store_true", help="allow GPUs that are already in use")
     give.add_argument(
         "--wait",
@@ -207,6 +215,7 @@ def settings_of(options: argparse.Namespace) -> Resolved:
         ("max_restarts", "launch.max_restarts"),
         ("remote_python", "launch.remote_python"),
         ("spares", "launch.spares"),
+        ("borrow", "launch.borrow"),
     ):
         given = getattr(options, name, None)
         if given is not None:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from torchmuster.cli import job_flags, node_group, parsers, queueing, slurm_run
+from torchmuster.cli.gpu_range import with_gpu_range
 from torchmuster.cli.launching import start
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster run torchrun --nproc-per-node 2 train.py    a pasted torchrun command",
         ],
     )
-    job_flags.add_machine_flags(parser)
+    job_flags.add_machine_flags(parser, gpu_range=True)
     many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
     job_flags.add_spares_flag(many)
@@ -73,6 +74,7 @@ def _run_run(options: argparse.Namespace) -> int:
         )
     resolved = job_flags.settings_of(options)
     spec = job_flags.job_from(options, resolved, script)
+    spec = with_gpu_range(spec, options, resolved, is_training=False)
     if (spec.backend == "etcd-v2") != (spec.endpoint is not None):
         raise Impossible(
             "--rdzv-backend etcd-v2 and --rdzv-endpoint must be given together",

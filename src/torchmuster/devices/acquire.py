@@ -7,16 +7,21 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchmuster.decision import Decision
 from torchmuster.devices import claims as locks
+from torchmuster.devices.borrow import (
+    devices_to_return,
+    is_within_share,
+)
 from torchmuster.devices.choose import choose_devices
 from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.processes import command_of_this_process, user_of_this_process
 from torchmuster.devices.queue import plan_queue
-from torchmuster.devices.request import DeviceRequest
+from torchmuster.devices.request import GIVEN_BACK_WITHIN_S, Claim, DeviceRequest
+from torchmuster.devices.shares import Shares, most_within_share, read_shares
 from torchmuster.devices.tickets import (
     QueuedJob,
     Ticket,
@@ -29,6 +34,8 @@ from torchmuster.redaction import printable
 
 # A waiter takes a snapshot of the host this often, and reads the claims in between.
 POLL_S = 1.0
+# A request that borrowed devices can meet waits for them, even without ``wait_s``: borrowers see it within a second.
+_BORROWED_PATIENCE_S = GIVEN_BACK_WITHIN_S + 15.0
 _PEEK_S, _MAX_PEEK_S = 0.01, 0.25
 
 
@@ -81,6 +88,8 @@ def acquire_devices(
     began_unix_s = time.time()
     state_of_job = job or (lambda: QueuedJob(since_unix_s=began_unix_s, ready_unix_s=began_unix_s))
     deadline = time.monotonic() + wait_s
+    shares = None if claims.tokens else read_shares(environment).value  # a claim was in the share
+    asked_back = False
     ticket: Ticket | None = None
     try:
         while True:
@@ -93,20 +102,39 @@ def acquire_devices(
                     ticket.still_here()
                 table = claims.look(uuids)
                 own = _own_request(ticket, request, environment, state)
-                others = [one for one in read_tickets(claims.queue) if one.ticket != own.ticket]
+                others = [
+                    one
+                    for one in read_tickets(claims.queue)
+                    if one.ticket != own.ticket and is_within_share(one, table.claimed, shares)
+                ]
+                requests = [*others, own]
                 plan = plan_queue(
                     node,
-                    [*others, own],
+                    requests,
                     table.claimed,
                     now_unix_s=time.time(),
+                    shares=shares.weights(one.user for one in requests) if shares else None,
                     seen={own.ticket: table.in_the_way},
                 )
                 try:
                     _refuse_before_its_turn(state)
                     taken = plan.unavailable[own.ticket]
+                    most = most_within_share(request, own.user, table.claimed, shares)
                     decision = choose_devices(node, request, environment=environment, claims=taken)
+                    if most is not None and len(decision.value) > most:  # all GPUs were requested
+                        fewer = replace(request, count=most)
+                        decision = choose_devices(
+                            node, fewer, environment=environment, claims=taken
+                        )
                     return _lock(claims, decision, shown, state)
                 except NotNow as error:
+                    if not asked_back and _is_borrowed(own, others, node, table.claimed, shares):
+                        asked_back = True
+                        deadline = max(deadline, time.monotonic() + _BORROWED_PATIENCE_S)
+                    if asked_back:
+                        error.why += (
+                            f"; borrowed GPUs are given back within {GIVEN_BACK_WITHIN_S:.0f} s"
+                        )
                     if time.monotonic() >= deadline:
                         raise
                     obstacle = error
@@ -120,6 +148,20 @@ def acquire_devices(
     finally:
         if ticket is not None:
             ticket.give_back()
+
+
+def _is_borrowed(
+    own: WaitingRequest,
+    others: Sequence[WaitingRequest],
+    node: Node,
+    claimed: Mapping[str, Claim],
+    shares: Shares | None,
+) -> bool:
+    """Return whether borrowers give back what this request needs."""
+    returned = devices_to_return(
+        node, [*others, own], claimed, now_unix_s=time.time(), shares=shares
+    )
+    return any(one.ticket == own.ticket for one in returned.values())
 
 
 def _own_request(

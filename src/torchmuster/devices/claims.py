@@ -207,10 +207,11 @@ class Claims:
         *,
         ends_unix_s: float | None = None,
         run: str = "",
+        borrowed: bool = False,
     ) -> int:
         """Lock a free device, under the gate, and record the owner for other users to read.
 
-        ``ends_unix_s`` and ``run`` are as in :class:`Claim`. The claim is the returned file descriptor: it is released when all copies are closed.
+        ``ends_unix_s``, ``run`` and ``borrowed`` are as in :class:`Claim`. The claim is the returned file descriptor: it is released when all copies are closed.
         """
         place = self._place(uuid)
         lock = open_shared(place.path)
@@ -231,6 +232,7 @@ class Claims:
             "token": token,
             "ends_unix_s": ends_unix_s,
             "run": run,
+            "borrowed": borrowed,
         }
         write_json(lock, claim)
         return lock
@@ -356,6 +358,7 @@ def _read_claim(lock: int) -> Claim:
         token=re.sub(r"[^0-9a-f]", "", str(stored.get("token", ""))),
         ends_unix_s=stored_time(stored.get("ends_unix_s")),
         run=run if isinstance(run, str) else "",
+        borrowed=stored.get("borrowed") is True,
     )
 
 

@@ -27,7 +27,8 @@ class DeviceProcess:
     """A process that holds memory on a device. ``compute`` is false for a desktop's windows.
 
     ``cpu_s`` is the CPU time it has used since it started; ``idle_s`` is how long it has certainly
-    been idle, known only if an earlier snapshot saw it (see ``snapshot.py``).
+    been idle, known only if an earlier snapshot saw it (see ``snapshot.py``). ``orphaned``: the process that
+    started it has exited.
     """
 
     pid: int
@@ -39,6 +40,7 @@ class DeviceProcess:
     started_unix_s: float | None = None
     cpu_s: float | None = None
     idle_s: float | None = None
+    orphaned: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

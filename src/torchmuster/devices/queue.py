@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from torchmuster.devices.choose import choose_devices
 from torchmuster.devices.identify import device_candidates
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.request import Claim, obstacle
+from torchmuster.devices.request import GIVEN_BACK_WITHIN_S, Claim, obstacle
 from torchmuster.devices.tickets import WaitingRequest
 from torchmuster.errors import MusterError
 
@@ -200,6 +200,8 @@ def _devices_for(one: WaitingRequest, node: Node, taken: Mapping[str, Claim]) ->
 
 def _end_of(claim: Claim, now_unix_s: float) -> float:
     """Return when a claim ends at the latest."""
+    if claim.borrowed:
+        return now_unix_s + GIVEN_BACK_WITHIN_S
     if claim.ends_unix_s is None or claim.ends_unix_s + _OVERDUE_S < now_unix_s:
         return math.inf
     return max(claim.ends_unix_s, now_unix_s + 1.0)

@@ -9,11 +9,16 @@ from torchmuster.units import GiB, MiB, format_bytes, format_seconds, plural
 GpuId = int | str
 
 
+# A borrower gives devices back within this time after a request for them.
+GIVEN_BACK_WITHIN_S = 30.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """Who has claimed a device, as the holder wrote it.
 
     ``ends_unix_s`` is when the holder's time limit ends it; None without a limit. ``run`` is the holder's run folder.
+    ``borrowed``: the holder gives it back when another request could be met with it (``borrow.py``).
     """
 
     pid: int
@@ -23,10 +28,12 @@ class Claim:
     token: str = field(default="", repr=False)
     ends_unix_s: float | None = None
     run: str = ""
+    borrowed: bool = False
 
     def __str__(self) -> str:
         command = self.command if len(self.command) <= 40 else self.command[:39] + "…"
-        return f"{self.user} (pid {self.pid}, {command})"
+        borrowed = ", borrowed" if self.borrowed else ""
+        return f"{self.user} (pid {self.pid}, {command}){borrowed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +127,8 @@ def obstacle(
     if request.min_free_bytes and device.free_bytes is None:
         return _lasting("not reporting its free memory")
     if claim := claims.get(device.uuid):
-        return Obstacle(text=f"claimed by {claim}", brief=f"claimed by {claim.user}", passing=True)
+        brief = f"claimed by {claim.user}" + (", borrowed" if claim.borrowed else "")
+        return Obstacle(text=f"claimed by {claim}", brief=brief, passing=True)
     if not request.share and (users := in_use_by(device)):
         names = sorted({one.user or UNKNOWN_USER for one in device.compute_processes})
         brief = f"in use by {', '.join(names)}" if names else "in use"

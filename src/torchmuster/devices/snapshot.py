@@ -14,15 +14,17 @@ from typing import Any
 
 from torchmuster import untrusted
 from torchmuster.devices import processes
-from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node
+from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node, label_all
 from torchmuster.devices.readers import amd, apple, cpu, intel, nvml, nvml_events
 from torchmuster.finding import Finding, Status
 from torchmuster.runfolder import write_atomically
-from torchmuster.units import format_bytes, plural
+from torchmuster.units import format_bytes, format_seconds, plural
 
 # A waiting process still wakes its threads now and then; below this share of one core between two
 # snapshots it did no work. Launching GPU kernels takes far more.
 IDLE_CORE_SHARE = 0.02
+# A process without a parent that is idle for this long was probably left behind.
+ORPHAN_IDLE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +178,32 @@ def _stray_contexts(node: Node) -> Iterator[Finding]:
         )
 
 
+def orphans_of(node: Node) -> Iterator[Finding]:
+    """Report idle processes that hold memory although the process that started them has exited."""
+    held: dict[int, list[Device]] = {}
+    for device in node.accelerators:
+        for process in device.compute_processes:
+            if (
+                not device.mig_enabled
+                and process.orphaned
+                and (process.idle_s or 0) >= ORPHAN_IDLE_S
+            ):
+                held.setdefault(process.pid, []).append(device)
+    for pid, devices in held.items():
+        process = next(one for one in devices[0].compute_processes if one.pid == pid)
+        size = sum(_memory_on(device, pid) for device in devices)
+        user = process.user or "an unknown user"
+        is_own = process.user == processes.user_of_this_process()
+        yield Finding(
+            name="orphan-process",
+            status=Status.WARNING,
+            what=f"process {pid} of {user} holds {format_bytes(size)} on {label_all(devices)}, and the process that started "
+            "it has exited",
+            why=f"it has been idle for {format_seconds(process.idle_s or 0)}: {process.command or 'unknown command'}",
+            fix=f"kill {pid}" if is_own else f"ask {user} to run: kill {pid}",
+        )
+
+
 def _memory_on(device: Device, pid: int) -> int:
     return next((one.memory_bytes or 0 for one in device.compute_processes if one.pid == pid), 0)
 
@@ -243,6 +271,7 @@ def take_snapshot_with_history(environment: Mapping[str, str] | None = None) -> 
         return node
     record = load_sightings(path)
     node, fresh = update_sightings(record, node)
+    node = dataclasses.replace(node, findings=(*node.findings, *orphans_of(node)))
     if record or fresh:
         save_sightings(path, fresh)
     return node

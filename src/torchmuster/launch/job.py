@@ -88,6 +88,9 @@ class JobSpec:
     share: bool = False
     wait_s: float = 0.0
     queued: bool = False  # it waits in the queue, with an entry in its run folder
+    rank_counts: tuple[int, ...] = ()  # the numbers of ranks to use if more GPUs are idle
+    borrow: bool = False  # give GPUs beyond ``ranks`` back when another request needs them
+    borrow_every_s: float = 0.0  # borrow more only if they were idle for this time
     hosts: tuple[Host, ...] = ()
     port: int | None = None
     address: str | None = None

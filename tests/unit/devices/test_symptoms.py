@@ -12,7 +12,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Ecc
-from torchmuster.devices.snapshot import symptoms_of
+from torchmuster.devices.snapshot import orphans_of, symptoms_of
 from torchmuster.finding import Status
 from torchmuster.units import GiB, MiB
 
@@ -155,3 +155,41 @@ def test_a_look_at_the_machine_tells_its_symptoms(machine: Callable[[Scenario], 
     machine(scenario)
     names = [finding.name for finding in snapshot.take_snapshot().findings]
     assert names == ["gpu-unreachable", "ecc-uncorrected", "gpu-hot"]
+
+
+def left_behind(pid: int, user: str | None, **changes: object) -> DeviceProcess:
+    usual = DeviceProcess(
+        pid=pid,
+        compute=True,
+        memory_bytes=12 * GiB,
+        user=user,
+        command="python train.py",
+        idle_s=1200.0,
+        orphaned=True,
+    )
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def test_an_idle_process_without_a_parent_is_named_with_its_owner(
+    snapshot: SnapshotAssertion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchmuster.devices.processes.user_of_this_process", lambda: "ana")
+    mine, other = left_behind(41, "ana"), left_behind(42, "eva")
+    found = list(
+        orphans_of(node(gpu(0, processes=(mine,)), gpu(1, processes=(mine, other)), gpu(2)))
+    )
+    assert [one.name for one in found] == ["orphan-process", "orphan-process"]
+    assert "24.0 GiB on GPUs 0, 1" in found[0].what
+    assert found[0].fix == "kill 41"
+    assert "eva" in found[1].what
+    assert found[1].fix.endswith("kill 42")
+    assert found == snapshot
+
+
+@pytest.mark.parametrize(
+    "changes", [{"orphaned": False}, {"orphaned": None}, {"idle_s": 599.0}, {"idle_s": None}]
+)
+def test_a_process_that_works_or_has_a_parent_is_not_left_behind(
+    changes: dict[str, object],
+) -> None:
+    assert list(orphans_of(node(gpu(0, processes=(left_behind(41, "ana", **changes),))))) == []

@@ -3,15 +3,16 @@
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchmuster.decision import Decision
 from torchmuster.devices import snapshot
 from torchmuster.devices.acquire import HeldDevices, acquire_devices
+from torchmuster.devices.borrow import DeviceRange
 from torchmuster.devices.choose import choose_devices
 from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
-from torchmuster.devices.model import Device, DeviceKind
+from torchmuster.devices.model import Device, DeviceKind, label_all
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.visibility import STAGES, variables_for, visible
@@ -19,8 +20,11 @@ from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.history.queue_entry import JobInQueue, read_queue_entry
 from torchmuster.launch.job import as_people_know_it
+from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import plural
+
+_BORROWED = "borrowed until another user requests them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,32 +37,66 @@ class DeviceLease:
     threads: int
     reasons: tuple[str, ...]
     held: HeldDevices | None = None
+    range: DeviceRange | None = None  # of a run that uses more devices if they are idle
 
     def release(self) -> None:
         """Release the devices."""
         if self.held is not None:
             self.held.release()
+        if self.range is not None:
+            self.range.release()
 
 
 def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], None]) -> DeviceLease:
     """Choose and claim the devices that the launcher requested; raises what ``acquire`` raises."""
     if (cpu := _cpu(prepare)) is not None:
         return cpu
+    claims = Claims.here(os.environ)
+    command = ["muster", *as_people_know_it(prepare.typed, prepare.command)]
     try:
         held = acquire_devices(
-            Claims.here(os.environ),
+            claims,
             snapshot.take_snapshot_with_history,
             _device_lease_request(prepare),
             environment=os.environ,
             wait_s=prepare.wait_s,
             on_wait=on_wait,
-            command=["muster", *as_people_know_it(prepare.typed, prepare.command)],
+            command=command,
             job=_job_in_queue(prepare),
         )
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
-    return _gpus(prepare, held.decision, held)
+    if not prepare.rank_counts:
+        return _gpus(prepare, held.decision, held)
+    more = DeviceRange(
+        claims,
+        held.decision.value,
+        counts=prepare.rank_counts,
+        token=held.tokens[-1],
+        command=printable(command),
+        environment=os.environ,
+        borrowed=prepare.borrow,
+    )
+    try:
+        more.extend(snapshot.take_snapshot_with_history)
+    except BaseException:
+        held.release()
+        raise
+    return lease_of_range(prepare, held, more)
+
+
+def lease_of_range(prepare: protocol.Prepare, held: HeldDevices, more: DeviceRange) -> DeviceLease:
+    """Return the lease of a run with a range of devices, as it is now."""
+    reason = held.decision.reason
+    if more.extra:
+        kept = _BORROWED if prepare.borrow else "also free"
+        reason += f"; also {label_all(more.extra)}, {kept}"
+    lease = _gpus(prepare, Decision(value=more.devices, reason=reason), held)
+    borrowed = len(more.extra) if prepare.borrow else 0
+    first = len(lease.devices) - borrowed
+    devices = (*lease.devices[:first], *(f"{one}, borrowed" for one in lease.devices[first:]))
+    return replace(lease, devices=devices, range=more)
 
 
 def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
@@ -74,6 +112,10 @@ def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
+    if prepare.rank_counts:
+        kept = _BORROWED if prepare.borrow else "kept until the run ends"
+        reason = f"{decision.reason}; up to {prepare.rank_counts[-1]} GPUs if they are idle, {kept}"
+        decision = Decision(value=decision.value, reason=reason)
     return _gpus(prepare, decision, None)
 
 
