@@ -94,6 +94,22 @@ def wait_for_tickets(place: Path, count: int) -> None:
     wait_until(lambda: len(list((place / "claims" / "queue").iterdir())) == count)
 
 
+def test_a_job_beyond_the_share_of_its_owner_has_no_place(muster: Muster, place: Path) -> None:
+    """Root writes the shares, so this needs root, as other tests with users do."""
+    claims = Claims(place / "claims")
+    look, request = snapshot.take_snapshot, DeviceRequest(count=1)
+    with acquire_devices(claims, look, request, environment={}):
+        shares = place / "claims" / "shares.yaml"
+        shares.write_text("default: 1\n")
+        shares.chmod(0o644)
+        run = submit(muster, place, "hello.py")
+        wait_for_tickets(place, 1)
+        (row,) = listed(muster)
+        assert (row["job"], row["position"], row["expected_start_unix_s"]) == (run.id, None, None)
+        assert "share" in row["why"]
+    wait_until(lambda: phase(run) == "finished")
+
+
 def test_jobs_wait_in_the_order_that_their_owner_gives_them(muster: Muster, place: Path) -> None:
     with all_gpus(place):
         first = submit(muster, place, "--name", "first", "hello.py", "a")

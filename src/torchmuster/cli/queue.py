@@ -16,11 +16,13 @@ from torchmuster import untrusted
 from torchmuster.cli import output, parsers
 from torchmuster.cli.queueing import priority
 from torchmuster.devices import snapshot
+from torchmuster.devices.borrow import is_within_share
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Node
 from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.queue import QueuePlan, expected_starts, plan_queue
 from torchmuster.devices.request import Claim
+from torchmuster.devices.shares import read_shares
 from torchmuster.devices.tickets import WaitingRequest, read_tickets
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import queue_entry, run_state
@@ -96,17 +98,31 @@ class _Queue:
     claims: Mapping[str, Claim]
     plan: QueuePlan
     starts: Mapping[str, float]
+    beyond_share: tuple[WaitingRequest, ...]
+
+    @property
+    def jobs(self) -> tuple[WaitingRequest, ...]:
+        """All requests in their order; those beyond the share of their owner come last."""
+        return (*self.plan.order, *self.beyond_share)
+
+    def may_start(self, one: WaitingRequest) -> bool:
+        """Return whether a request only waits for GPUs."""
+        return one.job.may_start and one.responds and one not in self.beyond_share
 
 
 def _look_queue() -> _Queue:
     node, now = snapshot.take_snapshot_with_history(), time.time()
     claims = Claims.here(os.environ)
     claimed = claims.glance(one.uuid for one in node.accelerators).claimed
-    requests = read_tickets(claims.queue)
-    plan = plan_queue(node, requests, claimed, now_unix_s=now)
+    tickets = read_tickets(claims.queue)
+    shares = read_shares(os.environ).value
+    requests = [one for one in tickets if is_within_share(one, claimed, shares)]
+    weights = shares.weights(one.user for one in requests) if shares else None
+    plan = plan_queue(node, requests, claimed, now_unix_s=now, shares=weights)
     known = {uuid: _with_expected_end(claim) for uuid, claim in claimed.items()}
-    starts = expected_starts(node, requests, known, now_unix_s=now)
-    return _Queue(node=node, claims=claimed, plan=plan, starts=starts)
+    starts = expected_starts(node, requests, known, now_unix_s=now, shares=weights)
+    beyond = tuple(one for one in tickets if one not in requests)
+    return _Queue(node=node, claims=claimed, plan=plan, starts=starts, beyond_share=beyond)
 
 
 def _with_expected_end(claim: Claim) -> Claim:
@@ -121,16 +137,16 @@ def _run_list(options: argparse.Namespace) -> int:
     queue = _look_queue()
     if options.json:
         output.print_json(
-            [_queue_as_json(queue, place, one) for place, one in enumerate(queue.plan.order, 1)]
+            [_queue_as_json(queue, place, one) for place, one in enumerate(queue.jobs, 1)]
         )
         return ExitCode.GOOD
-    if not queue.plan.order:
+    if not queue.jobs:
         output.print_text("nothing waits for GPUs; to add a job: muster run --queue --num-gpus 1 …")
         return ExitCode.GOOD
     table: list[tuple[str, ...]] = [
         ("", "job", "owner", "wants", "waiting", "starts", "why it waits")
     ]
-    table += [_queue_cells(queue, place, one) for place, one in enumerate(queue.plan.order, 1)]
+    table += [_queue_cells(queue, place, one) for place, one in enumerate(queue.jobs, 1)]
     widths = [max(len(row[column]) for row in table) for column in range(6)]
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -141,7 +157,7 @@ def _run_list(options: argparse.Namespace) -> int:
 def _queue_cells(queue: _Queue, place: int, one: WaitingRequest) -> tuple[str, ...]:
     now = queue.node.taken_unix_s
     return (
-        str(place) if one.job.may_start and one.responds else "-",
+        str(place) if queue.may_start(one) else "-",
         _job_name(one),
         one.user,
         plural(one.request.wanted, "GPU"),
@@ -170,6 +186,8 @@ def _why_it_waits(queue: _Queue, one: WaitingRequest) -> str:
         return "held by its owner"
     if one.job.after:
         return f"waits for {', '.join(one.job.after)}"
+    if one in queue.beyond_share:
+        return f"{one.user} has no GPUs left of their share"
     if one.ticket in queue.plan.grants:
         return "starts now"
     kept = queue.plan.reservation
@@ -190,7 +208,7 @@ def _clock(unix_s: float) -> str:
 
 def _queue_as_json(queue: _Queue, place: int, one: WaitingRequest) -> dict[str, Any]:
     return {
-        "position": place if one.job.may_start and one.responds else None,
+        "position": place if queue.may_start(one) else None,
         "job": Path(one.job.run).name if one.job.run else None,
         "folder": one.job.run or None,
         "name": one.job.name or None,
