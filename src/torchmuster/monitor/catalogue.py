@@ -44,7 +44,7 @@ def _gauge(
 RUN_PHASE = _gauge(
     "muster_run_phase",
     "",
-    "1 for the current phase of the run: submitted, joining, starting, running, finished, "
+    "1 for the current phase of the run: submitted, queued, joining, starting, running, finished, "
     "saved, failed, stopped or died",
     _RUN,
     "phase",
@@ -309,6 +309,25 @@ HOST_NETWORK = _total(
     "bytes over all interfaces except loopback: direction received or sent",
     _HOST,
     "direction",
+)
+
+# ---- queue
+QUEUE_REQUESTS = _gauge(
+    "muster_queue_requests",
+    "",
+    "requests that wait for GPUs of this host",
+    _HOST,
+    level=Level.DEVICE,
+)
+GPUS_CLAIMED = _gauge(
+    "muster_gpus_claimed",
+    "",
+    "GPUs of this host that are claimed, without borrowed ones",
+    _HOST,
+    level=Level.DEVICE,
+)
+GPUS_BORROWED = _gauge(
+    "muster_gpus_borrowed", "", "GPUs of this host that are borrowed", _HOST, level=Level.DEVICE
 )
 
 # ---- exporter

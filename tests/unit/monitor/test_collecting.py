@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import socket
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 
 from made_up_runs import LINE, NOW
 from script_checkpoints import record
+from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
+from torchmuster.devices.request import DeviceRequest
+from torchmuster.devices.tickets import Ticket
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.monitor.collecting.collector import Collector
@@ -332,6 +336,26 @@ def test_devices_and_the_machine(watched: Watched) -> None:
     assert seen["gpu_xid_errors_total GPU-1 device 79"] == 1
     assert seen["host_memory_bytes"] > seen["host_memory_available_bytes"] > 0
     assert seen["exporter_series"] == len(seen) - 1
+
+
+def test_the_queue_and_the_claims_of_the_machine(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHMUSTER_CLAIMS_DIR", str(tmp_path / "claims"))
+    seen = watched.look()
+    assert not (tmp_path / "claims").exists(), "a look creates nothing"
+    assert (seen["queue_requests"], seen["gpus_claimed"], seen["gpus_borrowed"]) == (0, 0, 0)
+    claims = Claims(tmp_path / "claims")
+    with claims.gate():
+        lock = claims.take("GPU-1", "train.py", "0a", borrowed=True)
+        ticket = Ticket(claims.queue, DeviceRequest(count=1), {})
+    try:
+        watched.now += 2
+        seen = watched.look()
+        assert (seen["queue_requests"], seen["gpus_claimed"], seen["gpus_borrowed"]) == (1, 0, 1)
+    finally:
+        ticket.give_back()
+        os.close(lock)
 
 
 def test_a_run_is_told_of_for_a_while_after_its_end(watched: Watched) -> None:

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
+from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, DeviceProcess, Ecc
+from torchmuster.devices.request import DeviceRequest
+from torchmuster.devices.tickets import Ticket
 from torchmuster.monitor.views.bars import bar, curve_of_percents
 from torchmuster.monitor.views.top_picture import TopPicture
 from torchmuster.monitor.views.top_screen import TopView, top_screen
@@ -44,6 +47,18 @@ def test_everything_fits(tmp_path: Path, width: int, ranks: int) -> None:
     titles = next(line for line in shown if line.lstrip().startswith("rank▴"))
     assert ("others" in titles) is (width >= 80)
     assert len(shown) - shown.index(titles) - 1 == ranks, "a line for each rank, and nothing below"
+
+
+def test_requests_that_wait_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHMUSTER_CLAIMS_DIR", str(tmp_path / "claims"))
+    claims = Claims(tmp_path / "claims")
+    with claims.gate():
+        ticket = Ticket(claims.queue, DeviceRequest(count=1), {})
+    try:
+        assert "queue 1 waiting" in _lines(look(tmp_path, with_gpus(1)), 120)[1]
+    finally:
+        ticket.give_back()
+    assert "queue" not in _lines(look(tmp_path, with_gpus(1)), 120)[1]
 
 
 def test_a_gpu_in_80_and_in_200_columns(tmp_path: Path) -> None:

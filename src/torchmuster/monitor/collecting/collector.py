@@ -5,6 +5,7 @@ wrote, so that each series is exported once.
 """
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import psutil
 
+from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.readers.nvml_events import OF_PROGRAMS
+from torchmuster.devices.tickets import read_tickets
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.launch.history.node_records import NodeRanks
 from torchmuster.monitor import catalogue
@@ -95,6 +98,19 @@ def device_samples(node: Node) -> Iterator[Sample]:
             yield Sample(catalogue.GPU_XID, (*labels, kind, str(number)), float(count))
         for reason in device.throttled_by:
             yield Sample(catalogue.GPU_THROTTLED, (*labels, reason), 1.0)
+
+
+def queue_samples(node: Node) -> Iterator[Sample]:
+    """Yield how many requests wait for the GPUs of this host, and how many GPUs are claimed and borrowed."""
+    if not node.accelerators:
+        return
+    claims = Claims.here(os.environ)
+    held = claims.glance(device.uuid for device in node.accelerators).claimed.values()
+    borrowed = sum(claim.borrowed for claim in held)
+    labels = (node.hostname,)
+    yield Sample(catalogue.QUEUE_REQUESTS, labels, float(len(read_tickets(claims.queue))))
+    yield Sample(catalogue.GPUS_CLAIMED, labels, float(len(held) - borrowed))
+    yield Sample(catalogue.GPUS_BORROWED, labels, float(borrowed))
 
 
 def _collector_values(device: Device) -> Iterator[tuple[Metric, float | None]]:
@@ -211,7 +227,7 @@ class Collector:
         began = time.perf_counter()
         node = self._look()
         self._host = self._host or HostMetrics(node.hostname, self._runs)
-        found = [*self._host.samples(), *device_samples(node)]
+        found = [*self._host.samples(), *device_samples(node), *queue_samples(node)]
         for run in self._active.now(now):
             with contextlib.suppress(Exception):  # a damaged run must not hide the others
                 found += list(self._of_run(run, node.hostname, now))

@@ -125,6 +125,7 @@ class TopWatch:
         node = self._look()
         self._host = self._host or HostMetrics(node.hostname, self._runs)
         samples = [*self._host.samples(), *collector.device_samples(node)]
+        samples += collector.queue_samples(node)
         host = self._host_figures(node.hostname, samples, now_unix_s)
         figures: list[RunFigures] = []
         heartbeats: list[tuple[FollowedRun, str, Sequence[Heartbeat]]] = []

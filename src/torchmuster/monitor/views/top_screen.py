@@ -15,7 +15,7 @@ from torchmuster.monitor.views.run_screen import alert_lines
 from torchmuster.monitor.views.top_picture import HostFigures, RunFigures, TopPicture
 from torchmuster.monitor.views.top_tables import device_lines, rank_lines, short_name
 from torchmuster.redaction import harmless
-from torchmuster.units import GiB, format_bytes
+from torchmuster.units import GiB, format_bytes, plural
 
 _MOST_RUNS = 4
 _ENDED_BADLY = ("failed", "died")
@@ -108,6 +108,10 @@ def _load_parts(host: HostFigures, length: int) -> Iterator[Text]:
     if total and free is not None:
         part = Text().append("memory ", style=QUIET).append_text(bar(1 - free / total, length))
         yield part.append(f" {(total - free) / GiB:.0f}/{total / GiB:.0f} GiB")
+    if waiting := values.get(catalogue.QUEUE_REQUESTS):
+        yield Text().append("queue ", style=QUIET).append(f"{waiting:.0f} waiting")
+    if borrowed := values.get(catalogue.GPUS_BORROWED):
+        yield Text().append("borrowed ", style=QUIET).append(plural(int(borrowed), "GPU"))
     disk = values.get(catalogue.HOST_DISK_FREE)
     if disk is not None:
         yield Text().append("disk ", style=QUIET).append(f"{format_bytes(int(disk))} free")
