@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torchmuster.errors import ExitCode, Impossible, MusterError, NotTrusted
 from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.launch.node import device_lease, kept_logs, process_cleanup
+from torchmuster.launch.node.agent_folder import create_agent_folder, hold_agent_folder
 from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.borrowing import BorrowingWatch
 from torchmuster.launch.node.connection import AgentConnection
@@ -99,7 +99,8 @@ class NodeAgent:
         self._reaper: Reaper | None = None
         self._warm: WarmAgent | None = None  # for the next attempt
         self._warm_count = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="torchmuster-"))
+        self._folder = create_agent_folder()
+        self._folder_lock = hold_agent_folder(self._folder)
         self._tasks: set[asyncio.Task[None]] = set()
         self.words = ""  # why it exited, for this terminal
         self.signalled = False  # a signal to this process was the cause
@@ -522,6 +523,8 @@ class NodeAgent:
         if self._reaper is not None and ended:
             self._reaper.dismiss()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder_lock is not None:
+            os.close(self._folder_lock)
         await self._end.close()
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from torchmuster.launch.node import process_cleanup
+from torchmuster.launch.node.agent_folder import hold_agent_folder
 
 _DONE = b"done\n"
 _KILL_WITHIN_S = 10.0
@@ -64,6 +65,8 @@ def main() -> None:
         with contextlib.suppress(AttributeError, ValueError):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     token, folder = (sys.stdin.buffer.readline().decode().rstrip("\n") for _ in range(2))
+    with contextlib.suppress(OSError):  # the node agent has removed it
+        hold_agent_folder(Path(folder))
     if token and sys.stdin.buffer.read() != _DONE:
         process_cleanup.kill_processes(token, within_s=_KILL_WITHIN_S)
         shutil.rmtree(folder, ignore_errors=True)
