@@ -26,7 +26,7 @@ _TAKE_A_TEXT = frozenset(
             "--remote-python",
             "--resume-with",
         ),
-        *("--after", "--notify", "--queue-run"),
+        *("--after", "--gpus", "--notify", "--num-gpus", "--queue-run"),
         *("--runs", "--secret", "--set", "--time", "--volume", "--metrics-secret", "--user"),
     }
 )

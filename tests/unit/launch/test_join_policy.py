@@ -523,7 +523,8 @@ def test_every_setting_that_is_a_text_was_thought_of() -> None:
         *("data.prompt_field", "data.completion_field", "model.lora_modules_to_save"),
         "checkpoint.best_metric",
         *("metrics.mlflow_experiment", "metrics.wandb_project", "checkpoint.every"),
-        *("launch.hosts", "launch.remote_python", "distributed.gpu_ids"),  # the launcher's alone
+        # the launcher's alone
+        *("launch.hosts", "launch.remote_python", "launch.borrow_every", "distributed.gpu_ids"),
     }
     checked = {*FUNCTIONS, *join_policy.PLACES, *join_policy.ADDRESSES}
     assert {path for path, leaf in fields.leaves().items() if takes_text(leaf.type)} == {
