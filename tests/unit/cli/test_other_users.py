@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="becoming other users needs root"
 )
 ROOT, ALICE, BOB, NOBODY = 0, 42001, 42002, 65534
-TOKEN = "f" * 32
+# A test stops all processes of root with it, and other workers must not have the same.
+TOKEN = os.urandom(16).hex()
 
 
 # Python may be installed where other users have no access, such as /root: a private mount opens it to them.
