@@ -1,133 +1,462 @@
-"""The launcher with up to 8,192 simulated hosts: start, traffic, CPU, memory, dead hosts, stop.
+"""What the launcher needs by number of hosts: start, traffic, CPU, memory, restart, a silent host, stop.
 
-``python benchmarks/control_plane.py measure OUT.json [SRC]`` measures (with the source folder of another version, if given);
-``python benchmarks/control_plane.py page BEFORE.json AFTER.json`` writes docs/measured/control-plane.md and its pictures.
+    python benchmarks/control_plane.py --hosts 8 64 512 2048 8192
+
+prints one row of a Markdown table per number of hosts. The launcher and its Slurm transport are the real ones. The hosts are
+simulated: another process of this script takes the place of ``srun``, connects once per host, answers every message at once, and
+sends the heartbeats of 8 ranks per host every 2 s. The launcher cannot tell the difference.
 """
 
+import argparse
+import asyncio
+import itertools
 import json
 import os
-import platform
+import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from torchmuster.pages.charts import RULES, Axis, Curve, line_chart
+from torchmuster import __version__
+from torchmuster.finding import Finding
+from torchmuster.launch import protocol
+from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.job import JobSpec, Limits
+from torchmuster.launch.launcher.job_runner import JobRunner
+from torchmuster.launch.schedulers.slurm.allocation import Allocation
+from torchmuster.launch.transports.channel import make_room_for
+from torchmuster.launch.transports.join.client import JoinTarget, first_to_answer
+from torchmuster.launch.transports.join.invitation import Invitation, read_invitation
+from torchmuster.launch.transports.join.stream import HEADER_BYTES
+from torchmuster.launch.transports.join.token_registry import (
+    Join,
+    decode_answer,
+    encode_join_message,
+)
+from torchmuster.launch.transports.srun import SrunTransport
 
-ROOT = Path(__file__).resolve().parents[1]
-HOSTS = (8, 64, 512, 2048, 8192)
-QUIET_S, CHATTY_S = "6", "6"
-Row = dict[str, Any]
+FOLDER_VARIABLE = "MUSTER_SIMULATED_HOSTS"  # the folder with ORDER and RESULT
+ORDER = "order"  # quiet | chatty | fail HOST | silent HOST
+RESULT = "result.json"
+RANKS_PER_HOST = 8
+HEARTBEAT_EVERY_S = 2.0  # as a real node agent
+MEASURE_S = 6.0
+SETTLE_S = 8.0  # until the first heartbeats of all hosts have been handled
+TICK_S = 0.05
+CONNECT_AT_ONCE = 128
+CONNECT_WITHIN_S = 600.0
+JOIN_WITHIN_S = 1800.0
+OUTPUT_LINE = "step 12345 loss 2.3456 lr 1.0e-04 grad_norm 0.98 tokens/s 123456.7\n"
+PLAY_SRUN = "srun"  # first argument of the process that plays srun
+MEASURE_ONE = "measure"  # first argument of the process that measures one number of hosts
+
+Send = Callable[[protocol.FromAgent], None]
 
 
-def measure(out: Path, source: Path) -> None:
-    """Measure each number of hosts in new processes."""
-    rows: list[Row] = []
-    for hosts in HOSTS:
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torchmuster.rehearse.control_plane"),
-                *(str(hosts), QUIET_S, CHATTY_S),
-            ],
-            env={**os.environ, "PYTHONPATH": str(source)},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
+# ---- the simulated hosts
+
+
+class SimulatedAgent:
+    """The node agent of one simulated host."""
+
+    def __init__(self, index: int, send: Send, on_stop: Callable[[], None]) -> None:
+        self._index = index
+        self._send = send
+        self._on_stop = on_stop
+        self._attempt = -1
+        self._first_rank = 0
+        self._moves = 0
+        self._keeps_logs = False
+        self._is_running = False
+        self.is_silent = False
+        address = f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}"
+        self._address = protocol.Address(address=address, interface="eth0")
+
+    def begin(self) -> None:
+        """Send the greeting of a node agent."""
+        record = protocol.NodeRecord(
+            host=f"node{self._index:05d}",
+            user="simulated",
+            pid=self._index + 1,
+            system="linux",
+            machine="x86_64",
+            python="3.11.7",
+            torch="2.13.0",
+            torchmuster="0",
+            cores=96,
+            clock_unix_s=time.time(),
+            addresses=(self._address,),
         )
-        row = json.loads(done.stdout) if done.returncode == 0 else {"hosts": hosts, "failed": True}
-        print(row, flush=True)
-        rows.append(row)
-        out.write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=1) + "\n")
+        self._send(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
 
+    def answer(self, message: protocol.ToAgent) -> None:
+        """Do at once what the launcher asks."""
+        if self.is_silent:
+            return
+        match message:
+            case protocol.Prepare():
+                self._keeps_logs = message.keep_logs
+                self._send(prepared())
+            case protocol.Listen():
+                self._send(
+                    protocol.Listening(
+                        port=message.port or 40000, addresses=(self._address,), reason="it is free"
+                    )
+                )
+            case protocol.Reach():
+                results = [
+                    protocol.ReachResult(
+                        target=target, problem="", seconds=0.001, local=self._address
+                    )
+                    for target in message.targets
+                ]
+                self._send(protocol.Reached(results=tuple(results)))
+            case protocol.Start():
+                self._attempt = message.attempt
+                self._first_rank = message.first_rank
+                self._is_running = True
+                self._send(protocol.Started(attempt=message.attempt, pid=self._index + 2))
+            case protocol.Stop() if self._is_running:
+                self._on_stop()
+                self._is_running = False
+                self._send(protocol.Ended(attempt=self._attempt, good=True))
 
-def _machine() -> str:
-    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
-
-
-def page(before: Path, after: Path) -> None:
-    """Write the page."""
-    old, new = json.loads(before.read_text()), json.loads(after.read_text())
-    images = ROOT / "docs" / "images"
-    for name, title, key, unit in PICTURES:
-        curves = [
-            Curve(name=word, points=[(one["hosts"], one[key]) for one in rows if one.get(key)])
-            for word, rows in (("before", old["rows"]), ("now", new["rows"]))
-        ]
-        drawn = line_chart(
-            title,
-            Axis(title="hosts", log=True),
-            Axis(title=title, unit=unit, log=True),
-            curves,
+    def fail(self) -> None:
+        """Report that a rank was killed."""
+        self._is_running = False
+        failure = protocol.Failure(
+            rank=self._first_rank, local_rank=0, exit_code=-signal.SIGKILL, ago_s=0.0
         )
-        styled = drawn.replace("</title>", f"</title><style>{RULES}</style>", 1)
-        (images / f"control-plane-{name}.svg").write_text(styled + "\n")
-    text = TEMPLATE.format(
-        machine=new["machine"], now=_table(new["rows"]), before=_table(old["rows"])
+        self._send(protocol.Ended(attempt=self._attempt, good=False, failures=(failure,)))
+
+    def beat(self, lines: int) -> None:
+        """Send what a node agent sends every 2 s: heartbeats, and the new lines of its ranks."""
+        if self.is_silent:
+            return
+        if not self._is_running:
+            self._send(protocol.Alive())
+            return
+        self._moves += 40
+        is_moving = self._moves > 40
+        # A host whose ranks all move sends the heartbeat of its first rank only.
+        count = 1 if is_moving else RANKS_PER_HOST
+        heartbeats = [self._heartbeat(self._first_rank + local) for local in range(count)]
+        self._send(
+            protocol.Heartbeats(
+                attempt=self._attempt, heartbeats=tuple(heartbeats), moving=is_moving, kept=True
+            )
+        )
+        if not lines:
+            return
+        for rank in range(self._first_rank, self._first_rank + RANKS_PER_HOST):
+            if rank == 0 or not self._keeps_logs:
+                self._send(protocol.Output(rank=rank, text=OUTPUT_LINE * lines))
+
+    def _heartbeat(self, rank: int) -> Heartbeat:
+        step = self._moves // 40
+        return Heartbeat(
+            rank=rank,
+            pid=rank + 1000,
+            beat=step,
+            moves=self._moves,
+            step=step,
+            phase="backward",
+            place="train.py:88 in step",
+            doing="backward",
+            state="R",
+            busy=1.013,
+            memory_bytes=9_123_456_789,
+        )
+
+
+def prepared() -> protocol.Prepared:
+    """Return the answer of a host with one GPU per rank."""
+    fingerprint = protocol.Fingerprint(
+        script_sha256="s" * 64, code_sha256="c" * 64, code_files=9, packages_sha256="p"
     )
-    (ROOT / "docs" / "measured" / "control-plane.md").write_text(text)
+    return protocol.Prepared(
+        ranks=RANKS_PER_HOST,
+        devices=tuple(f"GPU {index}" for index in range(RANKS_PER_HOST)),
+        reasons=(f"{RANKS_PER_HOST} ranks: one for each GPU",),
+        fingerprint=fingerprint,
+    )
 
 
-PICTURES = (
-    ("bytes", "bytes sent to all hosts", "sent_bytes", "B"),
-    ("start", "start of all hosts", "start_s", "s"),
-    ("cpu", "cores of the launcher, with heartbeats", "heartbeats_cpu", ""),
-)
-COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("hosts", lambda row: f"{row['hosts']:,}"),
-    ("ranks", lambda row: f"{row['hosts'] * 8:,}"),
-    ("start", lambda row: f"{row['start_s']:.1f} s"),
-    ("launcher's CPU time", lambda row: f"{row['start_cpu_s']:.1f} s"),
-    ("sent", lambda row: f"{row['sent_bytes'] / 1e6:,.1f} MB"),
-    ("cores, heartbeats", lambda row: f"{row['heartbeats_cpu']:.3f}"),
-    ("cores, a line per rank and second", lambda row: f"{row['chatty_cpu']:.3f}"),
-    ("memory", lambda row: f"{row['memory_bytes'] / 2**20:.0f} MiB"),
-    ("silent host noticed", lambda row: f"{row['notice_s']:.1f} s"),
-    ("all told to stop", lambda row: f"{row['stop_s']:.2f} s"),
-)
-TEMPLATE = """# Measured: the launcher with simulated hosts
+class SimulatedHosts:
+    """All simulated hosts, and what is measured on their side."""
 
-Written by `benchmarks/control_plane.py`. The launcher, its protocol and its Slurm transport are the real ones. Another process takes the place of `srun` and
-of the node agents: it connects once for each host, answers every message at once, and sends the heartbeats of 8 ranks per host every 2 s. The times on a real
-cluster also contain what the hosts do: start Python, import torch, look at their GPUs.
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._agents: dict[int, SimulatedAgent] = {}
+        self._has_failed = False
+        self._silent_unix_s: float | None = None
+        self._stop_unix_s: list[float] = []
+        self.received_bytes = 0
 
-Machine: {machine}. Both processes share it, so the seconds of the start contain the simulation's own work; CPU time and memory are the launcher's
-alone. *Sent* is what all hosts together receive until the end of the run.
+    def add(self, index: int, send: Send) -> SimulatedAgent:
+        """Return a new host, whose messages go to ``send``."""
+        agent = SimulatedAgent(index, send, lambda: self._stop_unix_s.append(time.time()))
+        self._agents[index] = agent
+        return agent
 
-## Now
+    async def beat(self) -> None:
+        """Send the heartbeats of all hosts, spread over the interval, until cancelled."""
+        ticks = round(HEARTBEAT_EVERY_S / TICK_S)
+        due_s = time.monotonic()
+        for tick in itertools.count():
+            due_s += TICK_S
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            lines = self._follow_order()
+            for index, agent in list(self._agents.items()):
+                if index % ticks == tick % ticks:
+                    agent.beat(lines)
 
-{now}
+    def _follow_order(self) -> int:
+        """Follow the order in the folder; return how many lines each rank prints per heartbeat."""
+        try:
+            order, _, index = (self._folder / ORDER).read_text().partition(" ")
+        except OSError:
+            return 0
+        if order == "fail" and not self._has_failed:
+            self._has_failed = True
+            self._agents[int(index)].fail()
+        if order == "silent" and self._silent_unix_s is None:
+            self._agents[int(index)].is_silent = True
+            self._silent_unix_s = time.time()
+            self._stop_unix_s.clear()  # those of the restart
+        return 2 if order == "chatty" else 0
 
-## Before
-
-With one `srun` that carried all messages, which copies each of them to every host (commit 9adb221d; measured next to other work, so the times are too long, most of
-all in the last row):
-
-{before}
-
-![Bytes sent](../images/control-plane-bytes.svg)
-
-![Start](../images/control-plane-start.svg)
-
-![Cores](../images/control-plane-cpu.svg)
-"""
+    def write_result(self) -> None:
+        """Write the bytes that all hosts received, and the times of the silence and the stops."""
+        result = {
+            "received_bytes": self.received_bytes,
+            "silent_unix_s": self._silent_unix_s,
+            "stop_unix_s": sorted(self._stop_unix_s),
+        }
+        (self._folder / RESULT).write_text(json.dumps(result))
 
 
-def _table(rows: list[Row]) -> str:
-    lines = [
-        "| " + " | ".join(title for title, _ in COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
+async def play_srun(count: int) -> None:
+    """Play all hosts, until the launcher lets them go."""
+    hosts = SimulatedHosts(Path(os.environ[FOLDER_VARIABLE]))
+    line = await asyncio.to_thread(sys.stdin.buffer.readline)
+    invitation = read_invitation(line)
+    hosts.received_bytes += len(line) * count  # srun sends its input to every task
+    at_once = asyncio.Semaphore(CONNECT_AT_ONCE)
+    heartbeats = asyncio.create_task(hosts.beat())
+    await asyncio.gather(*(play_host(hosts, index, invitation, at_once) for index in range(count)))
+    heartbeats.cancel()
+    hosts.write_result()
+
+
+async def play_host(
+    hosts: SimulatedHosts, index: int, invitation: Invitation, at_once: asyncio.Semaphore
+) -> None:
+    """Connect as a node agent does, and answer until the launcher closes the connection."""
+    code = invitation.code_for(index)
+    target = JoinTarget(address=code.addresses[0], port=code.port)
+    async with at_once:
+        give_up_s = time.monotonic() + CONNECT_WITHIN_S
+        connected = await first_to_answer([target], code.fingerprint, patience_s=60.0)
+        while isinstance(connected, list):  # the problems: on a busy machine, a handshake is slow
+            if time.monotonic() > give_up_s:
+                raise ConnectionError(str(connected[0]))
+            await asyncio.sleep(1.0)
+            connected = await first_to_answer([target], code.fingerprint, patience_s=60.0)
+        stream = connected[0]
+        join = Join(
+            protocol=protocol.PROTOCOL,
+            place=index,
+            token=code.token,
+            host=f"node{index:05d}",
+            torchmuster=__version__,
+        )
+        await stream.send(encode_join_message(join))
+        await stream.receive(protocol.MESSAGE_LIMIT, decode_answer)
+
+    def send(message: protocol.FromAgent) -> None:
+        data = protocol.encode(message)
+        if not stream.writer.is_closing():
+            stream.writer.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
+
+    def count_and_decode(data: bytes) -> protocol.ToAgent:
+        hosts.received_bytes += len(data) + HEADER_BYTES
+        return protocol.decode_to_agent(data)
+
+    agent = hosts.add(index, send)
+    agent.begin()
+    while True:
+        message = await stream.receive(protocol.MESSAGE_LIMIT, count_and_decode)
+        if message is None:
+            break
+        agent.answer(message)
+        if isinstance(message, protocol.Leave):
+            break
+    await stream.close()
+
+
+# ---- the launcher
+
+
+class SilentConsole:
+    """A console that prints nothing, and keeps the messages for an error."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def say(self, text: str) -> None:
+        """Keep a message."""
+        self.messages.append(text)
+
+    def world(self, size: int) -> None:
+        """Ignore the number of ranks."""
+
+    def output(self, rank: int, text: str) -> None:
+        """Ignore the output of a rank."""
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        """Keep the findings."""
+        self.messages += [finding.what for finding in findings]
+
+
+async def measure(hosts: int, folder: Path) -> dict[str, float]:
+    """Start a run, watch it, restart it after a failure, lose a host, and stop; return the figures of a row."""
+    (folder / "logs").mkdir()
+    running = asyncio.Event()
+    console = SilentConsole()
+    runner = JobRunner(
+        JobSpec(
+            name="simulated",
+            command=("train.py",),
+            folder="/",
+            device="gpu",
+            max_restarts=1,
+            limits=Limits(join_s=JOIN_WITHIN_S),
+        ),
+        SrunTransport(
+            allocation(hosts), environment=environment_with_srun(folder), patience_s=60.0
+        ),
+        console,
+        run_id="simulated",
+        logs=str(folder / "logs"),
+        on_phase=lambda phase: running.set() if phase == "running" else None,
+    )
+
+    begun_s, begun_cpu_s = time.monotonic(), time.process_time()
+    job = asyncio.create_task(runner.run())
+
+    async def wait_until_running() -> None:
+        waiting = asyncio.ensure_future(running.wait())
+        await asyncio.wait({job, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            raise RuntimeError(f"the run did not start: {job.result()}, {console.messages}")
+
+    def give_order(order: str) -> None:
+        (folder / ORDER).write_text(order)
+
+    await wait_until_running()
+    row = {"hosts": hosts, "start_s": time.monotonic() - begun_s}
+    row["start_cpu_s"] = time.process_time() - begun_cpu_s
+    await asyncio.sleep(SETTLE_S)
+    row["quiet_cores"] = await cores_in_use(MEASURE_S)
+    give_order("chatty")
+    await asyncio.sleep(SETTLE_S)
+    row["chatty_cores"] = await cores_in_use(MEASURE_S)
+    running.clear()
+    failed_s = time.monotonic()
+    give_order("fail 0")
+    await wait_until_running()
+    row["restart_s"] = time.monotonic() - failed_s
+    give_order(f"silent {hosts // 2}")
+    await job
+    result = json.loads((folder / RESULT).read_text())
+    stops = result["stop_unix_s"]
+    row["sent_bytes"] = result["received_bytes"]
+    row["notice_s"] = stops[0] - result["silent_unix_s"]
+    row["stop_s"] = stops[-1] - stops[0]
+    row["memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return row
+
+
+async def cores_in_use(seconds: float) -> float:
+    """Return how many cores this process uses."""
+    begun_s, begun_cpu_s = time.monotonic(), time.process_time()
+    await asyncio.sleep(seconds)
+    return (time.process_time() - begun_cpu_s) / (time.monotonic() - begun_s)
+
+
+def allocation(hosts: int) -> Allocation:
+    """Return a Slurm job with this number of hosts."""
+    return Allocation(
+        job="1",
+        nodes=tuple(f"node{index:05d}" for index in range(hosts)),
+        gpus=None,
+        cores=None,
+        tasks_per_node=None,
+        copies=1,
+        restarts=0,
+    )
+
+
+def environment_with_srun(folder: Path) -> dict[str, str]:
+    """Return an environment in which ``srun`` is this script."""
+    program = folder / "srun"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {PLAY_SRUN} "$@"\n')
+    program.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": path, FOLDER_VARIABLE: str(folder)}
+
+
+# ---- the table
+
+HEADER = """\
+| hosts | ranks | start | launcher's CPU time | sent | cores, heartbeats | cores, a line per rank and second | memory | restart | silent host noticed | stop, first to last host |
+|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def table_row(row: dict[str, float]) -> str:
+    """Return a row of the table."""
+    cells = [
+        f"{row['hosts']:,}",
+        f"{row['hosts'] * RANKS_PER_HOST:,}",
+        f"{row['start_s']:.1f} s",
+        f"{row['start_cpu_s']:.1f} s",
+        f"{row['sent_bytes'] / 1e6:,.1f} MB",
+        f"{row['quiet_cores']:.3f}",
+        f"{row['chatty_cores']:.3f}",
+        f"{row['memory_bytes'] / 2**20:.0f} MiB",
+        f"{row['restart_s']:.1f} s",
+        f"{row['notice_s']:.1f} s",
+        f"{row['stop_s']:.2f} s",
     ]
-    for row in rows:
-        if row.get("failed"):
-            lines.append(f"| {row['hosts']:,} | failed |" + " |" * (len(COLUMNS) - 2))
-        else:
-            lines.append("| " + " | ".join(cell(row) for _, cell in COLUMNS) + " |")
-    return "\n".join(lines)
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Measure each number of hosts in a new process, or be one of the processes of a measurement."""
+    if sys.argv[1:2] == [PLAY_SRUN]:
+        nodes = next(word for word in sys.argv if word.startswith("--nodes="))
+        count = int(nodes.removeprefix("--nodes="))
+        make_room_for(count, wanted=0)
+        asyncio.run(play_srun(count))
+        return
+    if sys.argv[1:2] == [MEASURE_ONE]:
+        with tempfile.TemporaryDirectory(prefix="muster-simulated-") as folder:
+            print(json.dumps(asyncio.run(measure(int(sys.argv[2]), Path(folder)))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[8, 64, 512, 2048, 8192])
+    options = parser.parse_args()
+    print(HEADER)
+    for hosts in options.hosts:
+        command = [sys.executable, __file__, MEASURE_ONE, str(hosts)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        print(table_row(json.loads(done.stdout)), flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "measure":
-        measure(Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else ROOT / "src")
-    else:
-        page(Path(sys.argv[2]), Path(sys.argv[3]))
+    main()

@@ -31,7 +31,6 @@ LEVELS = {
     "plan": 4,
     "bench": 5,
     "prove": 5,
-    "rehearse": 5,
     "labs": 5,
     "selftest": 5,
     "worker": 6,

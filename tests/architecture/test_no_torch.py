@@ -60,7 +60,6 @@ LINES = [
     ["prove", "--help"],
     ["queue"],
     ["queue", "hold", "--help"],
-    ["rehearse", "--help"],
     ["run", "--dry-run", "train.py"],
     ["run", "--dry-run", "--hosts", "a,b:4", "train.py"],
     ["run", "--slurm", "--gpus-per-node", "8", "--dry-run", "train.py"],

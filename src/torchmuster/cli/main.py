@@ -29,9 +29,6 @@ COMMANDS = {
     "plan": Command(
         "torchmuster.cli.plan", "predict whether a model fits, how to split it, and its speed"
     ),
-    "rehearse": Command(
-        "torchmuster.cli.rehearse", "predict a run on thousands of hosts: start, saves, failures"
-    ),
     "bench": Command("torchmuster.cli.bench", "benchmark this machine; compare results"),
     "profile": Command(
         "torchmuster.cli.profile", "find where training time goes and what to change"

@@ -21,8 +21,8 @@ from torchmuster.launch.transports.channel import Channel, Transport
 from torchmuster.launch.transports.join.client import connect_to_host
 from torchmuster.launch.transports.join.invitation import Invitation, read_invitation
 from torchmuster.launch.transports.srun import SrunTransport, environment_for_srun, srun_command
-from torchmuster.rehearse import simulated_hosts
 
+SIMULATED_HOSTS = Path(__file__).parents[4] / "benchmarks" / "control_plane.py"
 ALLOCATION = Allocation(
     job="41",
     nodes=("n1", "n2"),
@@ -73,11 +73,11 @@ def as_srun(tmp_path: Path) -> dict[str, str]:
     """Variables with which ``srun`` is a program that prints like a task prolog, and plays all nodes."""
     (tmp_path / "srun").write_text(
         "#!/bin/sh\necho '0: ==== Welcome ===='; echo '0: +-----+'\n"
-        f'exec {sys.executable} -m torchmuster.rehearse.simulated_hosts "$@"\n'
+        f'exec {sys.executable} {SIMULATED_HOSTS} srun "$@"\n'
     )
     (tmp_path / "srun").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, simulated_hosts.VARIABLE: str(tmp_path)}
+    return {**os.environ, "PATH": path, "MUSTER_SIMULATED_HOSTS": str(tmp_path)}
 
 
 def sized(nodes: int) -> Allocation:
@@ -112,7 +112,7 @@ def test_every_node_connects_as_its_place_and_gets_only_its_own_messages(
 
     asyncio.run(scene())
     # The invitation is all that srun copies; one node got two messages, the others one.
-    got = json.loads((tmp_path / simulated_hosts.RESULT).read_text())["received_bytes"]
+    got = json.loads((tmp_path / "result.json").read_text())["received_bytes"]
     assert got / nodes < 700
 
 

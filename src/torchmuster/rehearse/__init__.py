@@ -1,1 +1,0 @@
-"""``muster rehearse``: a run on hosts that do not exist, to see what it would need."""
