@@ -15,7 +15,7 @@ TOPICS = {
         ignore_signals_in_workers""",
     "Any script": "log log_evaluation",
     "Train": """Trainer Evaluation Reports TrainStep evaluate cross_entropy language_model schedule
-        choose_precision precision_support BadNumbers Divergence""",
+        choose_precision precision_support BadNumbers""",
     "Checkpoints": """CheckpointSettings Checkpointer open_store newest_good save_weights
         save_adapters""",
     "Models and strategies": """choose_strategy build_strategy ModelSizes Sharding build_on_rank_0

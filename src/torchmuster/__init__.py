@@ -24,7 +24,6 @@ _MODULES = {
     "seed_everything": "torchmuster.train.seeds",
     "oom_report": "torchmuster.train.out_of_memory",
     "BadNumbers": "torchmuster.train.bad_numbers",
-    "Divergence": "torchmuster.train.divergence",
     "StopRequest": "torchmuster.train.stop_request",
     "StoppedAtRequest": "torchmuster.train.stop_request",
     "Reports": "torchmuster.train.metrics.reports",

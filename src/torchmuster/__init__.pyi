@@ -39,7 +39,6 @@ from torchmuster.train.data.stream import StreamLoader as StreamLoader
 from torchmuster.train.data.text import TokenRows as TokenRows
 from torchmuster.train.data.text import write_tokens as write_tokens
 from torchmuster.train.data.worker_processes import ignore_signals_in_workers as ignore_signals_in_workers
-from torchmuster.train.divergence import Divergence as Divergence
 from torchmuster.train.evaluate import evaluate as evaluate
 from torchmuster.train.losses import cross_entropy as cross_entropy
 from torchmuster.train.losses import language_model as language_model

@@ -1,11 +1,10 @@
-"""Bad numbers of every kind on one rank, and weights that drift apart."""
+"""Bad numbers of every kind on one rank."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rank_programs.small_models import Layers, portion, seeded_model, step_of, strategy_of
 from rank_programs.updating import flat_weights
@@ -13,10 +12,7 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
 from torchmuster.train.bad_numbers import BadNumbers
 from torchmuster.train.data.step import MicroBatch
-from torchmuster.train.divergence import Divergence
 from torchmuster.train.step import TrainStep
-from torchmuster.train.strategies.fsdp import Fsdp
-from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.world import World, all_gather_object
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -178,27 +174,3 @@ def many_in_a_row(world: World) -> list[str]:
     except MusterError as error:
         said.append(error.what)
     return said
-
-
-def weights_apart(world: World, name: str) -> list[Any]:
-    """Train, change some weights on the last rank alone, and compare before and after."""
-    strategy = (
-        Fsdp(world, sharding=Sharding(kind="hybrid_shard", shard_size=2))
-        if (name == "hybrid")
-        else strategy_of(name, world)
-    )
-    model = strategy.prepare(seeded_model())
-    watch = Divergence(model, world, every_steps=2)
-    found = [watch.check(2)]
-    if world.global_rank == world.world_size - 1:
-        with torch.no_grad():
-            _own(model, "layers.0.weight")[-1:] += 1e-6
-            _own(model, "layers.1.weight")[:2] = _own(model, "layers.1.weight")[:2].flip(0)
-    found += [watch.check(3), watch.check(4)]
-    return [one if one is None else one.as_json() for one in found]
-
-
-def _own(model: nn.Module, name: str) -> torch.Tensor:
-    """Return what this rank has of a parameter, as a row."""
-    parameter = next(one for called, one in model.named_parameters() if called.endswith(name))
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).view(-1)

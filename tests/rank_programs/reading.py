@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from rank_programs.small_models import data, seeded_model
 from torchmuster.errors import MusterError
-from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter, same_number_everywhere
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter, refuse_uneven_ranks
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Loader
 from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.ddp import Ddp
-from torchmuster.train.world import World
+from torchmuster.train.world import World, all_gather_object
 
 
 class Stream(IterableDataset[int]):
@@ -33,7 +33,7 @@ def compare(world: World, counts: list[int]) -> tuple[str | None, int]:
     """Compare counts; then use the group once more, which must still be in step."""
     told = None
     try:
-        same_number_everywhere(counts[world.global_rank], world)
+        refuse_uneven_ranks(all_gather_object(counts[world.global_rank], world))
     except MusterError as error:
         told = str(error)
     after = torch.ones(())

@@ -1,10 +1,7 @@
 """What a loader needs around it: room in shared memory, cores to read with, batches on the device."""
 
 import dataclasses
-import time
 from collections import OrderedDict, namedtuple
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +10,10 @@ from torch.utils.data import TensorDataset
 
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
-from torchmuster.finding import Status
 from torchmuster.train.data import loader as workers
-from torchmuster.train.data import starvation
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.pytree import move_to_device, tensors_in
-from torchmuster.train.data.starvation import Starvation, judge_starvation, starvation_advice
-from torchmuster.train.data.worker_processes import SharedMemory, free_shared_memory
+from torchmuster.train.data.worker_processes import SharedMemory, advise_workers, free_shared_memory
 
 pytestmark = pytest.mark.engine
 MiB = 1024**2
@@ -48,45 +42,13 @@ def test_with_room_enough_nothing_is_said() -> None:
     assert isinstance(free_shared_memory(), int)
 
 
-def test_waiting_for_data_is_measured_and_judged(
-    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(starvation, "usable_cores", lambda: SimpleNamespace(value=8))
-
-    class Slow(list[int]):
-        def __getitem__(self, index: Any) -> Any:
-            clock.now += 1.0
-            return index
-
-    loader = BatchLoader(Slow([0] * 8), made_up_world(), global_batch_size=4, micro_batch_size=2)
-    watching = Starvation()
-    for step in watching.watch(loader.epoch(0)):
-        for micro in step:
-            assert micro.samples == 2
-            clock.now += 2.0  # computed
-        clock.now += 4.0  # applied
-    assert watching.waited_s == 8.0
-    found = watching.verdict(workers=0, ranks=2)
-    assert (found.name, found.status) == ("data-starvation", Status.WARNING)
-    assert "33 %" in found.what
-    assert "try 4 (8 cores / 2 ranks)" in found.fix
-    assert found == snapshot
-
-
 def test_advice_goes_no_further_than_the_cores(snapshot: SnapshotAssertion) -> None:
-    assert starvation_advice(workers=0, cores=2, ranks=1) == "workers 0 -> try 2 (2 cores / 1 rank)"
+    assert advise_workers(workers=0, cores=2, ranks=1) == "workers 0 -> try 2 (2 cores / 1 rank)"
+    assert advise_workers(workers=4, cores=64, ranks=4) == "workers 4 -> try 8 (64 cores / 4 ranks)"
     assert (
-        starvation_advice(workers=4, cores=64, ranks=4) == "workers 4 -> try 8 (64 cores / 4 ranks)"
+        advise_workers(workers=12, cores=64, ranks=4) == "workers 12 -> try 16 (64 cores / 4 ranks)"
     )
-    assert (
-        starvation_advice(workers=12, cores=64, ranks=4)
-        == "workers 12 -> try 16 (64 cores / 4 ranks)"
-    )
-    assert starvation_advice(workers=4, cores=8, ranks=2) == snapshot
-    assert judge_starvation(0.09, workers=0, cores=8, ranks=1).status is Status.OK
-    assert judge_starvation(0.52, workers=0, cores=8, ranks=2).status is Status.WARNING
+    assert advise_workers(workers=4, cores=8, ranks=2) == snapshot
 
 
 Pair = namedtuple("Pair", ["first", "second"])

@@ -23,14 +23,6 @@ from torchmuster.train.data.worker_processes import IgnoreSignalsInWorkers
 from torchmuster.train.world import World, all_gather_object, sum_over_ranks
 
 
-def same_number_everywhere(count: int, world: World, what: str = "batches") -> None:
-    """Compare a count over all ranks; if it differs, all ranks raise the same error.
-
-    Without this check, ranks with a higher count would wait until the group times out.
-    """
-    refuse_uneven_ranks(all_gather_object(count, world), what)
-
-
 def refuse_uneven_ranks(counts: list[int], what: str = "batches") -> None:
     """Raise an error that names the ranks and their counts, unless all are the same."""
     if len(set(counts)) <= 1:

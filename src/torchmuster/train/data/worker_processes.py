@@ -22,7 +22,9 @@ from torch.utils.data import TensorDataset, default_collate
 
 from torchmuster.errors import Impossible
 from torchmuster.train.seeds import derive_seed
-from torchmuster.units import format_bytes
+from torchmuster.units import format_bytes, plural
+
+_FIRST_TRY = 4  # workers to try first
 
 
 class SampleRange(NamedTuple):
@@ -196,3 +198,16 @@ def _end_with(rank: BaseProcess) -> None:
         heard = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
         if (heard is not None and heard.si_pid == rank.pid) or not rank.is_alive():
             os._exit(0)  # as torch's own handler does, so that it does not count as a failure
+
+
+def advise_workers(*, workers: int, cores: int, ranks: int) -> str:
+    """Return the number of workers to try for slow data; ``cores`` are shared by ``ranks``."""
+    workers_per_rank = max(1, cores // ranks)
+    shared = f"{plural(cores, 'core')} / {plural(ranks, 'rank')}"
+    if workers < workers_per_rank:
+        next_try = min(workers_per_rank, max(2 * workers, _FIRST_TRY))
+        return f"workers {workers} -> try {next_try} ({shared})"
+    return (
+        f"{workers} worker{'s' if workers > 1 else ''} already use all cores ({shared}): make a "
+        "sample cheaper to read (decode, resize and tokenize once, beforehand), or read from a faster disk"
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.train.data.starvation import starvation_advice
+from torchmuster.train.data.worker_processes import advise_workers
 from torchmuster.train.metrics.communication import Communication
 from torchmuster.train.metrics.step_line import StepRecord, dominant_cost
 from torchmuster.train.progress import progress
@@ -47,7 +47,7 @@ class StepMetrics:
         self._world = world
         if workers is not None:
             cores, ranks = usable_cores().value, world.local_world_size
-            self._data_fix = starvation_advice(workers=workers, cores=cores, ranks=ranks)
+            self._data_fix = advise_workers(workers=workers, cores=cores, ranks=ranks)
         else:
             self._data_fix = "more loader workers"
         self._communication = communication
