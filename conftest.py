@@ -6,8 +6,6 @@ from collections.abc import Generator
 
 import hypothesis
 import pytest
-from hypothesis.internal import constants_ast
-from hypothesis.internal.conjecture import providers
 
 pytest_plugins = [
     "leak_guard",
@@ -43,13 +41,7 @@ def _draw_the_same_every_time() -> None:
         print_blob=True,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
-    same = "CI" in os.environ and not random
-    hypothesis.settings.load_profile("same" if same else "random")
-    if same:
-        # It also draws what stands in the modules imported so far, which differ from worker to worker.
-        # There is no public way to have it not do so.
-        nothing = constants_ast.Constants()
-        providers._get_local_constants = lambda: nothing
+    hypothesis.settings.load_profile("same" if "CI" in os.environ and not random else "random")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -144,6 +144,6 @@ def surroundings(folder: Path, machine: str) -> dict[str, str]:
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), ConsoleParser()],
     patterns=["docs/*.md", "docs/**/*.md"],
-    excludes=["docs/tutorial.md"],
+    excludes=["docs/tutorial.md", "docs/generated/*"],
     path=str(Path(__file__).resolve().parent.parent),
 ).pytest()

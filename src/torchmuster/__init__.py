@@ -2,7 +2,7 @@
 
 Importing the package does nothing: a public name is imported when it is first used, so the names that need torch
 cost nothing before. Start with the command ``muster --help``, from Python with ``from torchmuster import Trainer``
-(docs/generated/api.md describes all names), or in a notebook with ``%load_ext torchmuster``.
+(the page "Python API" of the documentation describes all names), or in a notebook with ``%load_ext torchmuster``.
 """
 
 __version__ = "0.1.0"

@@ -177,13 +177,3 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
         return []
 
     return next((cycle for module in sorted(graph) if (cycle := visit(module, []))), [])
-
-
-def definitions(root: Path) -> dict[str, list[str]]:
-    """Return each name of a top-level function or class with the files that define it."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(root.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.setdefault(node.name, []).append(path.relative_to(root).as_posix())
-    return found
