@@ -1,20 +1,16 @@
-"""Commands and flags of other launchers in ``muster run``: torchrun, accelerate launch, python.
+"""Commands and flags of other launchers in ``muster run``: torchrun and python.
 
 Everything is translated into flags of ``muster run`` and a script, one line on stderr for each flag.
-The flags are listed in :mod:`torchmuster.cli.torchrun_flags`; accelerate translates its own flags.
+The flags are listed in :mod:`torchmuster.cli.torchrun_flags`.
 """
 
-import importlib.util
-import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torchmuster.cli import output, scripts
 from torchmuster.cli.torchrun_flags import TORCHRUN_FLAGS, TorchrunFlag, flag_named
@@ -22,9 +18,8 @@ from torchmuster.config.fields import suggest_name
 from torchmuster.devices.visibility import STAGES
 from torchmuster.errors import Impossible
 from torchmuster.launch.schedulers.node_group import NODE_RANK
-from torchmuster.redaction import harmless, printable, redact_command, redact_mapping, redact_text
+from torchmuster.redaction import harmless, printable, redact_command, redact_mapping
 
-_PROBE = "torchmuster.launch.probes.accelerate_launch"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PYTHON = re.compile(r"python[\d.]*")
 _VISIBILITY = {name for stages in STAGES.values() for stage in stages for name in stage}
@@ -34,11 +29,13 @@ _LAUNCH = "torch.distributed.launch"  # torchrun's predecessor
 _MODULES = {
     "torch.distributed.run": ("torchrun",),
     "torch.distributed.launch": (_LAUNCH,),
-    "accelerate.commands.launch": ("accelerate", "launch"),
+    "accelerate.commands.launch": ("accelerate",),
     "accelerate.commands.accelerate_cli": ("accelerate",),
 }
 # Commands that start scripts in ways that Muster does not translate, and what to type instead.
 _OTHERS = {
+    "accelerate": "muster run --ranks 2 train.py …  # Accelerator() reads the rank from the environment",
+    "accelerate-launch": "muster run --ranks 2 train.py …  # Accelerator() reads the rank from the environment",
     "deepspeed": "muster run --num-gpus 2 train.py …  # DeepSpeed reads the rank from the environment",
     "mpirun": "muster run --hosts a,b train.py …",
     "mpiexec": "muster run --hosts a,b train.py …",
@@ -54,22 +51,6 @@ _OTHERS = {
         for tool in ("uv", "poetry", "pipenv", "pdm", "hatch", "conda", "micromamba")
     },
 }
-# Variables that accelerate sets and Muster chooses itself.
-_MUSTERS_OWN = ("MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
-# How people know torchrun's flags in a command of accelerate.
-_ACCELERATES = {
-    "--nproc-per-node": "--num_processes",
-    "--nnodes": "--num_machines",
-    "--node-rank": "--machine_rank",
-    "--master-addr": "--main_process_ip",
-    "--master-port": "--main_process_port",
-}
-_ACCELERATES_FLAGS = (
-    *("--config-file", "--cpu", "--mixed-precision", "--multi-gpu", "--num-machines"),
-    *("--num-processes", "--use-deepspeed", "--use-fsdp", "--num-cpu-threads-per-process"),
-)
-_OFF = ("no", "false", "default")
-_ACCELERATES_PORT = "29500"  # even if none is given
 
 
 @dataclass
@@ -103,7 +84,7 @@ class Pasted:
 def is_launcher(word: str) -> bool:
     """Return whether a command of another launcher begins with this argument."""
     name = Path(word).name
-    known = name in ("torchrun", "accelerate", "accelerate-launch", "env") or name in _OTHERS
+    known = name in ("torchrun", "env") or name in _OTHERS
     return known or bool(_PYTHON.fullmatch(name) or _ASSIGNMENT.fullmatch(word))
 
 
@@ -142,9 +123,6 @@ def muster_words(
 
 def hint_for(flag: str, known: Collection[str], *, takes_torchruns: bool) -> str:
     """Return a hint for an unknown flag: the nearest one, or which launcher has it."""
-    if takes_torchruns and flag in _ACCELERATES_FLAGS:
-        name = f"--{flag[2:].replace('-', '_')}"
-        return f"this is a flag of accelerate: muster run accelerate launch {name} …"
     torchruns = [one.name for one in TORCHRUN_FLAGS] if takes_torchruns else []
     return _suggest_flag(flag, [*known, *torchruns])
 
@@ -210,17 +188,9 @@ def _unwrapped(pasted: Pasted, command: Sequence[str], folder: Path) -> list[str
         elif name in ("torchrun", _LAUNCH):
             left = _take_torchrun(pasted, left[1:], legacy=name == _LAUNCH)
             no_python = "--no-python" in pasted.given
-        elif name == "accelerate-launch" or (name == "accelerate" and left[1:2] == ["launch"]):
-            left = _take_accelerate(pasted, left[1 if name == "accelerate-launch" else 2 :])
-            no_python = "--no-python" in pasted.given
         elif _PYTHON.fullmatch(name):
             left = _take_python(pasted, left)
             no_python = False
-        elif name == "accelerate":
-            raise Impossible(
-                f"{shlex.join(left[:2])} does not start training",
-                fix=f"run it without muster: {shlex.join(left[:2])}; to train: muster run accelerate launch train.py",
-            )
         elif name in _OTHERS:
             raise Impossible(
                 f"muster run cannot start {name}",
@@ -347,84 +317,4 @@ def _not_python(command: Sequence[str]) -> Impossible:
 def _no_script(launcher: str) -> Impossible:
     return Impossible(
         f"{launcher}: there is no script to run", fix=f"muster run {launcher} train.py"
-    )
-
-
-def _take_accelerate(pasted: Pasted, words: Sequence[str]) -> list[str]:
-    """Ask accelerate what it would start; take its variables and its flags for torchrun."""
-    pasted.launcher = "accelerate launch"
-    answer = _ask_accelerate(words)
-    started = answer["torchrun"]
-    flags = {f"--{name.replace('_', '-')}": value for name, value in started.items() if value}
-    if not started:
-        if answer["command"][:1] and "mpi" in Path(answer["command"][0]).name:
-            raise Impossible("accelerate launch would start mpirun", fix=_OTHERS["mpirun"])
-        machines = answer["num_machines"] or 1
-        flags = {"--nnodes": machines, "--node-rank": answer["machine_rank"] or 0}
-        flags["--nproc-per-node"] = (answer["num_processes"] or 1) // machines
-        flags |= {"--no-python": True} if answer["no_python"] else {}
-    if flags.get("--nnodes", 1) == 1 and flags.get("--master-port") == _ACCELERATES_PORT:
-        del flags["--master-port"]
-    _check_hosts(pasted, answer)
-    for name, value in flags.items():
-        flag = flag_named(name)
-        if flag is None:
-            continue  # the script
-        text = str(value) if flag.value else ""
-        total = str(answer["num_processes"] or 1) if name == "--nproc-per-node" else text
-        pasted.take(flag, text, f"{_ACCELERATES.get(name, name)} {total}")
-    environment = answer["environment"]
-    if environment.get("ACCELERATE_USE_CPU") == "True":
-        pasted.add(("--device", "cpu"), "use_cpu of accelerate")
-    for name in _VISIBILITY & environment.keys():
-        _take_variable(pasted, name, environment[name])
-    for name in (*_MUSTERS_OWN, *_VISIBILITY):
-        if name != "OMP_NUM_THREADS" or answer["threads"] is None:
-            environment.pop(name, None)
-    pasted.words[1:1] = [word for one in environment.items() for word in ("--env", "=".join(one))]
-    shown = {k: v for k, v in redact_mapping(environment).items() if str(v).lower() not in _OFF}
-    listed = ", ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
-    pasted.lines.append(f"accelerate's settings for the ranks: {listed}")
-    script: list[str] = answer["script"]
-    return ["-m", *script] if answer["module"] else script
-
-
-def _check_hosts(pasted: Pasted, answer: Mapping[str, Any]) -> None:
-    """Refuse a number of processes that may be meant for all hosts together, or for each."""
-    text = " ".join(pasted.words)
-    hosts = re.search(r"--hosts[ =]([^ ]+(?: [^- ][^ ]*)*)", text)
-    if not hosts or len(re.split("[ ,]+", hosts[1])) < 2 or (answer["num_machines"] or 1) > 1:
-        return
-    raise Impossible(
-        "accelerate launch needs --num_machines if there are several hosts",
-        why="--num_processes is the number on all hosts together",
-        fix="muster run --hosts a,b accelerate launch --num_machines 2 --machine_rank 0 "
-        "--main_process_ip a --main_process_port 29500 --num_processes 8 train.py",
-    )
-
-
-def _ask_accelerate(words: Sequence[str]) -> dict[str, Any]:
-    if importlib.util.find_spec("accelerate") is None:
-        raise Impossible(
-            "accelerate is not installed",
-            why=f"{sys.executable} does not find it, and only accelerate can read its flags and settings file",
-            fix="pip install accelerate, or without it: muster run --ranks 2 train.py",
-        )
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", _PROBE, *words], capture_output=True, text=True, check=False
-    )
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        answer = {"error": f"exit code {done.returncode}: {last}"}
-    if "error" not in answer:
-        return answer
-    known = [f"--{name}" for name in answer.get("known", [])]
-    unknown = re.search(r"unrecognized arguments: --([\w-]+)", answer["error"])
-    suggestion = _suggest_flag(unknown[1].replace("-", "_"), known) if unknown else ""
-    raise Impossible(
-        "cannot start this accelerate launch command",
-        why=redact_text(answer["error"].rpartition("error: ")[2]),
-        fix=suggestion or "correct it, or start the script without accelerate: muster run train.py",
     )

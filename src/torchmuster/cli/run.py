@@ -18,8 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{parser.description}\nA script for torchrun needs no change. Each rank gets its RANK, "
         "its log and "
         "its devices;\nif a rank fails, all others are stopped and its error is shown. Flags of "
-        "torchrun, such as\n--nproc-per-node 2, and whole commands of torchrun, accelerate launch "
-        "and python work as well."
+        "torchrun, such as\n--nproc-per-node 2, and whole commands of torchrun and python work as well."
     )
     parsers.show_examples(
         parser,

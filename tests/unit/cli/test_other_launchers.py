@@ -1,6 +1,5 @@
-"""Commands of torchrun, accelerate and python in ``muster run``: what becomes of every flag."""
+"""Commands of torchrun and python in ``muster run``: what becomes of every flag."""
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -212,7 +211,7 @@ def test_variables_of_torchrun_are_its_defaults(
         ("python -c print()", "train.py"),
         ("python -X dev train.py", "--env PYTHON"),
         ("/nowhere/python train.py", "/nowhere/python -m torchmuster run"),
-        ("accelerate config", "accelerate launch"),
+        ("accelerate launch train.py", "muster run --ranks 2 train.py"),
         ("srun torchrun train.py", "without srun: muster run"),
         ("uv run torchrun train.py", "uv run muster run"),
         ("deepspeed --num_gpus 2 train.py", "muster run --num-gpus 2"),
@@ -278,7 +277,6 @@ def test_secrets_are_not_shown(translated: Translate, capsys: pytest.CaptureFixt
     [
         (["run", "--nproc-per-nod", "2", "train.py"], "did you mean --nproc-per-node?"),
         (["run", "--rank", "2", "train.py"], "did you mean --ranks?"),
-        (["run", "--num_processes", "2", "train.py"], "muster run accelerate launch --num_processes"),
         (["watch", "--onc"], "did you mean --once?"),
         (["train", "--resum", "last"], "did you mean --resume?"),
         (["train", "--zzz"], "unrecognized arguments: --zzz"),
@@ -299,14 +297,6 @@ def test_several_hosts_need_names(
     assert "muster host --nnodes 2" in done.err
     assert not (folder / "runs").exists()
     assert done.err == snapshot
-
-
-def test_accelerate_that_is_not_installed(
-    translated: Translate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(Impossible, match="accelerate is not installed"):
-        translated("accelerate launch train.py")
 
 
 def test_the_table_knows_the_variables() -> None:
