@@ -1,4 +1,4 @@
-"""What all tests share: leak guards, the rule about skips, the NVML stand-in, code in documents."""
+"""What all tests share: plugins, marks that follow from others, the rule about skips."""
 
 import os
 import signal
@@ -12,10 +12,12 @@ pytest_plugins = [
     "muster_command",
     "document_examples",
     "rank_group",
-    "side_by_side",
     "text_snapshots",
-    "tiers",
 ]
+
+
+# Their blocks train for minutes.
+_NIGHTLY_DOCUMENTS = ("fine-tuning.md", "preference-tuning.md")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     _draw_the_same_every_time()
+    # Set by readline in the process that starts the workers of pytest-xdist.
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
     # A shell starts background jobs deaf to Ctrl-C, and so would be everything that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,6 +47,13 @@ def _draw_the_same_every_time() -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("same" if "CI" in os.environ and not random else "random")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("stress") or item.path.name in _NIGHTLY_DOCUMENTS:
+            item.add_marker("nightly")
 
 
 @pytest.hookimpl(wrapper=True)

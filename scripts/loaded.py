@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "loaded-runs.csv"
 COLUMNS = ["date", "commit", "tests", "round", "part", "passed", "failed twice", "flaky", "minutes"]
 ROUNDS = {"ranks and hosts": 10, "default": 3}
-SELECTED = {"default": [], "ranks and hosts": ["-m", "ranks or hosts"]}
+SELECTED = {
+    "default": ["-m", "not nightly and not alone"],
+    "ranks and hosts": ["-m", "(ranks or hosts) and not nightly and not alone"],
+}
 PARTS = 8  # of a round
 FOLDERS = {"default": ("tests", "docs"), "ranks and hosts": ("tests/ranks", "tests/hosts")}
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100000))\n"
@@ -71,15 +74,7 @@ def add(tests: str, number: int, part: int) -> None:
     flaky = ROOT / "build" / "flaky.csv"
     before = flaky.read_text() if flaky.exists() else ""
     begun = time.monotonic()
-    command = [
-        sys.executable,
-        "scripts/run_tests.py",
-        "-n",
-        "auto",
-        "--no-skips",
-        "--tier",
-        "default",
-    ]
+    command = [sys.executable, "scripts/run_tests.py", "-n", "auto", "--no-skips"]
     with two_busy_processes():
         code = subprocess.run(
             [*command, f"--junitxml={report}", *SELECTED[tests], *files_of(tests, part)],

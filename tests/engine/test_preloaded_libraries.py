@@ -39,11 +39,13 @@ def calls(*names: str) -> str:
     ).stdout
 
 
+@pytest.mark.nightly
 def test_no_preloaded_library_starts_cuda() -> None:
     names = forked_ranks.preloaded(EVERY_LIBRARY, gpus=True)
     assert calls(*dict.fromkeys([*names, *warm_agent._TORCH, *warm_agent._WORKER])) == ""
 
 
+@pytest.mark.nightly
 def test_a_library_that_starts_cuda_is_seen() -> None:
     assert "device_count" in calls("bitsandbytes")
 

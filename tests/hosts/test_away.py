@@ -52,6 +52,7 @@ def test_several_that_are_away_are_told_apart_at_once(lab3: Lab) -> None:
     assert "10.77.0.13" in absent["what"]
 
 
+@pytest.mark.nightly
 def test_a_machine_that_drops_everything_is_known_by_its_network_card(lab2: Lab) -> None:
     node2 = lab2.host("node2")
     node2.iptables("-A", "INPUT", "!", "-i", "lo", "-j", "DROP")
@@ -63,6 +64,7 @@ def test_a_machine_that_drops_everything_is_known_by_its_network_card(lab2: Lab)
     assert again.named("ssh-port-dropped") == []
 
 
+@pytest.mark.nightly
 def test_a_server_that_takes_calls_and_never_speaks(lab2: Lab) -> None:
     with injected(lab2, NoSshd(host="node2"), PortTaken(host="node2", port=2222)):
         (found,) = ask(lab2, "node2")
@@ -71,6 +73,7 @@ def test_a_server_that_takes_calls_and_never_speaks(lab2: Lab) -> None:
     assert " port 2222" in found["what"]
 
 
+@pytest.mark.nightly
 def test_the_own_interface_is_switched_off_and_on_again_by_the_fix(lab2: Lab) -> None:
     node1 = lab2.host("node1")
     node1.ip("link", "set", "eth0", "down")
@@ -82,6 +85,7 @@ def test_the_own_interface_is_switched_off_and_on_again_by_the_fix(lab2: Lab) ->
     assert check(lab2, "--quick").exit_code == 0
 
 
+@pytest.mark.nightly
 def test_one_cable_is_one_finding_for_all_that_are_away(lab3: Lab) -> None:
     with injected(lab3, LinkCut(host="node1")):
         found = check(lab3, "--quick")
@@ -89,6 +93,7 @@ def test_one_cable_is_one_finding_for_all_that_are_away(lab3: Lab) -> None:
     assert only["name"] == "own-cable-out"
 
 
+@pytest.mark.nightly
 def test_a_tunnel_between_them_carries_smaller_frames(lab2: Lab) -> None:
     with injected(lab2, Mtu(host_bytes=1500, switch_bytes=1420)):
         (found,) = ask(lab2, "node2")
@@ -98,6 +103,7 @@ def test_a_tunnel_between_them_carries_smaller_frames(lab2: Lab) -> None:
         assert check(lab2, "--quick").named("mtu-black-hole") == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("big", [9000, 1500])
 def test_no_alarm_where_all_is_well(big: int, lab2: Lab) -> None:
     # One machine sends bigger frames than the other: TCP agrees on what both can.
@@ -116,6 +122,7 @@ def _unknown_name(lab: Lab) -> list[dict[str, str]]:
     return ask(lab, "node9")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("away", [_refused_key, _unknown_name])
 def test_what_ssh_says_plainly_stays(
     away: Callable[[Lab], list[dict[str, str]]], lab2: Lab

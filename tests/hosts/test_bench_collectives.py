@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+
 from hosts.lab import Lab
 from hosts.launching import leftovers
 from muster_command import muster_argv
+
+pytestmark = pytest.mark.nightly
 
 
 def test_ranks_of_two_machines_are_timed_and_named(lab2: Lab) -> None:

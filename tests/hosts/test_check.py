@@ -71,6 +71,7 @@ def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
     await_true("nothing is left", lambda: strays(lab2) == {})
 
 
+@pytest.mark.nightly
 def test_a_machine_that_does_not_answer_is_named_and_the_others_are_checked(lab3: Lab) -> None:
     work = work_of(lab3)
     with injected(lab3, NoSshd(host="node2")):
@@ -100,6 +101,7 @@ def test_a_direction_that_is_closed_is_named_and_mended_by_the_fix(lab2: Lab) ->
         assert again.exit_code == 0
 
 
+@pytest.mark.nightly
 def test_another_torch_is_told_before_ranks_would_hang_over_it(lab2: Lab) -> None:
     with injected(lab2, Packages(host="node2", files=_TORCH_240)):
         found = check(lab2, "--quick")
@@ -109,6 +111,7 @@ def test_another_torch_is_told_before_ranks_would_hang_over_it(lab2: Lab) -> Non
     assert failure["fix"].startswith("python -m pip install torch==")
 
 
+@pytest.mark.nightly
 def test_code_that_differs_is_found_and_the_script_is_not_run(lab2: Lab) -> None:
     work, other = work_of(lab2), lab2.folder / "other"
     other.mkdir()
@@ -130,6 +133,7 @@ def test_code_that_differs_is_found_and_the_script_is_not_run(lab2: Lab) -> None
     assert not (other / "was-run").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", _STAGES)
 def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) -> None:
     node1 = lab2.hosts[0]
@@ -146,6 +150,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) 
         process.kill()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_check_everywhere(lab2: Lab) -> None:
     _hold(lab2, _STAGES["ranks"])
     process = muster_check(lab2.hosts[0], work_of(lab2), "--hosts", "node1,node2")

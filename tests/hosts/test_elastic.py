@@ -5,6 +5,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from hosts.faults import HostKilled
 from hosts.killing import Kill, Run
 from hosts.lab import Lab
@@ -18,6 +20,8 @@ from torchmuster.monitor.alerts.rules import ALERTS
 from torchmuster.monitor.alerts.watching import AlertWatch
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Sample
+
+pytestmark = pytest.mark.nightly
 
 #: Each attempt says with how many ranks it came up; it ends well once it is told to. All ranks
 #: leave in the same round: one may see the file a round before the others do.

@@ -5,10 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hosts.host import HostProcess
 from hosts.lab import Lab
 from hosts.namespaces import await_true
 from muster_command import muster_argv
+
+pytestmark = pytest.mark.nightly
 
 _SCRIPT = """\
 import time, torch, torch.distributed as dist

@@ -6,10 +6,14 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from hosts.killing import Run, is_rank
 from hosts.lab import Lab
 from hosts.launching import PATIENT
 from patience import BUSY_S
+
+pytestmark = pytest.mark.nightly
 
 _SCRIPT = """
 import time, torch, torch.distributed as dist

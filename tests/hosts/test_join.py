@@ -75,6 +75,7 @@ def test_the_pasted_line_is_all_that_a_machine_needs(lab: Lab, tmp_path: Path) -
     assert not [path for path in tmp_path.rglob("*.*") if code in path.read_text(errors="replace")]
 
 
+@pytest.mark.nightly
 def test_places_are_those_of_the_codes_in_whatever_order_machines_join(
     make_lab: MakeLab, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_places_are_those_of_the_codes_in_whatever_order_machines_join(
     assert smoke_lines(3) <= set(rank_lines(hosting))
 
 
+@pytest.mark.nightly
 def test_without_any_address_the_host_is_found_on_the_network(lab: Lab, tmp_path: Path) -> None:
     first, second = lab.hosts
     hosting = host_smoke(first, tmp_path, "--short-codes")
@@ -139,6 +141,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.nightly
 def test_a_crowd_at_the_door_does_not_keep_the_guest_out(lab: Lab, tmp_path: Path) -> None:
     first, second = lab.hosts
     hosting = host_smoke(first, tmp_path, "--join-port", "29399")
@@ -178,6 +181,7 @@ def test_a_guest_ends_what_it_runs_when_the_host_is_killed(lab: Lab, tmp_path: P
 _OPENS = "open({place!r} + '/ran-' + __import__('os').environ['RANK'], 'w')"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("trusted", [False, True], ids=["untrusted", "trusted"])
 def test_machine_runs_a_module_outside_its_folder_only_with_trust_host(
     lab: Lab, tmp_path: Path, trusted: bool
@@ -202,6 +206,7 @@ def test_machine_runs_a_module_outside_its_folder_only_with_trust_host(
         assert "--trust-host" in told.text("err")
 
 
+@pytest.mark.nightly
 def test_machine_refuses_a_variable_that_could_load_code(lab: Lab, tmp_path: Path) -> None:
     first, second = lab.hosts
     (tmp_path / "train.py").write_text("raise AssertionError('must not run')\n")

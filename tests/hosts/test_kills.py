@@ -10,6 +10,7 @@ import pytest
 from hosts.killing import SCRIPTS, Kill, Run, is_rank, is_reaper
 from hosts.lab import Lab
 from hosts.namespaces import await_true
+from nightly import nightly_except
 
 _RANK = r"rank 1 on node2 failed: killed \(SIGKILL\)"
 _AGENT = r"{host} failed: torchrun's agent was killed by SIGKILL"
@@ -52,7 +53,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+_EACH_CHANGE = ("running-rank-1-node2", "running-node-agent-node1")
+
+
+@pytest.mark.parametrize("case", nightly_except(_EACH_CHANGE, {str(case): case for case in CASES}))
 def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_path: Path) -> None:
     # An agent whose ranks have ended waits for the others; it needs no grace.
     options = ["--grace", "60s"] if case.phase == "ending" else []
@@ -69,6 +73,7 @@ def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_
         assert code == 1
 
 
+@pytest.mark.nightly
 def test_a_reaper_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
     run.await_one("node2", is_rank(1))
@@ -82,6 +87,7 @@ def test_a_reaper_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_path
     assert run.end() == 1
 
 
+@pytest.mark.nightly
 def test_ranks_that_ignore_the_request_to_end_do_not_hide_who_failed(
     lab2: Lab, tmp_path: Path
 ) -> None:
@@ -106,6 +112,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_that_waits_in_a_collective_ends_with_its_peer(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, _BLOCKED)
     run.wait_for_ranks("joined")
@@ -115,6 +122,7 @@ def test_a_rank_that_waits_in_a_collective_ends_with_its_peer(lab2: Lab, tmp_pat
     assert re.search(_RANK, run.transcript.text("err"))
 
 
+@pytest.mark.nightly
 def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> None:
     script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
     options = ["--grace", "60s"]
@@ -130,6 +138,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> 
     assert run.end() == 130
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_the_agents_are_starting(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
     run.wait_for_phase("starting")
@@ -139,6 +148,7 @@ def test_ctrl_c_while_the_agents_are_starting(lab2: Lab, tmp_path: Path) -> None
     assert run.end() == 130
 
 
+@pytest.mark.nightly
 def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, time\n"
@@ -155,6 +165,7 @@ def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
     assert run.end() == 130
 
 
+@pytest.mark.nightly
 def test_a_flood_of_output_does_not_keep_an_agent_whose_link_was_cut(
     lab2: Lab, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from hosts.faults import (
 from hosts.host import Host
 from hosts.lab import Lab
 from hosts.machine_faults import NoRoute, SlowLink
+from nightly import nightly_except
 from torchmuster.diagnose.links.judge import judge_links
 from torchmuster.finding import Finding, Status
 
@@ -63,7 +64,7 @@ def run_fix(host: Host, finding: Finding, word: str) -> None:
         host.run(command, check=True)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_healthy_hosts_give_no_finding_and_all_figures(make_lab: MakeLab, count: int) -> None:
     links = surveyed(make_lab(count, ssh=False))
     assert judge_links(links) == []
@@ -80,6 +81,7 @@ def test_healthy_hosts_give_no_finding_and_all_figures(make_lab: MakeLab, count:
         assert link.figures.sent >= 200
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault", [DockerBridge(), SecondNetwork(), DeadInterface()], ids=lambda one: type(one).__name__
 )
@@ -96,7 +98,7 @@ def test_further_interfaces_are_no_fault(make_lab: MakeLab, fault: Fault) -> Non
     }
 
 
-@pytest.mark.parametrize("verdict", VERDICTS)
+@pytest.mark.parametrize("verdict", nightly_except(["drop"], {name: name for name in VERDICTS}))
 def test_a_closed_meeting_port(make_lab: MakeLab, verdict: Verdict) -> None:
     lab = make_lab(2, ssh=False)
     with injected(lab, ClosedPorts(host="node1", ports=(29400,), verdict=verdict)):
@@ -110,6 +112,7 @@ def test_a_closed_meeting_port(make_lab: MakeLab, verdict: Verdict) -> None:
         assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_only_the_meeting_port_is_open(make_lab: MakeLab, verdict: Verdict) -> None:
     lab = make_lab(2, ssh=False)
@@ -123,7 +126,7 @@ def test_only_the_meeting_port_is_open(make_lab: MakeLab, verdict: Verdict) -> N
         assert bad(found_in(lab)) == []
 
 
-@pytest.mark.parametrize("verdict", VERDICTS)
+@pytest.mark.parametrize("verdict", nightly_except(["refuse"], {name: name for name in VERDICTS}))
 def test_one_direction_is_blocked(make_lab: MakeLab, verdict: Verdict) -> None:
     lab = make_lab(2, ssh=False)
     with injected(lab, OnlyOpenPorts(host="node2", ports=(2222,), verdict=verdict)):
@@ -136,6 +139,7 @@ def test_one_direction_is_blocked(make_lab: MakeLab, verdict: Verdict) -> None:
         assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 def test_a_host_that_lets_nobody_in_is_named_once(make_lab: MakeLab) -> None:
     lab = make_lab(3, ssh=False)
     with injected(lab, OnlyOpenPorts(host="node3", ports=(2222,), verdict="refuse")):
@@ -148,6 +152,7 @@ def test_a_host_that_lets_nobody_in_is_named_once(make_lab: MakeLab) -> None:
         assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 def test_two_firewalls_are_two_findings(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     with injected(
@@ -173,6 +178,7 @@ def test_a_cable_that_is_out(make_lab: MakeLab) -> None:
     assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 def test_an_interface_that_is_switched_off(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     lab.hosts[1].ip("link", "set", "eth0", "down")
@@ -184,6 +190,7 @@ def test_an_interface_that_is_switched_off(make_lab: MakeLab) -> None:
     assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 def test_the_other_network_is_taken_where_one_is_cut(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     with injected(lab, SecondNetwork(), LinkCut(host="node2")):
@@ -196,6 +203,7 @@ def test_the_other_network_is_taken_where_one_is_cut(make_lab: MakeLab) -> None:
     assert re.findall(r"10\.\S+ \(eth\d\)", note.what) == ["10.88.0.11 (eth1)", "10.77.0.11 (eth0)"]
 
 
+@pytest.mark.nightly
 def test_a_port_of_the_switch_on_another_network(make_lab: MakeLab) -> None:
     lab = make_lab(3, ssh=False)
     lab.switch_ip("link", "set", "p2", "nomaster")
@@ -205,6 +213,7 @@ def test_a_port_of_the_switch_on_another_network(make_lab: MakeLab) -> None:
     assert "ip -br link show " in found.fix
 
 
+@pytest.mark.nightly
 def test_a_link_that_dies_while_in_use_may_also_be_two_firewalls(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     assert bad(found_in(lab)) == []  # now they know each other, and believe so for a while
@@ -215,6 +224,7 @@ def test_a_link_that_dies_while_in_use_may_also_be_two_firewalls(make_lab: MakeL
     assert "ip -br link show " in found.fix
 
 
+@pytest.mark.nightly
 def test_no_route(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     lab.hosts[1].ip("route", "del", "10.77.0.0/24")
@@ -226,6 +236,7 @@ def test_no_route(make_lab: MakeLab) -> None:
     assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 def test_a_route_that_leads_nowhere(make_lab: MakeLab) -> None:
     lab = make_lab(3, ssh=False)
     NoRoute(host="node2", target="node3").apply(lab)
@@ -237,6 +248,7 @@ def test_a_route_that_leads_nowhere(make_lab: MakeLab) -> None:
     assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 def test_two_hosts_with_the_same_address(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     lab.hosts[1].ip("addr", "flush", "dev", "eth0")
@@ -262,6 +274,7 @@ def test_big_frames_vanish(make_lab: MakeLab) -> None:
         assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 def test_where_datagrams_are_dropped_the_frames_are_only_suspected(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     lab.hosts[1].run(["iptables", "-A", "INPUT", "-p", "udp", "-j", "DROP"], check=True)
@@ -275,6 +288,7 @@ def test_where_datagrams_are_dropped_the_frames_are_only_suspected(make_lab: Mak
         assert bad(found_in(lab)) == []
 
 
+@pytest.mark.nightly
 def test_bigger_frames_at_one_end_do_no_harm(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     with injected(lab, Mtu(host="node2")):
@@ -286,6 +300,7 @@ def test_bigger_frames_at_one_end_do_no_harm(make_lab: MakeLab) -> None:
     assert findings[0].fix.endswith("dev eth0 mtu 1500")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "name", "value"),
     [
@@ -306,6 +321,7 @@ def test_links_that_hurt(make_lab: MakeLab, fault: Fault, name: str, value: str)
         assert re.search(value, found.what), found.what
 
 
+@pytest.mark.nightly
 def test_a_taken_meeting_port_names_its_holder(make_lab: MakeLab) -> None:
     lab = make_lab(2, ssh=False)
     with injected(lab, PortTaken(host="node1", port=29400)):
@@ -325,6 +341,7 @@ def test_nothing_listens_after_a_survey(make_lab: MakeLab) -> None:
         assert host.pids() == []
 
 
+@pytest.mark.nightly
 def test_of_twelve_hosts_the_one_cut_off_and_the_two_kept_apart_are_named(
     make_lab: MakeLab,
 ) -> None:

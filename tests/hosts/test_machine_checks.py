@@ -26,6 +26,7 @@ from hosts.faults import (
 from hosts.host import Host
 from hosts.lab import Lab
 from hosts.machine_faults import SilentNameServer, SmallFileSystem
+from nightly import nightly_except
 from torchmuster.diagnose.machine import storage
 from torchmuster.units import MiB
 
@@ -82,9 +83,16 @@ def lab(make_lab: MakeLab) -> Lab:
     return make_lab(2, ssh=False)
 
 
-@pytest.mark.parametrize("user", ["root", "nobody"])
+@pytest.mark.parametrize("user", ["root", pytest.param("nobody", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    "fault", [None, DockerBridge(), SecondNetwork(), Loss(host="node1", percent=5)], ids=repr
+    "fault",
+    nightly_except(
+        ["None"],
+        {
+            repr(fault): fault
+            for fault in (None, DockerBridge(), SecondNetwork(), Loss(host="node1", percent=5))
+        },
+    ),
 )
 def test_no_false_alarms(lab: Lab, fault: Fault | None, user: str) -> None:
     with injected(lab, *([fault] if fault else [])):
@@ -93,6 +101,7 @@ def test_no_false_alarms(lab: Lab, fault: Fault | None, user: str) -> None:
     assert not {"check-failed", "check-hangs"} & set(findings)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
@@ -127,6 +136,7 @@ def test_nftables_alone(lab: Lab, tmp_path: Path) -> None:
     assert set(examined(head, "firewall")) == {"firewall"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
@@ -151,6 +161,7 @@ def test_a_wrong_own_name_is_mended_by_its_fix(
         assert head.run(["getent", "hosts", "localhost"], check=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "subject", "name"),
     [

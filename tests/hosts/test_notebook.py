@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hosts.conftest import MakeLab
 from hosts.host import Host
 from hosts.lab import Lab
@@ -12,6 +14,8 @@ from hosts.launching import Transcript, leftovers
 from hosts.namespaces import await_true
 from muster_command import muster_argv
 from patience import GIVE_UP_S
+
+pytestmark = pytest.mark.nightly
 
 # What a kernel does with cells, without the kernel.
 PROGRAM = """\

@@ -38,6 +38,7 @@ def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path
     run.seconds_until_clean(time.monotonic())
 
 
+@pytest.mark.nightly
 def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Path) -> None:
     script = (
         "import os\n"
@@ -56,6 +57,7 @@ def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Pat
     run.seconds_until_clean(time.monotonic())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault", [LinkCut(host="node2"), HostKilled(host="node2")], ids=["link", "host"]
 )
@@ -80,6 +82,7 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
     run.seconds_until_clean(time.monotonic())
 
 
+@pytest.mark.nightly
 def test_a_host_that_does_not_come_back_ends_the_run(lab2: Lab, tmp_path: Path) -> None:
     # So long it may also take them to come at first.
     options = ["--max-restarts", "3", "--lost-after", "7s", "--join-timeout", "30s"]

@@ -40,6 +40,7 @@ from hosts.launching import (
     strays,
 )
 from hosts.namespaces import await_true
+from nightly import nightly_except
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
 _OUR_LINE = re.compile(r"\[rank (\d+)\] ((?:world_size|gathered|barrier).*)")
@@ -182,7 +183,13 @@ SITUATIONS = [
 ]
 
 
-@pytest.mark.parametrize("situation", SITUATIONS, ids=[one.name for one in SITUATIONS])
+@pytest.mark.parametrize(
+    "situation",
+    nightly_except(
+        ["a network that has IPv6 only"],
+        {situation.name: situation for situation in SITUATIONS},
+    ),
+)
 def test_a_run_works_in(situation: Situation, make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(max(map(_number, situation.hosts.split(","))))
     with injected(lab, *situation.faults):
@@ -192,6 +199,7 @@ def test_a_run_works_in(situation: Situation, make_lab: MakeLab, tmp_path: Path)
         _assert_nothing_left(lab)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hosts", "flags"),
     [
@@ -214,6 +222,7 @@ def test_ranks_are_counted_in_the_written_order(
     _assert_nothing_left(lab)
 
 
+@pytest.mark.nightly
 def test_two_jobs_on_the_same_hosts_do_not_disturb_each_other(lab2: Lab, tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
@@ -245,6 +254,7 @@ def test_etcd_brings_the_hosts_together(lab2: Lab, make_etcd: MakeEtcd, tmp_path
     _assert_nothing_left(lab2)
 
 
+@pytest.mark.nightly
 def test_an_ordinary_script_trains_on_two_hosts(lab2: Lab, tmp_path: Path) -> None:
     (tmp_path / EXAMPLE.name).write_bytes(EXAMPLE.read_bytes())
     words = [*_flags(["--hosts", "node1,node2"]), EXAMPLE.name, "--epochs", "2"]

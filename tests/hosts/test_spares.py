@@ -4,6 +4,8 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+
 from hosts.killing import Kill, Run, command_line
 from hosts.lab import Lab
 from hosts.launching import PATIENT
@@ -32,6 +34,7 @@ def test_a_spare_takes_the_rank_of_a_host_that_dies(lab3: Lab, tmp_path: Path) -
     assert len(re.findall("rendezvous at", said)) == 1
 
 
+@pytest.mark.nightly
 def test_a_host_that_died_becomes_a_spare_and_the_head_can_be_replaced(
     lab4: Lab, tmp_path: Path
 ) -> None:
@@ -54,6 +57,7 @@ def test_a_host_that_died_becomes_a_spare_and_the_head_can_be_replaced(
     run.seconds_until_clean(time.monotonic())
 
 
+@pytest.mark.nightly
 def test_no_spare_left_waits_for_the_host_as_without_spares(lab3: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab3, tmp_path, WHERE, options=TWO_AND_ONE)
     run.wait_for_ranks("round 0: rank", ranks=2)
@@ -66,6 +70,7 @@ def test_no_spare_left_waits_for_the_host_as_without_spares(lab3: Lab, tmp_path:
     run.seconds_until_clean(time.monotonic())
 
 
+@pytest.mark.nightly
 def test_a_forked_rank_is_found_and_killed_like_any_other(lab3: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab3, tmp_path, WHERE, options=TWO_AND_ONE)
     run.wait_for_ranks("round 0: rank", ranks=2)
@@ -79,6 +84,7 @@ def test_a_forked_rank_is_found_and_killed_like_any_other(lab3: Lab, tmp_path: P
     run.seconds_until_clean(time.monotonic())
 
 
+@pytest.mark.nightly
 def test_training_with_kills_is_bitwise_equal_to_an_undisturbed_one(
     lab4: Lab, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 Found = dict[str, str]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("trouble", TROUBLES, ids=[one.name for one in TROUBLES])
 def test_what_muster_says_leads_to_a_run_that_works(trouble: Trouble, make_lab: MakeLab) -> None:
     lab = make_lab(trouble.hosts)

@@ -186,6 +186,7 @@ def test_pods_are_restricted_and_a_replaced_one_has_another_address(lab: PodLab)
     assert fourth.exit_code == 75
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("code", "spec", "reason"),
     [(1, POLICIES, "PodFailurePolicy"), (75, {"backoffLimit": 0}, "BackoffLimitExceeded")],
@@ -198,6 +199,7 @@ def test_a_pod_fails_its_job(lab: PodLab, code: int, spec: dict[str, Any], reaso
     assert len(job.all_pods) == 2  # nothing was replaced
 
 
+@pytest.mark.nightly
 def test_everything_is_removed(tmp_path: Path) -> None:
     with PodLab(tmp_path / "lab", {"script.py": SCRIPT}) as lab:
         lab.claim("runs")

@@ -8,10 +8,14 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from patience import GIVE_UP_S
 from prometheus.prometheus_lab import await_until
 from prometheus.watched_training import exporter, training
 from torchmuster.errors import ExitCode
+
+pytestmark = pytest.mark.nightly
 
 TOKEN = "a-token-that-is-long-enough"
 KNOWS_IT = f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()

@@ -57,6 +57,7 @@ def folder(own_machine: Path) -> Path:
     return own_machine
 
 
+@pytest.mark.nightly
 def test_bad_numbers(folder: Path) -> None:
     with _watched(folder, speed=60) as watchers, training(folder) as it:
         _see_some_steps(it, watchers)
@@ -80,6 +81,7 @@ def _see_some_steps(it: Training, watchers: Watchers) -> None:
     await_until(enough, "a hundred steps")
 
 
+@pytest.mark.nightly
 def test_slowness_standstill_and_failure(folder: Path) -> None:
     with (
         _watched(folder, speed=200) as watchers,
@@ -102,6 +104,7 @@ def test_slowness_standstill_and_failure(folder: Path) -> None:
         watchers.await_raised("MusterRunFailed")
 
 
+@pytest.mark.nightly
 def test_saves_that_fail_and_a_launcher_that_is_killed(folder: Path) -> None:
     with _watched(folder, speed=2000) as watchers, training(folder) as it:
         _await_checkpoints(it, 3)  # how often it saves is known from then on
@@ -133,6 +136,7 @@ def _exchange(one: Path, other: Path) -> None:
     assert done == 0, (one, other)
 
 
+@pytest.mark.nightly
 def test_restarts(folder: Path) -> None:
     """Starting, and starting again, takes time that no step has; when the run has finished, that is told as well."""
     steps = 300
@@ -160,6 +164,7 @@ def test_restarts(folder: Path) -> None:
     assert found == pytest.approx(in_steps_s / lasted_s, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_a_tracker_that_is_gone_and_comes_back(folder: Path) -> None:
     pytest.importorskip("mlflow")
     uri = closed_port()
@@ -172,6 +177,7 @@ def test_a_tracker_that_is_gone_and_comes_back(folder: Path) -> None:
             assert kept.points("train/loss")[0][0] == 1  # also the numbers from before
 
 
+@pytest.mark.nightly
 def test_gpus(machine: Callable[[Scenario], Path], folder: Path) -> None:
     """The real reader of NVIDIA's library, on a stand-in for that library."""
     scenario = scenarios.eight_a100_idle()
@@ -194,6 +200,7 @@ def test_gpus(machine: Callable[[Scenario], Path], folder: Path) -> None:
         watchers.await_over(*GPUS)
 
 
+@pytest.mark.nightly
 def test_a_machine_without_memory_and_disk_and_then_without_exporter(folder: Path) -> None:
     """In a mount namespace of its own the disk is small, and the kernel tells of little memory."""
     if os.geteuid() != 0:

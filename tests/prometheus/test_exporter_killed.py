@@ -4,12 +4,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from prometheus.prometheus_lab import Prometheus, await_until, prometheus
 from prometheus.watched_training import CONFIG, OWN, exporter, process
 from torchmuster.monitor import catalogue
 from torchmuster.runfolder import list_runs
+
+pytestmark = pytest.mark.nightly
 
 TRAIN = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
 

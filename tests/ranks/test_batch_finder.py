@@ -14,7 +14,7 @@ from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.proof.trials import Trials, find_batch_size
 from torchmuster.units import GiB
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
 LINK = Link(latency_s=1e-4, bytes_s=1e9)
 HERE = Hardware(
     card=Gpu(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=1e10, kind="cpu"),

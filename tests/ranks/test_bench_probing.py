@@ -47,6 +47,7 @@ def test_answers_come_by_rank(own_machine: Path) -> None:
     assert ask(own_machine, 21) == [Answer(rank=0, double=42), Answer(rank=1, double=42)]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_says_why(own_machine: Path) -> None:
     with pytest.raises(MusterError) as trouble:
         ask(own_machine, -1)
@@ -54,6 +55,7 @@ def test_a_rank_that_fails_says_why(own_machine: Path) -> None:
     assert "ValueError: a number below nothing" in trouble.value.why
 
 
+@pytest.mark.nightly
 def test_a_rank_that_says_nothing_is_no_answer(
     own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:

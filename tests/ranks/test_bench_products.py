@@ -8,7 +8,7 @@ import pytest
 from muster_command import Muster
 from torchmuster.bench import record
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
 
 OWN = """
 import torch

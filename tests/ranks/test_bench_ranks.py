@@ -14,6 +14,7 @@ from torchmuster.bench.bandwidth import OPERATIONS
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.nightly
 def test_every_value_of_every_kind_of_message_is_compared(run_ranks: RunRanks) -> None:
     answers = run_ranks(timing.messages, 3, False)
     measured = collectives.join_rank_times(answers)
@@ -31,6 +32,7 @@ def test_every_value_of_every_kind_of_message_is_compared(run_ranks: RunRanks) -
             assert timed.compared == 2 * timed.size_bytes // 4 // share
 
 
+@pytest.mark.nightly
 def test_one_wrong_value_is_found_with_its_rank(run_ranks: RunRanks) -> None:
     measured = collectives.join_rank_times(run_ranks(timing.messages, 2, True))
     assert {one.rank for one in measured.wrong} == {1}
@@ -38,6 +40,7 @@ def test_one_wrong_value_is_found_with_its_rank(run_ranks: RunRanks) -> None:
     assert [one.wrong for one in measured.wrong] == [2, 2]
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_a_rank_that_is_slow_is_waited_for_and_not_called_communication(
     run_ranks: RunRanks,
@@ -53,6 +56,7 @@ def test_a_rank_that_is_slow_is_waited_for_and_not_called_communication(
     assert imbalance_s > timing.SLEEP_S / 4  # of two ranks one has nearly nothing to do
 
 
+@pytest.mark.nightly
 def test_reading_is_timed_inside_of_the_step(run_ranks: RunRanks) -> None:
     both = scaling.join_scaling_times([run_ranks(timing.steps, 2, "fsdp", "slow_data")])
     taken = both.by_portion[2]
@@ -76,6 +80,7 @@ def test_collectives_from_the_command_to_the_record(muster: Muster, own_machine:
     assert (own_machine / "kept" / "bus-bandwidth-by-size.svg").is_file()
 
 
+@pytest.mark.nightly
 def test_scaling_from_the_command_to_the_record(muster: Muster, own_machine: Path) -> None:
     done = muster(
         *("bench", "scaling", "--device", "cpu", "--quick", "--rounds", "2", "--ranks", "1,2"),

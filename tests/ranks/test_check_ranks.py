@@ -17,6 +17,7 @@ from ranks.launched import launched, line_with
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.nightly
 @pytest.mark.alone  # beside others, a rank may be slow enough to be warned of
 def test_this_machine_passes_with_two_ranks_on_its_cpu(muster: Muster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("open('was-run', 'w')\n")
@@ -50,6 +51,7 @@ def test_what_is_shown_ends_with_the_verdict_and_where_the_report_is(
     assert [one["phase"] for one in json.loads(runs.out)] == ["finished"]
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_it_and_leaves_nothing(own_machine: Path, snapshot: SnapshotAssertion) -> None:
     # Ranks that wait: others might have passed before anybody has typed Ctrl-C.
     held = own_machine / "held"
@@ -69,6 +71,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(own_machine: Path, snapshot: Snapshot
         command.wait_until_nothing_lives(10)
 
 
+@pytest.mark.nightly
 def test_a_launcher_that_is_killed_leaves_nothing(own_machine: Path) -> None:
     with launched(own_machine, "check") as command:
         command.wait_for("2 ranks started")

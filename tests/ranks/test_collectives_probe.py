@@ -35,6 +35,7 @@ def only(findings: list[Finding]) -> Finding:
     return finding
 
 
+@pytest.mark.nightly
 @pytest.mark.alone  # beside others, a good rank may be slow enough to be named
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_good_ranks_compare_every_value_and_nothing_is_found(
@@ -56,7 +57,9 @@ def test_good_ranks_compare_every_value_and_nothing_is_found(
         assert product.values.compared >= 65536
 
 
-@pytest.mark.parametrize("fault", ["corrupt-sum", "corrupt-result"])
+@pytest.mark.parametrize(
+    "fault", ["corrupt-sum", pytest.param("corrupt-result", marks=pytest.mark.nightly)]
+)
 def test_one_wrong_value_in_a_million_is_found_with_its_rank(
     torchrun: Torchrun, fault: str, snapshot: SnapshotAssertion
 ) -> None:
@@ -73,6 +76,7 @@ def test_one_wrong_value_in_a_million_is_found_with_its_rank(
     assert records[0].suspects == ((1,),)
 
 
+@pytest.mark.nightly
 def test_zeros_from_others_are_found_and_a_second_try_is_asked_for(torchrun: Torchrun) -> None:
     records = probe(torchrun, "p2p-zeros", ranks=3)
     finding = only(collectives.judge_collectives(records))
@@ -81,6 +85,7 @@ def test_zeros_from_others_are_found_and_a_second_try_is_asked_for(torchrun: Tor
     assert wrong_values.second_try(records) == wrong_values.SECOND_TRY
 
 
+@pytest.mark.nightly
 def test_a_hang_ends_in_time_and_names_the_rank(
     torchrun: Torchrun, snapshot: SnapshotAssertion
 ) -> None:
@@ -91,6 +96,7 @@ def test_a_hang_ends_in_time_and_names_the_rank(
     assert does == snapshot
 
 
+@pytest.mark.nightly
 def test_a_device_that_computes_wrongly_is_found(torchrun: Torchrun) -> None:
     finding = only(collectives.judge_collectives(probe(torchrun, "wrong-matmul")))
     assert finding.name == "wrong-device"
@@ -99,6 +105,7 @@ def test_a_device_that_computes_wrongly_is_found(torchrun: Torchrun) -> None:
     assert "the first at index 773: " in finding.evidence
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ["slow", "slow-matmul"])
 def test_a_slow_device_is_found(torchrun: Torchrun, fault: str) -> None:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.ranks
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
 
 
+@pytest.mark.nightly
 def test_it_learns_on_two_ranks_and_goes_on_from_its_checkpoint(
     torchrun: Torchrun, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from ranks.test_train_restarts import steps_of
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root"),
+    pytest.mark.nightly,
 ]
 
 STEPS = 600

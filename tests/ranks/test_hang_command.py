@@ -86,6 +86,7 @@ def test_a_stopped_rank_is_named(own_machine: Path, muster: Muster) -> None:
     assert "all_reduce at train.py:" in done.out  # DDP's gradients, in which rank 0 waits
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "doing", "where"),
     [
@@ -112,6 +113,7 @@ def test_a_rank_that_waits_for_something_else_is_named(
     assert ranks[0]["source"] == "self.model(samples).sum().backward()"
 
 
+@pytest.mark.nightly
 def test_a_loader_worker_is_named(own_machine: Path, muster: Muster) -> None:
     with under_torchrun(own_machine, PLAIN, "worker") as pid:
         wait_for(own_machine / "loader.holds")
@@ -124,6 +126,7 @@ def test_a_loader_worker_is_named(own_machine: Path, muster: Muster) -> None:
     assert place in finding["what"]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_skips_a_collective_is_named_among_three(
     own_machine: Path, muster: Muster
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_rank_that_skips_a_collective_is_named_among_three(
     assert "ranks 1-2 are in barrier at train.py:" in finding["what"]
 
 
+@pytest.mark.nightly
 @pytest.mark.alone  # a rank without a processor for seconds does not move
 def test_slow_ranks_that_are_well_are_not_accused(own_machine: Path, muster: Muster) -> None:
     with under_torchrun(own_machine, PLAIN, "uneven_steps") as pid:
@@ -144,6 +148,7 @@ def test_slow_ranks_that_are_well_are_not_accused(own_machine: Path, muster: Mus
     assert (code, finding["name"]) == (0, "ranks-move")
 
 
+@pytest.mark.nightly
 def test_a_hugging_face_trainer_that_waits_for_a_sample(own_machine: Path, muster: Muster) -> None:
     with under_torchrun(own_machine, LIBRARY_SCRIPTS / "hf_hangs.py") as pid:
         wait_for(own_machine / "holds")
@@ -158,6 +163,7 @@ def test_a_hugging_face_trainer_that_waits_for_a_sample(own_machine: Path, muste
     assert "train()" in ranks[1 - late]["source"]
 
 
+@pytest.mark.nightly
 def test_a_lightning_module_in_which_a_rank_skips_a_collective(
     own_machine: Path, muster: Muster
 ) -> None:

@@ -113,6 +113,7 @@ HANGS = {
 }
 
 
+@pytest.mark.nightly
 def test_ranks_that_called_different_collectives_are_named_with_both_places(
     own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -161,6 +162,7 @@ def small_cgroup() -> Iterator[Path]:
     folder.rmdir()
 
 
+@pytest.mark.nightly
 def test_deaths_are_explained_from_a_copy_of_the_folder(
     own_machine: Path, small_cgroup: Path
 ) -> None:

@@ -139,6 +139,7 @@ def _stacks(folder: Path, rank: int) -> str:
     return (folder / f"rank-{rank}.stacks.txt").read_text()
 
 
+@pytest.mark.nightly
 def test_a_heartbeat_costs_less_than_a_thousandth(own_machine: Path) -> None:
     """Measured inside a real rank whose flight recorder is full, with a deep stack."""
     (own_machine / "train.py").write_text(

@@ -49,6 +49,7 @@ def expected(
     return {layout: Ended.of(RunFolder(folder / str(layout)), STEPS) for layout in KILLS}
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", KILLS, ids=str)
 def test_a_struck_run_ends_with_the_same_losses_and_weights(

@@ -110,6 +110,7 @@ def test_two_ranks_train_next_to_shards_in_4_bits_and_peft_loads_the_adapter(
         assert torch.equal(loaded[final], answers[0]["logits"])
 
 
+@pytest.mark.nightly
 def test_one_process_computes_the_same_and_peft_loads_exactly_what_was_trained(
     run_ranks: RunRanks, trained: Trained
 ) -> None:
@@ -126,6 +127,7 @@ def test_one_process_computes_the_same_and_peft_loads_exactly_what_was_trained(
         assert torch.equal(loaded[finals[name]], of_ranks["logits"]), name
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_holds_only_what_is_trained_and_names_its_base(trained: Trained) -> None:
     for name, settings in RUNS.items():
         names, state = trained.newest(name)
@@ -138,6 +140,7 @@ def test_a_checkpoint_holds_only_what_is_trained_and_names_its_base(trained: Tra
         assert len(base["sha256"]) == 64
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_is_bitwise_the_one_that_never_stopped(trained: Trained) -> None:
     for name in RESUMED:
         (straight,) = trained.of(name)
@@ -147,6 +150,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_never_stopped(trained: Trained) -
         assert whole["losses"] == straight["losses"], name
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_a_former_version_resumes_and_keeps_its_frozen_weights(
     trained: Trained,
 ) -> None:
@@ -157,6 +161,7 @@ def test_a_checkpoint_of_a_former_version_resumes_and_keeps_its_frozen_weights(
     assert "base" not in state
 
 
+@pytest.mark.nightly
 def test_another_base_is_refused_and_the_same_elsewhere_is_not(
     trained: Trained, snapshot: SnapshotAssertion
 ) -> None:
@@ -170,12 +175,14 @@ def test_another_base_is_refused_and_the_same_elsewhere_is_not(
     assert moved["losses"] == pytest.approx(straight["losses"], abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_fsdp_takes_lora_matrices_in_float32_next_to_a_base_in_bfloat16(trained: Trained) -> None:
     (ddp,), (fsdp,) = trained.of("bf16-ddp"), trained.of("bf16-fsdp")
     assert fsdp["losses"] == pytest.approx(ddp["losses"], rel=1e-2)
     assert ddp["losses"][-1] < ddp["losses"][0]
 
 
+@pytest.mark.nightly
 def test_layers_that_cannot_be_trained_whole_are_refused(trained: Trained) -> None:
     quantized, unknown = trained.of("refused")
     assert "o_proj" in quantized["what"]

@@ -92,6 +92,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.nightly
 def test_a_model_from_its_config_trains_alike_under_ddp_and_fsdp(
     muster: Muster, folder: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_under_torchrun(torchrun: Torchrun, folder: Path, snapshot: SnapshotAsse
     assert (run / "checkpoints" / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.nightly
 def test_what_only_ranks_can_find_out_is_told_as_it_is(
     muster: Muster, folder: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -155,6 +157,7 @@ def test_what_only_ranks_can_find_out_is_told_as_it_is(
     assert state.phase == "failed"
 
 
+@pytest.mark.nightly
 def test_ranks_with_other_settings_end_together(
     torchrun: Torchrun, folder: Path, snapshot: SnapshotAssertion
 ) -> None:

@@ -137,12 +137,14 @@ def curves(trained: Path) -> dict[str, list[float]]:
     return json.loads((trained / "curves.json").read_text())  # type: ignore[no-any-return]
 
 
+@pytest.mark.nightly
 def test_the_loss_falls_and_is_the_same_for_ddp_and_fsdp(curves: dict[str, list[float]]) -> None:
     assert len(curves["qwen-ddp"]) == 8
     assert curves["qwen-ddp"][-1] < 0.7 * curves["qwen-ddp"][0]
     assert curves["qwen-fsdp"] == pytest.approx(curves["qwen-ddp"], abs=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["accumulating", "uneven", "recomputing"])
 def test_how_a_step_is_cut_changes_nothing(name: str, curves: dict[str, list[float]]) -> None:
     assert curves[name] == pytest.approx(curves["qwen-ddp"], abs=1e-4)

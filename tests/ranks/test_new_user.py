@@ -148,6 +148,7 @@ def test_a_document_has_every_promised_command(document: str) -> None:
     assert commands[:2] == [CLONED, MADE_ENVIRONMENT]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("document", PROMISED)
 def test_every_command_of_a_document_works_from_an_empty_folder(
     document: str, terminal: Terminal, tmp_path: Path

@@ -134,6 +134,7 @@ def _variables_come_back(kernel: Kernel) -> None:
     assert "rank 1: there is no variable 'nothing'" in unknown
 
 
+@pytest.mark.nightly
 def test_a_cell_of_python_is_interrupted_and_names_stay(with_ranks: Kernel) -> None:
     kernel = with_ranks
     kernel.run_well("%%ranks\nimport time\nkept = 7")
@@ -147,6 +148,7 @@ def test_a_cell_of_python_is_interrupted_and_names_stay(with_ranks: Kernel) -> N
     assert kernel.run_well("%%ranks\nkept") == "[all 2 ranks] 7\n"
 
 
+@pytest.mark.nightly
 def test_a_hang_is_named_and_its_interrupt_gives_new_ranks(with_ranks: Kernel) -> None:
     kernel = with_ranks
     kernel.run_well(GROUP)
@@ -169,6 +171,7 @@ def test_a_hang_is_named_and_its_interrupt_gives_new_ranks(with_ranks: Kernel) -
     )
 
 
+@pytest.mark.nightly
 def test_a_failure_is_shown_while_the_others_wait_in_vain(with_ranks: Kernel) -> None:
     kernel = with_ranks
     kernel.run_well(GROUP)
@@ -186,6 +189,7 @@ def test_a_failure_is_shown_while_the_others_wait_in_vain(with_ranks: Kernel) ->
     assert "their variables are lost" in error
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_is_told_and_started_again(with_ranks: Kernel, tmp_path: Path) -> None:
     kernel = with_ranks
     error = kernel.run("%%ranks\nimport os, time\nif rank == 1: os._exit(9)\ntime.sleep(300)").error
@@ -215,7 +219,7 @@ def wait_until_childless(kernel: Kernel) -> None:
     assert _children(kernel) == []
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_nothing_is_left_of_a_kernel_that_is_killed(with_ranks: Kernel, busy: bool) -> None:
     kernel = with_ranks
     if busy:
@@ -226,6 +230,7 @@ def test_nothing_is_left_of_a_kernel_that_is_killed(with_ranks: Kernel, busy: bo
     assert wait_until_nothing_lives(kernel.mark, 15) < 15 + BUSY_S
 
 
+@pytest.mark.nightly
 def test_ranks_that_cannot_be_had_are_refused_as_by_the_command(kernel: Kernel) -> None:
     error = kernel.run("%muster start --device gpu --gpu-ids 77").error
     assert "failure" in error
@@ -233,6 +238,7 @@ def test_ranks_that_cannot_be_had_are_refused_as_by_the_command(kernel: Kernel) 
     assert _children(kernel) == []
 
 
+@pytest.mark.nightly
 def test_a_stranger_finds_no_door(with_ranks: Kernel, tmp_path: Path) -> None:
     (run,) = list_runs(tmp_path / "runs")
     port = int(run.job.read_text().split('127.0.0.1\\",')[1].split("]")[0])

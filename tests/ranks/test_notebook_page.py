@@ -19,11 +19,7 @@ from chromium_page import Page, browsing, needs_chromium
 from patience import BUSY_S, GIVE_UP_S
 from ranks.launched import MARK, living, wait_until_nothing_lives
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.browser,
-    needs_chromium,
-]
+pytestmark = [pytest.mark.ranks, pytest.mark.browser, needs_chromium, pytest.mark.nightly]
 
 CELLS = [
     "%load_ext torchmuster\n%muster start --ranks 2 --device cpu",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from muster_command import Muster
+from nightly import nightly_except
 from ranks.conftest import Python, Torchrun
 from ranks.launched import launched, said_by
 
@@ -43,6 +44,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.nightly
 def test_torchrun_pasted_whole_trains_as_under_torchrun(
     torchrun: Torchrun, tmp_path: Path, own_machine: Path
 ) -> None:
@@ -61,13 +63,21 @@ def test_torchrun_pasted_whole_trains_as_under_torchrun(
 
 @pytest.mark.parametrize(
     "words",
-    [
-        (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "show.py", "1"),
-        ("--nproc-per-node", "2", "--tee", "3", "show.py", "1"),
-        ("torchrun", "--nproc-per-node", "2", "--no-python", sys.executable, "show.py", "1"),
-        (sys.executable, "show.py", "1"),
-    ],
-    ids=["python -m torch.distributed.run", "flags", "--no-python", "python"],
+    nightly_except(
+        ["flags"],
+        {
+            "python -m torch.distributed.run": (
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *("--nproc-per-node", "2", "show.py", "1"),
+            ),
+            "flags": ("--nproc-per-node", "2", "--tee", "3", "show.py", "1"),
+            "--no-python": (
+                *("torchrun", "--nproc-per-node", "2"),
+                *("--no-python", sys.executable, "show.py", "1"),
+            ),
+            "python": (sys.executable, "show.py", "1"),
+        },
+    ),
 )
 def test_ranks_start_as_they_do_under_torchrun(
     muster: Muster, own_machine: Path, words: tuple[str, ...]
@@ -79,6 +89,7 @@ def test_ranks_start_as_they_do_under_torchrun(
     assert f"ranks {ranks} ['1']" in done.out
 
 
+@pytest.mark.integrations
 def test_a_script_with_accelerate_gives_the_same_losses(
     python: Python, own_machine: Path, muster: Muster
 ) -> None:

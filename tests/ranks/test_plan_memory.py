@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from nightly import nightly_except
 from torchmuster.errors import MusterError
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.proof import verification
@@ -134,7 +135,9 @@ def _described(cases: Any, name: str, folder: Path) -> tuple[Work, Candidate]:
     return replace(case.work(folder), **changes), case.candidate()
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize(
+    "name", nightly_except(["QLoRA, one process"], {name: name for name in ADAPTED})
+)
 def test_what_is_traced_with_lora_is_what_real_ranks_take(
     name: str,
     benchmark_modules: Any,
@@ -162,6 +165,7 @@ def test_a_case_is_found_by_its_name(benchmark_modules: Any) -> None:
         cases.Case.named("llama/ddp2x1/fp32/recompute-none/1x1/sgd-clap")
 
 
+@pytest.mark.nightly
 def test_what_is_traced_is_what_real_ranks_take(
     benchmark_modules: Any,
     measured: Callable[[str], list[int]],
@@ -193,6 +197,7 @@ def test_what_is_traced_is_what_real_ranks_take(
     assert not off
 
 
+@pytest.mark.nightly
 def test_real_steps_tell_memory_and_time_of_every_rank(
     benchmark_modules: Any, measured: Callable[[str], list[int]], tmp_path: Path
 ) -> None:
@@ -214,6 +219,7 @@ def test_real_steps_tell_memory_and_time_of_every_rank(
         assert one.reserved_bytes is None
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_says_why(
     benchmark_modules: Any, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:

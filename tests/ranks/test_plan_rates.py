@@ -6,7 +6,7 @@ import pytest
 
 from torchmuster.plan.timing import calibration
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
 
 
 def test_two_ranks_measure_products_memory_and_collectives(own_machine: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_warning_makes_all_ranks_save_and_end_with_the_code_for_going_on(
     _is_written_down(run, step)
 
 
+@pytest.mark.nightly
 def test_a_demand_to_every_process_of_a_run_lets_it_save(
     folder: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -123,6 +124,7 @@ def data():
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("warning", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_warning_reaches_ranks_whose_handler_native_code_has_replaced(
     folder: Path, warning: signal.Signals

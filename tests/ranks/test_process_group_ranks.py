@@ -59,6 +59,7 @@ def test_under_torchrun_unchanged(
         assert reason == snapshot(name="reason")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_contributes_a_wrong_number_is_seen_by_all(
     torchrun: Torchrun, program: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_rank_that_contributes_a_wrong_number_is_seen_by_all(
     assert wrong == snapshot
 
 
+@pytest.mark.nightly
 def test_a_rank_that_does_not_answer_is_a_false_in_time(torchrun: Torchrun, program: Path) -> None:
     program.write_text(
         f"{PREAMBLE}\n"
@@ -103,6 +105,7 @@ def test_a_rank_that_does_not_answer_is_a_false_in_time(torchrun: Torchrun, prog
     assert "communication failed on rank 0 (cpu): " in ran.err
 
 
+@pytest.mark.nightly
 def test_another_size_than_torchruns_is_refused_on_every_rank(
     torchrun: Torchrun, program: Path
 ) -> None:
@@ -118,6 +121,7 @@ def test_another_size_than_torchruns_is_refused_on_every_rank(
     assert [json.loads(ran.of_rank(rank)[0])["what"] for rank in (0, 1)] == [expected] * 2
 
 
+@pytest.mark.nightly
 def test_one_rank_without_a_gpu_takes_all_to_gloo(
     torchrun: Torchrun, program: Path, snapshot: SnapshotAssertion
 ) -> None:

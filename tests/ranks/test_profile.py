@@ -101,6 +101,7 @@ def test_what_it_was_that_trained_is_written_down(facts: RankFacts) -> None:
     assert facts.trouble == ()
 
 
+@pytest.mark.nightly
 def test_changes_are_made_in_the_process_and_nowhere_else(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -123,6 +124,7 @@ def test_changes_are_made_in_the_process_and_nowhere_else(
     assert (tmp_path / "train.py").read_text() == TRAINING
 
 
+@pytest.mark.nightly
 def test_a_change_that_nothing_uses_is_no_trial(tmp_path: Path) -> None:
     said: list[str] = []
     question = asked(tmp_path, "1000", str(tmp_path / "weights.pt"))
@@ -132,6 +134,7 @@ def test_a_change_that_nothing_uses_is_no_trial(tmp_path: Path) -> None:
     assert any("had no effect" in line for line in said)
 
 
+@pytest.mark.nightly
 def test_a_step_that_only_makes_the_optimizers_states_is_not_counted(tmp_path: Path) -> None:
     script = TRAINING.replace("loader = iter", STATES_MADE + "loader = iter")
     with pytest.raises(Impossible) as caught:  # counted with it there are ten, as many as asked for
@@ -139,6 +142,7 @@ def test_a_step_that_only_makes_the_optimizers_states_is_not_counted(tmp_path: P
     assert "step 9" in caught.value.what
 
 
+@pytest.mark.nightly
 def test_a_training_that_ends_too_soon_or_fails_is_told(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -150,6 +154,7 @@ def test_a_training_that_ends_too_soon_or_fails_is_told(
     assert caught.value.what == snapshot
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("script", "cause"),

@@ -14,6 +14,7 @@ import pytest
 
 import tiny_models
 from muster_command import muster_argv
+from nightly import nightly_except
 from patience import GIVE_UP_S
 from ranks.proved_scripts.faults import FAULTS, Fault
 from ranks.proved_scripts.healthy import HEALTHY, Healthy
@@ -58,7 +59,10 @@ def fault_name(fault: Fault) -> str:
     return "-".join([fault.script.removesuffix(".py"), fault.fault, *fault.arguments[1:2]])
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=fault_name)
+@pytest.mark.parametrize(
+    "fault",
+    nightly_except(["plain-no-set-epoch"], {fault_name(fault): fault for fault in FAULTS}),
+)
 def test_a_fault_is_the_first_difference(folder: Path, fault: Fault) -> None:
     stops = STOPS.get(fault.fault, "killed")
     words = ("--only", fault.expected[0], "--stops", stops, *fault.flags)
@@ -74,6 +78,7 @@ def healthy_name(case: Healthy) -> str:
     return "-".join([Path(case.script).stem, *words, *case.flags[-1:], case.resume_with or ""])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", HEALTHY, ids=healthy_name)
 def test_a_healthy_script_is_not_accused(folder: Path, case: Healthy) -> None:
     script = (SCRIPTS / case.script).resolve()
@@ -96,6 +101,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_muster_train_is_not_accused(tmp_path: Path, name: str) -> None:
     tiny_models.make_model(tmp_path / "model", "byte-level")

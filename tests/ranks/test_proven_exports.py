@@ -9,6 +9,7 @@ import pytest
 
 import tiny_models
 from muster_command import Muster
+from nightly import nightly_except
 from rank_group import RunRanks
 from rank_programs import proven_exports
 from torchmuster.checkpoints.export_check import EXACT, MERGED, SIXTEEN_BITS
@@ -64,7 +65,9 @@ def assert_proven(result: Any, limit: float = EXACT) -> None:
     assert result.difference <= limit
 
 
-@pytest.mark.parametrize("kind", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kind", nightly_except(["llama", "vit"], {kind: kind for kind in tiny_models.ARCHITECTURES})
+)
 def test_final_and_exports_are_the_trained_model(
     kind: str, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -89,6 +92,7 @@ def test_final_and_exports_are_the_trained_model(
         assert list(written[0]["id2label"].values()) == list(tiny_models.CLASSES)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_adapters_are_proven_alone_and_merged(
     strategy: str, run_ranks: RunRanks, tmp_path: Path
@@ -112,6 +116,7 @@ def test_adapters_are_proven_alone_and_merged(
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == dtype
 
 
+@pytest.mark.nightly
 def test_weights_in_16_bits_are_proven(run_ranks: RunRanks, tmp_path: Path) -> None:
     settings = {"model.torch_dtype": "bfloat16"}
     facts = prove(run_ranks, tmp_path, "mistral", settings=settings, exports={"same": {}})
@@ -121,6 +126,7 @@ def test_weights_in_16_bits_are_proven(run_ranks: RunRanks, tmp_path: Path) -> N
     assert config["dtype"] == "bfloat16"
 
 
+@pytest.mark.nightly
 def test_damage_between_writing_and_checking_is_an_error(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -144,6 +150,7 @@ def test_damage_between_writing_and_checking_is_an_error(
     assert_proven(facts["good"])
 
 
+@pytest.mark.nightly
 def test_the_commands_prove_an_image_classifier(
     muster: Muster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

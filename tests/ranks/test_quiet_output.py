@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from muster_command import Muster
+from nightly import nightly_except
 from patience import GIVE_UP_S
 
 pytestmark = pytest.mark.ranks
@@ -84,7 +85,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.timeout(_WITHIN_S)
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("command", nightly_except(["train-ddp"], COMMANDS))
 def test_every_line_is_ours(muster: Muster, own_machine: Path, command: tuple[str, ...]) -> None:
     for name, text in {"own.py": OWN, "c.yaml": SETTINGS, "script.py": SCRIPT}.items():
         (own_machine / name).write_text(text)

@@ -100,18 +100,21 @@ def test_accelerate(muster: Muster, tmp_path: Path) -> None:
     assert ran.saves() == [("accelerate", 8, "first"), ("accelerate", 16, "second")]
 
 
+@pytest.mark.nightly
 def test_trl(muster: Muster, tmp_path: Path) -> None:
     ran = run(muster, tmp_path, "trl_sft.py")
     assert sorted(ran.losses()) == [2, 4, 6]
     assert ran.saves() == [("transformers", 6, "checkpoint-6")]
 
 
+@pytest.mark.nightly
 def test_distributed_checkpoint(muster: Muster, tmp_path: Path) -> None:
     ran = run(muster, tmp_path, "fsdp_dcp.py")
     assert ran.saves() == [("DCP", 8, "state")]
     assert ran.lines("steps")[-1]["step"] == 8
 
 
+@pytest.mark.nightly
 def test_recording_can_be_switched_off(muster: Muster, tmp_path: Path) -> None:
     script = str(SCRIPTS / "plain.py")
     switch = ("--env", "TORCHMUSTER_RECORD=0")
@@ -120,6 +123,7 @@ def test_recording_can_be_switched_off(muster: Muster, tmp_path: Path) -> None:
     assert Ran(tmp_path, done.out).lines("steps") == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["plain", "accelerate_loop", "hf_trainer", "trl_sft"])
 def test_a_script_prints_the_losses_that_it_prints_under_torchrun(
     muster: Muster, torchrun: Torchrun, tmp_path: Path, name: str

@@ -83,6 +83,7 @@ def test_a_restart_resumes_as_told(muster: Muster, own_machine: Path) -> None:
     ] == [Completeness.COMPLETE] * 3
 
 
+@pytest.mark.nightly
 def test_a_restart_of_a_script_that_is_not_known_starts_anew_and_says_so(
     muster: Muster, own_machine: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_restart_of_a_script_that_is_not_known_starts_anew_and_says_so(
     assert "--resume-with '--FLAG {path}'" in line_with(result.err, "starts from step 0")
 
 
+@pytest.mark.nightly
 def test_the_newest_complete_checkpoint_is_named_and_a_torn_one(
     muster: Muster, own_machine: Path
 ) -> None:
@@ -111,6 +113,7 @@ def test_the_newest_complete_checkpoint_is_named_and_a_torn_one(
     assert str(own_machine / "step8.pt") in state.resume
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_printed_command_resumes(muster: Muster, own_machine: Path, name: str) -> None:
     arguments, path, flag, last = LIBRARIES[name]
@@ -129,6 +132,7 @@ def test_the_printed_command_resumes(muster: Muster, own_machine: Path, name: st
     assert lines(newest(own_machine), "saves")[-1]["path"] == str(own_machine / last)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_restart_resumes_a_known_library_by_itself(
     muster: Muster, own_machine: Path, name: str
@@ -150,6 +154,7 @@ def test_a_restart_resumes_a_known_library_by_itself(
         assert [one["step"] for one in trained["log_history"] if "loss" in one] == [4, 8, 12]
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_after_a_stop_request_is_recorded(muster: Muster, own_machine: Path) -> None:
     script = str(SCRIPTS / "hf_preempted.py")
     began = time.time()

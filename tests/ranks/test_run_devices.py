@@ -45,7 +45,9 @@ def free(muster: Muster) -> set[str]:
     return set()
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)]
+)
 def test_gpus_are_the_run_s_alone_until_it_ends(
     server: Path, muster: Muster, end: signal.Signals
 ) -> None:
@@ -64,6 +66,7 @@ def test_gpus_are_the_run_s_alone_until_it_ends(
         assert len(free(muster)) == 8
 
 
+@pytest.mark.nightly
 def test_the_machine_s_gpus_are_told_in_the_run_s_folder(server: Path, muster: Muster) -> None:
     with launched(server, "run", "--num-gpus", "2", "waiting.py") as run:
         run.wait_for("waiting 0", "waiting 1")
@@ -95,6 +98,7 @@ def test_more_ranks_than_gpus_is_one_sentence_and_no_process(
         assert list(run.logs.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_gpus_in_use_end_it_at_once_or_are_waited_for(server: Path, muster: Muster) -> None:
     (server / "tells.py").write_text(TELLS)
     with launched(server, "run", "--gpu-ids", "0", "1", "--", "waiting.py") as first:

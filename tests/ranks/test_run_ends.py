@@ -61,8 +61,11 @@ def folder(own_machine: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)],
-    ids=["interrupt", "terminate", "hangup"],
+    [
+        pytest.param(signal.SIGINT, 130, id="interrupt", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, 143, id="terminate"),
+        pytest.param(signal.SIGHUP, 143, id="hangup", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_signal_lets_the_ranks_save_and_ends_everything(
     folder: Path, number: signal.Signals, code: int, snapshot: SnapshotAssertion
@@ -85,6 +88,7 @@ def test_a_signal_lets_the_ranks_save_and_ends_everything(
     assert (state.phase, state.exit_code) == ("stopped", code)
 
 
+@pytest.mark.nightly
 def test_ranks_that_ignore_the_end_are_killed_after_the_grace(folder: Path) -> None:
     with launched(folder, *cpu("stubborn.py", "--grace", "1")) as run:
         run.wait_for("waiting 0", "waiting 1")
@@ -108,6 +112,7 @@ def test_a_second_interrupt_ends_them_at_once(folder: Path) -> None:
     assert result.code == 130, run
 
 
+@pytest.mark.nightly
 def test_an_interrupt_while_it_is_starting_leaves_nothing(folder: Path) -> None:
     with launched(folder, *cpu("waiting.py")) as run:
         run.wait_for("2 ranks started")  # the agent is importing torch
@@ -118,7 +123,7 @@ def test_an_interrupt_while_it_is_starting_leaves_nothing(folder: Path) -> None:
     assert "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("when", ["starting", "running"])
+@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.nightly), "running"])
 def test_a_killed_launcher_leaves_nothing_within_10_s(folder: Path, when: str) -> None:
     with launched(folder, *cpu("stubborn.py", "--grace", "5")) as run:
         run.wait_for(*(["2 ranks started"] if when == "starting" else ["waiting 0", "waiting 1"]))
@@ -130,6 +135,7 @@ def test_a_killed_launcher_leaves_nothing_within_10_s(folder: Path, when: str) -
     assert (state.phase, state.headline) == ("died", "the launcher was killed")
 
 
+@pytest.mark.nightly
 def test_a_killed_agent_is_told_and_leaves_nothing(folder: Path) -> None:
     with launched(folder, *cpu("stubborn.py")) as run:
         run.wait_for("waiting 0", "waiting 1")
@@ -160,6 +166,7 @@ def test_stop_ends_a_run_and_says_so(
     assert again.err == snapshot
 
 
+@pytest.mark.nightly
 def test_stop_of_a_run_that_is_starting(folder: Path, muster: Muster) -> None:
     with launched(folder, *cpu("waiting.py", *LONG_GRACE)) as run:
         run.wait_for("muster: device: cpu")  # by now it hears signals; the ranks come next
@@ -169,6 +176,7 @@ def test_stop_of_a_run_that_is_starting(folder: Path, muster: Muster) -> None:
         run.wait_until_nothing_lives(0)
 
 
+@pytest.mark.nightly
 def test_stop_kills_a_launcher_that_does_not_react_and_all_it_started(
     folder: Path, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
@@ -230,6 +238,7 @@ def test_a_run_that_outlives_its_shell(
     assert (afterwards.code, afterwards.out) == (1, followed.out)
 
 
+@pytest.mark.nightly
 def test_a_detached_run_that_cannot_begin_says_so_here(
     folder: Path, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
@@ -240,6 +249,7 @@ def test_a_detached_run_that_cannot_begin_says_so_here(
     assert told == snapshot
 
 
+@pytest.mark.nightly
 def test_a_run_under_nohup_outlives_its_terminal(folder: Path) -> None:
     (folder / "short.py").write_text("import time\nprint('there', flush=True)\ntime.sleep(3)\n")
     with launched(folder, *cpu("short.py"), before=("nohup",)) as run:
@@ -248,6 +258,7 @@ def test_a_run_under_nohup_outlives_its_terminal(folder: Path) -> None:
         assert run.end().code == 0
 
 
+@pytest.mark.nightly
 def test_a_detached_run_that_is_left_early_goes_on(folder: Path, muster: Muster) -> None:
     with launched(folder, *cpu("waiting.py", "--detach")) as run:
         until = time.monotonic() + GIVE_UP_S
@@ -261,6 +272,7 @@ def test_a_detached_run_that_is_left_early_goes_on(folder: Path, muster: Muster)
         assert muster("stop", "last").code == 0
 
 
+@pytest.mark.nightly
 def test_a_full_disk_does_not_make_a_good_run_a_bad_one(folder: Path) -> None:
     (folder / "removes.py").write_text(
         "import os, pathlib, shutil\n"

@@ -83,6 +83,7 @@ def test_the_first_rank_s_traceback_is_told_although_both_raise(
     assert "ValueError: no data" in (folder / "logs" / "rank-1.log").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ending", "what"),
     [
@@ -109,6 +110,7 @@ def test_a_kill_from_outside_is_explained(run: Run) -> None:
     assert "rank 1 was then stopped" in result.err
 
 
+@pytest.mark.nightly
 def test_a_kill_by_the_kernel_for_want_of_memory_is_explained(run: Run) -> None:
     memory = Path("/sys/fs/cgroup/memory")
     folder = memory / f"torchmuster-run-test-{os.getpid()}"
@@ -142,6 +144,7 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_explained(run: Run) -> None:
     assert "its peak was" in result.err
 
 
+@pytest.mark.nightly
 def test_a_script_that_cannot_be_read_by_python(run: Run) -> None:
     result = run("import os\nif True\n    pass\n")
     assert of_any_rank(run.headline(result)) == "SyntaxError: expected ':'"
@@ -149,6 +152,7 @@ def test_a_script_that_cannot_be_read_by_python(run: Run) -> None:
     assert "launch/rank/start.py" not in result.err + result.out
 
 
+@pytest.mark.nightly
 def test_a_package_that_is_missing_is_told_with_the_way_to_install_it(run: Run) -> None:
     result = run("import no_such_package_here\n")
     expected = "ModuleNotFoundError: No module named 'no_such_package_here'"
@@ -189,6 +193,7 @@ def test_restarts_begin_anew_and_say_so(
     assert json.loads(run.job.read_text())["spec"]["max_restarts"] == 2
 
 
+@pytest.mark.nightly
 def test_a_restart_that_fails_silently_is_not_told_by_the_error_before_it(run: Run) -> None:
     result = run(
         "import os, time\n"

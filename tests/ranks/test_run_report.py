@@ -95,6 +95,7 @@ def test_the_numbers_of_a_report_are_those_of_the_run(muster: Muster, folder: Pa
     assert "<td>CPU</td>" in page
 
 
+@pytest.mark.nightly
 def test_a_run_that_fails_leaves_why(muster: Muster, folder: Path) -> None:
     (folder / "broken").touch()
     run, page = _trained(muster, folder, 1)

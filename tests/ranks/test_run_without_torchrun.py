@@ -59,6 +59,7 @@ def test_two_ranks_meet_without_an_agent(own_machine: Path) -> None:
         assert "sum 3.0 no agent" in said_by(rank, done.stdout)
 
 
+@pytest.mark.nightly
 def test_the_rank_that_fails_is_named(own_machine: Path) -> None:
     done = run(own_machine, "fail")
     assert done.returncode == 1, done

@@ -82,6 +82,7 @@ def _curve(run: RunFolder, tag: str) -> list[int]:
     return [one.step for one in seen.Scalars(tag)]
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_and_goes_on_is_one_curve(folder: Path) -> None:
     parquet: Any = pytest.importorskip("pyarrow.parquet")
     run = _killed_and_gone_on(folder, ("tensorboard", "parquet"))
@@ -112,6 +113,7 @@ def test_a_real_mlflow_server_takes_a_run_that_is_exported(
     assert kept.data.params["train.steps"] == "3"
 
 
+@pytest.mark.nightly
 @needs_mlflow_server
 def test_a_real_mlflow_server_has_a_run_that_was_killed_and_went_on_as_one(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
@@ -129,6 +131,7 @@ def test_a_real_mlflow_server_has_a_run_that_was_killed_and_went_on_as_one(
     assert kept.data.params["train.steps"] == str(STEPS)
 
 
+@pytest.mark.nightly
 def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
     pytest.importorskip("mlflow")
     uri = closed_port()
@@ -166,6 +169,7 @@ def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
         assert params["train.steps"] == str(STEPS)
 
 
+@pytest.mark.nightly
 def test_what_a_sink_needs_is_missed_before_anything_is_trained(
     folder: Path, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:

@@ -86,8 +86,13 @@ def is_rank(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize(
     ("ask", "code"),
-    [(to_launcher, 143), (ctrl_c, 130), (to_launcher_and_agents, 143)],
-    ids=["sigterm", "ctrl-c", "sigterm-to-all-agents"],
+    [
+        pytest.param(to_launcher, 143, id="sigterm"),
+        pytest.param(ctrl_c, 130, id="ctrl-c", marks=pytest.mark.nightly),
+        pytest.param(
+            to_launcher_and_agents, 143, id="sigterm-to-all-agents", marks=pytest.mark.nightly
+        ),
+    ],
 )
 def test_every_rank_gets_one_signal_and_time_to_save(
     folder: Path, ask: Callable[[Launched], None], code: int, snapshot: SnapshotAssertion
@@ -110,6 +115,7 @@ def test_every_rank_gets_one_signal_and_time_to_save(
     assert (state.phase, state.exit_code, state.killed_ranks) == ("stopped", code, ())
 
 
+@pytest.mark.nightly
 def test_a_scheduler_that_signals_the_node_agent_alone_stops_the_run(folder: Path) -> None:
     with launched(folder, *cpu("saving.py")) as run:
         run.wait_for("waiting 0", "waiting 1")
@@ -125,6 +131,7 @@ def test_a_scheduler_that_signals_the_node_agent_alone_stops_the_run(folder: Pat
     assert "(SIGTERM to the node agent on " in state.headline
 
 
+@pytest.mark.nightly
 def test_a_rank_that_exits_first_does_not_cost_the_other_a_second_signal(folder: Path) -> None:
     env = {"SAVES_S_0": "0", "SAVES_S_1": "4", "CODE": "3"}
     with launched(folder, *cpu("saving.py"), env=env) as run:
@@ -135,6 +142,7 @@ def test_a_rank_that_exits_first_does_not_cost_the_other_a_second_signal(folder:
     assert result.code == 143, run
 
 
+@pytest.mark.nightly
 def test_a_stop_request_during_a_failure_sends_no_second_signal(folder: Path) -> None:
     with launched(folder, *cpu("saving.py"), env={"FAILS": "0", "SAVES_S": "15"}) as run:
         run.wait_for("waiting 1")
@@ -148,6 +156,7 @@ def test_a_stop_request_during_a_failure_sends_no_second_signal(folder: Path) ->
     assert line_with(result.err, "rank 0 on ", "failed: ValueError: no data")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("handles", "got"), [("SIGTERM", "SIGTERM"), ("SIGTERM SIGUSR1", "SIGUSR1")]
 )
@@ -163,6 +172,7 @@ def test_a_schedulers_warning_reaches_a_script_as_a_signal_that_it_handles(
     assert result.code == (143 if got == "SIGTERM" else 0), run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("env", "got"),
     [
@@ -223,6 +233,7 @@ def test_ranks_that_had_to_be_killed_are_named(
     assert "SIGTERM to the launcher" in findings["run-stopped"]["what"]
 
 
+@pytest.mark.nightly
 def test_a_second_request_kills_them_and_is_no_fault_of_theirs(folder: Path) -> None:
     with launched(folder, *cpu("ignores.py", "--grace", "100")) as run:
         run.wait_for("waiting 0", "waiting 1")

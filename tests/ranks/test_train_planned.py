@@ -14,7 +14,7 @@ from torchmuster.plan.proof import comparison
 from torchmuster.runfolder import list_runs
 from torchmuster.units import GiB, MiB
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
 
 
 def test_where_sizes_do_not_decide_the_first_rank_traces_for_all(

@@ -110,6 +110,7 @@ def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
     assert re.search(rf"{run.run.id}  finished  .+, 1 restart  train", listed.out)
 
 
+@pytest.mark.nightly
 def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
     (folder / "broken").touch()
     with launched(folder, *TRAIN, "--max-restarts", "10") as run:
@@ -127,6 +128,7 @@ def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
     assert "ValueError: row 77 is broken" in state.headline
 
 
+@pytest.mark.nightly
 def test_an_end_that_is_asked_for_is_not_survived(folder: Path) -> None:
     # So many that it does not end by itself, and time enough to save.
     with launched(folder, *TRAIN, "--set", "train.steps=100000", "--grace", "100s") as run:

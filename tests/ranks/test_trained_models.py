@@ -10,6 +10,7 @@ import torch
 
 import tiny_models
 from muster_command import Muster
+from nightly import nightly_except
 from rank_group import RunRanks
 from rank_programs import trained_models
 from torchmuster.checkpoints.export import export_weights
@@ -102,6 +103,7 @@ def assert_equal(loaded: Mapping[str, torch.Tensor], trained: torch.Tensor, *, l
         torch.testing.assert_close(logits, trained, rtol=1e-5, atol=1e-5, msg=how)
 
 
+@pytest.mark.nightly
 def test_final_is_the_trained_model(trained: Trained, run_ranks: RunRanks) -> None:
     (loaded,) = run_ranks(trained_models.load, 1, {one: str(trained.final(one)) for one in RUNS})
     for run, logits in loaded.items():
@@ -121,7 +123,9 @@ def test_an_export_is_the_trained_model(
         assert_equal(logits, trained.logits[run], lora=run in LORA_RUNS)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", nightly_except([run for run in RUNS if run != "full-ddp"], {run: run for run in RUNS})
+)
 def test_tokenizer_and_generation_files_come_along(
     run: str, trained: Trained, exported: Mapping[str, Path], run_ranks: RunRanks
 ) -> None:
@@ -143,6 +147,7 @@ def test_an_adapter_names_its_base_model_wherever_it_is_loaded(trained: Trained)
     assert described["base_model_name_or_path"] == str(trained.source("lora-ddp"))
 
 
+@pytest.mark.nightly
 def test_the_command_checks_what_it_exports_and_merges(
     trained: Trained, run_ranks: RunRanks, muster: Muster, tmp_path: Path
 ) -> None:
@@ -159,6 +164,7 @@ def test_the_command_checks_what_it_exports_and_merges(
         assert_equal(logits, trained.logits[run], lora=run == "lora-ddp")
 
 
+@pytest.mark.nightly
 def test_a_damaged_adapter_is_not_exported(
     trained: Trained, muster: Muster, tmp_path: Path
 ) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from muster_command import muster_argv
 from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab, await_until
@@ -76,6 +78,7 @@ def test_a_task_that_is_requeued_leaves_the_others_alone(cluster: SlurmLab, tmp_
     assert phases == ["finished", "finished"]
 
 
+@pytest.mark.nightly
 def test_stop_cancels_one_task_of_an_array(cluster: SlurmLab, tmp_path: Path) -> None:
     array = submit(cluster, tmp_path, 2)
     task = first_task(tmp_path, array, 2)

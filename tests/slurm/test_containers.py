@@ -43,6 +43,7 @@ def submit(cluster: SlurmLab, folder: Path, script: str, *options: str) -> str:
     return cluster.run("sbatch", "--parsable", *log, *options, str(folder / "job.sh")).strip()
 
 
+@pytest.mark.nightly
 def test_the_script_of_the_docs_requeues_the_job(
     cluster: SlurmLab, tmp_path: Path, muster_in_container: str
 ) -> None:

@@ -3,7 +3,11 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from slurm.slurm_lab import SlurmLab, await_until
+
+pytestmark = pytest.mark.nightly
 
 SCRIPT = """\
 import os

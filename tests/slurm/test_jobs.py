@@ -115,6 +115,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(
     assert last.log == tmp_path / "runs" / f"slurm-{job}.log"
 
 
+@pytest.mark.nightly
 def test_a_folder_with_any_name_serves(cluster: SlurmLab, start: Submit, tmp_path: Path) -> None:
     folder = tmp_path / "a \"b\" 'c' #d $(id) ü"
     job = start("exit", "0", folder=folder)
@@ -130,6 +131,7 @@ def test_a_failure_has_its_exit_code(cluster: SlurmLab, start: Submit) -> None:
     assert last.words == f"job {job} failed on node1: exit code 7"
 
 
+@pytest.mark.nightly
 def test_a_log_that_cannot_be_opened_is_the_stated_cause(
     cluster: SlurmLab, start: Submit, tmp_path: Path
 ) -> None:
@@ -155,6 +157,7 @@ def test_cancelling_ends_the_program_politely(cluster: SlurmLab, start: Submit) 
     cancel_job(job)  # once more does no harm
 
 
+@pytest.mark.nightly
 def test_cancelling_what_does_not_exist_is_an_error(cluster: SlurmLab) -> None:
     with pytest.raises(MusterError, match="cannot cancel job 999999") as caught:
         cancel_job("999999")
@@ -162,6 +165,7 @@ def test_cancelling_what_does_not_exist_is_an_error(cluster: SlurmLab) -> None:
     assert jobs.poll_job("999999").kind == "gone"
 
 
+@pytest.mark.nightly
 def test_why_a_job_waits_is_said_again_and_again(cluster: SlurmLab, start: Submit) -> None:
     first = start("wait", "300", nodes=3, gpus_per_node=4)
     until(follow_job(first, rhythm=FAST), has_told(restart=None))
@@ -180,6 +184,7 @@ def test_why_a_job_waits_is_said_again_and_again(cluster: SlurmLab, start: Submi
     assert kinds(list(follow_job(second, rhythm=FAST)))[-1] == "done"
 
 
+@pytest.mark.nightly
 def test_leaving_early_leaves_the_job_alone(cluster: SlurmLab, start: Submit) -> None:
     job = start("wait", "60")
     events = follow_job(job, rhythm=FAST)
@@ -189,6 +194,7 @@ def test_leaving_early_leaves_the_job_alone(cluster: SlurmLab, start: Submit) ->
     assert jobs.poll_job(job).kind == "running"
 
 
+@pytest.mark.nightly
 def test_a_request_that_never_fits_is_told_as_such(cluster: SlurmLab, start: Submit) -> None:
     job = start("exit", "0", nodes=9)
     events = until(
@@ -201,6 +207,7 @@ def test_a_request_that_never_fits_is_told_as_such(cluster: SlurmLab, start: Sub
     assert last.words.endswith("(PartitionNodeLimit)")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("request_", "what", "fix"),  # in Slurm's own words
     [
@@ -259,6 +266,7 @@ def told_text(events: list[JobState | LogLine]) -> str:
     return "".join(f"{one.text}\n" for one in events if isinstance(one, LogLine))
 
 
+@pytest.mark.nightly
 def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
     cluster: SlurmLab, start: Submit, tmp_path: Path
 ) -> None:
@@ -278,6 +286,7 @@ def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
     assert jobs.poll_job(higher).kind == "done"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("requeue", [True, False])
 def test_a_node_that_fails(own_cluster: SlurmLab, start: Submit, requeue: bool) -> None:
     job = start("wait", "100", nodes=3, gpus_per_node=4)
@@ -302,6 +311,7 @@ def test_a_node_that_fails(own_cluster: SlurmLab, start: Submit, requeue: bool) 
     assert any(isinstance(one, LogLine) and "DUE TO NODE FAILURE" in one.text for one in seen)
 
 
+@pytest.mark.nightly
 def test_inside_a_job_its_allocation_is_known(cluster: SlurmLab, start: Submit) -> None:
     job = start("allocation", nodes=2, gpus_per_node=3, cpus_per_node=2)
     (_, answer) = told(list(follow_job(job, rhythm=FAST)))
@@ -317,6 +327,7 @@ def test_inside_a_job_its_allocation_is_known(cluster: SlurmLab, start: Submit) 
     assert answer["allocation"] == repr(known)
 
 
+@pytest.mark.nightly
 def test_a_job_inherits_the_shell_but_not_the_allocation_around_it(
     cluster: SlurmLab, start: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

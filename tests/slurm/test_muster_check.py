@@ -4,9 +4,13 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from muster_command import muster_argv
 from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab
+
+pytestmark = pytest.mark.nightly
 
 
 def test_a_job_checks_all_its_nodes(cluster: SlurmLab, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from muster_command import muster_argv
 from patience import GIVE_UP_S
@@ -91,6 +92,7 @@ def test_a_job_on_three_nodes_is_submitted_and_followed(cluster: SlurmLab, tmp_p
     assert " on node[1-3]" in said
 
 
+@pytest.mark.nightly
 def test_an_unmodified_script_uses_the_allocation_it_is_in(
     cluster: SlurmLab, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_an_unmodified_script_uses_the_allocation_it_is_in(
     assert "2 ranks started: node1 1, node2 1" in said
 
 
+@pytest.mark.nightly
 def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
@@ -113,6 +116,7 @@ def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path:
     await_until(lambda: not living_ranks(tmp_path), "no rank is left")
 
 
+@pytest.mark.nightly
 def test_stop_cancels_the_job_from_a_machine_that_sees_the_folder(
     cluster: SlurmLab, tmp_path: Path
 ) -> None:
@@ -150,6 +154,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.nightly
 def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WARNED)
     with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
@@ -170,6 +175,7 @@ def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_pa
     )
 
 
+@pytest.mark.nightly
 def test_a_warning_to_the_steps_reaches_every_rank_too(cluster: SlurmLab, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WARNED)
     with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
@@ -187,6 +193,7 @@ def began(log: Path) -> int:
     return 2 if "[all 2 ranks] running" in text else len(re.findall(r"\[rank \d\] running", text))
 
 
+@pytest.mark.nightly
 def test_more_gpus_than_the_job_has_is_one_sentence(cluster: SlurmLab, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     before = ("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2")

@@ -18,6 +18,8 @@ from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, list_runs
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 80
 CONFIG = f"""\
 experiment_name: preempted

@@ -6,10 +6,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from hosts.spare_training import WHERE, events, log_of
 from slurm.slurm_lab import SlurmLab, await_until
 from slurm.test_muster_run import CPU, following, living_ranks
 from torchmuster.launch.history.run_state import TAKEOVER
+
+pytestmark = pytest.mark.nightly
 
 
 def kill_node(cluster: SlurmLab, machine: str) -> float:

@@ -142,6 +142,7 @@ def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> 
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -187,6 +188,7 @@ def test_an_agent_that_is_killed_is_named_and_the_others_go_on(cluster: SlurmLab
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 def test_an_agent_that_fails_is_heard_to_its_last_word(cluster: SlurmLab) -> None:
     async def scene() -> None:
         async with agents_on(SrunTransport(allocate(cluster, "-N3"), agent=FAKE), 3) as agents:
@@ -200,6 +202,7 @@ def test_an_agent_that_fails_is_heard_to_its_last_word(cluster: SlurmLab) -> Non
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 def test_the_agents_end_with_their_srun(cluster: SlurmLab) -> None:
     async def scene() -> None:
         async with agents_on(SrunTransport(allocate(cluster, "-N3"), agent=FAKE), 3) as agents:
@@ -214,6 +217,7 @@ def test_the_agents_end_with_their_srun(cluster: SlurmLab) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 def test_the_real_agent_is_reached_on_every_node(cluster: SlurmLab) -> None:
     async def scene() -> None:
         async with agents_on(SrunTransport(allocate(cluster, "-N3")), 3) as agents:
@@ -233,6 +237,7 @@ def test_the_real_agent_is_reached_on_every_node(cluster: SlurmLab) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 def test_closing_lets_the_agents_end_by_themselves(cluster: SlurmLab) -> None:
     async def scene() -> None:
         transport = SrunTransport(allocate(cluster, "-N3"), agent=FAKE, patience_s=GIVE_UP_S)
@@ -245,6 +250,7 @@ def test_closing_lets_the_agents_end_by_themselves(cluster: SlurmLab) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 def test_a_cancelled_job_closes_all_channels_with_slurms_words(cluster: SlurmLab) -> None:
     async def scene() -> None:
         allocation = allocate(cluster, "-N3")
@@ -257,6 +263,7 @@ def test_a_cancelled_job_closes_all_channels_with_slurms_words(cluster: SlurmLab
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("agent", "why", "fix"),
     [
@@ -289,6 +296,7 @@ def test_what_cannot_be_started_is_given_up_with_the_cause(
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 def test_a_job_that_has_ended_is_given_up(cluster: SlurmLab) -> None:
     async def scene() -> None:
         allocation = allocate(cluster, "-N3")

@@ -50,7 +50,7 @@ def traced(work: Work, blocks: int | None) -> TraceRecord:
     return replace(found, took_s=0.0)
 
 
-@pytest.mark.parametrize("lora_rank", [None, 4])
+@pytest.mark.parametrize("lora_rank", [None, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_copy_is_traced_like_a_model_that_was_just_built(
     work: Work, lora_rank: int | None
 ) -> None:

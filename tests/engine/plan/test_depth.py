@@ -65,9 +65,11 @@ def whole(work: Work, one: Candidate, logs: Path) -> TraceRecord:
 @pytest.mark.parametrize(
     "one",
     [
-        candidate("fsdp", 1, 4, precision="bf16", micro_batch_size=7),
+        pytest.param(
+            candidate("fsdp", 1, 4, precision="bf16", micro_batch_size=7), marks=pytest.mark.nightly
+        ),
         candidate("fsdp", 1, 12, reshard=False),
-        candidate("fsdp", 1, 96, recompute="full"),
+        pytest.param(candidate("fsdp", 1, 96, recompute="full"), marks=pytest.mark.nightly),
         candidate("single", 1, 1, precision="bf16", recompute=2),
     ],
     ids=[

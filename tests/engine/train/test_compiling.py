@@ -59,6 +59,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.nightly
 def test_blocks_share_what_is_compiled_and_give_the_same_gradients(tmp_path: Path) -> None:
     cache = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),

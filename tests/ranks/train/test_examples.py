@@ -48,6 +48,7 @@ def numbers(ran: Ran, name: str) -> list[float]:
     return [float(one) for one in re.findall(rf"{name} (\d+\.\d+)", ran.out)]
 
 
+@pytest.mark.nightly
 def test_the_image_classifier_learns_the_same_with_a_loop_and_with_trainer(
     torchrun: Torchrun, muster_run: Callable[..., Ran]
 ) -> None:
@@ -59,6 +60,7 @@ def test_the_image_classifier_learns_the_same_with_a_loop_and_with_trainer(
     assert f"in the end: accuracy {accuracy}%, loss {loss:.4f}" in ran.out, ran.err
 
 
+@pytest.mark.nightly
 def test_the_language_model_learns_the_same_alone_sharded_and_with_trainer(
     python: Python, torchrun: Torchrun
 ) -> None:
@@ -72,6 +74,7 @@ def test_the_language_model_learns_the_same_alone_sharded_and_with_trainer(
     assert numbers(trainer, "in the end: loss") == pytest.approx(alone, abs=2e-4)
 
 
+@pytest.mark.nightly
 def test_ppo_raises_its_reward_on_two_ranks_from_a_settings_file(
     torchrun: Torchrun, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -95,6 +98,7 @@ def test_ppo_runs_under_muster_run_without_a_settings_file(muster_run: Callable[
     assert len(numbers(ran, "reward")) == 1
 
 
+@pytest.mark.nightly
 def test_lora_trains_adapters_alone_and_the_loss_falls(torchrun: Torchrun, tmp_path: Path) -> None:
     ran = torchrun(str(EXAMPLES / "fine_tune_with_lora.py"), "--out", "adapters")
     before, after = numbers(ran, "loss")
@@ -106,6 +110,7 @@ def test_lora_trains_adapters_alone_and_the_loss_falls(torchrun: Torchrun, tmp_p
     assert all(".lora_" in name for name in saved)
 
 
+@pytest.mark.nightly
 def test_lora_leaves_the_weights_of_the_model_as_they_are(run_ranks: RunRanks) -> None:
     for unchanged, changed in run_ranks(fine_tuning.what_changes, 2):
         assert unchanged

@@ -76,6 +76,7 @@ def test_running_out_with_gathered_blocks_tells_of_shards_and_copies(
                 assert "distributed.strategy" not in said
 
 
+@pytest.mark.nightly
 def test_what_one_rank_has_no_room_for_is_trained_by_four(
     run_ranks: RunRanks, snapshot: SnapshotAssertion
 ) -> None:

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.ranks
         ("sgd", "fsdp"),
         ("adafactor", "ddp"),
         ("muon", "ddp"),
-        ("muon", "fsdp"),
-        ("adamw_8bit", "ddp"),
+        pytest.param("muon", "fsdp", marks=pytest.mark.nightly),
+        pytest.param("adamw_8bit", "ddp", marks=pytest.mark.nightly),
     ],
 )
 def test_a_resumed_training_is_the_one_that_never_stopped(
@@ -118,6 +118,7 @@ def test_early_stopping_and_the_best_checkpoint_survive_a_resume(
         assert answer["weights"] == straight[0]["weights"]
 
 
+@pytest.mark.nightly
 def test_early_stopping_after_epochs(run_ranks: RunRanks, tmp_path: Path) -> None:
     losses = {3: 1.0, 6: 0.5, 9: 0.7, 12: 0.8}  # an epoch has 3 steps
     for stops in ((), (7,)):

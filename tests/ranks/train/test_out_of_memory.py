@@ -68,6 +68,7 @@ def test_all_ranks_end_and_the_table_is_told(
         assert line in result.err
 
 
+@pytest.mark.nightly
 def test_all_ranks_end_under_torchrun_too(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

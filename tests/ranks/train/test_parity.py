@@ -82,7 +82,10 @@ def _error(seen: Any, right: Any) -> float:
     return float((seen - right).norm() / right.norm())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(1, marks=pytest.mark.nightly), 2, 3, pytest.param(4, marks=pytest.mark.nightly)],
+)
 def test_gradients_losses_and_weights_are_those_of_one_plain_process(
     run_ranks: RunRanks, ranks: int
 ) -> None:

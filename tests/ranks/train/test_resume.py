@@ -14,7 +14,7 @@ from torchmuster.train.strategies.choose import Name
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_nothing_shows_that_a_training_was_interrupted(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ) -> None:

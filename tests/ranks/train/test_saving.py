@@ -164,6 +164,7 @@ def test_a_full_disk_fails_a_save_and_nothing_else(
     assert (one, still_one, two) == (1, 1, 2)
 
 
+@pytest.mark.nightly
 def test_a_service_that_is_lost_fails_a_save_and_nothing_else(
     run_ranks: RunRanks, snapshot: SnapshotAssertion
 ) -> None:

@@ -176,6 +176,7 @@ def test_in_turns_nobody_cries_wolf() -> None:
     assert alarms <= 5
 
 
+@pytest.mark.nightly
 def test_too_few_pairs_tell_only_what_is_beyond_the_floor() -> None:
     found = compare_records(*in_turns(random.Random(8), pairs=9, slower=0.05))
     assert found.in_pairs

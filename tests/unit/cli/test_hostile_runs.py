@@ -154,6 +154,7 @@ json.dump(troubles, sys.stdout)
 """
 
 
+@pytest.mark.nightly
 def test_a_hostile_run_itself_is_explained_and_watched(runs: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS],

@@ -54,6 +54,7 @@ def test_mlflow_has_one_run_that_goes_on(written: WrittenRun, muster: Muster) ->
     assert kept.statuses == ["RUNNING", "FAILED"] * 3, "nobody said that it has finished"
 
 
+@pytest.mark.nightly
 def test_a_run_of_mlflow_is_found_again_without_its_id(written: WrittenRun, muster: Muster) -> None:
     pytest.importorskip("mlflow")
     written.steps(1, 2)
@@ -68,6 +69,7 @@ def test_a_run_of_mlflow_is_found_again_without_its_id(written: WrittenRun, must
         assert len(kept.runs) == 2
 
 
+@pytest.mark.nightly
 def test_a_tracker_that_is_not_there_is_told_and_asked_again(
     written: WrittenRun, muster: Muster
 ) -> None:
