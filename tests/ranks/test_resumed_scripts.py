@@ -1,4 +1,4 @@
-"""Scripts of every library whose rank 1 is killed: they resume with the printed command, and by themselves with restarts.
+"""Scripts of every library whose rank 1 is killed: they resume with the printed command, and on a restart.
 
 The scripts are in ``resumed_scripts/``. Each of them kills its rank 1 once, some steps after its last checkpoint.
 """
@@ -134,11 +134,12 @@ def test_the_printed_command_resumes(muster: Muster, own_machine: Path, name: st
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_restart_resumes_a_known_library_by_itself(
+def test_a_restart_resumes_a_script_of_a_known_library(
     muster: Muster, own_machine: Path, name: str
 ) -> None:
     arguments, path, flag, last = LIBRARIES[name]
-    result = run(muster, own_machine, name, "--max-restarts", "1", arguments=arguments)
+    flags = ("--max-restarts", "1", "--resume-with", f"{flag} {{path}}")
+    result = run(muster, own_machine, name, *flags, arguments=arguments)
     assert result.code == 0, result
     assert begun(result) == [0, 8]
     assert "restarting from step 8 (restart 1 of 1)" in result.err

@@ -203,8 +203,7 @@ def add_resume_flag(when: Any) -> None:
         type=_shell_words,
         default=(),
         metavar="ARGS",
-        help="on a restart, add ARGS to the script's arguments; {path} is the newest complete "
-        "checkpoint (automatic for Hugging Face and Lightning scripts with such a flag)",
+        help="on a restart, add ARGS to the script's arguments; {path} is the newest complete checkpoint",
     )
 
 

@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 from script_checkpoints import accelerate_folder, cut, record, torch_file, trainer_folder
 from torchmuster.finding import Finding
 from torchmuster.launch.history import resume, run_state
-from torchmuster.launch.history.resume import plan_resume, resume_flag, with_arguments
+from torchmuster.launch.history.resume import plan_resume, with_arguments
 from torchmuster.launch.history.script_checkpoints import (
     newest_usable,
     read_script_checkpoints,
@@ -20,21 +20,13 @@ from torchmuster.launch.history.script_checkpoints import (
 from torchmuster.launch.job import Host, JobSpec
 from torchmuster.runfolder import RunFolder, create_run_folder
 
-HF = """
-from transformers import HfArgumentParser, Trainer, TrainingArguments
-(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-Trainer(model=None, args=args).train(resume_from_checkpoint=args.resume_from_checkpoint)
-"""
-CLI = "from lightning.pytorch.cli import LightningCLI\nLightningCLI()\n"
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     return create_run_folder(tmp_path / "runs", "x")
 
 
-def job(folder: Path, source: str = "", *arguments: str, resume_with: str = "") -> JobSpec:
-    (folder / "train.py").write_text(source)
+def job(folder: Path, *arguments: str, resume_with: str = "") -> JobSpec:
     return JobSpec(
         name="x",
         command=("train.py", *arguments),
@@ -124,7 +116,7 @@ def test_what_only_another_host_can_see_is_taken_from_its_record(
     run: RunFolder, tmp_path: Path
 ) -> None:
     record(run, "/scratch/of/a/checkpoint-40", 40)
-    here = job(tmp_path, HF, "--output_dir", "out")
+    here = job(tmp_path, "--output_dir", "out")
     assert plan_resume(here, run.metrics).checkpoint is None
     there = replace(here, hosts=(Host(name="a"), Host(name="b")))
     found = plan_resume(there, run.metrics).checkpoint
@@ -158,38 +150,25 @@ FLAG, CKPT = "--resume_from_checkpoint", "--ckpt_path"
 
 
 @pytest.mark.parametrize(
-    ("library", "source", "arguments", "flag"),
+    ("library", "arguments", "added"),
     [
-        ("transformers", HF, ["--output_dir", "out"], FLAG),
-        ("transformers", HF, [], FLAG),
-        # A file with all arguments is read only if it is the only argument.
-        ("transformers", HF, ["settings.json"], ""),
-        # The parser knows the flag, but nobody reads it.
-        (
-            "transformers",
-            HF.replace("args.resume_from_checkpoint", "None"),
-            ["--output_dir", "o"],
-            "",
-        ),
-        ("transformers", "trainer.train(resume_from_checkpoint=path)", ["--output_dir", "o"], ""),
-        ("transformers", "p.add_argument('--resume_from_checkpoint', type=str)", [], FLAG),
-        ("accelerate", "p.add_argument('--resume_from_checkpoint', default=None)", [], FLAG),
-        ("accelerate", "p.add_argument('--resume-from-checkpoint')", [], FLAG.replace("_", "-")),
-        ("accelerate", "p.add_argument('--resume_from_checkpoint', action='store_true')", [], ""),
-        ("accelerate", "p.add_argument('--resume_from_checkpoint', type=int)", [], ""),
-        ("accelerate", "accelerator.load_state('x')", [], ""),
-        ("lightning", CLI, ["fit", "--config", "c.yaml"], CKPT),
-        ("lightning", CLI, ["validate"], ""),
-        ("lightning", "trainer.fit(model)", ["fit"], ""),
-        ("lightning", "p.add_argument('--ckpt_path')", [], CKPT),
-        ("torch.save", "p.add_argument('--resume')", [], ""),
-        ("transformers", "this is no Python", ["--output_dir", "o"], ""),
+        ("transformers", ["--output_dir", "out", FLAG, "out/checkpoint-5"], FLAG),
+        ("accelerate", [f"{FLAG}=last"], FLAG),
+        ("lightning", ["fit", CKPT, "last"], CKPT),
+        ("transformers", ["--output_dir", "out"], None),
+        ("transformers", [FLAG], None),  # a switch takes no path
+        ("transformers", [FLAG, "--lr", "1"], None),
+        ("lightning", ["fit"], None),
+        ("torch.save", ["--resume", "last"], None),
     ],
 )
-def test_the_flag_of_a_script_is_certain_only_if_its_code_shows_it(
-    library: str, source: str, arguments: list[str], flag: str
+def test_a_restart_sets_the_flag_of_a_library_if_the_command_has_it(
+    run: RunFolder, tmp_path: Path, library: str, arguments: list[str], added: str | None
 ) -> None:
-    assert resume_flag(source, arguments, library) == flag
+    path = add(run, tmp_path, 10, library)
+    plan = plan_resume(job(tmp_path, *arguments), run.metrics)
+    expected = () if added is None else (added, str(path))
+    assert plan.on_restart() == expected
 
 
 @pytest.mark.parametrize(
@@ -211,11 +190,11 @@ def test_an_earlier_option_is_replaced(
 
 
 def test_what_the_user_told_is_used_whatever_the_library(run: RunFolder, tmp_path: Path) -> None:
-    told = job(tmp_path, "", "--lr", "1", resume_with="--from '{path}' --strict")
+    told = job(tmp_path, "--lr", "1", resume_with="--from '{path}' --strict")
     assert plan_resume(told, run.metrics).on_restart() == ()  # nothing to resume from yet
     path = add(run, tmp_path, 10, "torch.save")
     assert plan_resume(told, run.metrics).on_restart() == ("--from", str(path), "--strict")
-    by_itself = job(tmp_path, "", resume_with="--auto-resume")
+    by_itself = job(tmp_path, resume_with="--auto-resume")
     assert plan_resume(by_itself, run.metrics).on_restart() == ("--auto-resume",)
 
 
@@ -235,16 +214,13 @@ def told(run: RunFolder, spec: JobSpec) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("library", "source", "arguments"),
+    ("library", "arguments"),
     [
-        ("transformers", HF, ["--output_dir", "my out", "--hub_token", "hf_abcdefghijklmnopqrst"]),
-        ("transformers", "", ["--output_dir", "out"]),
-        ("transformers", "", []),
-        ("lightning", CLI, ["fit"]),
-        ("lightning", "", []),
-        ("accelerate", "p.add_argument('--resume_from_checkpoint')", ["--lr", "1"]),
-        ("accelerate", "", []),
-        ("torch.save", "", []),
+        ("transformers", ["--output_dir", "my out", "--hub_token", "hf_abcdefghijklmnopqrst"]),
+        ("transformers", [FLAG, "last"]),
+        ("lightning", ["fit"]),
+        ("accelerate", ["--lr", "1"]),
+        ("torch.save", []),
     ],
 )
 def test_what_is_said_after_a_failure(
@@ -253,12 +229,11 @@ def test_what_is_said_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
     snapshot: SnapshotAssertion,
     library: str,
-    source: str,
     arguments: list[str],
 ) -> None:
     monkeypatch.setattr("time.time", lambda: 1e9 + 200)
     path = add(run, tmp_path, 1040, library)
-    spec = job(tmp_path, source, *arguments)
+    spec = job(tmp_path, *arguments)
     finding = told(run, spec)
     assert finding.name == "checkpoint-to-resume"
     assert str(path) in finding.fix
@@ -268,7 +243,7 @@ def test_what_is_said_after_a_failure(
 
 def test_a_run_s_record_gives_the_same_command(run: RunFolder, tmp_path: Path) -> None:
     path = add(run, tmp_path, 10, "transformers")
-    spec = job(tmp_path, HF, "--output_dir", "out")
+    spec = job(tmp_path, "--output_dir", "out")
     run_state.write_job(run, spec)
     recorded = run_state.read_job(run)
     assert recorded is not None

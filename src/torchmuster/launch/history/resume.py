@@ -1,11 +1,10 @@
 """How to resume a script: from which checkpoint, with which arguments, and the messages about it.
 
-A script that torchmuster did not write resumes in its own way. If that is certain from its code and arguments, a restart adds
-the arguments by itself; if the user gave ``--resume-with``, it adds those; otherwise it prints what to do.
+A script that torchmuster did not write resumes in its own way. A restart adds the arguments of ``--resume-with``, or replaces
+the value of the flag that the scripts of its library have by convention, if the user's command has it. Otherwise the failure
+report prints what to do.
 """
 
-import ast
-import contextlib
 import itertools
 import json
 import shlex
@@ -14,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster import untrusted
 from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.fingerprint import module_file
 from torchmuster.launch.history.run_state import RunJob
 from torchmuster.launch.history.script_checkpoints import (
     ScriptCheckpoint,
@@ -29,7 +26,6 @@ from torchmuster.redaction import printable, redact_command
 from torchmuster.units import format_bytes, format_seconds
 
 PATH = "{path}"
-_MOST_SOURCE_BYTES = 2**20
 # The flag that a library's scripts have by convention, and the line of Python without a flag.
 _FLAGS = {
     "transformers": "--resume_from_checkpoint",
@@ -43,12 +39,6 @@ _LINES = {
     "deepspeed": "engine.load_checkpoint(*os.path.split({path}))",
     "DCP": "torch.distributed.checkpoint.load(state_dict, checkpoint_id={path})",
     "torch.save": "torch.load({path})",
-}
-_HF_PARSERS = {"HfArgumentParser", "TrlParser"}
-# Fields of transformers.TrainingArguments that scripts with other parsers rarely have.
-_TRAINING_ARGUMENTS = {
-    *("output_dir", "per_device_train_batch_size", "num_train_epochs", "save_strategy"),
-    *("save_steps", "logging_steps", "gradient_accumulation_steps"),
 }
 
 
@@ -93,64 +83,18 @@ def _arguments(
         return tuple(word.replace(PATH, checkpoint.path) for word in words), True
     if checkpoint is None or checkpoint.library not in _FLAGS:
         return (), False
-    own = job.command[1:]
-    if flag := resume_flag(_script_source(job), own, checkpoint.library):
-        return (flag, checkpoint.path), True
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in own if word[:2] == "--"}
-    if checkpoint.library == "transformers" and names & _TRAINING_ARGUMENTS:
-        return (_FLAGS["transformers"], checkpoint.path), False
-    return (), False
+    flag = _FLAGS[checkpoint.library]
+    is_certain = _passes_value(job.command[1:], flag)
+    return (flag, checkpoint.path), is_certain
 
 
-def _script_source(job: JobSpec | RunJob) -> str:
-    """Return the script's code; "" if it is not here."""
-    file = Path(job.folder, job.command[0])
-    with contextlib.suppress(OSError, ValueError):
-        found = module_file(job.command[0], job.folder) if job.module else file
-        if found is not None:
-            return untrusted.read_bounded(found, _MOST_SOURCE_BYTES).decode(
-                "utf-8", errors="replace"
-            )
-    return ""
-
-
-def resume_flag(source: str, arguments: Sequence[str], library: str) -> str:
-    """Return the flag with which a script certainly resumes from a path; "" if its code does not show one.
-
-    That is a flag that it defines itself; a field of Hugging Face's ``TrainingArguments``, if the script reads it (the
-    Trainer does not); or one of ``LightningCLI``.
-    """
-    flag = _FLAGS.get(library, "")
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
-    own = {option for node in nodes for option in _defined_options(node)}
-    for spelling in (flag, flag.replace("_", "-")):
-        if spelling in own:
-            return spelling
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    names = read | {node.id for node in nodes if isinstance(node, ast.Name)}
-    if library == "transformers" and names & _HF_PARSERS and "resume_from_checkpoint" in read:
-        # A single argument is a file with all settings, which takes no others.
-        is_file = len(arguments) == 1 and not arguments[0].startswith("-")
-        return "" if is_file else flag
-    if library == "lightning" and "LightningCLI" in names and "fit" in arguments:
-        return flag
-    return ""
-
-
-def _defined_options(node: ast.AST) -> Iterator[str]:
-    """Yield the options that a call of ``add_argument`` defines, if they take one text."""
-    if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "add_argument":
-        return
-    given = {one.arg: one.value for one in node.keywords}
-    kind = getattr(given.get("type"), "id", "str")
-    if {"action", "nargs"} & given.keys() or kind not in ("str", "Path"):
-        return
-    for option in node.args:
-        if isinstance(option, ast.Constant) and isinstance(option.value, str):
-            yield option.value
+def _passes_value(arguments: Sequence[str], flag: str) -> bool:
+    """Return whether the user's own command gives this flag a value, so that the script certainly takes one."""
+    if any(word.startswith(f"{flag}=") for word in arguments):
+        return True
+    return any(
+        word == flag and not value.startswith("-") for word, value in itertools.pairwise(arguments)
+    )
 
 
 def with_arguments(command: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
