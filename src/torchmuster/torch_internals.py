@@ -1,7 +1,7 @@
 """Private names of torch: what each is for, on which versions it was run, and what happens without it.
 
 A package that needs such names has all of them in one file, ``torch_private.py``, with a table ``NAMES``. No other file uses
-one; ``tests/architecture/test_torch_private.py`` sees to that, and renews ``docs/torch-internals.md``, which lists them.
+one (``tests/architecture/test_torch_private.py``).
 """
 
 import importlib
