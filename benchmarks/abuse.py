@@ -142,7 +142,6 @@ def attack_runs(where: Path, options: argparse.Namespace) -> str:
         ["runs", "--all"],
         ["explain", "good"],
         ["watch", "good", "--once"],
-        ["top", "--once"],
         ["exporter", "--once"],
     )
     for words in commands:

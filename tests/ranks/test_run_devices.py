@@ -1,9 +1,7 @@
-"""GPUs of a run: held while it goes on, told by UUID, free afterwards, however it ends."""
+"""GPUs of a run: held while it goes on, free afterwards, however it ends."""
 
 import os
 import signal
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +11,8 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
-from patience import GIVE_UP_S
 from ranks.launched import WAITING, launched
-from torchmuster.launch.history import node_records, run_state
+from torchmuster.launch.history import run_state
 from torchmuster.runfolder import list_runs
 
 pytestmark = pytest.mark.ranks
@@ -64,21 +61,6 @@ def test_gpus_are_the_run_s_alone_until_it_ends(
         run.end()
         run.wait_until_nothing_lives(10.0)
         assert len(free(muster)) == 8
-
-
-@pytest.mark.nightly
-def test_the_machine_s_gpus_are_told_in_the_run_s_folder(server: Path, muster: Muster) -> None:
-    with launched(server, "run", "--num-gpus", "2", "waiting.py") as run:
-        run.wait_for("waiting 0", "waiting 1")
-        (folder,) = list_runs(server / "runs")
-        deadline_s = time.monotonic() + GIVE_UP_S
-        while not (told := node_records.read_node_devices(folder, time.time())):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-        run.send(signal.SIGINT)
-        run.end()
-    assert [len(one.devices) for one in told] == [8]
-    assert told[0].host == socket.gethostname()
 
 
 def test_more_ranks_than_gpus_is_one_sentence_and_no_process(

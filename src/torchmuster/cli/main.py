@@ -54,7 +54,6 @@ COMMANDS = {
     ),
     "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export checkpoints"),
     "watch": Command("torchmuster.cli.watch", "monitor a run live, with alerts"),
-    "top": Command("torchmuster.cli.top", "show all GPUs and ranks, live"),
     "exporter": Command(
         "torchmuster.cli.exporter", "serve metrics of this machine and its runs to Prometheus"
     ),

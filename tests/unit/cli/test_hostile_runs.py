@@ -65,7 +65,6 @@ FILES = (
     "metrics/saves.jsonl",
     "metrics/evaluations.jsonl",
     "metrics/ranks/a/from-0.json",
-    "metrics/devices-from-0.json",
     "metrics/sinks/mlflow.json",
     "hang/0/hang.json",
     "checkpoints/step-1-abcd/manifest.json",

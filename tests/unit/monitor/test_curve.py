@@ -2,7 +2,7 @@
 
 import math
 
-from torchmuster.monitor.views.bars import curve
+from torchmuster.monitor.views.curve import curve
 
 
 def test_a_rising_line() -> None:

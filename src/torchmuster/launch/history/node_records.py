@@ -7,9 +7,7 @@ of other hosts.
 """
 
 import contextlib
-import dataclasses
 import socket
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,89 +16,8 @@ from urllib.parse import quote
 import msgspec
 
 from torchmuster import untrusted
-from torchmuster.devices import snapshot
-from torchmuster.devices.model import Device, Node
-from torchmuster.devices.readers import nvml
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.runfolder import RunFolder, write_atomically
-
-_EVERY_S = 10.0
-# Older records are not shown as current.
-_OLD_AFTER_S = 45.0
-
-
-class NodeDevices(msgspec.Struct, frozen=True, kw_only=True):
-    """The accelerators of one host at one moment."""
-
-    host: str
-    at_unix_s: float
-    devices: tuple[Device, ...]
-
-
-class NodeRecorder:
-    """Records the accelerators in a separate thread, since a driver may answer late or never.
-
-    Takes one snapshot on a host without accelerators, and none on a host without access to the run folder.
-    """
-
-    def __init__(self, run: RunFolder | None, first_rank: int) -> None:
-        self._path = None if run is None else run.metrics / f"devices-from-{first_rank}.json"
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._note, name="devices", daemon=True)
-
-    def __enter__(self) -> threading.Thread:
-        self._thread.start()
-        return self._thread
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()  # not waited for: see above
-
-    def _note(self) -> None:
-        if self._path is None:
-            return
-        with nvml.keep_nvml_open():
-            while not self._over.is_set():
-                node = snapshot.take_snapshot()
-                if not node.accelerators:
-                    return
-                write_node_devices(self._path, node)
-                self._over.wait(_EVERY_S)
-
-
-def write_node_devices(path: Path, node: Node) -> None:
-    """Record a host's accelerators; a full disk must not stop the run."""
-    content = NodeDevices(
-        host=socket.gethostname(),
-        at_unix_s=node.taken_unix_s,
-        devices=tuple(map(_for_others, node.accelerators)),
-    )
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, msgspec.json.encode(content).decode(), durable=False)
-
-
-def _for_others(device: Device) -> Device:
-    """Return a device without the commands of its processes, because run folders are shared."""
-    nameless = tuple(dataclasses.replace(one, command=None) for one in device.processes)
-    return dataclasses.replace(device, processes=nameless)
-
-
-def read_node_devices(run: RunFolder, now_unix_s: float) -> list[NodeDevices]:
-    """Return the hosts with recent accelerator records."""
-    files = sorted(run.metrics.glob("devices-from-*.json"))
-    found = [one for one in map(_read_devices, files) if one is not None]
-    return [one for one in found if now_unix_s - one.at_unix_s < _OLD_AFTER_S]
-
-
-_decode_devices = msgspec.json.Decoder(NodeDevices).decode
-
-
-def _read_devices(path: Path) -> NodeDevices | None:
-    try:
-        return untrusted.read_typed(path, _decode_devices)
-    except (OSError, untrusted.Unreadable):
-        return None
-
 
 # A host without a record for this long no longer runs ranks of this run.
 _GONE_AFTER_S = 30.0

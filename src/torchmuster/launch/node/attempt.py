@@ -335,10 +335,6 @@ class RunningAttempt:
 
     async def watch(self) -> protocol.Ended:
         """Return when no process of this attempt is alive and all its output has been sent."""
-        with node_records.NodeRecorder(self._run, self._share.start.first_rank):
-            return await self._watch()
-
-    async def _watch(self) -> protocol.Ended:
         over = asyncio.Event()
         following = asyncio.ensure_future(self._follow(over))
         killer = asyncio.ensure_future(self._kill_when_time_is_up())

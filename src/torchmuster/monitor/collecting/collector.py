@@ -39,12 +39,6 @@ class FollowedRun:
     metrics: RunMetrics
 
 
-def follow_runs(run: RunFolder) -> FollowedRun:
-    """Start following a run."""
-    job = run_name(run)
-    return FollowedRun(run, job, RunMetrics(run, job))
-
-
 class ActiveRuns:
     """Polls a folder of runs."""
 
@@ -63,7 +57,8 @@ class ActiveRuns:
                 continue
             told.append(run.id)
             if run.id not in self._followed:
-                self._followed[run.id] = follow_runs(run)
+                job = run_name(run)
+                self._followed[run.id] = FollowedRun(run, job, RunMetrics(run, job))
             yield self._followed[run.id]
         for gone in [one for one in self._followed if one not in told]:
             del self._followed[gone]

@@ -1,1 +1,1 @@
-"""Views of a run: terminal, browser, report, ``muster top``."""
+"""Views of a run: terminal, browser, report."""

@@ -114,21 +114,21 @@ _KINDS = (
 _MOST_NAMED = 8
 # If the waiting times of the ranks differ by this share of the time, one of them is a straggler.
 _MUCH_WAITING = 0.2
-SILENT_AFTER_S = 10.0
+_SILENT_AFTER_S = 10.0
 
 
 def odd_ranks(heartbeats: Sequence[Heartbeat]) -> Iterator[str]:
     """Yield a text for the straggler and one for ranks without a recent heartbeat."""
-    slowest = held_up_by(heartbeats)
+    slowest = _held_up_by(heartbeats)
     if slowest is not None:
         yield f"straggler: the other ranks wait for rank {slowest}"
-    silent = [one.rank for one in heartbeats if one.silent_s > SILENT_AFTER_S]
+    silent = [one.rank for one in heartbeats if one.silent_s > _SILENT_AFTER_S]
     if silent:
         more = " …" if len(silent) > _MOST_NAMED else ""
         yield f"no heartbeat from rank {', '.join(map(str, silent[:_MOST_NAMED]))}{more}"
 
 
-def held_up_by(heartbeats: Sequence[Heartbeat]) -> int | None:
+def _held_up_by(heartbeats: Sequence[Heartbeat]) -> int | None:
     """Return the straggler: with gradient averaging, the rank that waits least for the others."""
     waits = {
         one.rank: one.communication_share
