@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -65,3 +66,17 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped, which --no-skips forbids: {report.longrepr}"
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the tests that failed and then passed when they ran again, and keep the list in build/flaky.txt."""
+    rerun = {report.nodeid for report in terminalreporter.stats.get("rerun", [])}
+    failed = {report.nodeid for report in terminalreporter.stats.get("failed", [])}
+    flaky = sorted(rerun - failed)
+    if not flaky:
+        return
+    terminalreporter.section("flaky: failed, then passed")
+    with Path("build", "flaky.txt").open("a", encoding="utf-8") as file:
+        for test in flaky:
+            terminalreporter.line(test)
+            file.write(f"{test}\n")

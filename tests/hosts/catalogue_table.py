@@ -2,7 +2,7 @@
 
 To renew docs/measured/faults.md::
 
-    CATALOGUE_RECORDS=build/catalogue scripts/check tests -n 0 tests/hosts/test_catalogue.py
+    CATALOGUE_RECORDS=build/catalogue python -m pytest -n 0 tests/hosts/test_catalogue.py
     PYTHONPATH=tests python tests/hosts/catalogue_table.py build/catalogue
 """
 
