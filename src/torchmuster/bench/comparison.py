@@ -4,9 +4,6 @@ One process is one sample. Its memory layout and core shift all its figures toge
 samples of one process say little about the next one. With several records on each side, each counts
 once, by its median, and the spread between records is the noise. With too few records the spread is
 unknown: then all samples are compared, and only a change beyond ``FLOOR`` counts.
-
-Pairs with interleaved samples (``interleaved.py``) are best: each pair counts once, by the
-difference of its two samples of a round, and disturbances of the host affect both.
 """
 
 import math
@@ -16,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchmuster.bench.record import BenchRecord, Series
-from torchmuster.bench.statistics import Shift, fewest, fewest_pairs, middle, shift
+from torchmuster.bench.statistics import Shift, fewest, shift
 from torchmuster.errors import Impossible
 
 # Confidence, over all series together, that no unchanged series is reported as changed.
@@ -28,7 +25,6 @@ FLOOR = 0.10
 _EXACT = ("B", "1")  # counted or computed values can be identical; times cannot
 
 Verdict = Literal["better", "worse", "within noise", "unknown"]
-Counted = Literal["pairs", "records", "samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +47,6 @@ class Comparison:
     changes: tuple[MetricChange, ...]
     left_out: tuple[str, ...]  # titles of series that are not in every record
     by_records: bool  # each record counted once; else their samples, with FLOOR
-    in_pairs: bool  # records with interleaved samples counted as one pair
     records_needed: int  # on each side, to be certain of a change
 
     @property
@@ -73,9 +68,6 @@ def compare_records(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Compa
             why=f"they come from different benches: {', '.join(benches)}",
             fix="pass records of one bench on both sides",
         )
-    in_pairs = _are_pairs(a, b)
-    if in_pairs:
-        a, b = (sorted(side, key=lambda one: one.environment.in_turns) for side in (a, b))
     before, after = _by_key(a), _by_key(b)
     shared = [
         key
@@ -88,27 +80,19 @@ def compare_records(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> Compa
             why="no series is in all records: names or labels differ",
             fix="measure both sides with the same flags",
         )
-    needed = (fewest_pairs if in_pairs else fewest)(len(shared), confidence=CONFIDENCE)
+    needed = fewest(len(shared), confidence=CONFIDENCE)
     by_records = min(len(a), len(b)) >= needed
-    counted: Counted = ("pairs" if in_pairs else "records") if by_records else "samples"
     return Comparison(
         changes=tuple(
-            _change(before[key], after[key], counted=counted, compared=len(shared))
+            _change(before[key], after[key], by_records=by_records, compared=len(shared))
             for key in shared
         ),
         left_out=tuple(
             some[0].title for key, some in {**after, **before}.items() if key not in shared
         ),
         by_records=by_records,
-        in_pairs=in_pairs,
         records_needed=needed,
     )
-
-
-def _are_pairs(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> bool:
-    """Return whether each record has interleaved samples with one of the other side."""
-    before, after = (sorted(one.environment.in_turns for one in side) for side in (a, b))
-    return before == after and all(before) and len({*before}) == len(before)
 
 
 def _by_key(records: Sequence[BenchRecord]) -> dict[object, list[Series]]:
@@ -120,17 +104,13 @@ def _by_key(records: Sequence[BenchRecord]) -> dict[object, list[Series]]:
 
 
 def _change(
-    before: Sequence[Series], after: Sequence[Series], *, counted: Counted, compared: int
+    before: Sequence[Series], after: Sequence[Series], *, by_records: bool, compared: int
 ) -> MetricChange:
     series = before[0]
-    by_records = counted != "samples"
     a, b = (_comparison_values(side, by_records=by_records) for side in (before, after))
     confidence = 1 - (1 - CONFIDENCE) / compared
     found = _unmistakable(a, b, exact=series.unit in _EXACT)
-    if found is None and counted == "pairs":
-        apart = [_apart(*pair) for pair in zip(before, after, strict=True)]
-        found = middle(apart, confidence=confidence).as_shares()
-    elif found is None:
+    if found is None:
         logarithms = ([*map(math.log, side)] for side in (a, b))
         found = shift(*logarithms, confidence=confidence).as_shares()
     verdict: Verdict = "within noise"
@@ -166,11 +146,3 @@ def _unmistakable(a: Sequence[float], b: Sequence[float], *, exact: bool) -> Shi
         share = last / first - 1 if first else math.nan
         return Shift(middle=share, low=-math.inf, high=math.inf)
     return None
-
-
-def _apart(before: Series, after: Series) -> float:
-    """Return the log ratio of two series of a pair, round by round if both have equally many."""
-    if len(before.samples) != len(after.samples):
-        return math.log(statistics.median(after.samples) / statistics.median(before.samples))
-    pairs = zip(before.samples, after.samples, strict=True)
-    return statistics.median(math.log(last / first) for first, last in pairs)

@@ -11,7 +11,6 @@ from typing import Literal
 import psutil
 
 from torchmuster import __version__
-from torchmuster.bench.interleaved import interleaved_pair_id
 from torchmuster.devices import snapshot
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.visibility import visible
@@ -41,7 +40,6 @@ class Environment:
     torchmuster: str
     busy_before_cores: float | None = None  # used by other processes, just before
     busy_after_cores: float | None = None
-    in_turns: str = ""  # the same in two records with interleaved samples
 
     def ended(self) -> "Environment":
         """Return it with the load after the measurement."""
@@ -65,7 +63,6 @@ def environment_here(device: Literal["cpu", "gpu"] = "cpu") -> Environment:
         python=platform.python_version(),
         torchmuster=__version__,
         busy_before_cores=_busy_cores(),
-        in_turns=interleaved_pair_id(),
     )
 
 

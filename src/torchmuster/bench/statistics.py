@@ -101,27 +101,6 @@ def fewest(count: int, *, confidence: float) -> int:
     return size
 
 
-def middle(values: Sequence[float], *, confidence: float) -> Shift:
-    """Return the median of values, with a distribution-free interval.
-
-    The interval inverts the sign test: it excludes 0 if and only if too many values are on one side
-    of it. Outliers have no effect. Too few values give no interval.
-    """
-    ordered = sorted(values)
-    place = _outermost(len(ordered), confidence)
-    unknown = 2 / 2 ** len(ordered) > 1 - confidence
-    return Shift(
-        middle=statistics.median(ordered),
-        low=-math.inf if unknown else ordered[place],
-        high=math.inf if unknown else ordered[-1 - place],
-    )
-
-
-def fewest_pairs(count: int, *, confidence: float) -> int:
-    """Return the number of pairs needed to be certain that one of ``count`` medians is not 0."""
-    return math.ceil(math.log2(2 * count / (1 - confidence)))
-
-
 def _inversions(a: int, b: int) -> list[int]:
     """Return in how many orders of a and b values 0, 1, 2, … pairs are inverted, if all orders are alike."""
     # The Gaussian binomial coefficient: multiply by (1 - x^(b+i)) and divide by (1 - x^i), for i up to a.

@@ -30,13 +30,11 @@ BENCHES = {
     "collectives": ("torchmuster.cli.benches.collectives", "collectives by operation and size"),
     "scaling": ("torchmuster.cli.benches.scaling", "speed-up and efficiency on 1, 2, 4, … ranks"),
     "compare": ("torchmuster.cli.benches.compare", "compare two results: better, worse or within noise"),
-    "ab": ("torchmuster.cli.benches.ab", "interleaved A/B run of two commands"),
 }  # fmt: skip
 _EXAMPLES = (
     "muster bench matmul                    speed of matrix products",
     "muster bench collectives --ranks 4     latency and bandwidth between ranks",
     "muster bench compare before after      better, worse, or within the noise",
-    'muster bench ab "muster bench data" "new/bin/muster bench data"    interleaved A/B run',
 )
 _WIDTH = 100
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from made_up_records import elsewhere, made_up
+from made_up_records import made_up
 from torchmuster.bench.comparison import FLOOR, compare_records
 from torchmuster.bench.record import BenchRecord, Series
 from torchmuster.errors import Impossible
@@ -136,49 +136,3 @@ def test_what_cannot_be_compared_is_refused(other: BenchRecord, why: str) -> Non
     with pytest.raises(Impossible) as refusal:
         compare_records([made_up({"a": [1.0]})], [other])
     assert refusal.value.why == why
-
-
-def in_turns(
-    drawn: random.Random, *, pairs: int, slower: float = 0.0
-) -> tuple[list[BenchRecord], list[BenchRecord]]:
-    """Two sides on a machine whose speed changes by a third from one pair, and by a tenth from one round to the next."""
-    sides: tuple[list[BenchRecord], list[BenchRecord]] = ([], [])
-    for number in range(pairs):
-        machine = [drawn.lognormvariate(0, 0.3) * drawn.lognormvariate(0, 0.1) for _ in range(25)]
-        for side, slowed in zip(sides, (0.0, slower), strict=True):
-            times = {
-                name: [
-                    (1 + slowed * (name == NAMES[0])) * speed * drawn.lognormvariate(0, 0.02)
-                    for speed in machine
-                ]
-                for name in NAMES[:4]
-            }
-            side.append(elsewhere(made_up(times), in_turns=f"pair {number}"))
-    return sides
-
-
-def test_in_turns_a_slow_down_of_3_percent_is_found_on_a_restless_machine() -> None:
-    drawn = random.Random(6)
-    wanted = {name: "worse" if name == NAMES[0] else "within noise" for name in NAMES[:4]}
-    for _ in range(20):
-        a, b = in_turns(drawn, pairs=16, slower=0.03)
-        assert verdicts(a, b) == wanted
-        assert verdicts(a, b[::-1]) == wanted, "who belongs to whom is told by the records"
-        alone = [elsewhere(one, in_turns="") for one in a]
-        assert NAMES[0] not in {n for n, one in verdicts(alone, b).items() if one == "worse"}
-
-
-def test_in_turns_nobody_cries_wolf() -> None:
-    drawn = random.Random(7)
-    alarms = sum(
-        set(verdicts(*in_turns(drawn, pairs=16)).values()) != {"within noise"} for _ in range(200)
-    )
-    assert alarms <= 5
-
-
-@pytest.mark.nightly
-def test_too_few_pairs_tell_only_what_is_beyond_the_floor() -> None:
-    found = compare_records(*in_turns(random.Random(8), pairs=9, slower=0.05))
-    assert found.in_pairs
-    assert not found.by_records
-    assert found.records_needed == 10

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmuster.bench.statistics import Estimate, estimate, fewest, fewest_pairs, middle, shift
+from torchmuster.bench.statistics import Estimate, estimate, fewest, shift
 
 NUMBERS = st.floats(min_value=-1e6, max_value=1e6)
 
@@ -84,28 +84,3 @@ def test_so_many_values_are_needed_and_enough(count: int) -> None:
 
     assert known(size)
     assert not known(size - 1)
-
-
-def test_the_middle_is_found_whatever_one_value_does() -> None:
-    values = [0.02, 0.03, 0.03, 0.04, 0.03, 0.02, 0.05, 0.03, 0.03, 0.03, 0.02, -0.4]
-    found = middle(values, confidence=0.99)
-    assert found.middle == pytest.approx(0.03)
-    assert 0.02 <= found.low < 0.03 < found.high <= 0.05
-    few = middle([0.02, 0.03], confidence=0.95)
-    assert (few.low, few.high) == (-math.inf, math.inf)
-
-
-@pytest.mark.parametrize("negative", range(5))
-def test_a_middle_is_away_from_0_exactly_where_the_sign_test_says_so(negative: int) -> None:
-    values = [-1.0] * negative + [1.0] * (14 - negative)
-    chance = 2 * sum(math.comb(14, one) for one in range(negative + 1)) / 2**14
-    for confidence in (0.95, 0.99, 0.9975):
-        assert (middle(values, confidence=confidence).low > 0) == (chance <= 1 - confidence)
-
-
-@pytest.mark.parametrize("count", [1, 4, 20, 64])
-def test_so_many_pairs_are_needed_and_enough(count: int) -> None:
-    pairs = fewest_pairs(count, confidence=0.99)
-    confidence = 1 - 0.01 / count
-    assert middle([1.0] * pairs, confidence=confidence).low > 0
-    assert middle([1.0] * (pairs - 1), confidence=confidence).low == -math.inf

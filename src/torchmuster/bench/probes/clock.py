@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from torchmuster.bench.interleaved import Turns
 from torchmuster.diagnose.probes.exact_values import wait_for_device
 from torchmuster.train.world import World, all_gather_object
 
@@ -60,9 +59,6 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in turns}
     drawn = random.Random(0)  # the same order in every process
     order = list(turns)
-    mine = Turns()
-    if device.type == "cpu" and torch.get_num_threads() == 1:
-        mine.stay_on_one_core()
     collecting = gc.isenabled()
     gc.disable()
     gc.collect()
@@ -73,13 +69,11 @@ def interleaved(
                 say(f"round {number + 1} of {rounds}")
             drawn.shuffle(order)
             for name in order:
-                with mine:
-                    if calls[name] > 1:  # wakes threads and fills caches that the others have taken
-                        turns[name]()
-                    samples[name].append(timed(turns[name], calls[name]) / calls[name])
+                if calls[name] > 1:  # wakes threads and fills caches that the others have taken
+                    turns[name]()
+                samples[name].append(timed(turns[name], calls[name]) / calls[name])
             gc.collect()
     finally:
-        mine.close()
         gc.unfreeze()
         if collecting:
             gc.enable()
@@ -162,15 +156,12 @@ def interleaved_on_ranks(
     }
     taken_s: dict[str, list[float]] = {name: [] for name in turns}
     draw = random.Random(0)  # the same on every rank
-    mine = Turns(asks=world.is_first)  # the others wait for it before each sample
     for number in range(rounds):
         order = list(turns)
         draw.shuffle(order)
         for name in order:
-            with mine:
-                taken_s[name].append(sample(turns[name], calls[name]) / calls[name])
+            taken_s[name].append(sample(turns[name], calls[name]) / calls[name])
         after_round(number)
-    mine.close()
     return {name: tuple(samples) for name, samples in taken_s.items()}
 
 

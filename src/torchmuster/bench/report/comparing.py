@@ -9,7 +9,6 @@ from html import escape
 
 from torchmuster.bench.comparison import CONFIDENCE, FLOOR, Comparison, MetricChange
 from torchmuster.bench.environment import Environment, disturbance, environment_differences
-from torchmuster.bench.interleaved import PAIRS
 from torchmuster.bench.record import BenchRecord, measured_alternately
 from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import Finding, Status, render, worst_first
@@ -72,10 +71,6 @@ def not_alike(compared: ComparedSides) -> list[str]:
     """Return other differences between the two sides that could explain a change."""
     before, after = compared.before.records, compared.after.records
     seen = [_usual(before), _usual(after)]
-    if compared.comparison.in_pairs:  # both sides ran at the same time under the same load
-        seen = [
-            dataclasses.replace(one, busy_before_cores=None, busy_after_cores=None) for one in seen
-        ]
     found = environment_differences(*seen)
     one, other = before[0].settings, after[0].settings
     for key in dict.fromkeys((*one, *other)):
@@ -148,13 +143,13 @@ def _comparing_verdict(compared: ComparedSides) -> Iterator[Finding]:
 def _doubts(compared: ComparedSides) -> Iterator[Finding]:
     comparison, before, after = compared.comparison, compared.before, compared.after
     busiest = max((_usual(one.records) for one in (before, after)), key=_busy)
-    # In a pair both sides run at the same time, so other load affects both equally.
-    if not comparison.in_pairs and (disturbed := disturbance(busiest)) is not None:
+    disturbed = disturbance(busiest)
+    if disturbed is not None:
         yield disturbed
-    bench, needed = before.records[0].bench, max(comparison.records_needed, PAIRS)
-    ab_command = (
-        f'muster bench ab --pairs {needed} "muster bench {bench} …" "muster bench {bench} …"\n'
-        "  pass the command of the old and of the new version"
+    bench = before.records[0].bench
+    alternate = (
+        f"run muster bench {bench} --out DIR/N alternately for the old and the new version, at "
+        f"least {comparison.records_needed} times each"
     )
     if not comparison.by_records:
         yield Finding(
@@ -165,7 +160,7 @@ def _doubts(compared: ComparedSides) -> Iterator[Finding]:
             why=f"{len(comparison.changes)} series need at least {comparison.records_needed} "
             "records on each "
             "side, each from a fresh process, measured alternately",
-            fix=ab_command,
+            fix=alternate,
         )
     elif not measured_alternately(before.records, after.records):
         yield Finding(
@@ -173,7 +168,7 @@ def _doubts(compared: ComparedSides) -> Iterator[Finding]:
             status=Status.WARNING,
             what=f"all records of one side are older than all records of the other ({before.name}, {after.name})",
             why="a change of the host in between would look like a difference",
-            fix=ab_command,
+            fix=alternate,
         )
     if comparison.left_out:
         yield Finding(
@@ -221,16 +216,9 @@ def comparison_text(compared: ComparedSides, *, width: int = 100, colour: bool =
     blocks.append([*aligned_columns([_HEAD, *rows[:_MOST_ROWS]], right=True)])
     if len(rows) > _MOST_ROWS:
         blocks[-1].append(f"… and {len(rows) - _MOST_ROWS} more; use --json or --html to see all")
-    blocks[-1].append(
-        f"intervals hold for all series together with {CONFIDENCE:.0%} "
-        f"confidence{_interleaved_note(compared)}"
-    )
+    blocks[-1].append(f"intervals hold for all series together with {CONFIDENCE:.0%} confidence")
     blocks.append([render(comparison_findings(compared), width=width, colour=colour)])
     return "\n\n".join("\n".join(block) for block in blocks)
-
-
-def _interleaved_note(compared: ComparedSides) -> str:
-    return "; samples of both sides interleaved" if compared.comparison.in_pairs else ""
 
 
 def _beside(compared: ComparedSides) -> list[str]:
@@ -276,7 +264,6 @@ def comparison_json(compared: ComparedSides) -> dict[str, object]:
         "bench": compared.before.records[0].bench,
         "records": [len(compared.before.records), len(compared.after.records)],
         "by_records": compared.comparison.by_records,
-        "in_pairs": compared.comparison.in_pairs,
         "not_alike": not_alike(compared),
         "changes": [
             {

@@ -17,8 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster bench compare``."""
     parser.description = (
         f"{parser.description}\nThe exit code is 1 if something is worse. One record per side "
-        "detects large "
-        "changes; several\ninterleaved records (muster bench ab) detect small ones."
+        "detects large changes;\nseveral records per side, measured alternately, detect small ones."
     )
     parsers.show_examples(
         parser,
@@ -36,21 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "after", type=Path, metavar="AFTER", help="the record or folder to compare with BEFORE"
     )
-    add_output_flags(parser)
-
-
-def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the output flags of a comparison."""
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as HTML")
     parsers.add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> ExitCode:
-    """Compare two existing measurements."""
-    return show(options.before, options.after, options)
-
-
-def show(before_path: Path, after_path: Path, options: argparse.Namespace) -> ExitCode:
     """Read both sides, compare them, and print the result."""
     from torchmuster.bench.comparison import compare_records
     from torchmuster.bench.record import records_at
@@ -58,7 +47,7 @@ def show(before_path: Path, after_path: Path, options: argparse.Namespace) -> Ex
 
     before, after = (
         comparing.Side(name=str(path), records=records_at(path))
-        for path in (before_path, after_path)
+        for path in (options.before, options.after)
     )
     compared = comparing.ComparedSides(
         before=before, after=after, comparison=compare_records(before.records, after.records)
