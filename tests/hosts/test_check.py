@@ -17,7 +17,6 @@ from hosts.launching import Transcript, leftovers, strays
 from hosts.machine_faults import Packages
 from hosts.namespaces import await_true
 from muster_command import muster_argv
-from patience import BUSY_S
 
 _TORCH_240 = {"torch/__init__.py": "", "torch/version.py": "__version__ = '2.4.0'\n"}
 # Of an examiner that is being asked, and of ranks.
@@ -60,7 +59,6 @@ def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
     *_, last = told.text("out").splitlines()
     assert last.startswith("all 2 hosts ")
     assert last.endswith(f" {run.relative_to(work)}/report.html")
-    assert told.longest_silence_s() < 10 + BUSY_S, told.text()
     result = json.loads((run / "check.json").read_text())
     assert [one["name"] for one in result["machines"]] == ["node1", "node2"]
     assert len(result["links"]) == 2

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from hosts.killing import Run, is_rank
 from hosts.lab import Lab
 from hosts.launching import PATIENT
-from patience import BUSY_S
 
 pytestmark = pytest.mark.nightly
 
@@ -31,10 +29,8 @@ def test_a_stopped_rank_on_another_machine_is_named_and_both_show_what_they_do(
     run = Run.launch(lab2, tmp_path, _SCRIPT, options=PATIENT)
     run.wait_for_ranks("joined")
     victim = run.await_one("node2", is_rank(1))
-    began_s = time.monotonic()
     os.kill(victim, signal.SIGSTOP)
-    named = run.transcript.wait_for("rank 1 on node2 is stopped")
-    assert time.monotonic() - began_s < 30 + BUSY_S, named
+    run.transcript.wait_for("rank 1 on node2 is stopped")
     run.transcript.wait_for("/hang/1")
     (folder,) = tmp_path.glob("runs/*/hang/1")
     told = json.loads((folder / "hang.json").read_text())["finding"]
@@ -44,5 +40,5 @@ def test_a_stopped_rank_on_another_machine_is_named_and_both_show_what_they_do(
     flight = json.loads((folder / "rank-0.flight.json").read_text())
     assert flight["entries"][-1]["profiling_name"] == "gloo:all_reduce"
     run.process.interrupt()
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
     assert run.end() == 130

@@ -63,8 +63,8 @@ def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_
     script = SCRIPTS.get(case.phase, SCRIPTS["starting"])
     run = Run.launch(lab2, tmp_path, script, options=options)
     run.wait_for_phase(case.phase)
-    killed_s = Kill(victim=case.victim, host=case.host).strike(run)
-    run.seconds_until_clean(killed_s)
+    Kill(victim=case.victim, host=case.host).strike(run)
+    run.wait_until_clean()
     code = run.end()
     if case.says is None:
         assert code == -9
@@ -82,8 +82,8 @@ def test_a_reaper_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_path
     await_true("another", lambda: any(one != first for one in run.find("node2", is_reaper)))
     assert run.process.poll() is None
     # Killed with the node agent go the ranks, but not what they started in sessions of their own.
-    killed_s = Kill(victim="node agent").strike(run)
-    run.seconds_until_clean(killed_s)
+    Kill(victim="node agent").strike(run)
+    run.wait_until_clean()
     assert run.end() == 1
 
 
@@ -95,8 +95,8 @@ def test_ranks_that_ignore_the_request_to_end_do_not_hide_who_failed(
     script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
     run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
     run.wait_for_ranks("ignoring", ranks=3)
-    killed_s = Kill(victim="rank 1").strike(run)
-    run.seconds_until_clean(killed_s)
+    Kill(victim="rank 1").strike(run)
+    run.wait_until_clean()
     assert run.end() == 1
     assert re.search(_RANK, run.transcript.text("err"))
 
@@ -116,8 +116,8 @@ dist.all_reduce(torch.ones(1))
 def test_a_rank_that_waits_in_a_collective_ends_with_its_peer(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, _BLOCKED)
     run.wait_for_ranks("joined")
-    killed_s = Kill(victim="rank 1").strike(run)
-    run.seconds_until_clean(killed_s)
+    Kill(victim="rank 1").strike(run)
+    run.wait_until_clean()
     assert run.end() == 1
     assert re.search(_RANK, run.transcript.text("err"))
 
@@ -132,9 +132,8 @@ def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> 
     run.transcript.wait_for("Ctrl-C")
     time.sleep(1)  # the request has reached the ranks, who ignore it
     assert run.find("node2", is_rank(1))
-    asked_s = time.monotonic()
     run.process.interrupt()
-    run.seconds_until_clean(asked_s)
+    run.wait_until_clean()
     assert run.end() == 130
 
 
@@ -142,9 +141,8 @@ def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> 
 def test_ctrl_c_while_the_agents_are_starting(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
     run.wait_for_phase("starting")
-    asked_s = time.monotonic()
     run.process.interrupt()
-    run.seconds_until_clean(asked_s)
+    run.wait_until_clean()
     assert run.end() == 130
 
 
@@ -161,7 +159,7 @@ def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
     run.wait_for_ranks("ready")
     run.process.interrupt()
     run.wait_for_ranks("saved")
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
     assert run.end() == 130
 
 
@@ -178,7 +176,7 @@ def test_a_flood_of_output_does_not_keep_an_agent_whose_link_was_cut(
     )
     run = Run.launch(lab2, tmp_path, script)
     run.transcript.wait_for("1 xxx")
-    cut_s = Kill(victim="link").strike(run)
-    run.seconds_until_clean(cut_s)
+    Kill(victim="link").strike(run)
+    run.wait_until_clean()
     assert run.end() == 1
     assert re.search(_SILENCE.format(host="node2"), run.transcript.text("err"))

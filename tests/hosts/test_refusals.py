@@ -6,7 +6,6 @@ Nothing is started on any host, and nothing is left there.
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,6 @@ from hosts.lab import Lab
 from hosts.launching import Transcript, leftovers, muster_run, strays
 from hosts.namespaces import await_true
 from nightly import nightly_except
-from patience import BUSY_S
 
 TRAIN = "print('trained')\n"
 
@@ -96,7 +94,6 @@ class Refusal:
     what: str
     why: str
     fix: str
-    within_s: float = 15.0  # alone it is 1 to 3 s
 
 
 SSH = [
@@ -148,7 +145,6 @@ SSH = [
         why="it does not answer: it is off, on another network, or a firewall blocks ssh "
         "ssh: connect to host 10.77.0.12 port 2222: Connection timed out",
         fix="ping node2 # and check whether its firewall allows the ssh port",
-        within_s=30.0,
     ),
     Refusal(
         name="no python there",
@@ -203,7 +199,6 @@ NETWORK = [
         what="node2 does not reach node1 on port 29400",
         why="10.77.0.11 (eth0): node2: no answer in 5 s: a firewall drops the packets or the link is down",
         fix=FIREWALL_FIX,
-        within_s=30.0,
     ),
     Refusal(
         name="a firewall refuses",
@@ -230,7 +225,6 @@ NETWORK = [
         "ranks use ephemeral ports; port 29400 alone is not enough",
         fix="allow connections from node2 on node1: "
         "sudo ufw allow from 10.77.0.12/32 to any port 32768:60999 proto tcp # Ubuntu",
-        within_s=30.0,
     ),
     Refusal(
         name="the head does not have the address",
@@ -300,10 +294,8 @@ def test_refused(refusal: Refusal, lab2: Lab) -> None:
     (work / "train.py").write_text(TRAIN)
     words = ["--hosts", refusal.hosts, "--device", "cpu", *refusal.flags, "train.py"]
     with injected(lab2, *refusal.faults):
-        began = time.monotonic()
         said = Transcript(muster_run(lab2.hosts[0], words, work, COLUMNS="1000"))
         code = said.end()
-        took_s = time.monotonic() - began
         text = _flat(said.text("err"))
         expected = [
             one.format(lab=lab2.folder, torch=_torch_release())
@@ -311,8 +303,6 @@ def test_refused(refusal: Refusal, lab2: Lab) -> None:
         ]
         assert [one for one in expected if one not in text] == [], said.text()
         assert code == refusal.code
-        assert took_s < refusal.within_s + BUSY_S
-        assert said.longest_silence_s() < 10 + BUSY_S
         assert "trained" not in said.text()
         assert leftovers(lab2) == {}
         await_true("the node agents have gone", lambda: strays(lab2) == {})
@@ -332,10 +322,6 @@ def test_a_slow_host_is_named_again_and_again(lab2: Lab) -> None:
         r"muster: 1 of 2 joined: node1 ok, node2 missing \(ssh is connecting, \d+ s\)"
     )
     await_true("named twice", lambda: _times(said, missing) >= 2)
-    first, second = [line.at_s for line in said.lines if missing.fullmatch(line.text)][:2]
-    assert first < 5 + 3 + BUSY_S
-    assert second - first < 10 + BUSY_S
-    assert said.longest_silence_s() < 10 + BUSY_S
     said.process.interrupt()
     assert said.end() == 130
     assert leftovers(lab2) == {}

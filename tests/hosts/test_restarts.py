@@ -1,7 +1,6 @@
 """``--max-restarts``: what fails is started again on all hosts, as often as was asked for."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path
     assert "finished in" in run.transcript.text("err")
     (log,) = tmp_path.glob("runs/*/logs/rank-1.log")
     assert re.findall(r"round \d", log.read_text()) == ["round 0", "round 1"]
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
 
 
 @pytest.mark.nightly
@@ -54,7 +53,7 @@ def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Pat
     failures = [one.finding for one in evidence.read_failures(run_in(tmp_path))]
     assert [one.name for one in failures] == ["rank-failed"] * 3
     assert failures[-1].what.endswith("no data in attempt 2")
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
 
 
 @pytest.mark.nightly
@@ -79,7 +78,7 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
     assert run.transcript.end() == 0
     if isinstance(fault, LinkCut):
         run.undo.append(undo)  # sshd's session from before the cut is not the run's
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
 
 
 @pytest.mark.nightly
@@ -94,5 +93,5 @@ def test_a_host_that_does_not_come_back_ends_the_run(lab2: Lab, tmp_path: Path) 
     assert "node2 was lost" in said
     assert evidence.read_failures(run_in(tmp_path))[0].finding.name == "host-lost"
     assert re.search(r"failure  .*node2", said)
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
     run.end()

@@ -1,7 +1,6 @@
 """``--spares``: a spare takes the place of a host that dies, and the run continues as if nothing had happened."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def test_a_spare_takes_the_rank_of_a_host_that_dies(lab3: Lab, tmp_path: Path) -
     assert (taken["host"], taken["spare"], taken["ranks"]) == ("node2", "node3", [1, 1])
     (tmp_path / "end").touch()
     assert run.transcript.end() == 0
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
     said = run.transcript.text("err")
     # Nobody but the lost host was connected or tested again.
     assert len(re.findall(r"\d of \d joined", said)) == 1
@@ -54,7 +53,7 @@ def test_a_host_that_died_becomes_a_spare_and_the_head_can_be_replaced(
     assert "round 2: rank 1 on node2" in log_of(tmp_path, 1)
     (tmp_path / "end").touch()
     assert run.transcript.end() == 0
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
 
 
 @pytest.mark.nightly
@@ -67,7 +66,7 @@ def test_no_spare_left_waits_for_the_host_as_without_spares(lab3: Lab, tmp_path:
     assert {one["spare"] for one in events(tmp_path, TAKEOVER)} <= {None, "node3"}
     (tmp_path / "end").touch()
     assert run.transcript.end() == 0
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
 
 
 @pytest.mark.nightly
@@ -81,7 +80,7 @@ def test_a_forked_rank_is_found_and_killed_like_any_other(lab3: Lab, tmp_path: P
     run.wait_for_ranks("round 1: rank", ranks=2)
     run.process.interrupt()
     assert run.transcript.end() == 130
-    run.seconds_until_clean(time.monotonic())
+    run.wait_until_clean()
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from muster_command import Result, muster_argv
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from torchmuster.runfolder import RunFolder, list_runs
 
 # Inherited by everything that a run starts, also by what no longer has a parent.
@@ -39,14 +39,12 @@ def living(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_until_nothing_lives(mark: str, within_s: float) -> float:
-    """Wait until nothing with this mark is alive; return how long that took."""
-    began = time.monotonic()
-    within_s += BUSY_S
+def wait_until_nothing_lives(mark: str) -> None:
+    """Wait until nothing with this mark is alive."""
+    until_s = time.monotonic() + GIVE_UP_S
     while left := living(mark):
-        assert time.monotonic() - began < within_s, f"still alive after {within_s} s: {left}"
+        assert time.monotonic() < until_s, f"still alive after {GIVE_UP_S:g} s: {left}"
         time.sleep(0.05)
-    return time.monotonic() - began
 
 
 class Launched:
@@ -151,9 +149,9 @@ class Launched:
         """Return everything that this command started and that lives, itself included."""
         return living(self.mark)
 
-    def wait_until_nothing_lives(self, within_s: float) -> float:
-        """Wait until nothing of it is alive; return how long that took. Within 0 s: now, or soon where others run."""
-        return wait_until_nothing_lives(self.mark, within_s)
+    def wait_until_nothing_lives(self) -> None:
+        """Wait until nothing of it is alive."""
+        wait_until_nothing_lives(self.mark)
 
     def __str__(self) -> str:
         return f"--- standard output\n{''.join(self._out)}--- standard error\n{''.join(self._err)}"

@@ -11,7 +11,6 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
-from patience import GIVE_UP_S
 from ranks.launched import launched, line_with
 
 pytestmark = pytest.mark.ranks
@@ -68,7 +67,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(own_machine: Path, snapshot: Snapshot
         *_, last = ended.err.splitlines()
         assert re.sub(r"after .+?;", "after TIME;", last) == snapshot
         assert ended.out == ""
-        command.wait_until_nothing_lives(10)
+        command.wait_until_nothing_lives()
 
 
 @pytest.mark.nightly
@@ -77,4 +76,4 @@ def test_a_launcher_that_is_killed_leaves_nothing(own_machine: Path) -> None:
         command.wait_for("2 ranks started")
         os.kill(command.process.pid, signal.SIGKILL)
         command.end()
-        command.wait_until_nothing_lives(GIVE_UP_S)
+        command.wait_until_nothing_lives()

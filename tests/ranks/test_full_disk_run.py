@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_for_a_while(
         (runs / "filler").unlink()
         (own_machine / "has-room").touch()
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
         assert result.code == 0, run
         assert steps_of(run) == list(range(1, STEPS + 1)), "nothing is missing or torn"
         log = run.run.rank_log(0).read_text()
@@ -149,7 +149,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_finished_work(own_machine: Path
         run.wait_for("the final state, step 10, could not be saved")
         (runs / "filler").unlink()
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
         assert result.code == 0, run
         assert "restart" not in (run.run.path / "events.jsonl").read_text()
         assert steps_of(run) == list(range(1, 11))

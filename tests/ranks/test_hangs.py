@@ -16,7 +16,6 @@ import psutil
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from patience import BUSY_S
 from ranks.launched import Launched, cpu, launched
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import evidence
@@ -27,7 +26,6 @@ from torchmuster.units import MiB
 pytestmark = pytest.mark.ranks
 
 HOST = os.uname().nodename
-NAMED_WITHIN_S = 30.0 + BUSY_S
 # HEALTHY_RUNS=20 runs the slow but healthy scripts twenty times.
 HEALTHY_RUNS = int(os.environ.get("HEALTHY_RUNS", "1"))
 SCRIPT = Path(__file__).with_name("kinds_of_hang.py")
@@ -85,7 +83,6 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
             ), told
             command.wait_for_more("stacks and collectives of the ranks are in")
             hang = evidence.read_hangs(command.run)[place]
-            assert hang.at_unix_s - began(command, kind) < NAMED_WITHIN_S
             assert "in hold" in (hang.folder / "rank-1.stacks.txt").read_text()
             assert (hang.folder / "rank-0.flight.json").exists()
             (command.folder / f"{kind}.over").touch()
@@ -96,7 +93,6 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
         assert found, command
         command.wait_for_more("stacks and collectives of the ranks are in")
         hang = evidence.read_hangs(command.run)[3]
-        assert hang.at_unix_s - began(command, "stopped") < NAMED_WITHIN_S
         assert cause(command.run).name == "rank-stopped"
         psutil.Process(int(found[1])).send_signal(signal.SIGCONT)
         assert command.end().code == 0
@@ -125,7 +121,6 @@ def test_ranks_that_called_different_collectives_are_named_with_both_places(
             told = told.removeprefix("warning  ").partition(": ")[0]
             assert told == snapshot(name="told")
             (hang,) = evidence.read_hangs(command.run)
-            assert hang.at_unix_s - began(command, kind) < NAMED_WITHIN_S
             assert [one.name for one in hang.analysis] == ["collectives-differ"]
             command.send(signal.SIGINT)
             assert command.end().code == 130
@@ -176,8 +171,7 @@ def test_deaths_are_explained_from_a_copy_of_the_folder(
             result = command.end()
             assert result.code == 1, command
             (told,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
-            (failed,) = evidence.read_failures(command.run)
-            assert failed.at_unix_s - began(command, kind) < NAMED_WITHIN_S
+            assert len(evidence.read_failures(command.run)) == 1
             finding = cause(copied(command))
             assert f"failure  {finding.what.splitlines()[0]}" == told
             assert re.search(what, finding.what), finding

@@ -132,7 +132,7 @@ def test_what_ranks_do_is_known_and_kept(own_machine: Path, where: Path) -> None
         run.send(signal.SIGINT)
         run.end()
         assert "the ranks are alive" not in str(run)
-        run.wait_until_nothing_lives(10)
+        run.wait_until_nothing_lives()
 
 
 def _stacks(folder: Path, rank: int) -> str:

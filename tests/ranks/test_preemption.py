@@ -63,7 +63,7 @@ def test_a_warning_makes_all_ranks_save_and_end_with_the_code_for_going_on(
         run.wait_for("training 0", "training 1")
         run.send(signal.SIGUSR1)
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     step = _step_at_which_both_saved(folder)
     assert result.code == 75, run
     words = "saved ", f"step {step} ", "(SIGUSR1 to the launcher)"
@@ -85,7 +85,7 @@ def test_a_demand_to_every_process_of_a_run_lets_it_save(
             with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by now
                 process.send_signal(signal.SIGTERM)
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     step = _step_at_which_both_saved(folder)
     assert result.code == 75, run
     assert line_with(result.err, "stop requested (SIGTERM to the launcher): ") == snapshot
@@ -137,7 +137,7 @@ def test_a_warning_reaches_ranks_whose_handler_native_code_has_replaced(
         wait_until_known(run, "SIGTERM", replaced="SIGUSR1")
         run.send(warning)
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == 75, run
     assert f"({warning.name} to the launcher)" in line_with(result.err, "saved at step ")
     assert "failure" not in result.err

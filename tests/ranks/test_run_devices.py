@@ -59,7 +59,7 @@ def test_gpus_are_the_run_s_alone_until_it_ends(
         assert not held & others
         run.send(end)
         run.end()
-        run.wait_until_nothing_lives(10.0)
+        run.wait_until_nothing_lives()
         assert len(free(muster)) == 8
 
 

@@ -12,15 +12,12 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from ranks.launched import WAITING, cpu, launched, line_with, said_by
 from torchmuster.launch.history import run_state
 
 pytestmark = pytest.mark.ranks
 
-GRACE_S = 5.0
-# Beyond the grace the product promises to need little.
-SLACK_S = 5.0 + BUSY_S
 # For ranks that end when they are asked to: longer than a busy machine can keep them from it.
 LONG_GRACE = ("--grace", "100")
 # A rank with a data loader in a session of its own, which no signal to a group reaches.
@@ -72,10 +69,9 @@ def test_a_signal_lets_the_ranks_save_and_ends_everything(
 ) -> None:
     with launched(folder, *cpu("polite.py", *LONG_GRACE)) as run:
         run.wait_for("waiting 0", "waiting 1")
-        asked_s = run.send(number)
+        run.send(number)
         result = run.end()
-        assert time.monotonic() - asked_s < GRACE_S + SLACK_S
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == code, run
     *_, last = result.err.splitlines()
     last = re.sub(r"after .+?;", "after TIME;", last)
@@ -92,12 +88,10 @@ def test_a_signal_lets_the_ranks_save_and_ends_everything(
 def test_ranks_that_ignore_the_end_are_killed_after_the_grace(folder: Path) -> None:
     with launched(folder, *cpu("stubborn.py", "--grace", "1")) as run:
         run.wait_for("waiting 0", "waiting 1")
-        asked_s = run.send(signal.SIGINT)
+        run.send(signal.SIGINT)
         result = run.end()
-        took_s = time.monotonic() - asked_s
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == 130, run
-    assert 1.0 <= took_s < 1.0 + SLACK_S
 
 
 def test_a_second_interrupt_ends_them_at_once(folder: Path) -> None:
@@ -105,10 +99,9 @@ def test_a_second_interrupt_ends_them_at_once(folder: Path) -> None:
         run.wait_for("waiting 0", "waiting 1")
         run.send(signal.SIGINT)
         run.wait_for("Ctrl-C")
-        again_s = run.send(signal.SIGINT)
+        run.send(signal.SIGINT)
         result = run.end()
-        assert time.monotonic() - again_s < SLACK_S
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == 130, run
 
 
@@ -118,18 +111,18 @@ def test_an_interrupt_while_it_is_starting_leaves_nothing(folder: Path) -> None:
         run.wait_for("2 ranks started")  # the agent is importing torch
         run.send(signal.SIGINT)
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == 130, run
     assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.nightly), "running"])
-def test_a_killed_launcher_leaves_nothing_within_10_s(folder: Path, when: str) -> None:
+def test_a_killed_launcher_leaves_nothing(folder: Path, when: str) -> None:
     with launched(folder, *cpu("stubborn.py", "--grace", "5")) as run:
         run.wait_for(*(["2 ranks started"] if when == "starting" else ["waiting 0", "waiting 1"]))
         run.send(signal.SIGKILL)
         run.end()
-        run.wait_until_nothing_lives(10.0)
+        run.wait_until_nothing_lives()
         state = run_state.read_state(run.run)
     assert state is not None
     assert (state.phase, state.headline) == ("died", "the launcher was killed")
@@ -142,7 +135,7 @@ def test_a_killed_agent_is_told_and_leaves_nothing(folder: Path) -> None:
         (agent,) = [one for one in run.alive() if one.cmdline()[-1] == "torchmuster.launch.node"]
         agent.kill()
         result = run.end()
-        run.wait_until_nothing_lives(5.0)
+        run.wait_until_nothing_lives()
     assert result.code == 1, run
     assert f"failure  {os.uname().nodename} was lost: " in result.err
 
@@ -159,7 +152,7 @@ def test_stop_ends_a_run_and_says_so(
         assert last == f"muster: {run.run.id} has stopped"
         assert all(line.startswith(f"muster: waiting for {run.run.id} to stop (") for line in slow)
         assert run.end().code == 143
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     again = muster("stop", "last")
     assert again.code == 0
     assert run.run.id in again.err
@@ -173,7 +166,7 @@ def test_stop_of_a_run_that_is_starting(folder: Path, muster: Muster) -> None:
         stopped = muster("stop", "last")
         assert stopped.code == 0, stopped
         assert run.end().code == 143
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
 
 
 @pytest.mark.nightly
@@ -187,7 +180,7 @@ def test_stop_kills_a_launcher_that_does_not_react_and_all_it_started(
         assert stopped.code == 0, stopped
         assert line_with(stopped.err, run.run.id, " 1 s; ") == snapshot
         assert run.end().code == -signal.SIGKILL
-        run.wait_until_nothing_lives(10.0)
+        run.wait_until_nothing_lives()
 
 
 def test_a_run_that_outlives_its_shell(
@@ -228,7 +221,7 @@ def test_a_run_that_outlives_its_shell(
             following.wait_for("waiting 0", "waiting 1")
             (folder / "go").touch()
             followed = following.end()
-        run.wait_until_nothing_lives(5.0)
+        run.wait_until_nothing_lives()
     assert followed.code == 1, following
     for rank in (0, 1):
         shown = [line for line in said_by(rank, followed.out) if line.startswith("line ")]

@@ -146,7 +146,7 @@ def test_while_it_runs_the_store_listens_on_this_machine_only(own_machine: Path)
         assert {one.pid for one in run.alive()} == {run.process.pid, *(one.pid for one in children)}
         run.send(signal.SIGKILL)
         run.end()
-        run.wait_until_nothing_lives(10.0)
+        run.wait_until_nothing_lives()
     assert listening, "the ranks must meet somewhere"
     assert {address for address, _ in listening} == {"127.0.0.1"}, listening
     assert job["token"] in tokens

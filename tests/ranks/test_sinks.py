@@ -66,7 +66,7 @@ def _killed_and_gone_on(folder: Path, sinks: tuple[str, ...], *words: str) -> La
             _await_step(run, sink, 20)  # it is held later, also where it goes on from step 4
         (folder / "finish").touch()
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == 0, run
     assert "; restarting" in result.err
     assert "is missing metrics" not in result.out
@@ -143,7 +143,7 @@ def test_a_tracker_that_is_gone_and_back(folder: Path, muster: Muster) -> None:
         (folder / "onward").touch()
         (folder / "finish").touch()
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == 0, run
     assert steps_of(run) == list(range(1, STEPS + 1))
     assert _curve(run.run, "train/loss") == list(range(1, STEPS + 1)), "the other one has it all"

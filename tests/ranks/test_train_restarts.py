@@ -95,8 +95,8 @@ def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
         # Asked to resume at once, the next launcher waits for the ranks of the last one, which save.
         with launched(folder, "train", "--resume", "last") as again:
             resumed = again.end()
-            again.wait_until_nothing_lives(0)
-        run.wait_until_nothing_lives(0)
+            again.wait_until_nothing_lives()
+        run.wait_until_nothing_lives()
     assert (result.code, resumed.code) == (-signal.SIGKILL, 0), again
     ((died, step),) = re.findall(
         r"muster: (.+); restarting from step (\d+) \(restart 1 of 3\)", result.err
@@ -115,7 +115,7 @@ def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
     (folder / "broken").touch()
     with launched(folder, *TRAIN, "--max-restarts", "10") as run:
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == 1, run
     # An attempt that saved a later step than the one before has got on, and does not count.
     assert 2 <= result.err.count("; restarting") < 10
@@ -135,6 +135,6 @@ def test_an_end_that_is_asked_for_is_not_survived(folder: Path) -> None:
         run.wait_for("saved step 4")
         run.send(signal.SIGINT)
         result = run.end()
-        run.wait_until_nothing_lives(0)
+        run.wait_until_nothing_lives()
     assert result.code == 75, run
     assert "; restarting" not in result.err

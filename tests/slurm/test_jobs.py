@@ -1,17 +1,14 @@
 """Job scripts on a real cluster: submitted, followed, warned, cancelled, preempted, requeued."""
 
-import itertools
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from patience import BUSY_S
 from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.job import JobSpec
@@ -170,16 +167,14 @@ def test_why_a_job_waits_is_said_again_and_again(cluster: SlurmLab, start: Submi
     first = start("wait", "300", nodes=3, gpus_per_node=4)
     until(follow_job(first, rhythm=FAST), has_told(restart=None))
     second = start("exit", "0", nodes=3, gpus_per_node=4)
-    heard: list[tuple[float, JobState]] = []
+    heard: list[JobState] = []
     for event in follow_job(second, rhythm=FAST):
         assert isinstance(event, JobState)
-        heard.append((time.monotonic(), event))
+        heard.append(event)
         if len(heard) >= 5 and event.reason == "Resources":  # at first Slurm has not looked yet
             break
-    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(heard)]
-    assert max(gaps) < 2 * FAST.say_s + BUSY_S
-    assert heard[-1][1].words.startswith(f"job {second} ")
-    assert "(Resources)" in heard[-1][1].words
+    assert heard[-1].words.startswith(f"job {second} ")
+    assert "(Resources)" in heard[-1].words
     cancel_job(first)
     assert kinds(list(follow_job(second, rhythm=FAST)))[-1] == "done"
 

@@ -101,9 +101,10 @@ def happen(event: Event, folder: Path) -> Outcome:
         if event.restarts:
             seconds = _seconds_until_restarted(run, killed_s)
             run.process.interrupt()
-            run.seconds_until_clean(time.monotonic())
+            run.wait_until_clean()
         else:
-            seconds = run.seconds_until_clean(killed_s)
+            run.wait_until_clean()
+            seconds = time.monotonic() - killed_s
         code = run.end()
         said = run.transcript.text("err")
         headlines = re.findall(r"(?:failure  |muster: )(.*(?:failed|was lost).*)", said)

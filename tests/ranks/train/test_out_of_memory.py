@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from ranks.launched import cpu, launched
 
 pytestmark = pytest.mark.ranks
@@ -47,12 +46,9 @@ def test_all_ranks_end_and_the_table_is_told(
     (own_machine / "train.py").write_text(SCRIPT)
     with launched(own_machine, *cpu("train.py", ranks=3), env={"COLUMNS": "400"}) as command:
         command.wait_for("asks")
-        began = time.monotonic()
         result = command.end()
-        command.wait_until_nothing_lives(15)
-        took_s = time.monotonic() - began
+        command.wait_until_nothing_lives()
     assert result.code == 1
-    assert took_s < 15 + BUSY_S
     (headline,) = [line for line in result.err.splitlines() if line.startswith("failure  ")]
     assert f"rank 1 on {HOST} (cpu) " in headline
     assert " forward pass, " in headline

@@ -24,7 +24,6 @@ from torchmuster.runfolder import RunFolder
 
 # On a busy machine a start takes several times as long as on a quiet one.
 _COMES_WITHIN_S = _ENDS_WITHIN_S = GIVE_UP_S
-_GONE_WITHIN_S = 15.0
 _GRACE = "5s"  # ranks whose launcher is killed may be waiting for their own kill
 _STEPS_FOR_A_KILL = 30
 # How long a run may go on before it is struck: a start takes a few seconds, a step some milliseconds.
@@ -303,6 +302,6 @@ class _Run:
         if code != 0:
             raise Broken(f"it ended with exit code {code}")
         for command in self.commands:
-            command.wait_until_nothing_lives(_GONE_WITHIN_S)
+            command.wait_until_nothing_lives()
         self.look_at_checkpoints()
         return Ended.of(self._command.run, self._steps)

@@ -19,7 +19,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from torchmuster.devices import acquire as acquire_module
 from torchmuster.devices import claims as claims_module
 from torchmuster.devices import snapshot
@@ -235,10 +235,8 @@ def test_a_waiter_is_served_when_the_gpu_comes_free(place: Path) -> None:
 def test_waiting_ends_with_the_refusal_when_time_is_up(place: Path) -> None:
     with holder(place, 8) as other:
         read_line(other)
-        started = time.monotonic()
         with pytest.raises(DevicesBusy):
             acquire(place, DeviceRequest(count=1), wait_s=0.5)
-        assert 0.5 <= time.monotonic() - started < 5 + BUSY_S
     assert list((place / "queue").iterdir()) == []
 
 

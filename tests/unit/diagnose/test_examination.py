@@ -1,7 +1,6 @@
 """Examining a machine: all checks at once, each with its deadline, none able to hold up the rest."""
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import node
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from torchmuster.devices.model import Node
 from torchmuster.diagnose.check import LOOK_WITHIN_S, Check, Cost, Surroundings, once
 from torchmuster.diagnose.host_checks import run_checks
@@ -84,9 +83,7 @@ def test_a_check_that_hangs_is_given_up(
         released.wait()
         return []
 
-    began = time.monotonic()
     examined = run_checks(Surroundings(), [a_check("hangs", hangs, deadline_s=0.2), a_check()])
-    assert time.monotonic() - began < 5 + BUSY_S
     assert [one.ended for one in examined] == [False, True]
     given_up = examined[0].findings[0]
     assert (given_up.name, given_up.status) == ("check-hangs", Status.WARNING)

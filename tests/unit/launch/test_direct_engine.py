@@ -1,7 +1,6 @@
 """Ranks without torchrun's agent, as on Windows: started, listened to and ended by the node agent itself."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import psutil
 import pytest
 
 from agent_attempt import Attempt
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from torchmuster.launch.node import attempt as running_module
 from torchmuster.launch.node import engines, process_cleanup
 from torchmuster.launch.node.engines import DirectEngine, TorchrunEngine, engine_for
@@ -97,11 +96,9 @@ def test_ranks_that_ignore_the_end_are_killed_after_the_grace(
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
-        began = time.monotonic()
         running.stop(0.5)
         ended = await asyncio.wait_for(watching, GIVE_UP_S)
         assert ended.killed == (4, 5)
-        assert 0.5 <= time.monotonic() - began < 10 + BUSY_S
 
     asyncio.run(go())
 

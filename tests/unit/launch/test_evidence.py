@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from patience import BUSY_S
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import evidence, run_state
@@ -57,7 +56,6 @@ def test_a_failed_attempt_is_kept_with_how_every_rank_ended_the_first_in_time_fi
     )
     assert kept.ranks[1].evidence == "its peak was 61 GiB"
     assert 4.0 < kept.ranks[1].at_unix_s - kept.ranks[0].at_unix_s < 6.0
-    assert abs(time.time() - 3.0 - kept.ranks[1].at_unix_s) < 5.0 + BUSY_S
 
 
 def test_of_many_ranks_only_the_first_are_kept_whole(run: RunFolder) -> None:

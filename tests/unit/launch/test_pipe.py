@@ -2,11 +2,10 @@
 
 import asyncio
 import sys
-import time
 
 import pytest
 
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.transports import local
 from torchmuster.launch.transports.local import PipeChannel
@@ -85,10 +84,8 @@ def test_one_that_does_not_end_is_ended(full: bool, monkeypatch: pytest.MonkeyPa
 def test_whoever_does_not_wait_for_the_end_leaves_nothing_behind(full: bool) -> None:
     async def scene() -> int | None:
         channel = await stuck(full=full)
-        began_s = time.monotonic()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(channel.close(), 0.2)
-        assert time.monotonic() - began_s < 5 + BUSY_S
         return channel.exit_code
 
     assert asyncio.run(scene()) == -9

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from patience import BUSY_S
 from torchmuster import __version__
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.launch import fingerprint, protocol
@@ -39,18 +38,15 @@ def test_this_very_machine() -> None:
     )
 
 
-def test_it_is_quick_and_does_not_import_torch() -> None:
+def test_it_does_not_import_torch() -> None:
     code = (
-        "import sys, time; from torchmuster.launch import fingerprint\n"
-        "begun, used = time.perf_counter(), time.process_time(); found = fingerprint.this_node()\n"
-        "print(time.perf_counter() - begun, time.process_time() - used)\n"
+        "import sys; from torchmuster.launch import fingerprint\n"
+        "found = fingerprint.this_node()\n"
         "print('torch' in sys.modules, found.torch)"
     )
     run = [sys.executable, "-c", code]
     words = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
-    assert float(words[0]) < 0.3 + BUSY_S  # 2 ms, on a machine that has nothing else to do
-    assert float(words[1]) < 0.3  # of work, whatever else the machine does
-    assert words[2:] == ["False", fingerprint.torch_version()]
+    assert words == ["False", fingerprint.torch_version()]
 
 
 def folder_with_torch(place: Path, version: str) -> list[str]:

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.rank import heartbeat, stack
 from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL, HeartbeatWriter
@@ -115,7 +114,6 @@ def test_only_the_standard_library_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_script_sees_no_other_thread_and_ends_as_soon_as_it_wants(tmp_path: Path) -> None:
-    began = time.monotonic()
     out = run(
         tmp_path,
         """
@@ -124,7 +122,6 @@ def test_a_script_sees_no_other_thread_and_ends_as_soon_as_it_wants(tmp_path: Pa
         """,
     )
     assert out == "1 ['MainThread']\n"
-    assert time.monotonic() - began < 30 + BUSY_S
 
 
 def test_a_fork_has_no_heartbeat_and_the_parent_keeps_its_own(tmp_path: Path) -> None:

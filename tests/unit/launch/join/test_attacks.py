@@ -7,13 +7,12 @@ import hashlib
 import os
 import re
 import ssl
-import time
 from collections.abc import AsyncIterator
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from patience import BUSY_S, GIVE_UP_S
+from patience import GIVE_UP_S
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.join import (
@@ -223,19 +222,15 @@ def test_an_older_tls_is_refused() -> None:
 
 
 # Silence costs the host nothing; one byte makes it wait for more.
-@pytest.mark.parametrize(("word", "delay_s"), [(b"", 1.0), (b"x", 5 * connection_handler.CHANCE_S)])
-def test_a_thousand_connections_that_do_not_join_keep_nobody_out(
-    word: bytes, delay_s: float
-) -> None:
+@pytest.mark.parametrize("word", [b"", b"x"])
+def test_a_thousand_connections_that_do_not_join_keep_nobody_out(word: bytes) -> None:
     async def story() -> None:
         async with open_host() as host, contextlib.AsyncExitStack() as crowd:
             for _ in range(1000):
                 _, writer = await crowd.enter_async_context(raw_connection(host, tls=False))
                 writer.write(word)
-            began_s = time.monotonic()
             # From the same address, so it stands in line behind all of them.
             machine = await join(host.service.codes()[1])
-            assert time.monotonic() - began_s < delay_s + BUSY_S
             assert host.service._reception is not None
             assert len(host.service._reception._greeting) <= connection_handler.LISTENED_TO
             await machine.close()
@@ -253,10 +248,8 @@ def test_a_machine_from_elsewhere_does_not_stand_behind_a_crowd() -> None:
             for _ in range(1500):
                 _, writer = await crowd.enter_async_context(raw_connection(host, tls=False))
                 writer.write(b"x")
-            began_s = time.monotonic()
             code = dataclasses.replace(host.service.codes()[1], addresses=("::1",))
             machine = await join(code)
-            assert time.monotonic() - began_s < 2 * connection_handler.CHANCE_S + BUSY_S
             await machine.close()
 
     asyncio.run(story())
@@ -288,14 +281,12 @@ def test_who_is_slow_is_cut_off_and_holds_nobody_up(
         async with open_host() as host:
             real = host.service.codes()[1]
             async with raw_connection(host, tls=True) as (reader, writer):
-                began_s = time.monotonic()
                 closed = asyncio.create_task(is_closed_on(reader))
                 for byte in join_message(forged(real)):  # a byte per half second
                     writer.write(bytes([byte]))
                     if (await asyncio.wait({closed}, timeout=0.5))[0]:
                         break
                 await closed
-                assert time.monotonic() - began_s < 4 + BUSY_S
             assert host.events == snapshot
             await proves_open(host)
 

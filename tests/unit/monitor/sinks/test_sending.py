@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from patience import BUSY_S
+from patience import GIVE_UP_S
 from torchmuster.errors import NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.monitor.sinks import sent
@@ -168,7 +168,7 @@ def test_a_tracker_that_fails_to_the_end_holds_nobody_up(written: WrittenRun) ->
     thread = threading.Thread(target=sending.follow, args=(ended,))
     thread.start()
     ended.set()
-    thread.join(10 + BUSY_S)
+    thread.join(GIVE_UP_S)
     assert not thread.is_alive()
     sending.close(finished=True)
     far = sent.read_sent(written.run, "mlflow")
