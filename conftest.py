@@ -73,7 +73,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     rerun = {report.nodeid for report in terminalreporter.stats.get("rerun", [])}
     failed = {report.nodeid for report in terminalreporter.stats.get("failed", [])}
     flaky = sorted(rerun - failed)
-    if not flaky:
+    if not flaky or hasattr(terminalreporter.config, "workerinput"):
         return
     terminalreporter.section("flaky: failed, then passed")
     with Path("build", "flaky.txt").open("a", encoding="utf-8") as file:
