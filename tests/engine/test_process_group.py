@@ -22,6 +22,7 @@ from syrupy.assertion import SnapshotAssertion
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data.distributed import DistributedSampler
 
+from free_port import free_port
 from patience import GIVE_UP_S
 from torchmuster import distributed
 from torchmuster.diagnose.probes import communication, exact_values
@@ -135,21 +136,16 @@ def test_the_interface_a_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_environment_of_a_launcher_is_honoured(
-    monkeypatch: pytest.MonkeyPatch, free_port: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_all(monkeypatch, RANK=0, WORLD_SIZE=1, LOCAL_RANK=3, MASTER_ADDR="127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    port = free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
     distributed.setup_distributed(0, 1, "gloo")
     info = distributed.get_group_info()
     assert (info["local_rank"], info["simulated"]) == (3, False)
     heard = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
-    assert ("127.0.0.1", free_port) in [(one.ip, one.port) for one in heard]
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    assert ("127.0.0.1", port) in [(one.ip, one.port) for one in heard]
 
 
 @pytest.mark.parametrize(
@@ -270,8 +266,9 @@ def test_a_port_in_use_is_refused_and_nothing_is_left(
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port))
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(MusterError, match="2 of 3 ranks did not join: 1, 2") as caught:
         distributed.setup_distributed(
             0, 3, "gloo", timeout_s=5
@@ -280,10 +277,11 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, free_
 
 
 def test_a_first_rank_that_is_not_there_is_waited_for_so_long(
-    monkeypatch: pytest.MonkeyPatch, free_port: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port))
-    expected = f"rank 1 could not form a group of 2 at 127.0.0.1:{free_port} \\(limit 0.5 s\\)"
+    port = free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    expected = f"rank 1 could not form a group of 2 at 127.0.0.1:{port} \\(limit 0.5 s\\)"
     with pytest.raises(MusterError, match=expected):
         distributed.setup_distributed(1, 2, "gloo", timeout_s=0.5)
 

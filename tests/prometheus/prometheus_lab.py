@@ -3,7 +3,6 @@
 import json
 import queue
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -17,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+from free_port import free_port
 from patience import GIVE_UP_S
 from torchmuster.monitor.alerts.for_prometheus import rules_file
 
@@ -135,7 +135,7 @@ def prometheus(
             config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [manager]}]}]}
         path = folder / "prometheus.yml"
         path.write_text(json.dumps(config))
-        port = _free_port()
+        port = free_port()
         command = ["prometheus", f"--config.file={path}", f"--web.listen-address=127.0.0.1:{port}"]
         command += [f"--storage.tsdb.path={folder / 'data'}", "--log.level=error"]
         address = f"http://127.0.0.1:{port}"
@@ -151,7 +151,7 @@ def _alertmanager(folder: Path, alerts_to: str) -> Iterator[str]:
     }
     path = folder / "alertmanager.yml"
     path.write_text(json.dumps(config))
-    port = _free_port()
+    port = free_port()
     command = ["prometheus-alertmanager", f"--config.file={path}", "--cluster.listen-address="]
     command += [f"--web.listen-address=127.0.0.1:{port}", f"--storage.path={folder / 'alerts'}"]
     with _running([*command, "--log.level=error"], f"http://127.0.0.1:{port}/-/ready"):
@@ -176,9 +176,3 @@ def _running(command: list[str], ready: str) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(GIVE_UP_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

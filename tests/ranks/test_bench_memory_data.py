@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster
 from torchmuster.bench import record
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = [pytest.mark.ranks, pytest.mark.alone, pytest.mark.nightly]
 
 OWN = """
 import time

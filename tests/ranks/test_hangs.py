@@ -184,6 +184,7 @@ def test_deaths_are_explained_from_a_copy_of_the_folder(
         assert re.search(r" \S+/train.py:\d+ in segfault", segfault[0].finding.why)
 
 
+@pytest.mark.nightly
 @pytest.mark.alone  # one sleeps for seconds; a few more, for want of a processor, would be a hang
 @pytest.mark.parametrize("number", range(HEALTHY_RUNS))
 def test_slow_ranks_that_are_well_raise_no_alarm(own_machine: Path, number: int) -> None:

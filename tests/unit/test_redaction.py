@@ -2,7 +2,6 @@
 
 import shlex
 import string
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -294,10 +293,8 @@ def test_redacting_twice_changes_nothing_more(text: str) -> None:
     ["a", "a-", "token=", "://a:", "ey", "-----BEGIN X PRIVATE KEY-----", "hf_", '"\\', "w "],
 )
 def test_a_long_line_takes_no_longer_than_its_length_allows(piece: str) -> None:
-    text = 'token="' + piece * (300_000 // len(piece))
-    start = time.process_time()
-    redact_text(text)
-    assert time.process_time() - start < 3
+    """If the time grew with the square of the length, this would take hours."""
+    redact_text('token="' + piece * (300_000 // len(piece)))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_what_is_done_is_told() -> None:
     assert heard == ["warming up: a", "round 1 of 2", "round 2 of 2"]
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_a_product_takes_about_as_long_as_pytorchs_own_timer_says() -> None:
     """Within 5 % where it is quiet (benchmarks/bench_matmul.py); here what is wrong is wrong by whole calls."""

@@ -113,6 +113,7 @@ def reads(
     return join_loader_answers([answer])
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_data_that_is_waited_for_is_read_faster_by_more_workers_than_there_are_cores() -> None:
@@ -127,6 +128,7 @@ def test_data_that_is_waited_for_is_read_faster_by_more_workers_than_there_are_c
     assert loader.oversubscription(found, cores=cores, ranks=1) is None
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.parametrize("dataset", [Computing(), ComputingAlone()], ids=["threads", "alone"])
 def test_workers_that_compute_with_several_threads_are_found(dataset: Computing) -> None:

@@ -1,7 +1,6 @@
 """The order of an epoch: computed place by place, never stored."""
 
 import itertools
-import time
 from collections import Counter
 
 import pytest
@@ -80,16 +79,3 @@ def test_all_orders_of_a_small_dataset_come_about_equally_often() -> None:
     assert len(seen) == 24
     chi_squared = sum((times - expected) ** 2 / expected for times in seen.values())
     assert chi_squared < 60  # 23 degrees of freedom: beyond 60 once in 30,000 tries
-
-
-@pytest.mark.alone
-def test_a_place_costs_less_than_a_microsecond() -> None:
-    order = Order(size=10**9, seed=0, epoch=0)
-    places = torch.arange(16384)
-    order.samples_at(places)
-    taken = []
-    for _ in range(5):
-        before = time.perf_counter()
-        order.samples_at(places)
-        taken.append(time.perf_counter() - before)
-    assert min(taken) / len(places) < 1e-6

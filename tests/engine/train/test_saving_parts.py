@@ -208,6 +208,7 @@ def test_only_parameters_of_the_same_optimizer_may_be_without_a_state() -> None:
     assert never_stepped({}, now) == ()
 
 
+@pytest.mark.alone
 def test_who_writes_beside_a_training_on_the_same_cores_takes_a_small_share_until_waited_for() -> (
     None
 ):

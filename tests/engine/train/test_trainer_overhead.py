@@ -10,7 +10,7 @@ import pytest
 
 from patience import GIVE_UP_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.nightly]
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "overhead.py"
 # Far from what is wanted of it, and one good measurement of three is enough: other machines, and what

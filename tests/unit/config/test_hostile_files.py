@@ -1,7 +1,6 @@
 """Files that are missing, broken, of something else, or made to do harm."""
 
 import os
-import time
 import warnings
 from pathlib import Path
 
@@ -72,10 +71,8 @@ def test_a_file_of_something_else(
     assert found == snapshot
 
 
-def test_open_brackets_take_no_time_that_grows_with_their_square(tmp_path: Path) -> None:
-    began = time.process_time()
-    outcome(written(tmp_path, "[" * 2000))
-    assert time.process_time() - began < 1
+def test_many_open_brackets_are_refused(tmp_path: Path) -> None:
+    assert outcome(written(tmp_path, "[" * 2000)).startswith(":")
 
 
 def test_a_device_or_a_pipe_is_not_read(tmp_path: Path) -> None:

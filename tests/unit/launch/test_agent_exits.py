@@ -226,16 +226,32 @@ def test_a_launcher_of_this_host_may_be_silent_for_long(
     assert Scene(tmp_path, _FOREVER).play(scene, is_local=True).words == "over"
 
 
+class HeldUpClock:
+    """The clock of a node agent that a test can hold up."""
+
+    def __init__(self) -> None:
+        self.held_up_s = 0.0
+        self.reads = 0
+
+    def monotonic(self) -> float:
+        self.reads += 1
+        return time.monotonic() + self.held_up_s
+
+
 @pytest.mark.usefixtures("own_machine")
 def test_an_agent_that_was_held_up_itself_does_not_take_its_launcher_for_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_module, "_SILENT_AT_FIRST_S", 1.0)
+    monkeypatch.setattr(agent_module, "_SILENT_AT_FIRST_S", GIVE_UP_S)
+    clock = HeldUpClock()
+    monkeypatch.setattr(agent_module, "time", clock)
 
     async def scene(it: Scene) -> None:
         await it.end.hear(protocol.Hello)
-        time.sleep(2.0)  # the node agent stands still, too
-        await asyncio.sleep(0.5)  # and has looked
+        clock.held_up_s = 2 * GIVE_UP_S
+        reads = clock.reads
+        while clock.reads < reads + 10:  # by then it has looked again
+            await asyncio.sleep(0.01)
         it.end.say(protocol.Leave(exit_code=1, words="over"))
 
     agent = Scene(tmp_path, _FOREVER).play(scene)

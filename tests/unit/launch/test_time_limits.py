@@ -1,6 +1,5 @@
 """The grace period of ranks fits into what Slurm or a pod allows."""
 
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -64,9 +63,12 @@ def test_a_grace_period_that_was_given_is_kept_but_not_without_a_word(
     assert usual.reason == snapshot
 
 
-def test_after_a_warning_ranks_have_until_shortly_before_the_end_of_the_job() -> None:
-    end = {"SLURM_JOB_END_TIME": str(int(time.time()) + 120)}
+def test_after_a_warning_ranks_have_until_shortly_before_the_end_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time_limits.time, "time", lambda: 1000.0)
+    end = {"SLURM_JOB_END_TIME": "1120"}
     assert 100 < time_limits.seconds_to_job_end(end) < 120
-    over = {"SLURM_JOB_END_TIME": str(int(time.time()) - 1)}
+    over = {"SLURM_JOB_END_TIME": "999"}
     assert time_limits.seconds_to_job_end(over) > 0
     assert time_limits.seconds_to_job_end({}) > 3600

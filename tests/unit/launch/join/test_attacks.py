@@ -288,6 +288,7 @@ def test_who_is_slow_is_cut_off_and_holds_nobody_up(
                         break
                 await closed
             assert host.events == snapshot
+            monkeypatch.setattr(connection_handler, "JOIN_S", GIVE_UP_S)
             await proves_open(host)
 
     asyncio.run(story())
