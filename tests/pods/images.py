@@ -1,11 +1,7 @@
-"""Images for pods: one that mounts this host's Python in seconds, and the one of deploy/Dockerfile.
-
-Both have the user's files in ``/home/muster``, as an image that is built ``FROM`` the product's image has.
-"""
+"""An image for pods: it mounts this host's Python, and has the user's files in ``/home/muster``."""
 
 import io
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,7 +15,6 @@ from pods.podman import LABEL, Podman
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "/home/muster"
 USER_ID = 1000
-_BUILD_WITHIN_S = 1200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +31,8 @@ def bytecode_cache() -> Path:
     done = folder / f"done-{sys.version_info.major}.{sys.version_info.minor}"
     if not done.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _call(sys.executable, "-c", _IMPORTS, **bytecode_variables(folder))
+        environment = {**os.environ, **bytecode_variables(folder)}
+        subprocess.run([sys.executable, "-c", _IMPORTS], env=environment, check=True)
         done.touch()
     return folder
 
@@ -106,46 +102,6 @@ def mounted_image(podman: Podman, lab: str, files: Mapping[str, str]) -> Image:
     return Image(name=name, mounts=tuple(mounts))
 
 
-def product_image(podman: Podman, lab: str, work: Path) -> Image:
-    """Build deploy/Dockerfile on a Debian root file system, without a package registry."""
-    base, name = f"localhost/{lab}:base", f"localhost/{lab}:product"
-    root = work / "root"
-    include = "--include=python3,python3-venv,ca-certificates"
-    _call("debootstrap", "--variant=minbase", include, "bookworm", root)
-    _call("tar", "-C", root, "-cf", work / "root.tar", ".")
-    shutil.rmtree(root)
-    podman("import", "--change", f"LABEL={LABEL}={lab}", work / "root.tar", base)
-    (work / "root.tar").unlink()
-    context = work / "context"
-    (context / "deploy").mkdir(parents=True)
-    shutil.copy(ROOT / "deploy/Dockerfile", context / "deploy")
-    wheels = context / "dist"
-    pip = (sys.executable, "-m", "pip")
-    _call(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT)
-    # The CPU build that is installed here: torch's own wheel for GPUs has 5 GB.
-    (wheel,) = wheels.glob("torchmuster-*.whl")
-    _call(*pip, "download", "-q", "-d", wheels, "torch==2.13.0", wheel)
-    flags = "--no-index --find-links /tmp/dist"
-    arguments = ("--build-arg", f"BASE={base}", "--build-arg", f"PIP_FLAGS={flags}")
-    file = context / "deploy/Dockerfile"
-    podman("build", "-f", file, "-t", name, "--label", f"{LABEL}={lab}", *arguments, context)
-    shutil.rmtree(context)
-    return Image(name=name)
-
-
-def image_with_files(
-    podman: Podman, lab: str, product: Image, work: Path, files: Mapping[str, str]
-) -> Image:
-    """Add the user's files to the product's image, as a user's own Dockerfile does."""
-    work.mkdir(parents=True)
-    for name, text in files.items():
-        (work / name).write_text(text)
-    (work / "Dockerfile").write_text(f"FROM {product.name}\nCOPY . {HOME}\n")
-    name = f"localhost/{lab}:built"
-    podman("build", "-t", name, "--label", f"{LABEL}={lab}", work)
-    return Image(name=name)
-
-
 _PASSWD = f"root:x:0:0:root:/root:/bin/sh\nmuster:x:{USER_ID}:{USER_ID}:muster:{HOME}:/bin/sh\n"
 
 
@@ -171,14 +127,3 @@ def _import(podman: Podman, content: bytes, arguments: list[str]) -> None:
         timeout=GIVE_UP_S,
     )
     assert done.returncode == 0, done.stderr.decode()
-
-
-def _call(*words: object, **environment: str) -> None:
-    done = subprocess.run(
-        [str(word) for word in words],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=_BUILD_WITHIN_S,
-    )
-    assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -45,7 +45,7 @@ COMMANDS = {
     "host": Command("torchmuster.cli.host", "start a script here; others join with a code"),
     "join": Command("torchmuster.cli.join", "join a run that another machine hosts"),
     "smoke": Command("torchmuster.cli.smoke", "test that ranks can communicate"),
-    "kubernetes": Command("torchmuster.cli.kubernetes", "run a script on a Kubernetes cluster"),
+    "kubernetes": Command("torchmuster.cli.kubernetes", "print a script as a Kubernetes Job"),
     "explain": Command(
         "torchmuster.cli.explain", "report what happened to a run, why, and how to fix it"
     ),

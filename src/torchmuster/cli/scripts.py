@@ -14,7 +14,7 @@ from torchmuster.redaction import printable
 # Flags whose value can be any text, also one that ends in .py.
 _TAKE_A_TEXT = frozenset(
     {
-        *("--container-image", "--container-mounts", "--context", "--metrics-secret", "--volume"),
+        *("--container-image", "--container-mounts"),
         *("--account", "--address", "--config", "--env", "--html", "--image", "--mem", "--name"),
         *(
             "--namespace",
@@ -27,7 +27,7 @@ _TAKE_A_TEXT = frozenset(
             "--resume-with",
         ),
         *("--after", "--gpus", "--notify", "--num-gpus", "--queue-run"),
-        *("--runs", "--secret", "--set", "--time", "--volume", "--metrics-secret", "--user"),
+        *("--runs", "--set", "--time"),
     }
 )
 

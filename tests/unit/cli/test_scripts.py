@@ -58,7 +58,7 @@ def test_a_command_line_without_a_script_is_all_ours() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [*sorted(main._TAKE_SCRIPT - {"kubernetes"}), "kubernetes render", "kubernetes apply"],
+    sorted(main._TAKE_SCRIPT),
 )
 def test_a_flag_s_value_is_never_taken_for_the_script(command: str) -> None:
     # Every flag that takes one free text, whatever is added to them later.
@@ -76,7 +76,11 @@ def test_a_flag_s_value_is_never_taken_for_the_script(command: str) -> None:
         if action.option_strings and action.type in texts and action.metavar != "N"
         if action.nargs is None and action.choices is None
     ]
-    expected = {"check": {"--env", "--html"}, "profile": {"--set", "--out"}}
+    expected = {
+        "check": {"--env", "--html"},
+        "kubernetes": {"--name", "--namespace"},
+        "profile": {"--set", "--out"},
+    }
     assert expected.get(command, {"--env", "--name"}) <= set(flags)
     for flag in flags:
         words = [*names, flag, "x.py"]

@@ -14,6 +14,7 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers import node_group
 from torchmuster.launch.schedulers.node_group import NodeGroup, group_here
+from torchmuster.launch.transports.local import LocalTransport
 
 WHOLE = {
     "TORCHMUSTER_NNODES": "4",
@@ -42,7 +43,18 @@ def test_the_environment_describes_a_group() -> None:
 def test_a_single_node_needs_neither_an_address_nor_a_secret() -> None:
     group = group_here({"TORCHMUSTER_NNODES": "1", "TORCHMUSTER_NODE_RANK": "0"})
     assert group is not None
-    assert (group.nodes, group.node_rank, group.port) == (1, 0, node_group.LAUNCHER_PORT)
+    assert (group.nodes, group.node_rank) == (1, 0)
+    assert group.secret is None
+
+
+def test_a_single_node_listens_on_no_port() -> None:
+    """Also where the scheduler describes an address, as for one pod of a Job with a Service."""
+    for name in ("TORCHMUSTER_LAUNCHER", "TORCHMUSTER_JOIN_SECRET"):
+        one_of_four = {**WHOLE, "TORCHMUSTER_NNODES": "1", "TORCHMUSTER_NODE_RANK": "0"}
+        environment = {key: value for key, value in one_of_four.items() if key != name}
+        group = group_here(environment)
+        assert group is not None
+        assert isinstance(cli.transport_to(group), LocalTransport)
 
 
 def test_every_variable_of_the_group_is_known_not_to_be_a_setting() -> None:

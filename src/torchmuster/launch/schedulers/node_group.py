@@ -47,14 +47,16 @@ class NodeGroup:
 
     nodes: int
     node_rank: int
-    launcher: str  # DNS name or address of the node with rank 0
+    # DNS name or address of the node with rank 0, and the secret of the group; a group of one node has neither.
+    launcher: str = ""
     port: int = LAUNCHER_PORT
-    secret: str = field(repr=False)
+    secret: str | None = field(default=None, repr=False)
     run_id: str | None = None  # the run folder in which a launcher that is started again resumes
     job_uid: str = ""  # of the scheduler's job: a run that ended is not repeated for the same job
 
     def key(self) -> bytes:
         """Return the secret from which certificate and tokens of this job come."""
+        assert self.secret is not None, "a group of one node connects to nothing"
         return secret_from(f"{self.secret}\0{self.job_uid}")
 
     def earlier_run(self, root: Path) -> RunFolder | None:
@@ -82,8 +84,6 @@ def group_here(environment: Mapping[str, str]) -> NodeGroup | None:
     if NODES not in environment and NODE_RANK not in environment:
         return None
     nodes = _number(environment, NODES, least=1)
-    if nodes == 1 and LAUNCHER not in environment:  # there is nobody to connect to
-        environment = {SECRET: " " * _SHORTEST_SECRET, LAUNCHER: "localhost", **environment}
     node_rank = _number(environment, NODE_RANK, least=0)
     if node_rank >= nodes:
         raise Impossible(
@@ -91,36 +91,49 @@ def group_here(environment: Mapping[str, str]) -> NodeGroup | None:
             why="node ranks begin with 0",
             fix=f"{NODE_RANK} must be less than {NODES}",
         )
-    address = _ADDRESS.fullmatch(environment.get(LAUNCHER, ""))
-    port = LAUNCHER_PORT if address is None or not address["port"] else int(address["port"])
-    if address is None or not 1 <= port <= 65535:
-        raise Impossible(
-            f"{LAUNCHER}={environment.get(LAUNCHER, '')!r} is not the address of the launcher",
-            why="the other nodes connect to the node with rank 0",
-            fix=f"{LAUNCHER}=NAME, or NAME:PORT (default port: {LAUNCHER_PORT})",
-        )
-    secret = environment.get(SECRET, "")
-    if len(secret) < _SHORTEST_SECRET:
-        raise Impossible(
-            f"{SECRET} is not set" if not secret else f"{SECRET} is too short",
-            why="the nodes prove with it that they belong to the run; it has at least "
-            f"{_SHORTEST_SECRET} characters",
-            fix="openssl rand -hex 32  # the same value on every node, for example from a Secret",
-        )
     run_id = environment.get(RUN_ID)
     if run_id is not None and not _RUN_ID.fullmatch(run_id):
         raise Impossible(
             f"{RUN_ID}={run_id!r} is not a valid run id",
             why="it has at most 64 lowercase letters, digits and dashes",
         )
+    job_uid = environment.get(JOB_UID, "")
+    if nodes == 1:
+        return NodeGroup(nodes=1, node_rank=0, run_id=run_id, job_uid=job_uid)
+    launcher, port = _launcher_address(environment.get(LAUNCHER, ""))
     return NodeGroup(
         nodes=nodes,
         node_rank=node_rank,
-        launcher=address["host"],
+        launcher=launcher,
         port=port,
-        secret=secret,
+        secret=_checked_secret(environment.get(SECRET, "")),
         run_id=run_id,
-        job_uid=environment.get(JOB_UID, ""),
+        job_uid=job_uid,
+    )
+
+
+def _launcher_address(text: str) -> tuple[str, int]:
+    address = _ADDRESS.fullmatch(text)
+    port = LAUNCHER_PORT
+    if address is not None and address["port"]:
+        port = int(address["port"])
+    if address is None or not 1 <= port <= 65535:
+        raise Impossible(
+            f"{LAUNCHER}={text!r} is not the address of the launcher",
+            why="the other nodes connect to the node with rank 0",
+            fix=f"{LAUNCHER}=NAME, or NAME:PORT (default port: {LAUNCHER_PORT})",
+        )
+    return address["host"], port
+
+
+def _checked_secret(secret: str) -> str:
+    if len(secret) >= _SHORTEST_SECRET:
+        return secret
+    mistake = "is too short" if secret else "is not set"
+    raise Impossible(
+        f"{SECRET} {mistake}",
+        why=f"the nodes prove with it that they belong to the run; it has at least {_SHORTEST_SECRET} characters",
+        fix="openssl rand -hex 32  # the same value on every node, for example from a Secret",
     )
 
 

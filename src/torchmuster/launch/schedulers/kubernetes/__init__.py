@@ -1,1 +1,0 @@
-"""Kubernetes manifests for a job. See README.md in this folder."""
