@@ -1,8 +1,6 @@
 """The probes on a GPU: which device they ask, how large their tensors are, and when they wait for it."""
 
 import itertools
-import json
-import warnings
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +27,6 @@ from torchmuster.plan.probes import batch_trial, rates, real_steps
 from torchmuster.plan.probes.live_storage import Taken, tensor_memory
 from torchmuster.prove.probes import fingerprints
 from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, text_hash
-from torchmuster.selftest.probes import software, training
 from torchmuster.units import GiB, MiB
 
 pytestmark = pytest.mark.engine
@@ -344,7 +341,7 @@ def test_facts_name_the_accelerator_and_its_library(
     assert facts.libraries == {"nccl"}
 
 
-# ---- prove and selftest
+# ---- prove
 
 
 def test_the_random_state_of_a_gpu_in_use_is_part_of_a_fingerprint(
@@ -374,33 +371,3 @@ def test_a_large_tensor_is_hashed_on_its_gpu(
         assert hashed == []
         assert tensor_hash(large.to(GPU)) == zlib.crc32((7).to_bytes(8, "little"))
     assert hashed == [GPU]
-
-
-def test_waits_on_cuda_are_torchs_own_warnings(
-    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes = [0]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    with training._waits(GPU) as seen:
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-    assert modes == [0, "warn", 0]
-    assert [one.partition(":")[0] for one in seen] == ["test_probes_on_fake_gpu.py"]
-    training._settle(WORLD)
-    assert waits(accelerator) == [GPU]
-
-
-def test_the_software_record_has_nccls_version(
-    accelerator: FakeAccelerator,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    software.main()
-    record = json.loads(capsys.readouterr().out)
-    assert record["devices"] == 8
-    assert (record["versions"]["nccl"], record["versions"]["cuda"]) == ("2.28.9", "13.0")

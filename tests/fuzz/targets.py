@@ -287,12 +287,8 @@ def flight_record(data: bytes) -> None:
 
 def program_output(data: bytes) -> None:
     from torchmuster.diagnose.hang.rank_stacks import parse_dump
-    from torchmuster.selftest.checks import devices
 
     parse_dump(data)
-    devices.parse_topology(text_of(data))
-    with contextlib.suppress(ValueError):
-        devices.pci_address(text_of(data))
 
 
 def log_lines(data: bytes) -> None:

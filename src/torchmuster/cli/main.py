@@ -36,9 +36,6 @@ COMMANDS = {
     "prove": Command(
         "torchmuster.cli.prove", "show that a training script resumes and scales correctly"
     ),
-    "selftest": Command(
-        "torchmuster.cli.selftest", "check on your GPUs what torchmuster's tests could not run"
-    ),
     "train": Command("torchmuster.cli.train", "train a model from a settings file"),
     "recipe": Command("torchmuster.cli.recipe", "write a settings file for a common fine-tuning"),
     "run": Command("torchmuster.cli.run", "start a script on one or more hosts"),

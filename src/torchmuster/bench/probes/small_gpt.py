@@ -57,11 +57,6 @@ def make_small_gpt() -> nn.Module:
     return SmallGpt()
 
 
-def make_medium_gpt() -> nn.Module:
-    """Return a model of 27 million parameters: large compared with what an allocator rounds up."""
-    return SmallGpt(width=512, blocks=8, heads=8)
-
-
 _ROWS = 512
 _TOKENS = 64
 _RANDOM_SHARE = 0.1

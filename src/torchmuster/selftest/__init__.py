@@ -1,1 +1,0 @@
-"""``muster selftest``: checks what has never run on a GPU, on the hardware that is here."""

@@ -1,1 +1,0 @@
-"""Programs with torch that measure for the checks, each on fresh ranks."""
