@@ -4,7 +4,7 @@
     python benchmarks/abuse.py --runs 10 --clients 100
 
 Each row is a real process or service of this checkout. "Honest client" is a client that asks as intended during the attack; it must be
-answered within 2 s. The tests of single attacks are listed in docs/threat-model.md.
+answered within 2 s. The tests of single attacks are listed in docs/dev/threat-model.md.
 """
 
 import argparse

@@ -32,4 +32,5 @@ suppress_warnings = ["misc.highlighting_failure"]
 exclude_patterns = [
     "generated/*-table.md",
     "images",
+    "dev",
 ]

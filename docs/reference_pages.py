@@ -23,7 +23,7 @@ API_HEAD = """\
 # Python API
 
 `from torchmuster import NAME`. Importing the package does not import torch; a name is imported when it is first used.
-How to use the names: [Trainer](../trainer.md), [data](../data.md), [Python](../python.md), [examples](../examples.md).
+How to use the names: [Trainer](../trainer.md), [data](../data.md), [Python](../python.md).
 """
 FINDINGS_HEAD = """\
 # Findings

@@ -9,7 +9,6 @@ Paths of this machine are shortened; nothing else is changed.
 import io
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -18,10 +17,37 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
-LOOK = runpy.run_path(str(HERE / "draw.py"))
+
+DARK = [(60, 64, 72), (224, 108, 117), (139, 195, 106), (229, 192, 103), (97, 175, 239)]
+DARK += [(198, 120, 221), (86, 190, 206), (200, 204, 212)]
+BRIGHT = [(92, 99, 112), (240, 113, 120), (152, 208, 116), (240, 203, 110), (110, 188, 250)]
+BRIGHT += [(210, 135, 235), (100, 205, 220), (255, 255, 255)]
+THEME = TerminalTheme((24, 26, 31), (215, 218, 224), DARK, BRIGHT)
+# Rich's own frame fetches a font from the web; a picture in a document must not.
+FRAME = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace;
+  font-size: {char_height}px; line-height: {line_height}px; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}
+</defs>
+<rect fill="#181a1f" width="{width}" height="{height}" rx="8"/>
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">{matrix}</g>
+</g>
+</svg>
+"""
 
 WIDTH = 120
 SCRIPT = """\
@@ -72,9 +98,7 @@ def draw(lines: list[tuple[float, str]]) -> str:
         )
         text.append(re.sub(r"\s+$", "", line), style=style)
         console.print(text)
-    return console.export_svg(
-        title="", theme=LOOK["THEME"], code_format=LOOK["FRAME"], unique_id="hang"
-    )
+    return console.export_svg(title="", theme=THEME, code_format=FRAME, unique_id="hang")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ output, and through TLS (nodes of a Slurm job, ``muster join``).
 Every message is one JSON object with its ``kind``. Unknown fields are ignored, so that a newer version can
 add some; an unknown kind or a wrong type is an error. On a pipe a message is split into lines of at most
 ``LINE_LIMIT`` characters: ``+`` and a piece, or ``=`` and the last piece. See
-docs/wire-protocol.md.
+docs/dev/wire-protocol.md.
 """
 
 import json

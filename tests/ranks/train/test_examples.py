@@ -16,7 +16,7 @@ from ranks.conftest import Python, Ran, Torchrun
 pytestmark = pytest.mark.ranks
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-PAGE = EXAMPLES.parent / "docs" / "examples.md"
+PAGE = EXAMPLES / "README.md"
 
 SETTINGS = """\
 experiment_name: digits
@@ -78,7 +78,7 @@ def test_the_language_model_learns_the_same_alone_sharded_and_with_trainer(
 def test_ppo_raises_its_reward_on_two_ranks_from_a_settings_file(
     torchrun: Torchrun, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    """As docs/examples.md states it: with seed 0 the mean reward rises by more than 0.7."""
+    """As examples/README.md states it: with seed 0 the mean reward rises by more than 0.7."""
     (tmp_path / "config.yaml").write_text(SETTINGS)
     ran = torchrun(
         str(EXAMPLES / "train_distributed_ppo.py"),

@@ -243,7 +243,7 @@ def _check_variables(environment: dict[str, str]) -> None:
         raise NotTrusted(
             f"refused {'variable' if len(refused) == 1 else 'variables'} {names}",
             why="a joined node accepts only variables that can neither load code nor name a file; "
-            "docs/wire-protocol.md lists them",
+            "docs/dev/wire-protocol.md lists them",
             fix=f"start the host without {names}, {_TRUST}",
         )
 

@@ -1,4 +1,4 @@
-"""The tables of docs/wire-protocol.md, made from the messages themselves.
+"""The tables of docs/dev/wire-protocol.md, made from the messages themselves.
 
 Run as a program it writes them into the page.
 """
@@ -17,7 +17,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.node import join_policy
 from torchmuster.launch.transports.join import token_registry
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "wire-protocol.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "dev" / "wire-protocol.md"
 
 SECTIONS: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "handshake": (token_registry.Join, token_registry.Welcome, token_registry.Refused),
