@@ -7,7 +7,7 @@ from typing import Any
 
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
-from torchmuster.labs import grading, measurements, workspace
+from torchmuster.labs import grading, report, workspace
 from torchmuster.labs import lesson as course
 from torchmuster.labs.workspace import Workspace
 from torchmuster.runfolder import write_atomically
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster lab list            show the labs and your progress",
             "muster lab start ddp       copy a lab into labs/ddp",
             "muster lab check ddp       grade it, and explain each mistake",
-            "muster lab report ddp      measure your code, and write a report",
+            "muster lab report ddp      write a report",
         ],
     )
 
@@ -75,8 +75,9 @@ def _add_report(actions: Any) -> None:
     parser = parsers.add_action(
         actions,
         "report",
-        "measure a lab's code, and write a report",
-        more="The report includes your answers from answers.md.",
+        "write a lab's report",
+        more="The report has your points, your mistakes, your answers from answers.md,\n"
+        "and links to the plots (.png, .svg) in the lab's folder.",
         examples=["muster lab report ddp"],
     )
     _add_name_argument(parser)
@@ -185,8 +186,7 @@ def _check_lab(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     at = workspace.find_workspace(options.name, options.labs)
-    answer = measurements.measure_lesson(at, output.say)
-    write_atomically(at.report, measurements.lab_page(at, answer))
+    write_atomically(at.report, report.lab_page(at))
     output.print_text(f"report: {at.report}")
     open_questions = sum(not one for one in at.answers())
     if open_questions:

@@ -1,1 +1,1 @@
-"""The course: lessons, exercises graded by behaviour, and reports of the learner's measurements."""
+"""The course: lessons, exercises graded by behaviour, and a report per lab."""

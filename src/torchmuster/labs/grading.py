@@ -21,7 +21,7 @@ from torchmuster.labs.lesson import ANYWHERE, Exercise, Lesson
 # How long an exercise may take; the longest solution needs a twentieth of it.
 DEADLINE_S = 30.0
 _SAY_EVERY_S = 8.0  # maximum time without a progress message
-_EXAMINER = "torchmuster.labs.probes.examiner"
+EXAMINER = "torchmuster.labs.probes.examiner"
 
 
 class Paper(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +59,8 @@ def grade_paper(
     exercises = sum(len(paper.exercises) for paper in papers)
     # The examiner kills exercises beyond their deadline; this is the deadline of the examiner
     # itself.
-    answer = ask_examiner(
-        _EXAMINER,
-        msgspec.json.encode(request),
-        within_s=60 + 2 * deadline_s * exercises,
-        gpus=False,
-        say=say,
-    )
+    within_s = 60 + 2 * deadline_s * exercises
+    answer = ask_examiner(msgspec.json.encode(request), within_s=within_s, say=say)
     return msgspec.json.decode(answer, type=list[tuple[Verdict, ...]])
 
 
@@ -97,18 +92,15 @@ def _headline(exercise: Exercise, got: int) -> str:
     return f"{exercise.name} ({got} of {exercise.points} points)"
 
 
-def ask_examiner(
-    program: str, request: bytes, *, within_s: float, gpus: bool, say: Callable[[str], None]
-) -> bytes:
-    """Run a probe program with a request in a separate process, and return its answer."""
+def ask_examiner(request: bytes, *, within_s: float, say: Callable[[str], None]) -> bytes:
+    """Run the examiner with a request in a separate process, and return its answer."""
     environment = dict(os.environ)
-    if not gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # the same points on every machine
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the same points on every machine
     with tempfile.TemporaryDirectory(prefix="muster-lab-") as name:
         asked, answered = Path(name) / "request.json", Path(name) / "answer.json"
         asked.write_bytes(request)
         process = subprocess.Popen(
-            [sys.executable, "-m", program, str(asked), str(answered)],
+            [sys.executable, "-m", EXAMINER, str(asked), str(answered)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -41,8 +41,6 @@ class Lesson:
     words: Mapping[str, Word]
     questions: tuple[str, ...]
     on_gpus: str
-    measured_on: int = 1  # number of ranks of the report's measurements
-    measured_joined: bool = True  # False: the learner's code creates the group
     counts: bool = False  # towards the 100 points of the course
 
     @property

@@ -49,7 +49,7 @@ class Workspace:
 
     @property
     def report(self) -> Path:
-        """The page of the learner's measurements."""
+        """The page of ``muster lab report``."""
         return self.folder / "report.html"
 
     @property

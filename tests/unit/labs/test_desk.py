@@ -9,9 +9,8 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
-from torchmuster.labs import lesson, measurements, workspace
+from torchmuster.labs import lesson, report, workspace
 from torchmuster.labs.grading import Verdict, mistake_finding, points
-from torchmuster.labs.measurements import Bars, Curves, MeasureAnswer, Series, Table
 from torchmuster.labs.workspace import Grade
 
 DDP = lesson.lesson("ddp")
@@ -93,9 +92,7 @@ def test_a_verdict_in_words(snapshot: SnapshotAssertion) -> None:
     assert (gap.status.value, gap.name) == ("note", "not-done")
 
 
-def test_a_report_has_grade_measurements_and_answers_and_runs_nothing_of_them(
-    tmp_path: Path,
-) -> None:
+def test_a_report_has_grade_plots_and_answers_and_runs_nothing_of_them(tmp_path: Path) -> None:
     started = workspace.start_workspace(DDP, tmp_path)
     answers = started.folder / "answers.md"
     answers.write_text(answers.read_text().replace("(your answer)", "<b>half</b>", 1))
@@ -103,24 +100,11 @@ def test_a_report_has_grade_measurements_and_answers_and_runs_nothing_of_them(
         exercise="save_checkpoint", mistake="no-barrier", seen="rank 1 found no file"
     )
     started.keep(Grade(of="an older file", points=12, verdicts=(mistaken,)))
-    page = measurements.lab_page(
-        started,
-        MeasureAnswer(
-            measured_on="torch 2.13.0, 2 cores, 2 ranks",
-            parts=[
-                Table(title="in figures", columns=["", "seconds"], rows=[["one", "<1.5>"]]),
-                Bars(title="time", unit="s", values={"one rank": 0.5}),
-                Curves(
-                    title="loss", x="epoch", y="loss", series=[Series(name="", points=[(0, 1.0)])]
-                ),
-            ],
-        ),
-    )
+    (started.folder / "loss curve.png").touch()
+    page = report.lab_page(started)
     assert "12 of 20 points (" in page
     assert escape(mistake_finding(DDP, mistaken).what.partition(": ")[2]) in page
-    assert "Measured with torch 2.13.0, 2 cores, 2 ranks." in page
-    assert page.count("<svg") == 2
-    assert "&lt;1.5&gt;" in page
+    assert '<a href="loss%20curve.png">loss curve.png</a>' in page
     assert "&lt;b&gt;half&lt;/b&gt;" in page
     assert page.count("Not answered yet: answers.md.") == 2
     assert escape(DDP.on_gpus) in page

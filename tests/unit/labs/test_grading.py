@@ -25,6 +25,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(grading, "_SAY_EVERY_S", 0.05)
+    monkeypatch.setattr(grading, "EXAMINER", "slow_program")
     return tmp_path
 
 
@@ -35,11 +36,11 @@ def test_it_is_said_that_code_still_runs(slow: Path, snapshot: SnapshotAssertion
         told.append(text)
         (slow / "said").touch()
 
-    answer = grading.ask_examiner("slow_program", b"{}", within_s=GIVE_UP_S, gpus=False, say=say)
+    answer = grading.ask_examiner(b"{}", within_s=GIVE_UP_S, say=say)
     assert answer == b"answer"
     assert re.sub(r"\d+ s", "N s", told[0]) == snapshot
 
 
 def test_what_never_answers_is_ended(slow: Path) -> None:
     with pytest.raises(MusterError, match=r"the lab's code did not finish within 0\.2 s"):
-        grading.ask_examiner("slow_program", b"{}", within_s=0.2, gpus=False, say=lambda _: None)
+        grading.ask_examiner(b"{}", within_s=0.2, say=lambda _: None)

@@ -1,1 +1,1 @@
-"""One folder per lab: reading, solution (source of the starter), checks, measurements, texts."""
+"""One folder per lab: reading, solution (source of the starter), checks, texts."""

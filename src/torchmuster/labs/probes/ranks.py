@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -41,14 +40,13 @@ _TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception r
 
 
 class LearnerOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a rank: the name of a mistake, or the value that its program returned."""
+    """The result of a rank: the name of a mistake (none if correct), and the evidence."""
 
     mistake: str = ""
     seen: str = ""
-    value: Any = None
 
 
-Program = Callable[[Bench], Any]
+Program = Callable[[Bench], None]
 
 
 def run_learner_ranks(
@@ -208,7 +206,8 @@ def _outcome(program: Program, bench: Bench, file: Path, joined: bool) -> Learne
     try:
         if joined and bench.world_size > 1:
             dist.init_process_group("gloo")
-        return LearnerOutcome(value=program(bench))
+        program(bench)
+        return LearnerOutcome()
     except Recognized as found:
         return LearnerOutcome(mistake=found.name, seen=found.seen)
     except NotImplementedError as error:

@@ -93,6 +93,4 @@ LESSON = Lesson(
     ),
     on_gpus="The same functions run on NCCL. Expect a few tens of microseconds for the smallest message and, "
     "over NVLink, hundreds of GB/s for the largest; compare with muster bench collectives.",
-    measured_on=2,
-    measured_joined=False,
 )

@@ -121,11 +121,9 @@ LESSON = Lesson(
         "By what factor did the number of optimizer steps per epoch change, and how would you "
         "adapt "
         "the learning rate?",
-        "How many bytes does DDP send per step? Count the parameters, and compare with the table.",
+        "Count the parameters: how many bytes does DDP send per step?",
     ),
     on_gpus="Move the model to the rank's device first and pass it on: DistributedDataParallel(model, "
     "device_ids=[local_rank]); the backend is nccl. Communication overlaps with backward, so a "
-    "large part "
-    "of the time in the table is hidden. Batches are moved with non_blocking=True.",
-    measured_on=2,
+    "large part of its time is hidden. Batches are moved with non_blocking=True.",
 )

@@ -117,6 +117,5 @@ LESSON = Lesson(
     "overlaps with backward, so it is visible only if it takes longer than backward. muster bench "
     "scaling "
     "measures 1, 2, 4 ranks and shows where the rest of the time goes.",
-    measured_on=2,
     counts=True,
 )

@@ -90,7 +90,7 @@ LESSON = Lesson(
         "Which kind of bytes was the largest? How does each one change with the batch size?",
         "Compare the rate with what muster bench matmul finds. What could explain a difference?",
     ),
-    on_gpus="The report measures the GPU too if there is one. Expect a GPU to be slower below "
+    on_gpus="Expect a GPU to be slower below "
     "sizes of a few hundred, "
     "where launching takes longer than computing, and 10 to 100 times faster above. muster doctor "
     "checks whether "

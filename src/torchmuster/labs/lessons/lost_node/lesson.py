@@ -92,7 +92,7 @@ LESSON = Lesson(
     },
     questions=(
         "How large is your last real checkpoint, and how long would it take to save here?",
-        "At which interval is the cost lowest in the chart? How flat is the curve around it?",
+        "Plot the cost by save interval: where is it lowest, and how flat is the curve around it?",
         "With 1000 machines that each fail once in 3 years, one machine fails every day. What changes?",
     ),
     on_gpus="The state includes the device's random state (torch.cuda.get_rng_state_all). A lost "

@@ -104,5 +104,4 @@ LESSON = Lesson(
     "(NCCL_SOCKET_IFNAME) that own_address found. muster run --hosts a,b does all of this, muster "
     "host and "
     "muster join do it without ssh, and muster check tests every link in both directions.",
-    measured_on=2,
 )

@@ -103,6 +103,5 @@ LESSON = Lesson(
     "utilization: above 80 % is good. torchmuster provides all of this: ProductionTrainer and "
     "GPUMonitor "
     "in torchmuster.distributed, muster profile, muster watch, muster exporter and its alert rules.",
-    measured_on=2,
     counts=True,
 )

@@ -1,0 +1,63 @@
+"""The report of a lab: grade, mistakes, the learner's plots, questions and answers."""
+
+from collections.abc import Iterator
+from html import escape
+from urllib.parse import quote
+
+from torchmuster.labs.grading import mistake_finding
+from torchmuster.labs.workspace import Workspace
+from torchmuster.pages import frame
+
+PLOT_SUFFIXES = (".png", ".svg")
+
+
+def lab_page(desk: Workspace) -> str:
+    """Return a lab's report as HTML, with links to the plots in the lab's folder."""
+    lesson = desk.lesson
+    parts = [
+        f"<h1>{escape(lesson.title)}</h1>",
+        f"<p>{escape(_points_text(desk))}</p>",
+        *_mistakes(desk),
+        *_plots(desk),
+        "<h2>Questions</h2>",
+        *_questions(desk),
+        "<h2>Differences on GPUs</h2>",
+        f"<p>{escape(lesson.on_gpus)}</p>",
+    ]
+    return frame.html_page(f"lab {lesson.name}", parts)
+
+
+def _points_text(desk: Workspace) -> str:
+    grade = desk.grade()
+    if grade is None:
+        return f"Not graded yet: muster lab check {desk.lesson.name}."
+    text = f"{grade.points} of {desk.lesson.points} points"
+    if grade.of != desk.fingerprint():
+        text += " (the file has changed since)"
+    return f"{text}."
+
+
+def _mistakes(desk: Workspace) -> Iterator[str]:
+    grade = desk.grade()
+    if grade is None:
+        return
+    for verdict in grade.verdicts:
+        if verdict.mistake:
+            yield frame.html_article(mistake_finding(desk.lesson, verdict))
+
+
+def _plots(desk: Workspace) -> Iterator[str]:
+    files = sorted(path for path in desk.folder.iterdir() if path.suffix in PLOT_SUFFIXES)
+    if not files:
+        return
+    links = [f'<li><a href="{quote(file.name)}">{escape(file.name)}</a></li>' for file in files]
+    yield f"<h2>Plots</h2><ul>{''.join(links)}</ul>"
+
+
+def _questions(desk: Workspace) -> Iterator[str]:
+    pairs = zip(desk.lesson.questions, desk.answers(), strict=True)
+    for number, (question, answer) in enumerate(pairs, 1):
+        body = "<p>Not answered yet: answers.md.</p>"
+        if answer:
+            body = f"<pre>{escape(answer)}</pre>"
+        yield f"<article><b>{number}. {escape(question)}</b>{body}</article>"
