@@ -8,22 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchmuster.launch.job import JobSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class RanksRequest:
-    """The ranks to start, as for ``muster run`` or ``muster host``; the command is added later."""
-
-    spec: JobSpec
-    guests: int = 0
-
-    @property
-    def many(self) -> bool:
-        """Whether there are ranks on other hosts."""
-        return bool(self.guests or self.spec.hosts)
-
-
 # Also identifies frames of cells. Without a leading "<": hang reports show such file names.
 CELL = "cell-"
 _LONGEST_VALUE = 20_000

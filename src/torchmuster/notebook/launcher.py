@@ -14,11 +14,10 @@ from torchmuster.runfolder import RunFolder
 
 
 class LauncherOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The job to launch, sent as the first line. ``guests`` are hosts that join with a code."""
+    """The job to launch, sent as the first line."""
 
     spec: JobSpec
     run: str
-    guests: int = 0
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
@@ -33,13 +32,6 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     """A message of the launcher itself."""
 
     text: str
-
-
-class Code(msgspec.Struct, frozen=True, tag="code"):
-    """The command to paste on another host."""
-
-    machine: int
-    line: str
 
 
 class HostsFound(msgspec.Struct, frozen=True, tag="found"):
@@ -68,7 +60,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 ToLauncher = Interrupt | EndLauncher
-FromLauncher = Said | Code | HostsFound | WorldReady | Printed | Ended
+FromLauncher = Said | HostsFound | WorldReady | Printed | Ended
 
 
 _END_WITHIN_S = 20.0

@@ -18,7 +18,7 @@ from typing import IO
 
 import msgspec
 
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import TerminalConsole
@@ -27,7 +27,6 @@ from torchmuster.launch.launcher.launch_job import launch_job
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.notebook.launcher import (
-    Code,
     Ended,
     EndLauncher,
     FromLauncher,
@@ -120,42 +119,6 @@ class _Kernel:
             loop.call_soon_threadsafe(course.stop, "the notebook's kernel exited")
 
 
-def _transport(order: LauncherOrder, tell: Callable[[FromLauncher], None]) -> Transport:
-    if order.guests:
-        return _for_guests(order.guests, tell)
-    if order.spec.hosts:
-        from torchmuster.launch.transports.ssh import SshTransport
-
-        limits = order.spec.limits
-        return SshTransport(order.spec.hosts, sys.executable, lost_after_s=limits.lost_after_s)
-    return LocalTransport(socket.gethostname())
-
-
-def _for_guests(guests: int, tell: Callable[[FromLauncher], None]) -> Transport:
-    from torchmuster.launch.network import interfaces
-    from torchmuster.launch.transports.hosting import HostTransport
-    from torchmuster.launch.transports.join.code import encode_code
-
-    addresses = [one.address for one in interfaces.interface_candidates()]
-    if not addresses:
-        raise Impossible(
-            "this host has no network address",
-            why="other hosts cannot join over loopback",
-            fix="connect it to a network; ip address  # shows its addresses",
-        )
-    return HostTransport(
-        socket.gethostname(),
-        nodes=guests + 1,
-        addresses=addresses,
-        port=None,
-        announce=True,
-        on_event=lambda words: tell(Said(words)),
-        on_code=lambda place, code: tell(
-            Code(place + 1, f"muster join --trust-host {encode_code(code)}")
-        ),
-    )
-
-
 def main() -> int:
     """Launch the job that the first line describes; return the exit code."""
     kernel = _Kernel(sys.stdin.fileno(), sys.stdout.buffer)
@@ -180,7 +143,7 @@ def main() -> int:
 
     run = RunFolder(Path(order.run))
     try:
-        transport = _transport(order, kernel.tell)
+        transport = LocalTransport(socket.gethostname())
         code = launch_job(order.spec, transport, run, lambda _: _ToKernel(run, kernel.tell), make)
     except MusterError as error:
         kernel.tell(HostsFound(tuple(from_error(error))))

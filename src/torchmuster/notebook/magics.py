@@ -10,8 +10,9 @@ from typing import Any, NoReturn, Protocol, cast
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import from_error, render
+from torchmuster.launch.job import JobSpec
 from torchmuster.notebook import command_line, shown
-from torchmuster.notebook.cell import CELL, RanksRequest
+from torchmuster.notebook.cell import CELL
 from torchmuster.notebook.ranks import OutputListener, Ranks
 from torchmuster.units import plural
 
@@ -46,7 +47,7 @@ class Notebook:
     # ---- commands
 
     def muster(self, line: str) -> None:
-        """``%muster start|stop|restart|status|pull``: the ranks of this notebook."""
+        """``%muster start|stop|restart|status``: the ranks of this notebook."""
         with _magics_message(), contextlib.suppress(command_line.HelpShown):
             options = self._parser.parse_args(shlex.split(line))
             match options.command:
@@ -58,8 +59,6 @@ class Notebook:
                     self._restart()
                 case "status":
                     self._show_status()
-                case "pull":
-                    self._pull(options.name, options.rank)
 
     def all_ranks(self, line: str, code: str) -> None:
         """``%%ranks``: run the cell on every rank."""
@@ -83,7 +82,7 @@ class Notebook:
         if self._ranks is not None:
             self._ranks.stop()
 
-    def _start_first(self, asked: RanksRequest) -> None:
+    def _start_first(self, spec: JobSpec) -> None:
         if self._ranks is not None and self._ranks.alive:
             raise Impossible(
                 f"{_magics_count(self._ranks.world_size)} already running",
@@ -92,13 +91,13 @@ class Notebook:
                 "configuration",
             )
         self.stop()
-        self._start(asked)
+        self._start(spec)
 
     def _restart(self) -> None:
         if self._ranks is None:
             raise Impossible("no ranks started yet", fix="%muster start --ranks 2")
         self.stop()
-        self._start(self._ranks.asked)
+        self._start(self._ranks.spec)
 
     def _show_status(self) -> None:
         ranks = self._ranks
@@ -108,16 +107,6 @@ class Notebook:
         print(f"{_magics_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
         if ranks.refused:
             print(f"refused connections without the key: {'; '.join(ranks.refused)}")
-
-    def _pull(self, name: str, rank: int | None) -> None:
-        """Copy a variable into the notebook: a list by rank, or one rank's value."""
-        ranks = self._running()
-        everybody = range(ranks.world_size)
-        if rank is not None and rank not in everybody:
-            raise command_line.no_such_rank(rank, ranks.world_size)
-        found = ranks.fetch(name, everybody if rank is None else [rank])
-        values = [found[one] for one in sorted(found)]
-        self.shell.user_ns[name] = values if rank is None else values[0]
 
     # ---- how
 
@@ -132,29 +121,22 @@ class Notebook:
             )
         return self._ranks
 
-    def _start(self, asked: RanksRequest) -> None:
-        self._ranks = ranks = Ranks(asked)
-        place = self._place()
-        said: list[str] = []
-        codes: list[str] = []
+    def _start(self, spec: JobSpec) -> None:
+        self._ranks = ranks = Ranks(spec)
+        show = self._place()
+        messages: list[str] = []
 
         def say(text: str) -> None:
-            said.append(text)
-            place("\n".join([*codes, said[-1]]))
-
-        def show_code(machine: int, line: str) -> None:
-            where = f"on host {machine}, in a folder with the same code, run:\n  {line}"
-            codes.append(where)
-            place("\n".join(codes))
+            messages.append(text)
+            show(text)
 
         last = "not started"
         try:
-            ranks.wait_until_here(say, show_code)
+            ranks.wait_until_here(say)
             last = f"{_magics_count(ranks.world_size)} ready; %%ranks runs a cell on them"
         finally:
-            # Replaces the codes, which must not be saved in the notebook.
-            reasons = [text for text in said if not text.startswith(("run ", "waiting"))]
-            place("\n".join([*reasons, last]))
+            reasons = [text for text in messages if not text.startswith(("run ", "waiting"))]
+            show("\n".join([*reasons, last]))
 
     def _run(self, ranks: Ranks, code: str, chosen: Collection[int]) -> None:
         every_s = _PROGRESS_S if self._is_kernel else _PROGRESS_ON_A_TERMINAL_S
@@ -182,7 +164,7 @@ class Notebook:
         """Kill ranks that did not react to the interrupt, and start new ones."""
         where = shown.progress_html(stuck, stuck, shown.heartbeats_html(ranks.run_folder))
         ranks.stop()
-        self._start(ranks.asked)
+        self._start(ranks.spec)
         told = [errors] if errors else []
         told += [
             f"interrupted, but {where} and did not return",

@@ -20,26 +20,12 @@ _MAC_BYTES = 32
 _RANK_BYTES = 4
 
 
-class NotebookAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The notebook's addresses; with a fingerprint, ranks connect over TLS and check the certificate."""
-
-    addresses: tuple[tuple[str, int], ...]
-    fingerprint: str = ""
-
-
 class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """Run a cell; ``name`` is its file name in tracebacks."""
 
     request: int
     name: str
     code: str
-
-
-class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Send the value of a variable."""
-
-    request: int
-    name: str
 
 
 class Wrote(msgspec.Struct, frozen=True, kw_only=True, tag="wrote"):
@@ -61,16 +47,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     wrote_to_log: bool = False
 
 
-class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
-    """A variable (see values.py), or what, why and fix of the error."""
-
-    request: int
-    content: bytes = b""
-    refusal: tuple[str, str, str] | None = None
-
-
-ToRank = Run | Fetch
-FromRank = Wrote | Done | Fetched
+FromRank = Wrote | Done
 
 
 class NotTheOther(Exception):

@@ -18,22 +18,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.network import interfaces
-from torchmuster.launch.transports.join import certificate
+from torchmuster.launch.job import JobSpec
 from torchmuster.notebook import launcher as words
-from torchmuster.notebook import values
-from torchmuster.notebook.cell import RanksRequest
 from torchmuster.notebook.connection import Connection, RankListener
 from torchmuster.notebook.launcher import Launcher
 from torchmuster.notebook.messages import (
     SECRET_VARIABLE,
     Done,
-    Fetch,
-    Fetched,
     FromRank,
-    NotebookAddress,
     Run,
     Wrote,
     new_secret,
@@ -66,7 +60,6 @@ def collect_interrupts() -> Iterator[Interrupts]:
         signal.signal(signal.SIGINT, before)
 
 
-LOOPBACK = "127.0.0.1"
 _LOOK_EVERY_S = 0.1
 # SIGINT interrupts Python code immediately, but not a rank that waits in a collective.
 _INTERRUPT_WITHIN_S = 5.0
@@ -113,8 +106,8 @@ class RanksResult:
 class Ranks:
     """Started by the constructor, usable after :meth:`wait_until_here`, stopped by :meth:`stop`."""
 
-    def __init__(self, asked: RanksRequest, root: Path = DEFAULT_ROOT) -> None:
-        self.asked = asked
+    def __init__(self, spec: JobSpec, root: Path = DEFAULT_ROOT) -> None:
+        self.spec = spec
         self.run_folder = create_run_folder(root, "notebook")
         self.world_size = 0
         self._over = False
@@ -123,27 +116,14 @@ class Ranks:
         self._here: dict[int, Connection] = {}
         self._found: Finding | None = None
         secret = new_secret()
-        made = certificate.make_certificate() if asked.many else None
-        addresses = [LOOPBACK]
-        if asked.many:
-            addresses += [one.address for one in interfaces.interface_candidates()]
-        self._entrance = RankListener(
-            addresses, secret, self._arrived, context=made.context if made else None
-        )
-        meeting = NotebookAddress(
-            addresses=self._entrance.addresses, fingerprint=made.fingerprint.hex() if made else ""
-        )
+        self._entrance = RankListener(secret, self._arrived)
         spec = replace(
-            asked.spec,
-            command=("torchmuster.notebook.rank_loop", msgspec.json.encode(meeting).decode()),
-            environment={**asked.spec.environment, SECRET_VARIABLE: secret.hex()},
+            spec,
+            command=("torchmuster.notebook.rank_loop", str(self._entrance.port)),
+            environment={**spec.environment, SECRET_VARIABLE: secret.hex()},
         )
         self._launcher = Launcher(self.run_folder, self._events.put)
-        self._launcher.tell(
-            words.LauncherOrder(
-                spec=spec, run=str(self.run_folder.path.resolve()), guests=asked.guests
-            )
-        )
+        self._launcher.tell(words.LauncherOrder(spec=spec, run=str(self.run_folder.path.resolve())))
 
     @property
     def alive(self) -> bool:
@@ -152,20 +132,16 @@ class Ranks:
 
     @property
     def refused(self) -> Sequence[str]:
-        """The sources of refused connections without the key."""
+        """The reasons of refused connections."""
         return tuple(self._entrance.refused)
 
-    def wait_until_here(
-        self, say: Callable[[str], None], show_code: Callable[[int, str], None]
-    ) -> None:
+    def wait_until_here(self, say: Callable[[str], None]) -> None:
         """Wait for all ranks, then stop listening; on failure, clean up everything."""
         try:
             while not self.world_size or len(self._here) < self.world_size:
                 match self._events.get():
                     case words.Said(text=text):
                         say(text)
-                    case words.Code(machine=machine, line=line):
-                        show_code(machine, line)
                     case event:
                         self._note(event)
         except BaseException:
@@ -214,26 +190,8 @@ class Ranks:
             self._take_late_output(done, listener)
         return RanksResult(done=done, interrupted=asked.count > 0, stuck=tuple(sorted(running)))
 
-    def fetch(self, name: str, ranks: Collection[int]) -> dict[int, object]:
-        """Return a variable of these ranks."""
-        request = next(self._requests)
-        for rank in ranks:
-            self._here[rank].send(Fetch(request=request, name=name))
-        found: dict[int, object] = {}
-        while len(found) < len(ranks):
-            event = self._next()
-            match event:
-                case Heard(rank=rank, message=Fetched() as message) if message.request == request:
-                    if message.refusal is not None:
-                        what, why, fix = message.refusal
-                        raise Impossible(f"rank {rank}: {what}", why=why, fix=fix)
-                    found[rank] = values.decode_value(message.content)
-                case _:
-                    self._note(event)
-        return found
-
     def stop(self) -> None:
-        """Stop the ranks on all hosts; request it twice, so that they are killed."""
+        """Stop the ranks; request it twice, so that they are killed."""
         self._over = True
         self._launcher.end()
         for connection in self._here.values():
