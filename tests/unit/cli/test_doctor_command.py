@@ -3,10 +3,8 @@
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.diagnose.machine.all_checks import SUBJECTS
 
-LIMIT_S = 2.0
 # What a machine's administrator decides about, not this test's machine.
 OF_SOFTWARE = ("accelerators", "torch", "torch-companions", "collective-libraries", "numpy")
 
@@ -169,27 +166,3 @@ def test_no_torch_at_all(tmp_path: Path) -> None:
     assert "failure  torch is not installed" in done.stdout
     assert "check-failed" not in done.stdout
     assert "could not run" not in done.stdout
-
-
-def slowdown() -> float:
-    """How much longer than it should everything takes here now, because of what else runs."""
-    began, used = time.perf_counter(), time.process_time()
-    while time.process_time() - used < 0.2:
-        pass
-    return (time.perf_counter() - began) / 0.2
-
-
-@pytest.mark.alone
-def test_it_answers_within_two_seconds(
-    muster: Muster, machine: Callable[[Scenario], Path], record_property: Callable[..., None]
-) -> None:
-    machine(scenarios.eight_a100())
-    times = []
-    for _ in range(5):
-        before, started = slowdown(), time.perf_counter()
-        muster("doctor")
-        times.append((time.perf_counter() - started) / ((before + slowdown()) / 2))
-    median = statistics.median(times)
-    record_property("median_s", median)
-    print(f"muster doctor: median of 5: {median:.3f} s")
-    assert median < LIMIT_S
