@@ -372,6 +372,7 @@ def test_device_info_speaks_of_what_torch_can_use(
     assert distributed.get_device_info() == {"num_gpus": 0, "devices": [], "cuda_available": False}
 
 
+@pytest.mark.slow
 def test_everything_works_without_any_gpu_or_driver(
     own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:

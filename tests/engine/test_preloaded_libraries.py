@@ -9,7 +9,7 @@ from patience import GIVE_UP_S
 from torchmuster.launch.node import warm_agent
 from torchmuster.prove import forked_ranks
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # A build for CPUs has no functions that start CUDA, so those that call them record who does.
 RECORDS_CALLS = """

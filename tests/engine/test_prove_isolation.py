@@ -8,7 +8,7 @@ import pytest
 
 from patience import GIVE_UP_S
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROGRAM = """\
 import os, shutil, sys

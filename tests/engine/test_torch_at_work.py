@@ -13,7 +13,7 @@ from torchmuster.diagnose.machine.torch_at_work import PROBE, Trial, judge_trial
 from torchmuster.diagnose.probes.torch_at_work import _is_right
 from torchmuster.finding import Status
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def trial_of(*before: str) -> Trial:

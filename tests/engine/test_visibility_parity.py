@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from device_strategies import gpu
 from torchmuster.devices.visibility import visible
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 GPUS = [gpu(index) for index in range(5)]
 UUIDS = [one.uuid for one in GPUS]

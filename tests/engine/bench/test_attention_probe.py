@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.bench.attention import AttentionAnswer, AttentionRequest
 from torchmuster.bench.probes import attention
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 KINDS = ("plain", "sdpa", "math", "flash", "efficient")
 

@@ -22,7 +22,7 @@ from torchmuster.errors import Impossible
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.step import Loader
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BATCH = 2
 WAIT_S = 0.02

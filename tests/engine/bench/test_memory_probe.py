@@ -17,7 +17,7 @@ from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.live_storage import tensor_memory
 from torchmuster.train.strategies.sharding import ShardLayout
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MODELS = """
 import torch

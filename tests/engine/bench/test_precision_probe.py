@@ -15,7 +15,7 @@ from torchmuster.errors import Impossible
 from torchmuster.plan.job import Work
 from torchmuster.train.data.pytree import map_tensors
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 OWN = """
 import torch

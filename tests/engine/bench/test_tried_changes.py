@@ -7,7 +7,7 @@ import pytest
 
 from patience import GIVE_UP_S
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 pytest.importorskip("torch")
 
 _IN_16_BITS = """

@@ -13,7 +13,11 @@ from torchmuster.plan.probes.trace import trace
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.usefixtures("quiet_transformers"),
+    pytest.mark.nightly,
+]
 
 TIED = {
     "model_type": "qwen2",

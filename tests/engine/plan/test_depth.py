@@ -19,7 +19,7 @@ from torchmuster.train import losses
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers"), pytest.mark.slow]
 
 LINK = Link(latency_s=1e-6, bytes_s=1e11)
 CARD = Gpu(name="made-up", memory_bytes=80 * GiB, flops={}, bandwidth_bytes_s=1e12)
@@ -97,6 +97,7 @@ def test_peaks_and_logs_are_those_of_the_whole_model(
         assert found.reserved_bytes == pytest.approx(simulate(log, kind).peak_bytes, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_a_further_trace_agrees(work: Work) -> None:
     one = candidate("single", 1, 1, micro_batch_size=3)
     records = shallow(work, one)

@@ -18,7 +18,7 @@ from torchmuster.plan.probes.trace import trace
 from torchmuster.plan.record import TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers"), pytest.mark.slow]
 pytest.importorskip("bitsandbytes")
 
 LLAMA = {
@@ -96,6 +96,7 @@ def test_a_product_in_single_operations_is_that_of_bitsandbytes(rows: int) -> No
     assert sizes.count(whole) >= 4
 
 
+@pytest.mark.nightly
 def test_only_named_layers_and_the_output_stay_whole(work: Work) -> None:
     quantized = trace(TraceRequest(work=replace(work, load_in_4bit=True), candidate=ALONE))
     dtypes = {one.name: one.dtype for one in quantized.parameters}
@@ -140,6 +141,7 @@ def test_a_few_layers_tell_the_memory_of_all(work: Work) -> None:
     assert few.parameter_count == most.parameter_count
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changes",
     [

@@ -26,7 +26,7 @@ from torchmuster.plan.record import Allocation, TracedCollective, TraceRecord, T
 from torchmuster.plan.torch_private import single_allocations
 from torchmuster.train.strategies.sharding import ShardLayout
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers"), pytest.mark.slow]
 
 KERNELS: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
 ALONE = ShardLayout(copies=1, shards=1)
@@ -234,6 +234,7 @@ def test_parameters_that_ddp_would_wait_for_are_named(
     assert caught.value.what == snapshot
 
 
+@pytest.mark.nightly
 def test_packed_rows_take_the_masks_that_they_need(llama: Work) -> None:
     candidate = single(micro_batch_size=8)
     packed = replace(llama, packed=True)
@@ -255,6 +256,7 @@ def collectives(record: TraceRecord) -> list[TracedCollective]:
     return [one.collective for one in record.timeline if one.collective is not None]
 
 
+@pytest.mark.nightly
 def test_ranks_that_do_not_exist_share_the_states(llama: Work) -> None:
     alone = trace(TraceRequest(work=llama, candidate=single(), blocks=3))
     record = trace(TraceRequest(work=llama, candidate=fsdp(1, 8), blocks=3))
@@ -282,6 +284,7 @@ def test_ranks_that_do_not_exist_share_the_states(llama: Work) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_copies_reduce_among_themselves_in_the_last_micro_batch_alone(llama: Work) -> None:
     record = trace(TraceRequest(work=llama, candidate=fsdp(4, 2, accumulation=2)))
     between = [
@@ -315,6 +318,7 @@ def test_ddp_keeps_its_gradients_and_reduces_all_of_them_once(llama: Work) -> No
     assert all(one.get("temporaries", 0) < record.states["gradients"] / 4 for one in ends)
 
 
+@pytest.mark.nightly
 def test_peaks_are_told_by_phase_and_block_with_what_they_are_made_of(llama: Work) -> None:
     candidate = single(micro_batch_size=8, recompute="full")
     record = trace(TraceRequest(work=llama, candidate=candidate))
@@ -367,6 +371,7 @@ def test_cuda_fuses_norms_and_no_optimizer_takes_room_for_all_parameters(own: Wo
     assert updating[0].by_category["temporaries"] < cpu.states["parameters"]
 
 
+@pytest.mark.nightly
 def test_cuda_drops_out_in_one_operation_and_within_attention(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "gpt2").mkdir()
@@ -396,6 +401,7 @@ def test_cuda_drops_out_in_one_operation_and_within_attention(tmp_path: Path) ->
     assert cpu.peak_bytes - cuda.peak_bytes > 8 * pairs
 
 
+@pytest.mark.nightly
 def test_what_is_offloaded_is_the_hosts(llama: Work) -> None:
     kept, offloaded = (
         trace(TraceRequest(work=llama, candidate=fsdp(1, 2, cpu_offload=offload), kernels="cuda"))
@@ -409,6 +415,7 @@ def test_what_is_offloaded_is_the_hosts(llama: Work) -> None:
     assert kept.peak_bytes - offloaded.peak_bytes >= spared - 4096
 
 
+@pytest.mark.nightly
 def test_the_log_gives_back_what_it_takes_and_knows_streams(llama: Work, tmp_path: Path) -> None:
     request = TraceRequest(work=llama, candidate=fsdp(1, 2), keep_log=True, kernels="cuda")
     record = trace(request, logs=tmp_path / "logs")
@@ -450,6 +457,7 @@ def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAsser
     assert told["refused"]["what"] == caught.value.what
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("optimizer", "least", "most"),
     [("adamw", 2, 2.1), ("muon", 1, 2), ("adafactor", 0, 0.2), ("adamw_8bit", 0.5, 2)],

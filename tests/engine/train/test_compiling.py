@@ -13,7 +13,7 @@ from torch import nn
 
 from torchmuster.train.models.blocks import can_compile, compile_blocks
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 CPU = torch.device("cpu")
 
 

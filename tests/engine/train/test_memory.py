@@ -209,6 +209,7 @@ def test_memory_that_torch_does_not_have_is_shown(monkeypatch: pytest.MonkeyPatc
     assert ["outside", "of", "torch", "17.0", "GiB"] in [line.split() for line in found.lines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["RLIMIT_DATA", "RLIMIT_AS"])
 def test_a_limit_of_this_process_is_the_limit_of_the_table(tmp_path: Path, kind: str) -> None:
     program = tmp_path / "limited.py"

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchmuster.errors import Impossible
 from torchmuster.train.models.blocks import recompute_blocks
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 class Layer(nn.Module):

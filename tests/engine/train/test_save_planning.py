@@ -153,6 +153,7 @@ def layouts(
     return ranks, mesh, tensors
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(layouts())
 def test_any_division_is_written_once_and_comes_back(

@@ -71,6 +71,7 @@ def test_after_an_error_only_gloo_is_destroyed(monkeypatch: pytest.MonkeyPatch) 
         destroy()
 
 
+@pytest.mark.slow
 def test_the_error_of_a_rank_is_recorded_before_the_cleanup(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os\n"

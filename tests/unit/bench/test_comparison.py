@@ -59,6 +59,7 @@ def test_a_speed_up_is_better_and_the_direction_is_the_series_own() -> None:
     assert verdicts(as_speed(a), as_speed(b))[NAMES[0]] == "worse"
 
 
+@pytest.mark.slow
 def test_nobody_cries_wolf() -> None:
     # Processes that differ by 3 %, samples that hardly do: what one process says is not what the next would say.
     drawn = random.Random(3)

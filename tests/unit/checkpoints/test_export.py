@@ -256,6 +256,7 @@ def test_what_fails_leaves_nothing(
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.slow
 def test_three_hundred_megabytes_take_little_memory(tmp_path: Path) -> None:
     """One tensor of 200 MiB, its halves on two ranks, and one of 100 MiB cut along its columns."""
     store, name = FolderStore(tmp_path / "c"), new_name(1)

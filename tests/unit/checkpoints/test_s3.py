@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("saving_to_s3.py")
 SECRET = "made-up-secret"

@@ -14,6 +14,8 @@ from torchmuster.cli.checkpoint import meant_by
 from torchmuster.errors import NoSuchRun
 from torchmuster.runfolder import RunFolder, create_run_folder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(own_machine: Path) -> RunFolder:

@@ -11,6 +11,8 @@ from torchmuster.config import fields
 from torchmuster.errors import ExitCode
 from torchmuster.redaction import is_secret_name
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ01234567"
 
 

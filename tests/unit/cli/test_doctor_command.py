@@ -19,6 +19,8 @@ from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.diagnose.machine.all_checks import SUBJECTS
 
+pytestmark = pytest.mark.slow
+
 # What a machine's administrator decides about, not this test's machine.
 OF_SOFTWARE = ("accelerators", "torch", "torch-companions", "collective-libraries", "numpy")
 

@@ -24,6 +24,8 @@ from patience import GIVE_UP_S
 from torchmuster.cli import gpus
 from torchmuster.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 Machine = Callable[[Scenario], Path]
 
 

@@ -4,8 +4,12 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 from muster_command import Muster
 from unit.diagnose.hang.plain_ranks import started
+
+pytestmark = pytest.mark.slow
 
 SLEEPS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
 

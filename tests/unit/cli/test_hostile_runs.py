@@ -17,6 +17,8 @@ from patience import GIVE_UP_S
 from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, create_run_folder
 
+pytestmark = pytest.mark.slow
+
 DEEP = b"[" * 100_000
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 MOST_MEMORY_BYTES = 400 * 2**20  # of address space, beyond what an empty folder needs

@@ -18,9 +18,12 @@ from torchmuster.launch.history.run_state import Launcher, _start_ticks
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 from torchmuster.runfolder import RunFolder, create_run_folder
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="becoming other users needs root"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not hasattr(os, "geteuid") or os.geteuid() != 0, reason="becoming other users needs root"
+    ),
+    pytest.mark.slow,
+]
 ROOT, ALICE, BOB, NOBODY = 0, 42001, 42002, 65534
 # A test stops all processes of root with it, and other workers must not have the same.
 TOKEN = os.urandom(16).hex()

@@ -8,6 +8,8 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster
 from torchmuster.errors import ExitCode
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def settings(tmp_path: Path) -> str:

@@ -7,6 +7,8 @@ import pytest
 from muster_command import Muster
 from torchmuster.errors import ExitCode
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("words", "said"),

@@ -27,6 +27,8 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.node import process_cleanup
 from torchmuster.runfolder import RunFolder, create_run_folder
 
+pytestmark = pytest.mark.slow
+
 Resume = Callable[..., Result]
 GIVEN = {
     "model.build": "mine:model",

@@ -18,6 +18,8 @@ from torchmuster.cli import job_flags, slurm_run
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import parse_nodes
 
+pytestmark = pytest.mark.slow
+
 Machine = Callable[[Scenario], Path]
 
 
