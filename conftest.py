@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("stress") or item.path.name in _NIGHTLY_DOCUMENTS:
             item.add_marker("nightly")
+        if "quiet_transformers" in getattr(item, "fixturenames", ()):
+            item.add_marker("integrations")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 _WITHIN_S = 1200
 
-pytestmark = [pytest.mark.stress, pytest.mark.timeout(2 * _WITHIN_S)]
+pytestmark = [pytest.mark.stress, pytest.mark.timeout(2 * _WITHIN_S), pytest.mark.integrations]
 
 
 @pytest.fixture(scope="module")

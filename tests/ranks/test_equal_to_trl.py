@@ -16,7 +16,7 @@ from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
 from torchmuster.train.data.text import TextRows
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
+pytestmark = [pytest.mark.ranks, pytest.mark.nightly, pytest.mark.integrations]
 
 SCRIPT = Path(__file__).parent / "library_scripts" / "sft_reference.py"
 STEPS, BATCH, LENGTH = 50, 4, 96

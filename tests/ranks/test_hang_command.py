@@ -148,6 +148,7 @@ def test_slow_ranks_that_are_well_are_not_accused(own_machine: Path, muster: Mus
     assert (code, finding["name"]) == (0, "ranks-move")
 
 
+@pytest.mark.integrations
 @pytest.mark.nightly
 def test_a_hugging_face_trainer_that_waits_for_a_sample(own_machine: Path, muster: Muster) -> None:
     with under_torchrun(own_machine, LIBRARY_SCRIPTS / "hf_hangs.py") as pid:

@@ -6,7 +6,7 @@ import pytest
 
 from ranks.jit_checkpoint import stop_training
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
+pytestmark = [pytest.mark.ranks, pytest.mark.nightly, pytest.mark.integrations]
 
 
 def test_a_hugging_face_trainer_saves_when_the_launcher_gets_sigterm(own_machine: Path) -> None:

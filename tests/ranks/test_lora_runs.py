@@ -16,7 +16,7 @@ from rank_programs.lora_runs import FORMER, Part
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.tensor_file import INDEX, Index
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 USUAL = {
     "model.model_name_or_path": "qwen",

@@ -14,7 +14,7 @@ from ranks.launched import line_with
 from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, list_runs
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 # Every key of the classic settings file, and what to train on.
 CONFIG = """\

@@ -9,7 +9,7 @@ import pytest
 from rank_group import RunRanks
 from rank_programs.from_settings import train_all
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 TINY = {
     "vocab_size": 257,

@@ -14,7 +14,7 @@ from ranks.launched import said_by, wait_until_nothing_lives
 from ranks.notebook_kernel import Kernel, running_kernel
 from torchmuster.runfolder import list_runs
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 GROUP = "%%ranks\nimport time, torch, torch.distributed as dist\ndist.init_process_group('gloo')"
 # For ranks that are to fail at nearly the same time: else the first error is shown while the other still runs.

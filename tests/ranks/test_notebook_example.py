@@ -9,7 +9,7 @@ import pytest
 
 from patience import GIVE_UP_S
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 

@@ -19,7 +19,13 @@ from chromium_page import Page, browsing, needs_chromium
 from patience import GIVE_UP_S
 from ranks.launched import MARK, living, wait_until_nothing_lives
 
-pytestmark = [pytest.mark.ranks, pytest.mark.browser, needs_chromium, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.browser,
+    needs_chromium,
+    pytest.mark.nightly,
+    pytest.mark.integrations,
+]
 
 CELLS = [
     "%load_ext torchmuster\n%muster start --ranks 2 --device cpu",

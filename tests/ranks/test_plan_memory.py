@@ -18,7 +18,7 @@ from torchmuster.plan.proof.verification import RealSteps
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Tracer
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # What is off by less is a scalar or two that live a moment longer.

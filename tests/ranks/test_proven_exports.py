@@ -14,7 +14,7 @@ from rank_group import RunRanks
 from rank_programs import proven_exports
 from torchmuster.checkpoints.export_check import EXACT, MERGED, SIXTEEN_BITS
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 USUAL = {
     "train.steps": "2",

@@ -13,7 +13,7 @@ from rank_programs import from_settings
 from torchmuster.cli.recipe import recipes
 from torchmuster.runfolder import create_run_folder
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 SMALL = {
     "train.global_batch_size": "4",

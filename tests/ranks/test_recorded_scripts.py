@@ -68,6 +68,7 @@ def test_a_plain_script(muster: Muster, tmp_path: Path) -> None:
     assert ran.lines("evaluations") == []
 
 
+@pytest.mark.integrations
 def test_transformers(muster: Muster, tmp_path: Path) -> None:
     ran = run(muster, tmp_path, "hf_trainer.py")
     told = re.findall(r"'loss': '?([\d.]+)", ran.printed)
@@ -84,6 +85,7 @@ def test_transformers(muster: Muster, tmp_path: Path) -> None:
     assert evaluation["loss"] > 0
 
 
+@pytest.mark.integrations
 def test_lightning(muster: Muster, tmp_path: Path) -> None:
     ran = run(muster, tmp_path, "lightning_trainer.py")
     assert sorted(ran.losses()) == [4, 8, 12, 16]
@@ -94,6 +96,7 @@ def test_lightning(muster: Muster, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.integrations
 def test_accelerate(muster: Muster, tmp_path: Path) -> None:
     ran = run(muster, tmp_path, "accelerate_loop.py")
     assert ran.losses() == printed_losses(ran.printed)

@@ -21,7 +21,7 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.history.script_checkpoints import read_script_checkpoints, saved_after
 from torchmuster.runfolder import RunFolder, list_runs
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 SCRIPTS = Path(__file__).parent / "resumed_scripts"
 _WITHIN_S = 5 * GIVE_UP_S  # two ranks import a large library, more than once, next to other tests

@@ -19,7 +19,7 @@ from torchmuster.monitor.sinks import sent
 from torchmuster.runfolder import RunFolder
 from unit.monitor.sinks.written_run import WrittenRun
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 STEPS = 40
 CONFIG = f"""\

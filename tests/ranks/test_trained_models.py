@@ -20,7 +20,7 @@ from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.written import settings_yaml
 from torchmuster.runfolder import RunFolder, create_run_folder
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 MODELS: Mapping[str, Mapping[str, object]] = {
     "byte-level": {"tokenizer": "byte-level"},

@@ -11,7 +11,7 @@ from made_up_checkpoints import Whole, save
 from torchmuster.checkpoints.export import export_weights
 from torchmuster.checkpoints.local import FolderStore
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.integrations]
 
 CONFIG = {
     "model_type": "llama",

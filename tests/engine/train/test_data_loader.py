@@ -225,6 +225,7 @@ def test_own_collate_and_datasets_that_read_many_at_once() -> None:
     assert [micro.batch for step in summed.epoch(0) for micro in step] == [4]
 
 
+@pytest.mark.integrations
 def test_hugging_face_datasets_are_read_by_number() -> None:
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict({"number": list(range(10)), "text": list("abcdefghij")})

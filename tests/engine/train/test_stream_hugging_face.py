@@ -15,7 +15,7 @@ from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.data.streams.iterable import HuggingFaceStream
 from torchmuster.train.world import World
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.integrations]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from rank_group import RunRanks
 from rank_programs import fine_tuning
 from ranks.conftest import Python, Ran, Torchrun
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 PAGE = EXAMPLES / "README.md"

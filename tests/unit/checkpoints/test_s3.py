@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.integrations]
 
 TESTS = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("saving_to_s3.py")

@@ -10,6 +10,8 @@ from torchmuster.config.image_folder import check_first_images, find_images, rea
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ConfigError, Impossible
 
+pytestmark = pytest.mark.integrations
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

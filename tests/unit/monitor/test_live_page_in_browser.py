@@ -13,7 +13,7 @@ from torchmuster.monitor.views.live_page import LivePage
 from torchmuster.monitor.views.run_picture import RunWatch
 from torchmuster.runfolder import RunFolder
 
-pytestmark = [pytest.mark.browser, needs_chromium]
+pytestmark = [pytest.mark.browser, needs_chromium, pytest.mark.integrations]
 TOKEN = "a-long/enough token"
 HEARTBEAT = "document.getElementById('heartbeat').textContent"
 

@@ -18,6 +18,8 @@ from torchmuster.monitor.sinks.sidecar import not_sent_finding, send_in_backgrou
 from torchmuster.monitor.sinks.sink import Wanted
 from unit.monitor.sinks.written_run import WrittenRun
 
+pytestmark = pytest.mark.integrations
+
 FILES = Wanted(sinks=("tensorboard", "parquet"))
 
 

@@ -10,6 +10,8 @@ from torchmuster.monitor.sinks.sending import Sending
 from torchmuster.monitor.sinks.sink import Wanted, open_sink
 from unit.monitor.sinks.written_run import WrittenRun
 
+pytestmark = pytest.mark.integrations
+
 
 @pytest.fixture
 def written(tmp_path: Path) -> WrittenRun:

@@ -31,6 +31,7 @@ def _export(muster: Muster, kept: Kept, *more: str) -> str:
     return done.err
 
 
+@pytest.mark.integrations
 def test_mlflow_has_one_run_that_goes_on(written: WrittenRun, muster: Muster) -> None:
     pytest.importorskip("mlflow")
     written.run.config.write_text("experiment_name: llama\ntrain:\n  learning_rate: 0.01\n")
@@ -54,6 +55,7 @@ def test_mlflow_has_one_run_that_goes_on(written: WrittenRun, muster: Muster) ->
     assert kept.statuses == ["RUNNING", "FAILED"] * 3, "nobody said that it has finished"
 
 
+@pytest.mark.integrations
 @pytest.mark.nightly
 def test_a_run_of_mlflow_is_found_again_without_its_id(written: WrittenRun, muster: Muster) -> None:
     pytest.importorskip("mlflow")
@@ -69,6 +71,7 @@ def test_a_run_of_mlflow_is_found_again_without_its_id(written: WrittenRun, must
         assert len(kept.runs) == 2
 
 
+@pytest.mark.integrations
 @pytest.mark.nightly
 def test_a_tracker_that_is_not_there_is_told_and_asked_again(
     written: WrittenRun, muster: Muster
@@ -129,6 +132,7 @@ def _read_wandb(run: Path) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.integrations
 def test_wandb_offline_has_one_id_and_every_step_once(written: WrittenRun, muster: Muster) -> None:
     pytest.importorskip("wandb")
     written.steps(1, 2, loss=1.5)
