@@ -30,13 +30,13 @@ from torchmuster.launch.launcher.job_runner import JobRunner
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import make_room_for
 from torchmuster.launch.transports.join.client import JoinTarget, first_to_answer
-from torchmuster.launch.transports.join.invitation import Invitation, read_invitation
-from torchmuster.launch.transports.join.stream import HEADER_BYTES
-from torchmuster.launch.transports.join.token_registry import (
+from torchmuster.launch.transports.join.code import JoinCode, decode_code
+from torchmuster.launch.transports.join.messages import (
     Join,
     decode_answer,
     encode_join_message,
 )
+from torchmuster.launch.transports.join.stream import HEADER_BYTES
 from torchmuster.launch.transports.srun import SrunTransport
 
 FOLDER_VARIABLE = "MUSTER_SIMULATED_HOSTS"  # the folder with ORDER and RESULT
@@ -244,20 +244,19 @@ async def play_srun(count: int) -> None:
     """Play all hosts, until the launcher lets them go."""
     hosts = SimulatedHosts(Path(os.environ[FOLDER_VARIABLE]))
     line = await asyncio.to_thread(sys.stdin.buffer.readline)
-    invitation = read_invitation(line)
+    code = decode_code(line.decode())
     hosts.received_bytes += len(line) * count  # srun sends its input to every task
     at_once = asyncio.Semaphore(CONNECT_AT_ONCE)
     heartbeats = asyncio.create_task(hosts.beat())
-    await asyncio.gather(*(play_host(hosts, index, invitation, at_once) for index in range(count)))
+    await asyncio.gather(*(play_host(hosts, index, code, at_once) for index in range(count)))
     heartbeats.cancel()
     hosts.write_result()
 
 
 async def play_host(
-    hosts: SimulatedHosts, index: int, invitation: Invitation, at_once: asyncio.Semaphore
+    hosts: SimulatedHosts, index: int, code: JoinCode, at_once: asyncio.Semaphore
 ) -> None:
     """Connect as a node agent does, and answer until the launcher closes the connection."""
-    code = invitation.code_for(index)
     target = JoinTarget(address=code.addresses[0], port=code.port)
     async with at_once:
         give_up_s = time.monotonic() + CONNECT_WITHIN_S
@@ -271,7 +270,7 @@ async def play_host(
         join = Join(
             protocol=protocol.PROTOCOL,
             place=index,
-            token=code.token,
+            secret=code.secret,
             host=f"node{index:05d}",
             torchmuster=__version__,
         )

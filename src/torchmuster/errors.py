@@ -8,7 +8,6 @@
     │   ├── NoSuchDevice                    an id, UUID or prefix names no device, or several
     │   ├── TooFewDevices                   fewer devices meet the conditions than requested
     │   ├── CudaAlreadyInitialized          too late to choose GPUs in this process
-    │   ├── NotTrusted                      a joined machine rejects what the hosting one requests
     │   └── NoSuchRun                       a run id or folder that does not exist
     ├── MachineLost                         a host of the run no longer sends heartbeats
     ├── DependencyFailed                    a run that a queued job waits for did not finish
@@ -110,10 +109,6 @@ class TooFewDevices(Impossible):
 
 class CudaAlreadyInitialized(Impossible):
     """CUDA has already read ``CUDA_VISIBLE_DEVICES`` in this process: a change has no effect."""
-
-
-class NotTrusted(Impossible):
-    """A joined machine rejects what the host requests; ``muster join --trust-host`` allows it."""
 
 
 class NoSuchRun(Impossible):

@@ -56,10 +56,10 @@ def protocol_lines(data: bytes) -> None:
 def handshake(data: bytes) -> None:
     """Read frames as the host reads those of a machine that has not joined yet, and the other way round."""
     from torchmuster.launch import protocol
-    from torchmuster.launch.transports.join import invitation, stream, token_registry
+    from torchmuster.launch.transports.join import messages, stream
 
     async def receive() -> None:
-        for decode in (token_registry.decode_join, token_registry.decode_answer):
+        for decode in (messages.decode_join, messages.decode_answer):
             reader = asyncio.StreamReader()
             reader.feed_data(data)
             reader.feed_eof()
@@ -70,8 +70,6 @@ def handshake(data: bytes) -> None:
                     pass
 
     asyncio.run(receive())
-    with contextlib.suppress(protocol.UnreadableMessage):
-        invitation.read_invitation(data)
 
 
 def join_code(data: bytes) -> None:

@@ -16,14 +16,15 @@ from muster_command import muster_argv
 from patience import GIVE_UP_S
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 
-SMOKE = ("-m", "torchmuster.launch.probes.smoke")
+_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_torchrun.py"
+#: A script that prints three lines on each rank.
+SMOKE = (str(_EXAMPLE),)
 #: A script that does the same once it is told to, by a file beside it: until then it runs.
-SMOKE_WHEN_TOLD = """
-import pathlib, sys, time
+SMOKE_WHEN_TOLD = f"""
+import pathlib, runpy, time
 while not pathlib.Path("go").exists():
     time.sleep(0.05)
-from torchmuster.launch.probes import smoke
-sys.exit(smoke.main())
+runpy.run_path({str(_EXAMPLE)!r}, run_name="__main__")
 """
 #: For runs that are not to lose anybody, however long a busy machine lets a process wait.
 PATIENT = ("--lost-after", "100s")

@@ -43,7 +43,7 @@ def test_what_muster_says_leads_to_a_run_that_works(trouble: Trouble, make_lab: 
         else:
             _mended(lab, trouble, explanation, work, by_hand=faults.close)
             everyone = ",".join(one.name for one in lab.hosts)
-            proof = f"muster smoke --device cpu --hosts {everyone}"
+            proof = f"muster check --device cpu --hosts {everyone}"
             proven = "world_size={count} device=cpu hostname={host}"
         told = _typed(lab.hosts[0], proof, work)
         for one in lab.hosts:

@@ -16,7 +16,7 @@ from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.launch.node import process_cleanup
 
-SMOKE = ("-m", "torchmuster.launch.probes.smoke")
+SMOKE = (str(Path(__file__).resolve().parents[2] / "examples" / "train_torchrun.py"),)
 CPU = ("--device", "cpu", "--ranks", "1")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"
 

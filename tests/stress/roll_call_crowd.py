@@ -127,12 +127,11 @@ async def host(nodes: int) -> None:
         count=nodes,
         first_place=0,
         addresses=[ADDRESS],
-        announce=False,
         on_event=events.append,
-        on_code=lambda place, code: events.append(f"place {place} was lost"),
     )
     await service.open(registry.arrive)
-    lines = [codes.encode_code(code) + "\n" for code in service.codes().values()]
+    code = codes.encode_code(service.code)
+    lines = [f"{place} {code}\n" for place in range(nodes)]
     crowds = [
         await asyncio.create_subprocess_exec(
             sys.executable,
@@ -168,7 +167,7 @@ async def host(nodes: int) -> None:
         "host_cpu_seconds": round(time.process_time() - began_cpu_s, 2),
         "memory_per_node_bytes": (psutil.Process().memory_info().rss - memory_bytes) // nodes,
         "messages_per_node": registry.messages / nodes,
-        "still_missing": len(service.codes()),
+        "still_missing": sum(name.startswith("machine ") for name in service.places),
         "events": events[:10],
     }
     await service.close()
@@ -177,10 +176,14 @@ async def host(nodes: int) -> None:
     print(json.dumps(told), flush=True)
 
 
-async def machine(code: codes.JoinCode, may_connect: asyncio.Semaphore) -> client.HostChannel:
+async def machine(line: str, may_connect: asyncio.Semaphore) -> client.HostChannel:
+    place, code = line.split()
     async with may_connect:
         channel = await client.connect_to_host(
-            code, on_event=lambda _: None, open_firewall=str, discover=False
+            codes.decode_code(code),
+            place=int(place),
+            on_event=lambda _: None,
+            open_firewall=str,
         )
     await channel.send(HELLO)
     assert isinstance(await channel.receive(), protocol.Prepare)
@@ -195,9 +198,7 @@ async def crowd() -> None:
     print("ready", flush=True)
     lines = await asyncio.to_thread(sys.stdin.readlines)
     may_connect = asyncio.Semaphore(AT_ONCE)
-    channels = await asyncio.gather(
-        *(machine(codes.decode_code(line), may_connect) for line in lines)
-    )
+    channels = await asyncio.gather(*(machine(line, may_connect) for line in lines))
     print(len(channels), flush=True)
     for channel in channels:
         assert await channel.receive() is None  # until the host closes

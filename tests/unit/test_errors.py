@@ -22,7 +22,6 @@ from torchmuster.errors import (
     NoSuchDevice,
     NoSuchRun,
     NotNow,
-    NotTrusted,
     OutOfMemory,
     TooFewDevices,
 )
@@ -34,7 +33,6 @@ EXIT_CODES = {
     NoSuchDevice: 2,
     TooFewDevices: 2,
     CudaAlreadyInitialized: 2,
-    NotTrusted: 2,
     NoSuchRun: 2,
     MachineLost: 1,
     DependencyFailed: 1,

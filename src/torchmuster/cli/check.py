@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchmuster.cli import host, job_flags, output, parsers, slurm_run
+from torchmuster.cli import job_flags, joined_hosts, output, parsers, slurm_run
 from torchmuster.cli.launching import transport_for
 from torchmuster.cli.scripts import Script, script_from
 from torchmuster.config.resolve import Resolved
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torchmuster.diagnose.result import GroupResult
 
 _PROBE = "torchmuster.diagnose.probes.collectives"
-# Hosts join by themselves over ssh; with a code, the user starts muster join on each.
-_CALLED_S, _JOINING_S = 120.0, 1800.0
 _RANKS_ON_A_CPU = 2
 _REACH_S = 3.0
 
@@ -45,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         [
             "muster check                      this machine: a rank on each GPU, or two on the CPU",
             "muster check --hosts a,b:2,c      three hosts over ssh",
-            "muster check --join 2             this machine, and one that joins with a code",
+            "muster check --join               this machine, and one that joins with a code",
             "muster check --slurm --nodes 4    as a Slurm job; inside a job, leave out --slurm",
         ],
     )
@@ -58,12 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_flags.add_machine_flags(parser)
     many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
-    many.add_argument(
-        "--join",
-        type=host.machines,
-        metavar="N",
-        help="wait for N - 1 machines to join with a code",
-    )
+    joined_hosts.add_flags(many)
     slurm_run.add_flags(parser)
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(
@@ -71,15 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command=None,
         name="check",
         grace=2.0,
-        join_timeout=None,
         detach=False,
         dry_run=False,
     )
 
 
 def _run_check(options: argparse.Namespace) -> int:
-    if options.join_timeout is None:
-        options.join_timeout = _JOINING_S if options.join else _CALLED_S
+    joined_hosts.take_flags(options)
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise Impossible(
             f"cannot write {options.html}",
@@ -93,7 +84,6 @@ def _run_check(options: argparse.Namespace) -> int:
     spec = job_flags.job_from(options, resolved, script)
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
-    slurm_run.refuse_flags_without_slurm(options)
     spec, transport = _machines(options, spec, resolved)
     return examine(
         spec,
@@ -109,16 +99,12 @@ def _machines(
     options: argparse.Namespace, spec: JobSpec, resolved: Resolved
 ) -> tuple[JobSpec, Transport]:
     if options.join:
-        if spec.hosts:
-            raise Impossible(
-                "--join and --hosts (over ssh) are mutually exclusive", fix="give one of the two"
-            )
-        if options.join < 2:
-            raise Impossible(
-                "--join 1 leaves no machine to join", fix="--join 2 or more, or leave out --join"
-            )
         stream = sys.stderr if options.json else sys.stdout
-        return spec, host.transport_for_guests(options.join, stream=stream)
+        transport = joined_hosts.transport_to_joined(options, spec, stream)
+        options.nodes = None  # handled
+        slurm_run.refuse_flags_without_slurm(options)
+        return spec, transport
+    slurm_run.refuse_flags_without_slurm(options)
     if inside := slurm_run.transport_inside(spec):
         return spec, inside
     on_cpu = spec.device == "cpu" or not job_flags.sees_gpus()

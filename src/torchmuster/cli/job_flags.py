@@ -18,7 +18,6 @@ from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import Container, JobSpec, Limits, NodeCounts, parse_hosts, parse_nodes
-from torchmuster.launch.node.join_policy import VARIABLES
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 from torchmuster.units import MiB, parse_seconds
 
@@ -47,10 +46,6 @@ _LIBRARY_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",
 )
-
-
-# Containers and modules of clusters set many of these.
-_OFTEN_SET = ("RCCL_", "FI_", "UCX_", "TORCH_FR_")
 
 
 def add_machine_flags(parser: argparse.ArgumentParser, *, gpu_range: bool = False) -> None:
@@ -113,7 +108,7 @@ def add_rendezvous_flags(parser: argparse.ArgumentParser) -> Any:
         type=duration,
         default=120.0,
         metavar="DURATION",
-        help="fail if not all hosts have joined after DURATION (default: 2m, or 30m with join codes)",
+        help="fail if not all hosts have joined after DURATION (default: 2m, or 30m with --join)",
     )
     many.add_argument(
         "--lost-after",
@@ -257,7 +252,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         keep_logs=None if (where := getattr(options, "logs", None)) is None else where == "hosts",
         max_log_bytes=settings.launch.max_log_mib * MiB,
         resume_with=getattr(options, "resume_with", ()),  # muster train has no such flag
-        environment=_environment(options.env, joined=options.words[0] == "host"),
+        environment=_environment(options.env),
         container=_container(options, settings.launch.remote_python),
         limits=Limits(
             join_s=options.join_timeout,
@@ -368,13 +363,10 @@ def _typed(options: argparse.Namespace) -> tuple[str, ...]:
     return (options.words[0], *(("--config", str(config)) if config else ()))
 
 
-def _environment(names: list[str], *, joined: bool) -> dict[str, str]:
-    """Return the variables of the ranks. Hosts that ``joined`` refuse a job with names that they do not know."""
+def _environment(names: list[str]) -> dict[str, str]:
+    """Return the variables of the ranks."""
     chosen = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_LIBRARY_VARIABLES)
-        and not (joined and name.startswith(_OFTEN_SET) and name not in VARIABLES)
+        name: value for name, value in os.environ.items() if name.startswith(_LIBRARY_VARIABLES)
     }
     return chosen | named_variables(names)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import job_flags, node_group, output, queueing, slurm_run
+from torchmuster.cli import job_flags, joined_hosts, node_group, output, queueing, slurm_run
 from torchmuster.cli.reporting import with_report
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
@@ -141,7 +141,9 @@ def start(
     spec = queueing.with_queue(options, spec)
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
-    if group is None:
+    if getattr(options, "join", False):  # muster train has no such flag
+        transport: Transport | None = joined_hosts.transport_to_joined(options, spec, sys.stdout)
+    elif group is None:
         transport = slurm_run.transport_inside(spec)
     else:
         transport = node_group.transport_to(group)

@@ -39,9 +39,7 @@ COMMANDS = {
     "train": Command("torchmuster.cli.train", "train a model from a settings file"),
     "recipe": Command("torchmuster.cli.recipe", "write a settings file for a common fine-tuning"),
     "run": Command("torchmuster.cli.run", "start a script on one or more hosts"),
-    "host": Command("torchmuster.cli.host", "start a script here; others join with a code"),
     "join": Command("torchmuster.cli.join", "join a run that another machine hosts"),
-    "smoke": Command("torchmuster.cli.smoke", "test that ranks can communicate"),
     "kubernetes": Command("torchmuster.cli.kubernetes", "print a script as a Kubernetes Job"),
     "explain": Command(
         "torchmuster.cli.explain", "report what happened to a run, why, and how to fix it"
@@ -66,7 +64,7 @@ COMMANDS = {
 }
 
 # In these commands, everything from the script on belongs to the script.
-_TAKE_SCRIPT = frozenset({"check", "run", "host", "kubernetes", "profile"})
+_TAKE_SCRIPT = frozenset({"check", "run", "kubernetes", "profile"})
 
 _EXAMPLES = (
     "muster gpus                                   who is using which GPU",

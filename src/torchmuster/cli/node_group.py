@@ -67,9 +67,8 @@ def transport_to(group: NodeGroup) -> Transport:
         nodes=group.nodes,
         addresses=addresses,
         port=group.port,
-        announce=False,
         on_event=_say_of_group,
-        secret=group.key(),
+        key=group.key(),
     )
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchmuster.cli import job_flags, node_group, parsers, queueing, slurm_run
+from torchmuster.cli import job_flags, joined_hosts, node_group, parsers, queueing, slurm_run
 from torchmuster.cli.gpu_range import with_gpu_range
 from torchmuster.cli.launching import start
 from torchmuster.cli.scripts import script_from
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster run --num-gpus 2 train.py --lr 1e-4    two free GPUs of this machine, claimed",
             "muster run --device cpu --ranks 2 train.py    two ranks on the CPU",
             "muster run --hosts a,b:4,c train.py           three hosts over ssh",
+            "muster run --join train.py                    this machine, and one that joins with a code",
             "muster run --slurm --nodes 2 --gpus-per-node 8 train.py    as a Slurm job",
             "muster run --detach train.py                  run in the background",
             "muster run --dry-run train.py                 show what would be started",
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_flags.add_machine_flags(parser, gpu_range=True)
     many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
+    joined_hosts.add_flags(many)
     job_flags.add_spares_flag(many)
     many.add_argument(
         "--rdzv-backend",
@@ -64,6 +66,7 @@ def _run_run(options: argparse.Namespace) -> int:
         return code
     if group is not None and group.node_rank > 0:
         return node_group.serve(group, options)
+    joined_hosts.take_flags(options)
     script = script_from(options, Path.cwd())
     if options.json and not options.dry_run:
         raise Impossible(

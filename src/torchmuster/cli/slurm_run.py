@@ -170,16 +170,13 @@ def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
 
 
 def _hosts_unknown(command: str, nodes: NodeCounts) -> Impossible:
-    join = {
-        "run": f", or muster host --nnodes {nodes} … (prints what to paste on the others)",
-        "check": f", or --join {nodes.most}",
-    }
+    join = f", or muster {command} --join --nodes {nodes} … (prints a code for the others)"
     return Impossible(
         f"--nodes {nodes}, but only this host is known",
         why="Muster starts the ranks of all hosts with one command: over ssh, in a Slurm job, or "
         "on hosts that join",
         fix=f"muster {command} --slurm --nodes {nodes} …, or muster {command} --hosts a,b …"
-        f"{join.get(command, '')}",
+        f"{join if command in ('run', 'check') else ''}",
     )
 
 

@@ -77,7 +77,7 @@ def _node_rank(value: str, given: Given) -> Outcome:
         why="torchrun is started on every host, but muster run only on the first; it connects to "
         "the others",
         fix=f"on the first host: muster run --hosts a,b --ranks {ranks} train.py  # over ssh; or: "
-        f"muster host --nnodes {nodes} --ranks {ranks} train.py, and here the muster join command "
+        f"muster run --join --nodes {nodes} --ranks {ranks} train.py, and here the muster join command "
         "that it prints",
     )
 
@@ -170,7 +170,7 @@ TORCHRUN_FLAGS = (
     TorchrunFlag(
         name="--nnodes",
         value="N",
-        does="`--nodes N` (or `MIN:MAX`), which needs `--hosts`, `--slurm` or a Slurm job; 1 is "
+        does="`--nodes N` (or `MIN:MAX`), which needs `--hosts`, `--join`, `--slurm` or a Slurm job; 1 is "
         "the default",
         apply=_nodes,
     ),
@@ -178,7 +178,7 @@ TORCHRUN_FLAGS = (
         name="--node-rank",
         value="N",
         does="0 is accepted, other values are refused: run one command, on the first host, with "
-        "`--hosts a,b`; or use `muster host` and `muster join`",
+        "`--hosts a,b`; or use `muster run --join` and `muster join`",
         apply=_node_rank,
     ),
     TorchrunFlag(name="--standalone", does="accepted: this is Muster's default", apply=_accepted),

@@ -196,7 +196,7 @@ def test_variables_of_torchrun_are_its_defaults(
     ("line", "fix"),
     [
         ("torchrun --nnodes 2 --node-rank 1 --rdzv-endpoint a:29400 train.py", "--hosts a,b"),
-        ("--node-rank 1 train.py", "muster host --nnodes"),
+        ("--node-rank 1 train.py", "muster run --join --nodes"),
         ("--nproc-per-node many train.py", "--nproc-per-node 2"),
         ("--virtual-local-rank train.py", "LOCAL_RANK"),
         ("torchrun --print-completion bash", "muster completion bash"),
@@ -294,7 +294,7 @@ def test_several_hosts_need_names(
     done = muster("run", "torchrun", "--nnodes", "2", "--nproc-per-node", "4", "train.py")
     assert done.code == 2
     assert "--hosts a,b" in done.err
-    assert "muster host --nnodes 2" in done.err
+    assert "muster run --join --nodes 2" in done.err
     assert not (folder / "runs").exists()
     assert done.err == snapshot
 

@@ -30,7 +30,7 @@ def test_in_the_job_the_same_script_runs_whatever_its_name(
     assert here.code == 0, here.err
 
 
-@pytest.mark.parametrize("words", [["smoke"], ["run", "train.py"]])
+@pytest.mark.parametrize("words", [["check"], ["run", "train.py"]])
 def test_inside_a_job_its_nodes_are_used(
     muster: Muster, own_machine: Path, words: list[str]
 ) -> None:

@@ -69,7 +69,7 @@ def test_running_before_newer(root: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_checks_and_smoke_tests_do_not_count(root: Path) -> None:
     run = made(root, "run", "failed")
     made(root, "check")
-    made(root, "smoke")
+    made(root, "check")
     unnamed = made(root, "train")
     unnamed.config.unlink()  # of muster train --check
     assert chosen(root, "running") == run.id

@@ -208,4 +208,4 @@ def test_without_ssh_there_is_another_way(
     with pytest.raises(Impossible) as caught:
         ssh.SshTransport([Host(name="a")], sys.executable)
     assert caught.value.what == snapshot
-    assert "muster host" in caught.value.fix
+    assert "muster run --join" in caught.value.fix

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from torchmuster.errors import ExitCode, Impossible, MachineLost, MusterError, NotNow, NotTrusted
+from torchmuster.errors import ExitCode, Impossible, MachineLost, MusterError, NotNow
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import known_failures
@@ -259,8 +259,6 @@ def error_from(trouble: protocol.Trouble, host: str = "") -> MusterError:
     """Return the error with which a host refused a request."""
     kinds: dict[int, type[MusterError]] = {2: Impossible, 3: NotNow}
     kind = kinds.get(trouble.exit_code, MusterError)
-    if trouble.name == "not-trusted":
-        kind = NotTrusted
     what = f"{host}: {trouble.what}" if host else trouble.what
     why = "\n".join(part for part in (trouble.why, trouble.evidence) if part)
     return kind(what, why=why, fix=trouble.fix)

@@ -1,6 +1,6 @@
 """``python -m torchmuster.launch.node``: a node agent.
 
-Its launcher is at the other end of standard input and output, or, with a node index, at the address in the invitation that is
+Its launcher is at the other end of standard input and output, or, with a node index, at the address in the join code that is
 the first line of standard input.
 """
 
@@ -26,19 +26,19 @@ async def _keep(place: int | None, *, is_local: bool) -> None:
 
 
 async def connect_as(place: int) -> AgentConnection:
-    """Read the invitation from standard input, and connect to the launcher as this node."""
+    """Read the join code from standard input, and connect to the launcher as this node."""
     from torchmuster.launch.network import firewall
     from torchmuster.launch.transports.join.client import connect_to_host
-    from torchmuster.launch.transports.join.invitation import read_invitation
+    from torchmuster.launch.transports.join.code import decode_code
 
     line = await asyncio.to_thread(sys.stdin.buffer.readline)
     if not line:
         sys.exit("the launcher is gone")
     channel = await connect_to_host(
-        read_invitation(line).code_for(place),
+        decode_code(line.decode(errors="replace")),
+        place=place,
         on_event=lambda words: print(words, file=sys.stderr, flush=True),
         open_firewall=firewall.open_command_anywhere,
-        discover=False,
         patience_s=_CONNECTED_WITHIN_S,
     )
     loop = asyncio.get_running_loop()
@@ -56,7 +56,7 @@ def main() -> None:
     """Serve the launcher."""
     parser = argparse.ArgumentParser(prog="python -m torchmuster.launch.node")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--place", type=int, help="the node index; the invitation is on stdin")
+    where.add_argument("--place", type=int, help="the node index; the join code is on stdin")
     where.add_argument(
         "--place-from",
         metavar="VARIABLE",

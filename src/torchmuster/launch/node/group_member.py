@@ -14,8 +14,7 @@ from torchmuster.launch.node.node_agent import NodeAgent
 from torchmuster.launch.schedulers.node_group import FINAL, NodeGroup
 from torchmuster.launch.transports.join import certificate
 from torchmuster.launch.transports.join.client import HostChannel, connect_to_host
-from torchmuster.launch.transports.join.code import JoinCode
-from torchmuster.launch.transports.join.invitation import certificate_seed, token_for
+from torchmuster.launch.transports.join.code import JoinCode, certificate_seed, join_secret
 
 _LOOK_EVERY_S, _LOOK_AT_LEAST_EVERY_S = 2.0, 30.0
 
@@ -42,11 +41,10 @@ def serve_group(
 async def _serve(
     group: NodeGroup, root: Path, patience_s: float, say: Callable[[str], None]
 ) -> int:
-    secret = group.key()
+    key = group.key()
     code = JoinCode(
-        place=group.node_rank,
-        token=token_for(secret, group.node_rank),
-        fingerprint=certificate.fingerprint_from(certificate_seed(secret)),
+        secret=join_secret(key),
+        fingerprint=certificate.fingerprint_from(certificate_seed(key)),
         port=group.port,
     )
     while True:
@@ -80,7 +78,7 @@ async def _connect(
             code,
             on_event=say,
             open_firewall=firewall.open_command_anywhere,
-            discover=False,
+            place=group.node_rank,
             patience_s=patience_s,
             name=group.launcher,
             longest_pause_s=every_s,

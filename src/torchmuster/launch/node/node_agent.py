@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from torchmuster.devices.borrow import DeviceRange
-from torchmuster.errors import ExitCode, Impossible, MusterError, NotTrusted
+from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.launch.node import device_lease, kept_logs, process_cleanup
@@ -66,20 +66,17 @@ class NodeAgent:
         *,
         system: str = sys.platform,
         folder: Path | None = None,
-        allowed: Callable[[protocol.ToAgent], protocol.ToAgent] | None = None,
         tell: Callable[[str], None] | None = None,
         is_local: bool = False,
     ) -> None:
         """Serve ``end``; with ``folder``, the script runs there and not in the launcher's folder.
 
-        For an untrusted launcher, ``allowed`` checks each message (``join_policy.py``). ``tell`` prints to this
-        node agent's own terminal, if it has one. With ``is_local``, the launcher is on this host: the pipe closes when
+        ``tell`` prints to this node agent's own terminal, if it has one. With ``is_local``, the launcher is on this host: the pipe closes when
         it exits, so that silence only shows that it is busy.
         """
         self._end = end
         self._system = system
         self._own_folder = folder
-        self._allowed = allowed
         self._tell = tell or (lambda _: None)
         self._own_terminal = tell is not None
         self._heard_s = self._sent_s = time.monotonic()
@@ -171,17 +168,10 @@ class NodeAgent:
         while True:
             try:
                 message = await self._end.receive()
-            except Exception as error:  # ``wire.Garbled``, and any other decoding error
+            except Exception as error:  # ``UnreadableMessage``, and any other decoding error
                 self._give_up(over, f"cannot decode the launcher's message: {error}")
                 return
             self._heard_s = time.monotonic()
-            if message is not None and self._allowed is not None:
-                try:
-                    message = self._allowed(message)
-                except NotTrusted as error:
-                    self._tell("\n".join(filter(None, (error.what, error.fix))))
-                    self._do(self._send(protocol.Refused(trouble=trouble_of(error))))
-                    continue
             match message:
                 case None:  # the launcher was killed: its ranks save and stop
                     self._last_grace_s = self._grace_s()

@@ -1,20 +1,19 @@
-"""The transport to this host and to machines that join by themselves, with a code or with a shared secret."""
+"""The transport to this host and to machines that join by themselves, with a code or with a shared key."""
 
 from collections.abc import Callable, Sequence
 
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Arrive
-from torchmuster.launch.transports.join import token_registry
-from torchmuster.launch.transports.join.code import JoinCode
-from torchmuster.launch.transports.join.invitation import certificate_seed, token_for
+from torchmuster.launch.transports.join.code import JoinCode, certificate_seed, join_secret
 from torchmuster.launch.transports.join.service import JoinService
 from torchmuster.launch.transports.local import LocalTransport
 
 
 class HostTransport:
-    """The first place is this host; each other place is for the machine that has its join code.
+    """The first place is this host; the other places are for the machines that join.
 
-    With ``secret``, which all nodes share, each node knows its place and its code, and may join again with it.
+    ``on_code`` is called once with the join code. With ``key``, which all nodes share, each node knows its place and
+    makes the code itself.
     """
 
     def __init__(
@@ -24,10 +23,9 @@ class HostTransport:
         nodes: int,
         addresses: Sequence[str],
         port: int | None,
-        announce: bool,
         on_event: Callable[[str], None],
-        on_code: Callable[[int, JoinCode], None] = lambda place, code: None,
-        secret: bytes | None = None,
+        on_code: Callable[[JoinCode], None] = lambda code: None,
+        key: bytes | None = None,
     ) -> None:
         self._local = LocalTransport(name)
         self._on_code = on_code
@@ -35,34 +33,29 @@ class HostTransport:
             count=nodes - 1,
             addresses=addresses,
             port=port,
-            announce=announce,
             on_event=on_event,
-            on_code=on_code,
-            make_token=token_registry.new_token
-            if secret is None
-            else lambda place: token_for(secret, place),
-            seed=None if secret is None else certificate_seed(secret),
+            secret=None if key is None else join_secret(key),
+            seed=None if key is None else certificate_seed(key),
         )
 
     @property
     def places(self) -> Sequence[str]:
         """This host, then the machines that join; names are unique."""
         names = [*self._local.places, *self._service.places]
-        first_of = {name: place for place, name in reversed(list(enumerate(names)))}
-        return [
-            name if first_of[name] == place else f"{name} ({place + 1})"
-            for place, name in enumerate(names)
-        ]
+        unique = []
+        for place, name in enumerate(names):
+            is_first = names.index(name) == place
+            unique.append(name if is_first else f"{name} ({place + 1})")
+        return unique
 
     async def open(self, arrive: Arrive) -> None:
-        """Start listening, report the join codes, and start the local node agent."""
+        """Start listening, report the join code, and start the local node agent."""
         await self._service.open(arrive)
-        for place, code in self._service.codes().items():
-            self._on_code(place, code)
+        self._on_code(self._service.code)
         await self._local.open(arrive)
 
     async def reopen(self, place: int) -> None:
-        """Reconnect a machine: start a new local node agent, or make a new join code."""
+        """Start a new local node agent, or let a machine join again."""
         await (self._service if place else self._local).reopen(place)
 
     def waiting_for(self, place: int) -> str:
@@ -74,7 +67,7 @@ class HostTransport:
         return (self._service if place else self._local).gave_up(place)
 
     def rejoins(self, place: int) -> bool:
-        """Return whether a machine may rejoin with a new code: all but this host."""
+        """Return whether a machine may join again by itself: all but this host."""
         return place > 0
 
     async def close(self) -> None:

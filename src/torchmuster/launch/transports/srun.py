@@ -3,7 +3,7 @@
 A heterogeneous job has one ``srun`` for each component.
 
 srun copies its standard input to every task, so a message to one node would be sent to all of them: with N nodes, N times N
-messages. Therefore srun carries only the invitation (join/invitation.py), and each node agent has a connection of its own.
+messages. Therefore srun carries only the join code, and each node agent has a connection of its own.
 Output of a task has the task number as prefix (``3: …``); it is shown if the task fails. srun reports failed tasks on its
 standard error.
 
@@ -20,7 +20,6 @@ import ipaddress
 import os
 import random
 import re
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +30,7 @@ from torchmuster.launch.network import interfaces
 from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Arrive, Channel
-from torchmuster.launch.transports.join.invitation import SECRET_BYTES, Invitation, token_for
+from torchmuster.launch.transports.join.code import encode_code
 from torchmuster.launch.transports.join.service import JoinedChannel, JoinService
 from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.srun_step import SrunStep
@@ -152,7 +151,6 @@ class SrunTransport:
         self._arrive: Arrive | None = None
         self._service: JoinService | None = None
         self._addresses: list[str] = []
-        self._secret = secrets.token_bytes(SECRET_BYTES)
         self._steps: list[SrunStep] = []
         self._step_of: dict[int, SrunStep] = {}
         self._channels: dict[int, SrunChannel] = {}
@@ -187,9 +185,7 @@ class SrunTransport:
                 first_place=0,
                 addresses=self._addresses,
                 port=port or None,
-                announce=False,
                 on_event=self._on_event,
-                make_token=lambda place: token_for(self._secret, place),
             )
             try:
                 await service.open(self._arrived)
@@ -212,13 +208,8 @@ class SrunTransport:
         step = SrunStep(tuple(places), self.places, lambda place: self._ended(step, place))
         self._steps.append(step)
         self._step_of.update(dict.fromkeys(step.places, step))
-        invitation = Invitation(
-            addresses=tuple(self._addresses),
-            port=self._service.port,
-            fingerprint=self._service.fingerprint,
-            secret=self._secret,
-        )
-        await step.start(words, self._environment, invitation.to_line())
+        line = f"{encode_code(self._service.code)}\n".encode()
+        await step.start(words, self._environment, line)
 
     def _ended(self, step: SrunStep, place: int) -> None:
         """Close the connection to a node agent that has exited: its host may be gone."""

@@ -66,7 +66,7 @@ def require_ssh() -> None:
         raise Impossible(
             "ssh is not installed on this host",
             why="Muster connects to the other hosts with OpenSSH",
-            fix="apt-get install openssh-client  # or: muster host, which needs no ssh",
+            fix="apt-get install openssh-client  # or: muster run --join, which needs no ssh",
         )
 
 

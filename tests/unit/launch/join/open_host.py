@@ -20,7 +20,6 @@ class Host:
     """The service and everything that it told."""
 
     events: list[str] = field(default_factory=list)
-    new_codes: "asyncio.Queue[tuple[int, JoinCode]]" = field(default_factory=asyncio.Queue)
     arrivals: "asyncio.Queue[tuple[int, Channel]]" = field(default_factory=asyncio.Queue)
     service: JoinService = field(init=False)
 
@@ -36,9 +35,7 @@ async def open_host(
         count=count,
         addresses=addresses,
         first_place=first_place,
-        announce=False,
         on_event=host.events.append,
-        on_code=lambda place, code: host.new_codes.put_nowait((place, code)),
     )
     await host.service.open(lambda place, channel: host.arrivals.put_nowait((place, channel)))
     try:
@@ -58,21 +55,19 @@ async def join(
     *,
     events: list[str] | None = None,
     patience_s: float = GIVE_UP_S,
-    discover: bool = False,
+    place: int | None = None,
 ) -> HostChannel:
     return await client.connect_to_host(
         code,
         on_event=(events if events is not None else []).append,
         open_firewall=firewall_command,
-        discover=discover,
+        place=place,
         patience_s=patience_s,
     )
 
 
 async def proves_open(host: Host) -> None:
     """Let the real machine join, whatever went on before."""
-    place, code = next(iter(host.service.codes().items()))
-    channel = await join(code)
-    arrived, _ = await asyncio.wait_for(host.arrivals.get(), GIVE_UP_S)
-    assert arrived == place
+    channel = await join(host.service.code)
+    await asyncio.wait_for(host.arrivals.get(), GIVE_UP_S)
     await channel.close()

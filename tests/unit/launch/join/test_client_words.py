@@ -1,21 +1,21 @@
 """What a joining machine says when the host is not there, not reachable, or somebody else."""
 
 import asyncio
-import dataclasses
 import os
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster import __version__
-from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch.transports.join import certificate, client, listener, token_registry
+from torchmuster.errors import MusterError
+from torchmuster.launch.transports.join import certificate, client, messages
 from torchmuster.launch.transports.join.code import JoinCode
-from torchmuster.launch.transports.join.token_registry import Refused, refused_message
+from torchmuster.launch.transports.join.messages import Reason, Refused
 from unit.launch.join.open_host import LOOPBACK, join, open_host
 
 pytestmark = pytest.mark.usefixtures("time_enough")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("time_enough")
 
 def code_for(port: int, *addresses: str) -> JoinCode:
     return JoinCode(
-        place=1, port=port, addresses=addresses, token=os.urandom(16), fingerprint=os.urandom(16)
+        port=port, addresses=addresses, secret=os.urandom(16), fingerprint=os.urandom(16)
     )
 
 
@@ -119,7 +119,7 @@ def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatc
     async def story() -> None:
         async with open_host() as host:
             events: list[str] = []
-            machine = await join(host.service.codes()[1], events=events)
+            machine = await join(host.service.code, events=events)
             assert len(events) == 1
             assert "connection refused" in events[0]
             await machine.close()
@@ -141,18 +141,16 @@ def test_it_is_not_silent_while_a_slow_host_takes_its_time(
 
         async def slow_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await told_twice.wait()
-            answer = token_registry.encode_join_message(token_registry.Welcome(protocol=2, place=1))
+            answer = messages.encode_join_message(messages.Welcome(protocol=2, place=1))
             writer.write(len(answer).to_bytes(4, "big") + answer)
             await reader.read()
             writer.close()
 
         server = await asyncio.start_server(slow_host, LOOPBACK, 0, ssl=made.context)
         port = server.sockets[0].getsockname()[1]
-        code = dataclasses.replace(code_for(port, LOOPBACK), fingerprint=made.fingerprint)
+        code = msgspec.structs.replace(code_for(port, LOOPBACK), fingerprint=made.fingerprint)
         joining = asyncio.create_task(
-            client.connect_to_host(
-                code, on_event=told.put_nowait, open_firewall=str, discover=False
-            )
+            client.connect_to_host(code, on_event=told.put_nowait, open_firewall=str)
         )
         answers = f" 127.0.0.1:{port}, "
         while answers not in (first := await told.get()):
@@ -193,42 +191,17 @@ def test_something_that_does_not_speak_tls_is_named(
 
 
 @pytest.mark.parametrize(
-    ("answer", "fix"),
+    ("reason", "fix"),
     [
-        (
-            refused_message("used-code", "this code was used by b (10.0.0.2) at 10:00:00"),
-            "muster host",
-        ),
-        (refused_message("unknown-code", "this host has not issued this code"), "muster host"),
-        (
-            Refused(reason="other-protocol", why="…", protocol=2, torchmuster="9.1\x1b"),
-            "pip install torchmuster==9.1� ",
-        ),
+        ("no-place", "muster run --join --nodes N"),
+        ("wrong-code", "muster run --join"),
+        ("other-protocol", "pip install torchmuster==9.1� "),
     ],
-    ids=["used", "unknown", "protocol"],
 )
 def test_each_refusal_says_what_to_do(
-    answer: Refused, fix: str, snapshot: SnapshotAssertion
+    reason: Reason, fix: str, snapshot: SnapshotAssertion
 ) -> None:
+    answer = Refused(reason=reason, why="why", protocol=2, torchmuster="9.1\x1b")
     error = client._not_let_in(answer)
     assert fix in error.fix
     assert str(error).replace(__version__, "VERSION") == snapshot
-
-
-def test_a_short_code_needs_the_search() -> None:
-    with pytest.raises(Impossible, match="does not contain the host's address"):
-        asyncio.run(join(code_for(0), discover=False))
-
-
-def test_a_short_code_whose_host_is_not_found_says_where_it_was_looked_for(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float], snapshot: SnapshotAssertion
-) -> None:
-    async def nothing(fingerprint: bytes, *, timeout_s: float) -> None:
-        return None
-
-    monkeypatch.setattr(listener, "find_hosts", nothing)
-    events = LastEvents(clock)
-    with pytest.raises(MusterError) as caught:
-        asyncio.run(join(code_for(0), discover=True, events=events, patience_s=0.1))
-    assert "UDP 5353" in caught.value.why
-    assert events[0] == snapshot

@@ -6,30 +6,33 @@ from patience import GIVE_UP_S
 from torchmuster.launch.transports.channel import Channel
 from torchmuster.launch.transports.join import certificate, client
 from torchmuster.launch.transports.join.client import HostChannel
-from torchmuster.launch.transports.join.code import JoinCode
-from torchmuster.launch.transports.join.invitation import certificate_seed, secret_from, token_for
+from torchmuster.launch.transports.join.code import (
+    JoinCode,
+    certificate_seed,
+    join_secret,
+    key_from,
+)
 from torchmuster.launch.transports.join.service import JoinService
 from unit.launch.join.open_host import LOOPBACK, firewall_command, open_host
 from unit.launch.join.open_host import join as join_with
 
-SECRET = secret_from("correct horse battery staple")
+KEY = key_from("correct horse battery staple")
 
 
-def code(secret: bytes, port: int) -> JoinCode:
+def code(key: bytes, port: int) -> JoinCode:
     return JoinCode(
-        place=1,
         port=port,
-        token=token_for(secret, 1),
-        fingerprint=certificate.fingerprint_from(certificate_seed(secret)),
+        secret=join_secret(key),
+        fingerprint=certificate.fingerprint_from(certificate_seed(key)),
     )
 
 
-async def join(secret: bytes, port: int, events: list[str]) -> HostChannel:
+async def join(key: bytes, port: int, events: list[str]) -> HostChannel:
     return await client.connect_to_host(
-        code(secret, port),
+        code(key, port),
+        place=1,
         on_event=events.append,
         open_firewall=firewall_command,
-        discover=False,
         patience_s=GIVE_UP_S,
         name="localhost",
     )
@@ -41,21 +44,20 @@ def test_a_node_waits_for_its_place_and_takes_it_again() -> None:
         service = JoinService(
             count=1,
             addresses=[LOOPBACK],
-            announce=False,
             on_event=lambda _: None,
-            make_token=lambda place: token_for(SECRET, place),
-            seed=certificate_seed(SECRET),
+            secret=join_secret(KEY),
+            seed=certificate_seed(KEY),
         )
         await service.open(lambda place, channel: arrivals.put_nowait((place, channel)))
         told: asyncio.Queue[str] = asyncio.Queue()
-        first = await join(SECRET, service.port, [])
+        first = await join(KEY, service.code.port, [])
         await arrivals.get()
         again = asyncio.create_task(
             client.connect_to_host(
-                code(SECRET, service.port),
+                code(KEY, service.code.port),
+                place=1,
                 on_event=told.put_nowait,
                 open_firewall=firewall_command,
-                discover=False,
                 patience_s=GIVE_UP_S,
                 name="localhost",
             )
@@ -75,7 +77,7 @@ def test_a_node_waits_for_its_place_and_takes_it_again() -> None:
 def test_a_connection_whose_close_was_given_up_can_be_closed_again() -> None:
     async def story() -> None:
         async with open_host() as host:
-            machine = await join_with(host.service.codes()[1])
+            machine = await join_with(host.service.code)
             channel = host.service._channels[1]
             closing = asyncio.create_task(channel.close())
             await asyncio.sleep(0)  # it waits for the other side
@@ -87,7 +89,7 @@ def test_a_connection_whose_close_was_given_up_can_be_closed_again() -> None:
     asyncio.run(asyncio.wait_for(story(), GIVE_UP_S))
 
 
-def test_different_secrets_have_different_certificates_and_tokens() -> None:
-    other = secret_from("correct horse battery stable")
-    assert code(SECRET, 1).fingerprint != code(other, 1).fingerprint
-    assert code(SECRET, 1).token != code(other, 1).token
+def test_different_secrets_have_different_certificates_and_codes() -> None:
+    other = key_from("correct horse battery stable")
+    assert code(KEY, 1).fingerprint != code(other, 1).fingerprint
+    assert code(KEY, 1).secret != code(other, 1).secret

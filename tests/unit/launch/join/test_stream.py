@@ -15,8 +15,7 @@ def test_a_connection_to_a_silent_machine_can_be_closed_twice(
 
     async def close_twice() -> None:
         async with open_host() as host:
-            code = host.service.codes()[1]
-            machine = await join(code)
+            machine = await join(host.service.code)
             _, channel = await host.arrivals.get()
             machine._stream.writer.transport.pause_reading()  # type: ignore[attr-defined]
             await channel.close()  # the machine does not answer: given up

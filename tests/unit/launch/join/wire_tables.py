@@ -14,13 +14,12 @@ from typing import Any
 import msgspec
 
 from torchmuster.launch import protocol
-from torchmuster.launch.node import join_policy
-from torchmuster.launch.transports.join import token_registry
+from torchmuster.launch.transports.join import messages as handshake
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "dev" / "wire-protocol.md"
 
 SECTIONS: dict[str, tuple[type[msgspec.Struct], ...]] = {
-    "handshake": (token_registry.Join, token_registry.Welcome, token_registry.Refused),
+    "handshake": (handshake.Join, handshake.Welcome, handshake.Refused),
     "to a node agent": typing.get_args(typing.get_args(protocol.ToAgent)[0]),
     "from a node agent": typing.get_args(typing.get_args(protocol.FromAgent)[0]),
 }
@@ -86,12 +85,6 @@ def tables() -> dict[str, str]:
     rows = ["| record | meaning | fields |", "|---|---|---|"]
     rows += [f"| {name} | {meaning(one)} | {fields(one)} |" for name, one in inner.items()]
     made["records"] = "\n".join(rows)
-    groups: dict[str, list[str]] = {}
-    for name in sorted(join_policy.VARIABLES):
-        groups.setdefault(name.partition("_")[0], []).append(f"`{name}`")
-    rows = ["| of | variables |", "|---|---|"]
-    rows += [f"| {group} | {', '.join(names)} |" for group, names in groups.items()]
-    made["variables"] = "\n".join(rows)
     return made
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
@@ -19,7 +20,6 @@ from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports import srun
 from torchmuster.launch.transports.channel import Channel, Transport
 from torchmuster.launch.transports.join.client import connect_to_host
-from torchmuster.launch.transports.join.invitation import Invitation, read_invitation
 from torchmuster.launch.transports.srun import SrunTransport, environment_for_srun, srun_command
 
 SIMULATED_HOSTS = Path(__file__).parents[4] / "benchmarks" / "control_plane.py"
@@ -111,23 +111,9 @@ def test_every_node_connects_as_its_place_and_gets_only_its_own_messages(
         await transport.close()
 
     asyncio.run(scene())
-    # The invitation is all that srun copies; one node got two messages, the others one.
+    # The join code is all that srun copies; one node got two messages, the others one.
     got = json.loads((tmp_path / "result.json").read_text())["received_bytes"]
     assert got / nodes < 700
-
-
-def test_an_invitation_has_another_token_for_each_place() -> None:
-    invitation = Invitation(
-        addresses=("10.0.0.1", "fd00::1"), port=4711, fingerprint=bytes(16), secret=bytes(32)
-    )
-    again = read_invitation(invitation.to_line())
-    assert again == invitation
-    codes = [again.code_for(place) for place in range(100)]
-    assert len({code.token for code in codes}) == 100
-    assert {code.place for code in codes} == set(range(100))
-    assert "secret" not in repr(invitation)
-    with pytest.raises(protocol.UnreadableMessage):
-        read_invitation(b"==== Welcome ====\n")
 
 
 def test_a_stranger_without_the_secret_is_not_admitted(as_srun: dict[str, str]) -> None:
@@ -141,21 +127,14 @@ def test_a_stranger_without_the_secret_is_not_admitted(as_srun: dict[str, str]) 
         await transport.open(lambda place, channel: arrivals.append(place))
         service = transport._service
         assert service is not None
-        wrong = Invitation(
-            addresses=tuple(transport._addresses),
-            port=service.port,
-            fingerprint=service.fingerprint,
-            secret=bytes(32),
-        )
+        wrong = msgspec.structs.replace(service.code, secret=bytes(16))
         with pytest.raises(Impossible):
-            await connect_to_host(
-                wrong.code_for(0), on_event=events.append, open_firewall=str, discover=False
-            )
+            await connect_to_host(wrong, place=0, on_event=events.append, open_firewall=str)
         assert not arrivals
         await transport.close()
 
     asyncio.run(scene())
-    assert any("a wrong join code" in event for event in events)
+    assert any("has not printed this code" in event for event in events)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The joining machine's side: find the host, verify its certificate, and join.
+"""The joining machine's side: connect to the host, verify its certificate, and join.
 
 All addresses are tried concurrently. The server must present the certificate whose fingerprint is in the
 code; nothing is sent before that. Temporary failures (host not started yet, too many connections) are
@@ -7,7 +7,6 @@ retried until the timeout, with progress messages; other failures raise an error
 
 import asyncio
 import errno
-import math
 import platform
 import random
 import socket
@@ -20,10 +19,10 @@ from typing import Literal
 from torchmuster import __version__
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch import protocol
-from torchmuster.launch.transports.join import certificate, listener, token_registry
+from torchmuster.launch.transports.join import certificate, messages
 from torchmuster.launch.transports.join.code import JoinCode
+from torchmuster.launch.transports.join.messages import Join, Refused, Welcome
 from torchmuster.launch.transports.join.stream import Stream, open_stream
-from torchmuster.launch.transports.join.token_registry import Join, Refused
 from torchmuster.redaction import printable
 
 CONNECT_S = 3.0
@@ -106,8 +105,7 @@ async def _try(
         stream = await open_stream(
             connected,
             certificate.client_context(),
-            server_side=False,
-            handshake_s=math.ceil(max(1.0, min(HANDSHAKE_S, patience_s))),
+            handshake_s=max(1.0, min(HANDSHAKE_S, patience_s)),
         )
     except OSError as error:
         return JoinProblem(target=target, kind=_client_kind(error))
@@ -146,7 +144,6 @@ def _client_kind(error: OSError) -> Kind:
     return "unreachable"
 
 
-FIND_S = 3.0
 ANSWER_S = 10.0
 TELL_EVERY_S = 5.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
@@ -181,7 +178,7 @@ async def connect_to_host(
     *,
     on_event: Callable[[str], None],
     open_firewall: Callable[[int], str],
-    discover: bool = True,
+    place: int | None = None,
     patience_s: float = 120.0,
     name: str = "",
     longest_pause_s: float = _LONGEST_PAUSE_S,
@@ -189,39 +186,23 @@ async def connect_to_host(
     """Join with this code; return once the host has accepted.
 
     ``on_event`` gets progress messages; ``open_firewall`` returns the command that opens a port in the
-    host's firewall. ``name`` is the host's DNS name, for nodes that know their code in advance: its address may change,
-    and what would be a wrong or used code may only be early.
+    host's firewall. ``place`` is for nodes that know theirs. ``name`` is the host's DNS name, for nodes that know the
+    code before the host is up: its address may change, and what would be a wrong code may only be early.
     """
-    if not code.addresses and not discover and not name:
-        raise Impossible(
-            "this join code does not contain the host's address",
-            why="a short code needs discovery on the local network, which is disabled",
-            fix="use the long code that muster host printed",
-        )
     targets = [JoinTarget(address=address, port=code.port) for address in code.addresses]
     pause_s = _SHORTEST_PAUSE_S
-    # Multicast discovery starts only if the addresses in the code failed.
-    look = not targets
     with _Progress(on_event, patience_s) as progress:
         while True:
             if name:
                 targets = await _resolve(name, code.port)
-            outcome, found = await _round(
-                code, targets, look=look, progress=progress, early=bool(name)
-            )
+            outcome = await _try_all(code, targets, place, progress, early=bool(name))
             if isinstance(outcome, HostChannel):
                 return outcome
-            new = [target for target in found if target not in targets]
-            targets += new
-            if new and progress.left_s > 0:
-                continue
-            looked = (look or not discover) and not name
-            if looked and outcome and all(problem.kind == "stranger" for problem in outcome):
+            if not name and all(problem.kind == "stranger" for problem in outcome):
                 raise _stranger(outcome)
             if progress.left_s <= 0:
                 raise _unreachable(outcome, patience_s, open_firewall, name)
             progress.sets_back(_not_yet(outcome, name))
-            look = discover
             # Random pause: machines that were rejected together should not retry together.
             await asyncio.sleep(min(progress.left_s, random.uniform(pause_s / 2, pause_s)))
             pause_s = min(2 * pause_s, longest_pause_s)
@@ -279,47 +260,26 @@ class _Progress:
         self._wait()
 
 
-async def _round(
+async def _try_all(
     code: JoinCode,
     targets: Sequence[JoinTarget],
-    *,
-    look: bool,
+    place: int | None,
     progress: _Progress,
+    *,
     early: bool,
-) -> tuple[HostChannel | list[JoinProblem], list[JoinTarget]]:
-    """Try every address once, and discover more of them meanwhile."""
-    looking = asyncio.create_task(_look_for(code)) if look else None
-    try:
-        answered: tuple[Stream, JoinTarget] | list[JoinProblem] = []
-        if targets:
-            answered = await first_to_answer(targets, code.fingerprint, patience_s=progress.left_s)
-        if isinstance(answered, list):
-            return answered, await looking if looking else []
-        progress.goes_on(f"connected to the host at {answered[1]}, waiting to be accepted")
-        outcome = await _ask(*answered, code, early=early)
-        return outcome if isinstance(outcome, HostChannel) else [outcome], []
-    finally:
-        if looking is not None:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
-
-
-async def _look_for(code: JoinCode) -> list[JoinTarget]:
-    try:
-        found = await listener.find_hosts(code.fingerprint, timeout_s=FIND_S)
-    except Impossible:  # zeroconf is not installed
-        if not code.addresses:
-            raise
-        return []
-    except OSError:  # no network yet
-        return []
-    if found is None:
-        return []
-    return [JoinTarget(address=address, port=found.port) for address in found.addresses]
+) -> HostChannel | list[JoinProblem]:
+    """Try every address once."""
+    answered = await first_to_answer(targets, code.fingerprint, patience_s=progress.left_s)
+    if isinstance(answered, list):
+        return answered
+    stream, target = answered
+    progress.goes_on(f"connected to the host at {target}, waiting to be accepted")
+    outcome = await _ask(stream, target, code, place, early=early)
+    return outcome if isinstance(outcome, HostChannel) else [outcome]
 
 
 async def _ask(
-    stream: Stream, target: JoinTarget, code: JoinCode, *, early: bool
+    stream: Stream, target: JoinTarget, code: JoinCode, place: int | None, *, early: bool
 ) -> HostChannel | JoinProblem:
     """Send the join request to the host, whose certificate has been verified.
 
@@ -327,21 +287,21 @@ async def _ask(
     """
     join = Join(
         protocol=protocol.PROTOCOL,
-        place=code.place,
-        token=code.token,
-        host=platform.node()[: token_registry.NAME_LIMIT],
+        place=place,
+        secret=code.secret,
+        host=platform.node()[: messages.NAME_LIMIT],
         torchmuster=__version__,
     )
     try:
-        await stream.send(token_registry.encode_join_message(join))
+        await stream.send(messages.encode_join_message(join))
         async with asyncio.timeout(ANSWER_S):
-            answer = await stream.receive(protocol.MESSAGE_LIMIT, token_registry.decode_answer)
+            answer = await stream.receive(protocol.MESSAGE_LIMIT, messages.decode_answer)
     except (TimeoutError, protocol.UnreadableMessage):
         answer = None
     except BaseException:
         stream.abort("given up")
         raise
-    if isinstance(answer, token_registry.Welcome):
+    if isinstance(answer, Welcome):
         return HostChannel(stream, target)
     await stream.close()
     if isinstance(answer, Refused) and early and answer.reason != "other-protocol":
@@ -351,25 +311,25 @@ async def _ask(
     return JoinProblem(target=target, kind="turned-away")
 
 
-def _not_let_in(sorry: Refused) -> Impossible:
-    why = printable([sorry.why])
-    if sorry.reason == "other-protocol":
-        version = printable([sorry.torchmuster])
+def _not_let_in(refused: Refused) -> Impossible:
+    why = printable([refused.why])
+    if refused.reason == "other-protocol":
+        version = printable([refused.torchmuster])
         return Impossible(
             f"the host has torchmuster {version}, this machine has {__version__}",
             why=why,
             fix=f"pip install torchmuster=={version}  # then use the same code again",
         )
-    if sorry.reason == "used-code":
+    if refused.reason == "no-place":
         return Impossible(
-            "this join code has already been used",
-            why=f"{why}; a code works once, for one machine",
-            fix="use a code that muster host lists as unused",
+            "all machines of this run have joined already",
+            why=why,
+            fix="start the run for more machines: muster run --join --nodes N",
         )
     return Impossible(
         "the host does not know this join code",
-        why=f"{why}; a code expires when muster host prints a new one for the same machine",
-        fix="use a code that muster host lists as unused",
+        why=why,
+        fix="use the code that muster run --join prints now",
     )
 
 
@@ -377,9 +337,9 @@ def _stranger(problems: Iterable[JoinProblem]) -> MusterError:
     where = ", ".join(str(problem.target) for problem in problems)
     return MusterError(
         f"the server at {where} is not the host of this join code",
-        why="its certificate does not match the code: muster host was restarted after it printed the "
+        why="its certificate does not match the code: the run was started again after it printed the "
         "code, or the connection is intercepted; nothing was sent",
-        fix="use a code that muster host prints now; if the error persists, do not trust this network",
+        fix="use the code that muster run --join prints now; if the error persists, do not trust this network",
     )
 
 
@@ -387,8 +347,6 @@ def _not_yet(problems: Iterable[JoinProblem], name: str) -> str:
     tried = "; ".join(str(problem) for problem in problems)
     if name:
         return f"waiting for the launcher {name} ({tried or 'the name has no address yet'})"
-    if not tried:
-        return "the host was not found on the local network yet"
     return f"the host is not reachable yet ({tried})"
 
 
@@ -404,21 +362,13 @@ def _unreachable(
             why="\n".join(str(problem) for problem in problems) or "the name has no address",
             fix="look at the first node: it runs the launcher",
         )
-    if not problems:
-        return MusterError(
-            f"no host with this code found on the local network within {patience_s:g} s",
-            why="muster host has exited, is on another network, or multicast is blocked (UDP 5353)",
-            fix="use the long code that muster host printed: it contains the host's addresses",
-        )
     kinds = {problem.kind for problem in problems}
     if kinds & {"silent", "turned-away"}:
         meaning = "the host is up but overloaded, or a proxy or firewall intercepts the connection"
-        fix = "use the same code again; if the error persists, check the output of muster host"
+        fix = "use the same code again; if the error persists, check the output of muster run"
     elif kinds <= {"refused"}:
-        meaning = (
-            "the machine is up but the port is closed: muster host has exited or its port changed"
-        )
-        fix = "start muster host again and use the new code"
+        meaning = "the machine is up but the port is closed: the run has ended or its port changed"
+        fix = "start the run again and use its new code"
     elif kinds & {"timeout", "unreachable", "refused"}:
         meaning = (
             "a firewall blocks the connection, the networks are not connected, or the host is off"
@@ -427,7 +377,7 @@ def _unreachable(
         fix = "\n".join(["on the host:", *commands])
     else:
         meaning = "another program answers, not the host that printed this code"
-        fix = "use a code that muster host prints now"
+        fix = "use the code that muster run --join prints now"
     return MusterError(
         f"cannot reach the host within {patience_s:g} s",
         why="\n".join([*(str(problem) for problem in problems), meaning]),

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from asyncio import sslproto
 from collections.abc import Callable
 
 from torchmuster.launch import protocol
@@ -16,6 +15,8 @@ from torchmuster.launch import protocol
 HEADER_BYTES = 4
 # Bytes that are read ahead.
 _READ_AHEAD_BYTES = 16 * 1024
+# With more bytes waiting to be sent, a sender waits.
+_UNSENT_BYTES = 64 * 1024
 _SHUTDOWN_S = 2
 # A peer that accepts nothing for this long is declared lost.
 SEND_S = 10.0
@@ -30,7 +31,6 @@ class Stream:
         self._over = asyncio.Event()
         self.why_closed = ""
         self._aborted = False
-        self.paused = False  # the other side accepts no more data for now
         self._received = bytearray()  # the beginning of the next message
         self._reader = reader
         self._writer: asyncio.StreamWriter | None = None
@@ -42,7 +42,7 @@ class Stream:
             raise ConnectionResetError("closed during the handshake")
         return self._writer
 
-    def opened(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def opened(self, writer: asyncio.StreamWriter) -> None:
         """Record that the handshake is done."""
         self._writer = writer
 
@@ -59,6 +59,10 @@ class Stream:
         """Return the other side's certificate."""
         tls: ssl.SSLObject = self.writer.get_extra_info("ssl_object")
         return tls.getpeercert(binary_form=True)
+
+    def peer_address(self) -> str:
+        """Return the other side's IP address."""
+        return str(self.writer.get_extra_info("peername")[0])
 
     async def receive(
         self, limit_bytes: int, decode: Callable[[bytes], protocol.Read]
@@ -106,7 +110,7 @@ class Stream:
         """Send a message if that needs no waiting; return whether it was sent, or never will be."""
         if self.lost or self.writer.is_closing():
             return True
-        if self.paused:
+        if self.writer.transport.get_write_buffer_size() > _UNSENT_BYTES:
             return False
         self.writer.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
         return True
@@ -153,58 +157,44 @@ class Stream:
         self.why_closed = self.why_closed or why
 
 
-class _Tls(sslproto.SSLProtocol):
-    """asyncio's TLS with a buffer that fits small messages.
+class StreamProtocol(asyncio.StreamReaderProtocol):
+    """asyncio's protocol of a StreamReader, which also reports the end of the connection."""
 
-    asyncio allocates 256 KiB for each connection: 2.5 GiB for 10,000 machines.
-    """
+    def __init__(self, on_open: Callable[[Stream], None]) -> None:
+        reader = asyncio.StreamReader(limit=_READ_AHEAD_BYTES)
+        super().__init__(reader, self._opened)
+        self._stream = Stream(reader)
+        self._on_open = on_open
 
-    max_size = 16 * 1024
-    stream: Stream
+    def _opened(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._stream.opened(writer)
+        self._on_open(self._stream)
 
-    def pause_writing(self) -> None:
-        self.stream.paused = True
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        self.stream.paused = False
-        super().resume_writing()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the stream."""
         super().connection_lost(exc)
-        self.stream.ended(exc)
+        self._stream.ended(exc)
 
 
 async def open_stream(
-    connected: socket.socket, context: ssl.SSLContext, *, server_side: bool, handshake_s: int
+    connected: socket.socket, context: ssl.SSLContext, *, handshake_s: float
 ) -> Stream:
-    """Do the TLS handshake on a connected socket, which the stream then owns.
+    """Do the TLS handshake of a client on a connected socket, which the stream then owns.
 
     Raises OSError and closes the socket if the handshake fails.
     """
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=_READ_AHEAD_BYTES, loop=loop)
-    stream = Stream(reader)
-    shaken: asyncio.Future[None] = loop.create_future()
-    tls = _Tls(
-        loop,
-        asyncio.StreamReaderProtocol(reader, stream.opened, loop=loop),
-        context,
-        shaken,
-        server_side=server_side,
-        ssl_handshake_timeout=handshake_s,
-        ssl_shutdown_timeout=_SHUTDOWN_S,
-    )
-    tls.stream = stream
+    opened: list[Stream] = []
     try:
-        transport, _ = await loop.connect_accepted_socket(lambda: tls, connected)
+        await asyncio.get_running_loop().create_connection(
+            lambda: StreamProtocol(opened.append),
+            sock=connected,
+            ssl=context,
+            server_hostname="",
+            ssl_handshake_timeout=handshake_s,
+        )
     except BaseException:
         connected.close()
         raise
-    try:
-        await shaken
-        _ = stream.writer
-    except BaseException:
-        transport.abort()
-        raise
-    return stream
+    if not opened:
+        raise ConnectionResetError("closed during the handshake")
+    return opened[0]
