@@ -367,7 +367,7 @@ def _visible(node: Node) -> list[Device]:
 
 def _claims(node: Node) -> dict[str, Claim]:
     uuids = [device.uuid for device in node.accelerators]
-    return Claims.here(os.environ).glance(uuids).in_the_way
+    return Claims.here(os.environ).read(uuids).blocking
 
 
 def _id(device: Device) -> GpuId:

@@ -10,7 +10,6 @@
     │   ├── CudaAlreadyInitialized          too late to choose GPUs in this process
     │   └── NoSuchRun                       a run id or folder that does not exist
     ├── MachineLost                         a host of the run no longer sends heartbeats
-    ├── DependencyFailed                    a run that a queued job waits for did not finish
     ├── OutOfMemory                         a rank requested more memory than is available
     └── NotNow                     exit 3   the resource exists, but is in use
         └── DevicesBusy                     GPUs claimed or in use; waiting can help
@@ -117,10 +116,6 @@ class NoSuchRun(Impossible):
 
 class MachineLost(MusterError):
     """A host of a run no longer sends heartbeats."""
-
-
-class DependencyFailed(MusterError):
-    """A run that a queued job waits for (``--after``) did not finish."""
 
 
 class OutOfMemory(MusterError):

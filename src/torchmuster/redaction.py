@@ -118,7 +118,7 @@ def redact_text(text: str) -> str:
 
 
 # Whoever knows the address of a webhook can post to it.
-_SECRET_ADDRESSES = frozenset({"--notify", "--webhook"})
+_SECRET_ADDRESSES = frozenset({"--webhook"})
 
 
 def redact_command(arguments: Iterable[str]) -> list[str]:

@@ -6,7 +6,6 @@
     config.yaml    the resolved settings, secrets redacted
     job.json       the launched command, its hosts, the launcher process
     state.json     current or final state
-    queue.json     of a queued run, or one with a time limit: what its owner chose
     console.log    output of the launcher
     logs/          rank-<n>.log
     model/         model files other than weights: config, tokenizer

@@ -116,7 +116,7 @@ def main(members: int, rounds: int, kills: int, folder: Path, seed: int) -> None
             time.sleep(0.01)
     notes = "".join((folder / f"slot-{slot}").read_text() for slot in range(members))
     left = (
-        Claims(folder / "claims").glance(device.uuid for device in nvml.read_nvml().devices).claimed
+        Claims(folder / "claims").read(device.uuid for device in nvml.read_nvml().devices).claimed
     )
     print(
         json.dumps(

@@ -57,19 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schema.set_defaults(run=_schema)
 
 
-def add_setting_flags(parser: argparse.ArgumentParser, *, gpu_range: bool = False) -> None:
-    """Add the flags of every command that takes settings; with ``gpu_range``, it also takes MIN:MAX GPUs."""
+def add_setting_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every command that takes settings."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings file (YAML)")
-    if gpu_range:
-        parser.add_argument(
-            "--num-gpus",
-            "--gpus",
-            metavar="N[:MAX]",
-            help="use N GPUs, or with N:MAX, up to MAX GPUs if they are idle",
-        )
-    else:
-        parser.add_argument("--num-gpus", metavar="N", help="use N GPUs")
-    parser.set_defaults(gpu_range=gpu_range)
+    parser.add_argument("--num-gpus", metavar="N", help="use N GPUs")
     parser.add_argument(
         "--gpu-ids", nargs="+", metavar="ID", help="use these GPUs: indices or UUIDs"
     )
@@ -102,12 +93,7 @@ def settings_from(options: argparse.Namespace) -> Resolved:
     """Resolve the settings from the command line, the environment and the file."""
     flags = list(options.set)
     if options.num_gpus is not None:
-        least, colon, most = options.num_gpus, "", ""
-        if getattr(options, "gpu_range", False):  # not every command has the flag
-            least, colon, most = options.num_gpus.partition(":")
-        flags.append(Flag(flag="--num-gpus", path="distributed.num_gpus", text=least))
-        if colon:
-            flags.append(Flag(flag="--num-gpus", path="distributed.max_gpus", text=most))
+        flags.append(Flag(flag="--num-gpus", path="distributed.num_gpus", text=options.num_gpus))
     if options.gpu_ids is not None:
         text = ",".join(options.gpu_ids)
         flags.append(Flag(flag="--gpu-ids", path="distributed.gpu_ids", text=text))

@@ -194,8 +194,6 @@ def _prepare(spec: JobSpec, host: Host | None) -> protocol.Prepare:
         ranks=ranks or spec.ranks or (1 if spec.device == "cpu" else None),
         gpu_ids=spec.gpu_ids,
         share=spec.share,
-        rank_counts=spec.rank_counts,
-        borrow=spec.borrow,
         environment=environment_of(spec),
         alone=host is None,
         typed=spec.typed,

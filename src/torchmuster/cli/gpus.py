@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -19,16 +18,19 @@ from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.readers import nvml
 from torchmuster.devices.request import Claim, DeviceRequest
+from torchmuster.devices.tickets import WaitingRequest, read_tickets
 from torchmuster.devices.visibility import variables_for, visible
 from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.finding import Finding, Status, exit_code, from_error
-from torchmuster.units import MiB, format_seconds, parse_bytes, parse_seconds, plural
+from torchmuster.finding import exit_code
+from torchmuster.units import MiB, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from torchmuster.devices.acquire import HeldDevices
 
 # Interval of messages while waiting for GPUs.
 _REPORT_EVERY_S = 9.0
+# Requests that wait are listed up to this number.
+_MOST_LINES = 10
 
 
 def add_parser(actions: Any) -> None:
@@ -79,7 +81,7 @@ def add_parser(actions: Any) -> None:
     parser.add_argument(
         "--wait",
         nargs="?",
-        type=_duration,
+        type=_wait_time,
         const=math.inf,
         default=0.0,
         metavar="DURATION",
@@ -105,7 +107,7 @@ def _run_pick(options: argparse.Namespace) -> int:
     request, story = _gpus_request(options, claims)
     if not options.command and not options.wait:  # nothing is claimed, so no lock is needed
         node = snapshot.take_snapshot_with_history()
-        taken = claims.glance(one.uuid for one in node.accelerators).in_the_way
+        taken = claims.read(one.uuid for one in node.accelerators).blocking
         decision = choose_devices(node, request, environment=os.environ, claims=taken)
         return _print(decision, story, options.json)
     held = acquire_devices(
@@ -148,7 +150,7 @@ def _gpus_request(options: argparse.Namespace, claims: Claims) -> tuple[DeviceRe
             options.for_model,
             request,
             environment=os.environ,
-            claims=claims.glance(one.uuid for one in node.accelerators).in_the_way,
+            claims=claims.read(one.uuid for one in node.accelerators).blocking,
         )
         story = _Story(strategy=shape.value.strategy, words=f"{shape.reason}; ")
         return shape.value.request, story
@@ -239,7 +241,9 @@ def _gpus_size(text: str) -> int:
     return size
 
 
-def _duration(text: str) -> float:
+def _wait_time(text: str) -> float:
+    if text == "forever":
+        return math.inf
     try:
         return parse_seconds(text)
     except ValueError as error:
@@ -279,7 +283,6 @@ def _run_gpus(options: argparse.Namespace) -> ExitCode:
         return _watch(options)
     node, held = _look_gpus()
     shown = visible(node.accelerators, os.environ)
-    node, notes = _with_shares(node, held)
     if options.json:
         from torchmuster.devices.as_json import node_as_json
 
@@ -287,50 +290,31 @@ def _run_gpus(options: argparse.Namespace) -> ExitCode:
     else:
         from torchmuster.cli import gpus_table
 
-        gpus_table.show(node, shown, held, links=options.links, uuids=options.uuids, notes=notes)
-        if line := queue_line(node, held):
+        gpus_table.show(node, shown, held, links=options.links, uuids=options.uuids)
+        for line in waiting_lines():
             output.print_text(line)
     return exit_code((*node.findings, *shown.findings))
 
 
-def queue_line(node: Node, claimed: Mapping[str, Claim]) -> str:
-    """Return how many requests wait for GPUs and which is the first; "" if none waits."""
-    from torchmuster.devices.queue import order_of_queue
-    from torchmuster.devices.tickets import read_tickets
-
+def waiting_lines() -> list[str]:
+    """Return a line for each request that waits for GPUs of this host, in the order of arrival."""
     waiting = read_tickets(Claims.here(os.environ).queue)
-    if not waiting:
-        return ""
-    first = order_of_queue(waiting, claimed, now_unix_s=node.taken_unix_s)[0]
-    what = f"first: {first.user}, {plural(first.request.wanted, 'GPU')}"
-    return f"{plural(len(waiting), 'request')} in the queue, {what}; to see it: muster queue"
+    moment = time.time()
+    lines = [f"waiting: {_waiting_text(request, moment)}" for request in waiting[:_MOST_LINES]]
+    if len(waiting) > _MOST_LINES:
+        lines.append(f"… {len(waiting) - _MOST_LINES} more requests wait")
+    return lines
 
 
-def _with_shares(node: Node, held: Mapping[str, Claim]) -> tuple[Node, list[str]]:
-    """Return the shares of this host's users as a note, or the node with a finding on why they are ignored."""
-    from torchmuster.devices.shares import describe_shares, read_shares, shares_file
-
-    try:
-        shares = read_shares(os.environ)
-    except MusterError as error:
-        return dataclasses.replace(node, findings=(*node.findings, *from_error(error))), []
-    if shares.value is not None:
-        return node, [describe_shares(shares.value, held)]
-    if not shares.reason:
-        return node, []
-    ignored = Finding(
-        name="shares-ignored",
-        status=Status.WARNING,
-        what=shares.reason,
-        why="only an administrator may set the shares of a host",
-        fix=f"sudo rm {shlex.quote(str(shares_file(os.environ)))}",
-    )
-    return dataclasses.replace(node, findings=(*node.findings, ignored)), []
+def _waiting_text(waiting: WaitingRequest, unix_s: float) -> str:
+    since = format_seconds(max(0.0, unix_s - waiting.since_unix_s))
+    stopped = "" if waiting.responds else ", stopped"
+    return f"{waiting.user} (pid {waiting.pid}), {waiting.request}, for {since}{stopped}"
 
 
 def _look_gpus() -> tuple[Node, dict[str, Claim]]:
     node = snapshot.take_snapshot_with_history()
-    return node, Claims.here(os.environ).glance(one.uuid for one in node.accelerators).claimed
+    return node, Claims.here(os.environ).read(one.uuid for one in node.accelerators).claimed
 
 
 def _watch(options: argparse.Namespace) -> ExitCode:

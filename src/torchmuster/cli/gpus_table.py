@@ -217,8 +217,7 @@ def _used_by(device: Device, shown: Visible, claim: Claim | None, now: float) ->
     if device.trouble:
         return Text(f"does not answer: {device.trouble}", style="bold red")
     if claim is not None:
-        kind = "borrowed" if claim.borrowed else "claimed"
-        held = f"{kind} {format_seconds(max(now - claim.since_unix_s, 0))}"
+        held = f"claimed {format_seconds(max(now - claim.since_unix_s, 0))}"
         return _gpus_table_line([(claim.user, "cyan"), (held, ""), (claim.command, "dim")])
     if device.mig_enabled and device.mig_index is None:
         return Text("split into MIG slices", style="dim")

@@ -23,6 +23,7 @@ from torchmuster.units import MiB, parse_seconds
 
 # Heartbeats are sent every 2 s; fewer than two missing ones are not significant.
 _SHORTEST_SILENCE_S = 5.0
+_SHORTEST_LIMIT_S = 10.0
 # --wait without a duration: 10 years, because infinity cannot be sent.
 FOREVER_S = 10 * 365 * 86400.0
 # Restarts of runs that resume from a checkpoint, if --max-restarts is not given.
@@ -48,9 +49,9 @@ _LIBRARY_VARIABLES = (
 )
 
 
-def add_machine_flags(parser: argparse.ArgumentParser, *, gpu_range: bool = False) -> None:
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the devices and the environment of each host."""
-    add_setting_flags(parser, gpu_range=gpu_range)
+    add_setting_flags(parser)
     give = parser.add_argument_group("devices and environment")
     give.add_argument(
         "--device",
@@ -64,23 +65,15 @@ def add_machine_flags(parser: argparse.ArgumentParser, *, gpu_range: bool = Fals
         metavar="N",
         help="processes per host (default: one per GPU, or 1 on the CPU)",
     )
-    if gpu_range:
-        give.add_argument(
-            "--borrow",
-            action="store_const",
-            const="true",
-            help="with --num-gpus MIN:MAX: give the GPUs beyond MIN back within 30 s when another request needs them "
-            "(muster train)",
-        )
     give.add_argument("--share", action="store_true", help="allow GPUs that are already in use")
     give.add_argument(
         "--wait",
         nargs="?",
-        type=duration,
+        type=wait_time,
         const=FOREVER_S,
         default=0.0,
         metavar="DURATION",
-        help="if GPUs are in use, wait for them: without limit, or for at most DURATION, such as 10m",
+        help="if GPUs are in use, wait in line for them: without limit, or for at most DURATION, such as 10m",
     )
     give.add_argument(
         "--env",
@@ -202,6 +195,21 @@ def add_resume_flag(when: Any) -> None:
     )
 
 
+def add_unattended_flags(when: Any) -> None:
+    """Add the flags for runs that nobody watches: a time limit, and a webhook."""
+    when.add_argument(
+        "--time-limit",
+        type=_time_limit,
+        metavar="DURATION",
+        help="save a checkpoint and stop when the ranks have run for DURATION",
+    )
+    when.add_argument(
+        "--webhook",
+        metavar="URL",
+        help="POST a JSON object to this URL when the run starts, fails and ends (Slack can show it)",
+    )
+
+
 def settings_of(options: argparse.Namespace) -> Resolved:
     """Resolve the settings, including the launch flags."""
     for name, path in (
@@ -209,7 +217,6 @@ def settings_of(options: argparse.Namespace) -> Resolved:
         ("max_restarts", "launch.max_restarts"),
         ("remote_python", "launch.remote_python"),
         ("spares", "launch.spares"),
-        ("borrow", "launch.borrow"),
     ):
         given = getattr(options, name, None)
         if given is not None:
@@ -415,6 +422,18 @@ def duration(text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def wait_time(text: str) -> float:
+    """Parse how long to wait: a duration, or forever."""
+    return FOREVER_S if text == "forever" else duration(text)
+
+
+def _time_limit(text: str) -> float:
+    seconds = duration(text)
+    if seconds < _SHORTEST_LIMIT_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short; write at least 10s")
+    return seconds
 
 
 def warning(text: str) -> tuple[str, float]:

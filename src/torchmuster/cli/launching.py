@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import job_flags, joined_hosts, node_group, output, queueing, slurm_run
+from torchmuster.cli import job_flags, joined_hosts, node_group, output, slurm_run
 from torchmuster.cli.reporting import with_report
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
@@ -80,7 +80,7 @@ def _see_it_begin(run: RunFolder, child: int) -> run_state.RunState | None:
     while (now := time.monotonic()) - began < _STAY_S:
         gone = os.waitpid(child, os.WNOHANG)[0] != 0
         state = run_state.read_state(run)
-        begun = ("queued", "running")
+        begun = ("waiting", "running")
         if gone or (state is not None and (state.phase in begun or not state.active)):
             return state
         if now - said > _SAY_EVERY_S:
@@ -109,10 +109,10 @@ def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: 
     if not active:
         output.say(f"muster: already finished; to see its output: muster attach {run.id}")
         return ExitCode.GOOD
-    words = state.phase if state and state.phase in ("queued", "running") else "starting"
+    words = state.phase if state and state.phase in ("waiting", "running") else "starting"
     output.say(f"muster: {words} in the background")
-    if words == "queued":
-        output.say("muster: to see the queue: muster queue")
+    if words == "waiting":
+        output.say("muster: to see its place in line: muster runs")
     output.say(f"muster: to follow it: muster attach {run.id}")
     output.say(f"muster: to stop it:   muster stop {run.id}")
     return ExitCode.GOOD
@@ -138,7 +138,6 @@ def start(
     ``prepare`` writes the folder's initial files. A given ``run`` is resumed in its folder. This process is the launcher
     of a given ``group``.
     """
-    spec = queueing.with_queue(options, spec)
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
     if getattr(options, "join", False):  # muster train has no such flag
@@ -166,19 +165,20 @@ def start(
     transport = transport or transport_for(spec, python)
     spec = _with_grace(options, spec)
     check()
+    if getattr(options, "webhook", None) is not None:
+        from torchmuster.launch.launcher.webhook import check_address
+
+        check_address(options.webhook)
     if group is not None:
         run = node_group.run_folder(group, options.runs, spec)
     else:
         earlier = slurm_run.earlier_run(spec, options.runs)
-        run = earlier or run or queueing.queued_before(options)
-        run = run or create_run_folder(options.runs, spec.name)
+        run = earlier or run or create_run_folder(options.runs, spec.name)
     prepare(run)
     spec = in_folder(spec, run.path)
-    queueing.enter_queue(options, spec, run)
 
     def work() -> int:
-        with queueing.notifications(options, spec, run) as on_phase:
-            return _stay_to_the_end(spec, transport, run, on_phase)
+        return _with_webhook(options, spec, transport, run)
 
     return detach(run, work) if options.detach else work()
 
@@ -192,6 +192,25 @@ def _with_grace(options: argparse.Namespace, spec: JobSpec) -> JobSpec:
     if chosen.reason:
         output.say(f"muster: {chosen.reason}")
     return replace(spec, limits=replace(spec.limits, grace_s=chosen.value))
+
+
+def _with_webhook(
+    options: argparse.Namespace, spec: JobSpec, transport: Transport, run: RunFolder
+) -> int:
+    url = getattr(options, "webhook", None)  # some commands have no such flag
+    if url is None:
+        return _stay_to_the_end(spec, transport, run, lambda _: None)
+    from torchmuster.launch.launcher.webhook import RunWebhook
+
+    webhook = RunWebhook(url, run, spec.name)
+    with webhook:
+        code = _stay_to_the_end(spec, transport, run, webhook.on_phase)
+    if webhook.problem:
+        with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
+            console.write(f"muster: {webhook.problem}\n")
+        if not options.detach:
+            output.say(f"muster: {webhook.problem}")
+    return code
 
 
 def _stay_to_the_end(

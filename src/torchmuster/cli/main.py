@@ -53,9 +53,6 @@ COMMANDS = {
         "torchmuster.cli.exporter", "serve metrics of this machine and its runs to Prometheus"
     ),
     "runs": Command("torchmuster.cli.runs", "list runs and their state"),
-    "queue": Command(
-        "torchmuster.cli.queue", "list the jobs that wait for GPUs of this machine; change your own"
-    ),
     "attach": Command("torchmuster.cli.attach", "follow a run that was started elsewhere"),
     "stop": Command("torchmuster.cli.stop", "stop a run on all its hosts"),
     "lab": Command("torchmuster.cli.lab", "learn with labs: tests, solutions and reports"),

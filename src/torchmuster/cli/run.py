@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchmuster.cli import job_flags, joined_hosts, node_group, parsers, queueing, slurm_run
-from torchmuster.cli.gpu_range import with_gpu_range
+from torchmuster.cli import job_flags, joined_hosts, node_group, parsers, slurm_run
 from torchmuster.cli.launching import start
 from torchmuster.cli.scripts import script_from
 from torchmuster.errors import Impossible
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster run torchrun --nproc-per-node 2 train.py    a pasted torchrun command",
         ],
     )
-    job_flags.add_machine_flags(parser, gpu_range=True)
+    job_flags.add_machine_flags(parser)
     many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
     joined_hosts.add_flags(many)
@@ -50,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="endpoint of your etcd server (only with etcd-v2)",
     )
     slurm_run.add_flags(parser)
-    queueing.add_queue_flags(parser)
     when = job_flags.add_run_flags(parser)
+    job_flags.add_unattended_flags(when)
     job_flags.add_resume_flag(when)
     when.add_argument("--detach", action="store_true", help="run in the background")
     when.add_argument("--dry-run", action="store_true", help="show what would be started, and exit")
@@ -76,7 +75,6 @@ def _run_run(options: argparse.Namespace) -> int:
         )
     resolved = job_flags.settings_of(options)
     spec = job_flags.job_from(options, resolved, script)
-    spec = with_gpu_range(spec, options, resolved, is_training=False)
     if (spec.backend == "etcd-v2") != (spec.endpoint is not None):
         raise Impossible(
             "--rdzv-backend etcd-v2 and --rdzv-endpoint must be given together",

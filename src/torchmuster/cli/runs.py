@@ -3,6 +3,7 @@
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torchmuster.cli import output, parsers
@@ -11,6 +12,8 @@ from torchmuster.cli.which_run import choose_run
 from torchmuster.config.here import SINK_LIBRARIES, check_sinks
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
+from torchmuster.devices.claims import Claims
+from torchmuster.devices.tickets import WaitingRequest, read_tickets
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
 from torchmuster.redaction import printable, redact_text
@@ -116,12 +119,14 @@ def _run_runs(options: argparse.Namespace) -> int:
     runs = list_runs(options.runs)
     shown = runs if options.all else runs[:20]
     if options.json:
-        output.print_json([_runs_as_json(run) for run in shown])
+        line = read_tickets(Claims.here(os.environ).queue)
+        output.print_json([_runs_as_json(run, line) for run in shown])
         return ExitCode.GOOD
     if not shown:
         output.print_text(f"no runs in {options.runs}; to start one: muster run script.py")
         return ExitCode.GOOD
-    table = [_runs_cells(run) for run in shown]
+    line = read_tickets(Claims.here(os.environ).queue)
+    table = [_runs_cells(run, line) for run in shown]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -131,7 +136,21 @@ def _run_runs(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
-def _runs_cells(run: RunFolder) -> tuple[str, str, str, str]:
+def _place_in_line(run: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object] | None:
+    """Return for what a run waits in the line of this host, and since when; None if it does not."""
+    folder = str(run.path.resolve())
+    for place, waiting in enumerate(line, start=1):
+        if waiting.run == folder:
+            return {
+                "place": place,
+                "of": len(line),
+                "for": str(waiting.request),
+                "since_unix_s": waiting.since_unix_s,
+            }
+    return None
+
+
+def _runs_cells(run: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, str, str, str]:
     """Return the cells of a run, safe to print: a folder may belong to another user."""
     job, state = run_state.read_job(run), run_state.read_state(run)
     words = printable(job.shown) if job else ""
@@ -141,6 +160,9 @@ def _runs_cells(run: RunFolder) -> tuple[str, str, str, str]:
     took = format_seconds(max(0.0, end - state.started_unix_s))
     if restarts := _runs_restarts(run):
         took += f", {restarts} restart{'s' if restarts > 1 else ''}"
+    waiting = _place_in_line(run, line)
+    if state.phase == "waiting" and waiting is not None:
+        words = f"place {waiting['place']} of {waiting['of']}, waits for {waiting['for']}: {words}"
     failed = state.phase in ("failed", "died")
     return run.id, state.phase, took, state.headline.partition("\n")[0] if failed else words
 
@@ -149,12 +171,13 @@ def _runs_restarts(run: RunFolder) -> int:
     return sum(event.name == run_state.RESTART for event in run_state.read_events(run))
 
 
-def _runs_as_json(run: RunFolder) -> dict[str, object]:
+def _runs_as_json(run: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object]:
     job, state = run_state.read_job(run), run_state.read_state(run)
     return {
         "id": run.id,
         "folder": str(run.path.resolve()),
         "phase": state.phase if state else None,
+        "waiting": _place_in_line(run, line),
         "exit_code": state.exit_code if state else None,
         "restarts": _runs_restarts(run),
         "headline": state.headline if state else None,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torchmuster.errors import Impossible
 from torchmuster.redaction import printable
+from torchmuster.units import parse_seconds
 
 # Flags whose value can be any text, also one that ends in .py.
 _TAKE_A_TEXT = frozenset(
@@ -26,7 +27,7 @@ _TAKE_A_TEXT = frozenset(
             "--remote-python",
             "--resume-with",
         ),
-        *("--after", "--gpus", "--notify", "--num-gpus", "--queue-run"),
+        *("--num-gpus", "--webhook"),
         *("--runs", "--set", "--time"),
     }
 )
@@ -82,14 +83,29 @@ _TAKE_A_FLAG = ("--resume-with", "--batch-arg", "--accumulation-arg")
 
 
 def with_joined_values(words: list[str]) -> list[str]:
-    """Join ``--resume-with --flag`` with ``=``: argparse would take its value for a flag of muster."""
+    """Join flags with their values where argparse would misunderstand them.
+
+    ``--resume-with --flag``: argparse would take the value for a flag of muster. ``--wait train.sh``:
+    only a duration is the value of ``--wait``.
+    """
     joined: list[str] = []
     for word in words:
-        if joined and joined[-1] in _TAKE_A_FLAG:
+        last = joined[-1] if joined else ""
+        if last in _TAKE_A_FLAG or (last == "--wait" and _is_duration(word)):
             joined[-1] += f"={word}"
-        else:
-            joined.append(word)
+            continue
+        if last == "--wait":
+            joined[-1] = "--wait=forever"
+        joined.append(word)
     return joined
+
+
+def _is_duration(word: str) -> bool:
+    try:
+        parse_seconds(word)
+    except ValueError:
+        return False
+    return True
 
 
 def without_musters_flags(

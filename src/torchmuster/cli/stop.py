@@ -12,7 +12,6 @@ from torchmuster.cli.job_flags import duration
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
-from torchmuster.launch.history.queue_entry import forget_submission
 from torchmuster.runfolder import RunFolder, refuse_foreign
 
 _SAY_EVERY_S = 5.0
@@ -53,8 +52,7 @@ def _run_stop(options: argparse.Namespace) -> int:
 
 
 def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:
-    """Stop a run of this user, whose folder was checked; a queued job is not submitted again after a reboot."""
-    forget_submission(run)
+    """Stop a run of this user, whose folder was checked; a run that waits for GPUs leaves the line."""
     job, state = run_state.await_job(run), run_state.read_state(run)
     if job is None:
         raise Impossible(

@@ -13,10 +13,9 @@ from pathlib import Path
 from torchmuster import untrusted
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.places import open_store
-from torchmuster.cli import job_flags, node_group, output, parsers, queueing, slurm_run
+from torchmuster.cli import job_flags, node_group, output, parsers, slurm_run
 from torchmuster.cli.config import settings_from
 from torchmuster.cli.data_check import check_data, show_data
-from torchmuster.cli.gpu_range import with_gpu_range
 from torchmuster.cli.launching import start, transport_for
 from torchmuster.cli.scripts import Script
 from torchmuster.cli.which_run import choose_run
@@ -289,7 +288,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         [
             "muster train --config config.yaml                    all free GPUs of this machine",
             "muster train --config config.yaml --num-gpus 2       two free GPUs",
-            "muster train --config config.yaml --num-gpus 2:8 --borrow    2 GPUs, and idle ones until others need them",
             "muster train --config config.yaml --device cpu --ranks 2    two ranks on the CPU",
             "muster train --config config.yaml --set train.steps=100     override a setting",
             "muster train --config config.yaml --hosts a,b        two hosts over ssh",
@@ -304,17 +302,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="resume a run (its id, its folder, or: last) from its newest good checkpoint",
     )
-    job_flags.add_machine_flags(parser, gpu_range=True)
+    job_flags.add_machine_flags(parser)
     many = job_flags.add_rendezvous_flags(parser)
     job_flags.add_host_flags(many)
     job_flags.add_spares_flag(many)
     slurm_run.add_flags(parser)
-    queueing.add_queue_flags(parser)
     when = job_flags.add_run_flags(
         parser,
         named="experiment_name",
         usual_restarts=job_flags.USUAL_RESTARTS,
     )
+    job_flags.add_unattended_flags(when)
     when.add_argument(
         "--check", action="store_true", help="check the hosts and their connections first"
     )
@@ -388,7 +386,6 @@ def _job(options: argparse.Namespace, resolved: Resolved) -> JobSpec:
         options.ranks = 1
     words = [WORKER, *settings_arguments(resolved, paths_for_ranks())]
     spec = job_flags.job_from(options, resolved, Script(command=tuple(words), module=True))
-    spec = with_gpu_range(spec, options, resolved, is_training=True)
     if spec.device == "cpu":
         return dataclasses.replace(spec, command=(*spec.command, "--device", "cpu"))
     if any(name.endswith("_ALLOC_CONF") for name in spec.environment):

@@ -25,13 +25,6 @@ class Distributed:
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Number of GPUs to use; all visible ones if left out."),
     ] = None
-    max_gpus: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="Use up to this many GPUs if more than num_gpus are idle: --num-gpus 2:8. "
-            "muster train and muster run, on one host."
-        ),
-    ] = None
     gpu_ids: Annotated[
         Annotated[tuple[GpuId, ...], Meta(min_length=1)] | None,
         Meta(description="GPUs to use: nvidia-smi indices, UUIDs or unique prefixes of UUIDs."),
@@ -538,20 +531,6 @@ class Launch:
             "hosts that fail.",
         ),
     ] = 0
-    borrow: Annotated[
-        bool,
-        Meta(
-            description="Borrow idle GPUs beyond num_gpus, up to max_gpus, and give them back within 30 s "
-            "when another request needs them. muster train only."
-        ),
-    ] = False
-    borrow_every: Annotated[
-        Text,
-        Meta(
-            description="Borrow more GPUs while a run trains only if they have been idle for this long, "
-            "and at most once in this time."
-        ),
-    ] = "5min"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,12 +34,8 @@ def _as_json_device(device: Device, shown: Visible, claims: Mapping[str, Claim])
         "visible": device in shown.devices,
         "hidden_by": shown.hidden_by.get(device.uuid),
         "in_use": bool(in_use_by(device)),
-        "claim": _without_token(claim) if claim else None,
+        "claim": asdict(claim) if claim else None,
     }
-
-
-def _without_token(claim: Claim) -> dict[str, Any]:
-    return {name: value for name, value in asdict(claim).items() if name != "token"}
 
 
 def _as_json_plain(device: Device) -> dict[str, Any]:

@@ -1,15 +1,22 @@
-"""Claims: one user at a time per device, by a kernel lock that cannot become stale.
+"""Claims: one user at a time per device, by a kernel lock that ends with its process.
 
-Each device has a file in a folder that all users of the host share; the process that holds its
-``flock`` has the device. The kernel drops the lock when the last process that inherited it exits,
-for any reason. Taking devices and reading the claims happen under one more lock, the gate, which is
-held only briefly.
+A claim is a file in a folder that all users of the host share. The process that created the file
+holds its ``flock``; the kernel drops the lock when the last copy of the descriptor is closed, for
+any reason. A file without a lock is left over from a process that was killed, and counts for nothing.
 
-A claim has a token, which is passed to the program that runs under it. Inside that program the
-claimed devices can be claimed again, each by a further file of that token, so picks within a claim
-do not collide.
+- A file gets its name when it is already locked, so nobody sees a claim without its lock.
+- A file belongs to who created it, and only that user may write it. Whose claim it is follows from
+  the owner on disk, never from the text in the file.
+- Claims are made under one more lock, the gate, which is held only briefly. Reading takes neither
+  the gate nor an exclusive lock, so it cannot make a claim fail.
 
-Claims bind only programs that use them. GPUs that are used without a claim show as in use.
+The program that runs under a claim gets the id of the claim in ``TORCHMUSTER_CLAIM``. The claim does
+not block that program, so a pick inside a claim can take the claimed devices again. The id is not a
+secret: it counts only for processes of the user who owns the claim.
+
+Claims bind only programs that use them. GPUs that are used without a claim show as in use. Whoever
+creates the folder may delete files in it; on a host whose users do not trust each other, root
+creates it: ``install -d -m 1777 /run/lock/torchmuster{,/claims,/queue}``.
 """
 
 import json
@@ -24,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster import untrusted
-from torchmuster.devices.processes import user_of_this_process
+from torchmuster.devices.processes import user_with_uid
 from torchmuster.devices.request import Claim
-from torchmuster.errors import Impossible, MusterError, NotNow
+from torchmuster.errors import Impossible, NotNow
 from torchmuster.redaction import printable
 
 try:
@@ -35,86 +42,126 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 AVAILABLE = fcntl is not None
+# Holds the ids of the claims that a program runs under, outermost first.
+CLAIM_VARIABLE = "TORCHMUSTER_CLAIM"
+_GATE_WITHIN_S = 10.0
+_LARGEST_FILE_BYTES = 64 * 1024
 # Other users may have put anything there: do not follow links, do not block on a pipe.
 _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-_READ_ONLY = os.O_RDONLY | _SAFELY
-_READ_WRITE = os.O_RDWR | _SAFELY
 
 
-def try_lock(file: int) -> bool:
-    """Take the lock if it is free. It is dropped when the last copy of ``file`` is closed."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+@dataclass(frozen=True, kw_only=True)
+class LivingFile:
+    """A file whose creator holds its lock. ``values`` is empty if the content cannot be read."""
+
+    name: str
+    uid: int
+    modified_unix_s: float
+    values: Mapping[str, object]
 
 
-def drop_lock(file: int) -> None:
-    """Drop the lock. Closing the file alone would leave it with a child forked meanwhile."""
-    fcntl.flock(file, fcntl.LOCK_UN)
+class OwnFile:
+    """A file that this process has created and locked, for all users to read."""
 
-
-def open_to_look(path: Path) -> int:
-    """Open a file read-only, to see whether it is locked and what it contains."""
-    file = os.open(path, _READ_ONLY)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(f"{path} is not a regular file")
-    return file
-
-
-def open_own(path: Path) -> int:
-    """Create a file that only this user may write and all users may read."""
-    made = os.open(path, _READ_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
-    os.fchmod(made, 0o644)  # whatever the umask says
-    return made
-
-
-def open_shared(path: Path) -> int:
-    """Open a file that all users may lock and write; create it if it is missing.
-
-    Opening and creating are two steps: in a folder like /tmp the kernel refuses O_CREAT on a file
-    that belongs to another user (fs.protected_regular).
-    """
-    while True:
+    def __init__(self, path: Path, values: Mapping[str, object]) -> None:
+        """Create the file; raise OSError if it cannot be created or locked."""
+        self.path = path
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY
+        self.descriptor = os.open(unfinished, flags, 0o644)
         try:
-            return os.open(path, _READ_WRITE)
-        except FileNotFoundError:
-            try:
-                made = os.open(path, _READ_WRITE | os.O_CREAT | os.O_EXCL, 0o666)
-            except FileExistsError:
-                continue
-            os.fchmod(made, 0o666)  # whatever the umask says
-            return made
-        except OSError as error:
-            raise Impossible(
-                f"GPUs cannot be claimed: {path} cannot be opened",
-                why=error.strerror or str(error),
-                fix="make it a regular file that all users may write, or set "
-                "TORCHMUSTER_CLAIMS_DIR, for every user of this host, to another local folder",
-            ) from error
+            os.fchmod(self.descriptor, 0o644)  # whatever the umask says
+            os.pwrite(self.descriptor, json.dumps(values).encode(), 0)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unfinished.rename(path)
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink()
+            os.close(self.descriptor)
+            raise
+
+    def release(self) -> None:
+        """Delete the file and drop its lock; safe to call twice."""
+        if self.descriptor < 0:
+            return
+        with suppress(OSError):
+            self.path.unlink()
+        # Closing alone would leave the lock with a child that was forked meanwhile.
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        os.close(self.descriptor)
+        self.descriptor = -1
 
 
-def read_json(file: int) -> dict[str, object]:
-    """Read a JSON object from a file that any user may have written; else return an empty one."""
+def living_files(folder: Path) -> list[LivingFile]:
+    """Return the files of a folder whose creators hold their locks, by name.
+
+    A lock is tested with a shared lock: that never hinders another reader, and no process ever
+    locks a file that has its name already.
+    """
+    living = []
+    for path in _paths_in(folder):
+        if path.name.startswith("."):  # not finished yet
+            continue
+        file = _living_file(path)
+        if file is not None:
+            living.append(file)
+    return living
+
+
+def _paths_in(folder: Path) -> list[Path]:
     try:
-        stored = untrusted.parse_json(os.pread(file, 64 * 1024, 0))
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _living_file(path: Path) -> LivingFile | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _SAFELY)
+    except PermissionError:
+        return _unreadable_file(path)
+    except OSError:  # a link, or already deleted
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_locked(descriptor):
+            return None
+        return LivingFile(
+            name=path.name,
+            uid=status.st_uid,
+            modified_unix_s=status.st_mtime,
+            values=_read_json(descriptor),
+        )
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable_file(path: Path) -> LivingFile | None:
+    """Return a file that its owner hides: nobody else can test its lock, so it counts as locked."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return LivingFile(name=path.name, uid=status.st_uid, modified_unix_s=status.st_mtime, values={})
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def _read_json(descriptor: int) -> dict[str, object]:
+    try:
+        stored = untrusted.parse_json(os.pread(descriptor, _LARGEST_FILE_BYTES, 0))
     except (untrusted.Unreadable, OSError):
         return {}
     return stored if isinstance(stored, dict) else {}
-
-
-def write_json(file: int, values: dict[str, object]) -> None:
-    """Replace a file's content."""
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(values).encode(), 0)
-
-
-# Holds the tokens of the claims that a program runs under, outermost first.
-TOKEN_VARIABLE = "TORCHMUSTER_CLAIM"  # noqa: S105
-_GATE_PATIENCE_S = 10.0
-_GLANCE_PATIENCE_S = 1.0
 
 
 def claims_folder(environment: Mapping[str, str]) -> Path:
@@ -122,8 +169,8 @@ def claims_folder(environment: Mapping[str, str]) -> Path:
 
     It must be the same for all users, so it depends on the host and not on the user.
     """
-    if given := environment.get("TORCHMUSTER_CLAIMS_DIR"):
-        return Path(given)
+    if chosen := environment.get("TORCHMUSTER_CLAIMS_DIR"):
+        return Path(chosen)
     system = Path("/run/lock")
     try:
         open_to_all = bool(system.stat().st_mode & stat.S_IWOTH)
@@ -135,139 +182,83 @@ def claims_folder(environment: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimsTable:
-    """Who holds which device, which of these claims block this process, and what it could take.
-
-    ``free`` maps each free device to the time it was last taken (0: never), to detect changes.
-    """
+    """Who holds which device, and which of these claims block this process."""
 
     claimed: dict[str, Claim]
-    in_the_way: dict[str, Claim]
-    free: dict[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """The lock of a device that applies to us, and the claim on the device as others see it."""
-
-    path: Path
-    outermost: Claim | None
-    claim: Claim | None
-    last_taken: int
+    blocking: dict[str, Claim]
 
 
 class Claims:
-    """The claims of one host, kept in one folder, as seen under these tokens."""
+    """The claims of one host, kept in one folder, as seen by a program under the claims ``ids``."""
 
-    def __init__(self, folder: Path, tokens: Sequence[str] = ()) -> None:
-        self._folder = folder
-        self.tokens = tuple(tokens)
+    def __init__(self, folder: Path, ids: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.ids = tuple(ids)
 
     @classmethod
     def here(cls, environment: Mapping[str, str]) -> "Claims":
-        """Return the claims of this host, under the tokens that this process was given."""
-        tokens = environment.get(TOKEN_VARIABLE, "").split(",")
-        return cls(claims_folder(environment), [one for one in tokens if one])
+        """Return the claims of this host, under those that this process was started under."""
+        ids = environment.get(CLAIM_VARIABLE, "").split(",")
+        return cls(claims_folder(environment), [claim_id for claim_id in ids if claim_id])
 
     @property
     def queue(self) -> Path:
         """The folder with the tickets of waiting processes."""
-        return self._folder / "queue"
+        return self.folder / "queue"
 
-    def glance(self, uuids: Iterable[str]) -> ClaimsTable:
-        """Read the claims without taking any: creates nothing, never waits long."""
-        uuids = list(uuids)
-        if not AVAILABLE or not self._folder.is_dir() or _is_foreign_link(self._folder):
-            return ClaimsTable(claimed={}, in_the_way={}, free=dict.fromkeys(uuids, 0))
-        try:
-            with self.gate(_GLANCE_PATIENCE_S):
-                return self.look(uuids)
-        except (
-            MusterError
-        ):  # the folder is read-only, or the gate is stuck: locks can still be read
-            return self.look(uuids)
+    @property
+    def _files(self) -> Path:
+        return self.folder / "claims"
 
-    def look(self, uuids: Iterable[str]) -> ClaimsTable:
-        """Read the claims, under the gate. A lock that can be taken is free."""
-        table = ClaimsTable(claimed={}, in_the_way={}, free={})
-        for uuid in uuids:
-            place = self._place(uuid)
-            if place.outermost is not None:
-                table.claimed[uuid] = place.outermost
-            if place.claim is not None:
-                table.in_the_way[uuid] = place.claim
-            else:
-                table.free[uuid] = place.last_taken
+    def read(self, uuids: Iterable[str]) -> ClaimsTable:
+        """Read the claims; creates nothing, takes no lock that others notice, never waits.
+
+        A device that is claimed inside a claim again shows the first of its claims.
+        """
+        table = ClaimsTable(claimed={}, blocking={})
+        if not AVAILABLE or _is_foreign_link(self.folder):
+            return table
+        devices = {_device_name(uuid): uuid for uuid in uuids}
+        for file in living_files(self._files):
+            device, _, claim_id = file.name.partition(".")
+            uuid = devices.get(device)
+            if uuid is None:
+                continue
+            claim = _claim_in(file)
+            first = table.claimed.get(uuid)
+            if first is None or claim.since_unix_s < first.since_unix_s:
+                table.claimed[uuid] = claim
+            if not self._runs_under(claim_id, file.uid):
+                table.blocking[uuid] = claim
         return table
 
-    def take(
-        self,
-        uuid: str,
-        command: str,
-        token: str,
-        *,
-        ends_unix_s: float | None = None,
-        run: str = "",
-        borrowed: bool = False,
-    ) -> int:
-        """Lock a free device, under the gate, and record the owner for other users to read.
+    def _runs_under(self, claim_id: str, uid: int) -> bool:
+        return claim_id in self.ids and os.geteuid() in (uid, 0)
 
-        ``ends_unix_s``, ``run`` and ``borrowed`` are as in :class:`Claim`. The claim is the returned file descriptor: it is released when all copies are closed.
-        """
-        place = self._place(uuid)
-        lock = open_shared(place.path)
-        if not try_lock(lock):
-            os.close(lock)
-            raise NotNow(
-                f"GPU {uuid} cannot be claimed: its lock is in use",
-                why=f"a program other than Muster holds {place.path}",
-                fix=f"sudo lslocks | grep {uuid}  # shows the process",
-            )
-        if place.outermost is None:
-            self._clear_inner(uuid)
-        claim: dict[str, object] = {
-            "pid": os.getpid(),
-            "user": user_of_this_process(),
-            "command": command,
-            "since_unix_s": time.time(),
-            "token": token,
-            "ends_unix_s": ends_unix_s,
-            "run": run,
-            "borrowed": borrowed,
-        }
-        write_json(lock, claim)
-        return lock
+    def remove_left_over(self) -> None:
+        """Delete the files of killed processes, under the gate; in a sticky folder only one's own."""
+        for folder in (self._files, self.queue):
+            for path in _paths_in(folder):
+                if _living_file(path) is None:
+                    with suppress(OSError):
+                        path.unlink()
 
-    def _place(self, uuid: str) -> _Place:
-        """Follow our tokens inwards to the lock that applies to us."""
-        path = self._path(uuid)
-        claim, last_taken = _look_at(path)
-        outermost = claim
-        for _ in self.tokens:
-            if claim is None or claim.token not in self.tokens:
-                break
-            path = self._path(uuid, claim.token)
-            claim, last_taken = _look_at(path)
-        return _Place(path=path, outermost=outermost, claim=claim, last_taken=last_taken)
-
-    def _path(self, uuid: str, token: str = "") -> Path:
-        name = re.sub(r"[^A-Za-z0-9-]", "_", uuid)
-        return self._folder / (f"{name}.{token}.lock" if token else f"{name}.lock")
-
-    def _clear_inner(self, uuid: str) -> None:
-        """Remove the files that picks within earlier claims left, unless they are locked."""
-        for path in self._folder.glob(self._path(uuid, "*").name):
-            if _look_at(path)[0] is None:
-                with suppress(OSError):  # another user's file in a sticky folder; it does no harm
-                    path.unlink()
+    def take(self, uuid: str, claim_id: str, command: str) -> OwnFile:
+        """Claim a device that no claim blocks, under the gate. ``command`` is shown to all users."""
+        path = self._files / f"{_device_name(uuid)}.{claim_id}"
+        values = {"pid": os.getpid(), "command": command, "since_unix_s": time.time()}
+        try:
+            return OwnFile(path, values)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
 
     @contextmanager
-    def gate(self, patience_s: float | None = None, *, deadline: float = 0.0) -> Iterator[None]:
-        """Hold the lock under which claims are read and changed.
+    def gate(self, *, deadline: float = 0.0) -> Iterator[None]:
+        """Hold the lock under which claims are made.
 
-        A caller that waits for devices until a ``deadline`` waits as long for the lock, which takes long on a busy host.
+        Raises :class:`NotNow` after 10 s. A caller that waits for devices until a ``deadline``
+        (``time.monotonic()``) waits as long for the gate, which takes long on a busy host.
         """
-        if patience_s is None:
-            patience_s = max(_GATE_PATIENCE_S, deadline - time.monotonic())
         if not AVAILABLE:
             raise Impossible(
                 "GPUs cannot be claimed on this operating system",
@@ -275,47 +266,77 @@ class Claims:
                 fix="run muster gpus pick without a command and without --wait, which claims nothing",
             )
         self._make_folders()
-        gate = open_shared(self._folder / "gate.lock")
-        deadline = time.monotonic() + patience_s
-        while not try_lock(gate):
-            if time.monotonic() > deadline:
-                os.close(gate)
-                raise NotNow(
-                    f"cannot read the claims in {self._folder}",
-                    why=f"another process has held the lock on them for {patience_s:.0f} s; that "
-                    f"process may be stopped",
-                    fix=f"sudo lslocks | grep {self._folder}  # shows the process",
-                )
-            time.sleep(random.uniform(0.001, 0.005))
+        gate = _open_gate(self.folder / "gate")
+        began = time.monotonic()
+        deadline = max(began + _GATE_WITHIN_S, deadline)
         try:
+            while not _lock_gate(gate):
+                if time.monotonic() > deadline:
+                    raise NotNow(
+                        f"cannot read the claims in {self.folder}",
+                        why=f"another process has held the lock on them for {deadline - began:.0f} s; "
+                        "that process may be stopped",
+                        fix=f"sudo lslocks | grep {self.folder}  # shows the process",
+                    )
+                time.sleep(random.uniform(0.001, 0.005))
             yield
         finally:
-            drop_lock(gate)
+            fcntl.flock(gate, fcntl.LOCK_UN)
             os.close(gate)
 
     def _make_folders(self) -> None:
-        for path in (self._folder, self.queue):
+        for path in (self.folder, self._files, self.queue):
             try:
                 path.mkdir(parents=True)
                 path.chmod(0o1777)  # for all users; each may delete only their own files
             except FileExistsError:
                 _refuse_foreign_link(path)
             except OSError as error:
-                raise Impossible(
-                    f"GPUs cannot be claimed: {path} cannot be created",
-                    why=error.strerror or str(error),
-                    fix="set TORCHMUSTER_CLAIMS_DIR, for every user of this host, to the same "
-                    "local folder, to which all users can write",
-                ) from error
+                raise _cannot_write(path, error) from error
+
+
+def _open_gate(path: Path) -> int:
+    """Open the file of the gate; ``flock`` needs no right to write.
+
+    Opening and creating are two steps: in a folder like /tmp the kernel refuses O_CREAT on a file
+    that belongs to another user (fs.protected_regular).
+    """
+    while True:
+        try:
+            return os.open(path, os.O_RDONLY | _SAFELY)
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                created = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o644)
+                os.fchmod(created, 0o644)  # whatever the umask says
+                return created
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+
+def _lock_gate(gate: int) -> bool:
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _cannot_write(path: Path, error: OSError) -> Impossible:
+    return Impossible(
+        f"GPUs cannot be claimed: {path} cannot be created",
+        why=error.strerror or str(error),
+        fix="set TORCHMUSTER_CLAIMS_DIR, for every user of this host, to the same local folder, "
+        "to which all users can write",
+    )
 
 
 def _is_foreign_link(path: Path) -> bool:
     """Return whether a path is a link of another user: it may lead to any folder."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid())
+    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid())
 
 
 def _refuse_foreign_link(path: Path) -> None:
@@ -328,47 +349,23 @@ def _refuse_foreign_link(path: Path) -> None:
         )
 
 
-def _look_at(path: Path) -> tuple[Claim | None, int]:
-    """Return the holder of a lock; or None, and when it was last taken."""
-    try:
-        lock = open_to_look(path)
-    except FileNotFoundError:
-        return None, 0
-    except OSError as error:
-        return _unreadable(error), 0
-    if try_lock(lock):
-        last_taken = os.fstat(lock).st_mtime_ns
-        drop_lock(lock)
-        os.close(lock)
-        return None, last_taken
-    claim = _read_claim(lock)
-    os.close(lock)
-    return claim, 0
+def _device_name(uuid: str) -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "_", uuid)
 
 
-def _read_claim(lock: int) -> Claim:
-    """Read who holds a lock. All users may write the file, so its text is checked and cleaned."""
-    stored = read_json(lock)
-    pid, run = stored.get("pid"), stored.get("run")
+def _claim_in(file: LivingFile) -> Claim:
+    """Return the claim in a file: another user has written it, so its text is checked and cleaned."""
+    pid = file.values.get("pid")
     return Claim(
         pid=pid if isinstance(pid, int) else 0,
-        user=printable([str(stored.get("user", "an unknown user"))]),
-        command=printable([str(stored.get("command", "unknown command"))]),
-        since_unix_s=stored_time(stored.get("since_unix_s")) or 0.0,
-        token=re.sub(r"[^0-9a-f]", "", str(stored.get("token", ""))),
-        ends_unix_s=stored_time(stored.get("ends_unix_s")),
-        run=run if isinstance(run, str) else "",
-        borrowed=stored.get("borrowed") is True,
+        user=user_with_uid(file.uid),
+        command=printable([str(file.values.get("command", "unknown command"))]),
+        since_unix_s=stored_time(file.values.get("since_unix_s")),
     )
 
 
-def stored_time(value: object) -> float | None:
-    """Return a number that another user stored, if it can be a time in seconds."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
-    return float(value) if usable and isinstance(value, int | float) else None
-
-
-def _unreadable(error: OSError) -> Claim:
-    """Return a claim for a lock that cannot be opened (a link, permissions): it counts as held."""
-    words = f"a lock that cannot be opened: {error.strerror or error}"
-    return Claim(pid=0, user="an unknown user", command=words, since_unix_s=0.0)
+def stored_time(value: object) -> float:
+    """Return a time in seconds that another user stored; 0 if it cannot be one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 <= value < 1e12 else 0.0

@@ -1,7 +1,7 @@
 """The device request and the claims: the inputs of a choice besides the snapshot."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchmuster.devices.model import Device
 from torchmuster.units import GiB, MiB, format_bytes, format_seconds, plural
@@ -9,31 +9,18 @@ from torchmuster.units import GiB, MiB, format_bytes, format_seconds, plural
 GpuId = int | str
 
 
-# A borrower gives devices back within this time after a request for them.
-GIVEN_BACK_WITHIN_S = 30.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Who has claimed a device, as the holder wrote it.
-
-    ``ends_unix_s`` is when the holder's time limit ends it; None without a limit. ``run`` is the holder's run folder.
-    ``borrowed``: the holder gives it back when another request could be met with it (``borrow.py``).
-    """
+    """Who has claimed a device: ``user`` owns the claim, the rest is what its process wrote."""
 
     pid: int
     user: str
     command: str
     since_unix_s: float
-    token: str = field(default="", repr=False)
-    ends_unix_s: float | None = None
-    run: str = ""
-    borrowed: bool = False
 
     def __str__(self) -> str:
         command = self.command if len(self.command) <= 40 else self.command[:39] + "…"
-        borrowed = ", borrowed" if self.borrowed else ""
-        return f"{self.user} (pid {self.pid}, {command}){borrowed}"
+        return f"{self.user} (pid {self.pid}, {command})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +54,19 @@ class DeviceRequest:
         if self.min_total_bytes is not None:
             conditions.append(f"at least {format_bytes(self.min_total_bytes)} in total")
         return text + (f" with {' and '.join(conditions)}" if conditions else "")
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, object]) -> "DeviceRequest":
+        """Return a request that another process stored; raise TypeError if it is none."""
+        ids = stored.get("ids")
+        if ids is not None:
+            if not isinstance(ids, list) or not all(isinstance(gpu, int | str) for gpu in ids):
+                raise TypeError("ids is not a list of GPU ids")
+            ids = tuple(ids)
+        for name in ("count", "min_free_bytes", "min_total_bytes"):
+            if not isinstance(stored.get(name), int | None):
+                raise TypeError(f"{name} is not a whole number")
+        return cls(**{**stored, "ids": ids})  # type: ignore[arg-type]
 
     def as_flags(self) -> Sequence[str]:
         """Return the request as flags of ``muster gpus pick``."""
@@ -127,8 +127,7 @@ def obstacle(
     if request.min_free_bytes and device.free_bytes is None:
         return _lasting("not reporting its free memory")
     if claim := claims.get(device.uuid):
-        brief = f"claimed by {claim.user}" + (", borrowed" if claim.borrowed else "")
-        return Obstacle(text=f"claimed by {claim}", brief=brief, passing=True)
+        return Obstacle(text=f"claimed by {claim}", brief=f"claimed by {claim.user}", passing=True)
     if not request.share and (users := in_use_by(device)):
         names = sorted({one.user or UNKNOWN_USER for one in device.compute_processes})
         brief = f"in use by {', '.join(names)}" if names else "in use"

@@ -87,10 +87,6 @@ class JobSpec:
     gpu_ids: tuple[str, ...] | None = None
     share: bool = False
     wait_s: float = 0.0
-    queued: bool = False  # it waits in the queue, with an entry in its run folder
-    rank_counts: tuple[int, ...] = ()  # the numbers of ranks to use if more GPUs are idle
-    borrow: bool = False  # give GPUs beyond ``ranks`` back when another request needs them
-    borrow_every_s: float = 0.0  # borrow more only if they were idle for this time
     hosts: tuple[Host, ...] = ()
     port: int | None = None
     address: str | None = None

@@ -117,9 +117,6 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     gpu_ids: tuple[str, ...] | None = None
     share: bool = False
     wait_s: float = 0.0
-    rank_counts: tuple[Ranks, ...] = ()  # the numbers of ranks to use if more GPUs are idle
-    borrow: bool = False  # give GPUs beyond ``ranks`` back when another request needs them
-    borrow_every_s: float = 0.0  # borrow more only if they were idle for this time
     environment: dict[str, str] = {}
     logs: str | None = None  # where the ranks' logs go; None: a folder of the node agent's own
     keep_logs: bool = False  # the logs stay there: only rank 0's output and first errors are sent
@@ -257,7 +254,6 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     reasons: tuple[str, ...]
     fingerprint: Fingerprint | None  # None if this is the only host
     logs: str = ""  # the folder in which the ranks' logs stay; "": they are sent
-    change: "DevicesChange | None" = None  # since the ranks of the last attempt exited
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="listening"):
@@ -350,15 +346,6 @@ class StackDump(Message, frozen=True, kw_only=True, tag="stack-dump"):
     """All evidence about this host's ranks has been sent."""
 
 
-class DevicesChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The host stopped its ranks to give borrowed GPUs back, or to use more of them."""
-
-    given_back: tuple[str, ...] = ()  # GPU 2, …
-    borrowed: tuple[str, ...] = ()
-    reason: str
-    seconds: float  # from the request until the GPUs were released, or until the ranks had exited
-
-
 class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     """All processes of the run on this host have exited."""
 
@@ -371,7 +358,6 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
         Integer, ...
     ] = ()  # the ranks that had not stopped when the grace period was over
     asked: str = ""  # the signal by which this node agent, and not the launcher, was asked to stop
-    change: DevicesChange | None = None  # the ranks were stopped because their number changes
     log_bytes: Integer = 0  # of the logs that stay on this host
 
 

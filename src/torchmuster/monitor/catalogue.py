@@ -44,7 +44,7 @@ def _gauge(
 RUN_PHASE = _gauge(
     "muster_run_phase",
     "",
-    "1 for the current phase of the run: submitted, queued, joining, starting, running, finished, "
+    "1 for the current phase of the run: submitted, waiting, joining, starting, running, finished, "
     "saved, failed, stopped or died",
     _RUN,
     "phase",
@@ -322,12 +322,9 @@ QUEUE_REQUESTS = _gauge(
 GPUS_CLAIMED = _gauge(
     "muster_gpus_claimed",
     "",
-    "GPUs of this host that are claimed, without borrowed ones",
+    "GPUs of this host that are claimed",
     _HOST,
     level=Level.DEVICE,
-)
-GPUS_BORROWED = _gauge(
-    "muster_gpus_borrowed", "", "GPUs of this host that are borrowed", _HOST, level=Level.DEVICE
 )
 
 # ---- exporter

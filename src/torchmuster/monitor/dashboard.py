@@ -92,7 +92,6 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             _panel("critical errors", (catalogue.GPU_XID, "{{gpu_uuid}} Xid {{xid}}"), width=12),
             _panel("waiting requests", (catalogue.QUEUE_REQUESTS, "{{host}}")),
             _panel("claimed GPUs", (catalogue.GPUS_CLAIMED, "{{host}}")),
-            _panel("borrowed GPUs", (catalogue.GPUS_BORROWED, "{{host}}")),
         ),
     ),
     (

@@ -17,7 +17,6 @@ experiment_name: my_experiment
 distributed:
   enabled: true
   num_gpus: 4
-  max_gpus: 4
   gpu_ids: [0, 1, 2, 3]
   strategy: ddp
   fsdp_sharding_strategy: full_shard
@@ -26,8 +25,6 @@ distributed:
   find_unused_parameters: false
   master_port: 29500
 launch:
-  borrow: false
-  borrow_every: 5min
   hosts: [a, "b:4"]
   max_log_mib: 64
   max_restarts: 3

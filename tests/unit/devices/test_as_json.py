@@ -139,9 +139,6 @@ def test_values_are_plain_and_complete() -> None:
         "user": "carol",
         "command": "python train.py",
         "since_unix_s": 1_700_000_000.0,
-        "ends_unix_s": None,
-        "run": "",
-        "borrowed": False,
     }
     assert [one["user"] for one in taken["processes"]] == ["alice"]
     assert (slice_["number"], slice_["parent_uuid"]) == ("0:0", parent["uuid"])

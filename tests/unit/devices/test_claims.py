@@ -1,12 +1,15 @@
 """Claims: one owner per GPU, freed by the kernel, in order of arrival, between users."""
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +25,7 @@ from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from torchmuster.devices import acquire as acquire_module
 from torchmuster.devices import claims as claims_module
-from torchmuster.devices import snapshot
-from torchmuster.devices import tickets as waiting
+from torchmuster.devices import snapshot, tickets
 from torchmuster.devices.acquire import HeldDevices
 from torchmuster.devices.claims import Claims, claims_folder
 from torchmuster.devices.request import DeviceRequest
@@ -152,12 +154,14 @@ def test_a_program_under_a_claim_can_pick_from_what_it_has(place: Path) -> None:
     with acquire(place, DeviceRequest(ids=(2, 3))) as outer:
         claims = inside(place, outer)
         uuids = [one.uuid for one in outer.decision.value]
-        assert claims.glance(uuids).in_the_way == {}
-        assert set(claims.glance(uuids).claimed) == set(uuids)
+        assert claims.read(uuids).blocking == {}
+        assert set(claims.read(uuids).claimed) == set(uuids)
         with within(claims, DeviceRequest(ids=(3,))) as inner:
             assert indices(inner) == [3]
     with pytest.raises(DevicesBusy), acquire(place, DeviceRequest(ids=(2, 3))):
-        acquire(place, DeviceRequest(ids=(3,)))  # without its token the same process is a stranger
+        acquire(
+            place, DeviceRequest(ids=(3,))
+        )  # without the id of its claim the same process is a stranger
 
 
 def test_picks_within_one_claim_do_not_collide(place: Path) -> None:
@@ -166,42 +170,44 @@ def test_picks_within_one_claim_do_not_collide(place: Path) -> None:
         with within(claims, DeviceRequest(ids=(0,))) as first:
             with pytest.raises(DevicesBusy):
                 within(claims, DeviceRequest(ids=(0,)))
-            with within(Claims(place, first.tokens), DeviceRequest(ids=(0,))) as deeper:
+            with within(Claims(place, first.claim_ids), DeviceRequest(ids=(0,))) as deeper:
                 assert indices(deeper) == [0]
         with within(claims, DeviceRequest(ids=(0,))) as again:
             assert indices(again) == [0]
 
 
-def test_files_of_inner_picks_are_cleared_away(place: Path) -> None:
+def claim_files(place: Path) -> list[Path]:
+    return sorted((place / "claims").iterdir())
+
+
+def test_a_release_leaves_no_file(place: Path) -> None:
     with (
         acquire(place, DeviceRequest(ids=(0,))) as outer,
         within(inside(place, outer), DeviceRequest(ids=(0,))),
     ):
-        assert len(list(place.glob("GPU-*.lock"))) == 2
+        assert len(claim_files(place)) == 2
+    assert claim_files(place) == []
+
+
+def test_files_of_killed_holders_are_removed_by_the_next_claim(place: Path) -> None:
+    with holder(place, 8) as other:
+        read_line(other)
+    assert len(claim_files(place)) == 8
     with acquire(place, DeviceRequest(ids=(0,))):
-        assert len(list(place.glob("GPU-*.lock"))) == 1
+        assert len(claim_files(place)) == 1
 
 
 def test_a_waiter_outside_is_not_promised_what_a_claim_has(place: Path) -> None:
     with acquire(place, DeviceRequest(count=8)) as outer:
-        ticket = waiting.Ticket(place / "queue", DeviceRequest(count=8), {})
+        ticket = tickets.Ticket(place / "queue", DeviceRequest(count=8), {})
         try:
             with within(inside(place, outer), DeviceRequest(count=1)) as inner:
                 assert len(indices(inner)) == 1
         finally:
-            ticket.give_back()
+            ticket.release()
 
 
-def test_the_same_pid_in_another_container_is_a_stranger(place: Path) -> None:
-    with acquire(place, DeviceRequest(count=8)):
-        for lock in place.glob("GPU-*.lock"):
-            stored = json.loads(lock.read_text())
-            lock.write_text(json.dumps({**stored, "pid": 1}))
-        with pytest.raises(DevicesBusy):
-            acquire(place, DeviceRequest(count=1))
-
-
-def test_a_child_forked_during_a_look_keeps_no_lock(place: Path) -> None:
+def test_a_child_forked_during_a_claim_keeps_no_gate(place: Path) -> None:
     acquire(place, DeviceRequest(count=8)).release()
     claims = Claims(place)
     reader, writer = os.pipe()
@@ -212,7 +218,7 @@ def test_a_child_forked_during_a_look_keeps_no_lock(place: Path) -> None:
             os.read(reader, 1)
             os._exit(0)
     try:
-        with claims.gate(patience_s=0.0):
+        with claims.gate():
             pass
     finally:
         os.close(writer)
@@ -257,17 +263,17 @@ def test_what_can_never_be_had_is_refused_at_once_even_when_waiting(place: Path)
 
 
 @pytest.fixture
-def waiter(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[waiting.Ticket]:
+def waiter(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tickets.Ticket]:
     """Somebody who came before us and waits for six GPUs, awake however long the test takes."""
-    monkeypatch.setattr(waiting, "STALE_WAITER_S", GIVE_UP_S)
-    (place / "queue").mkdir(parents=True)
-    ticket = waiting.Ticket(place / "queue", DeviceRequest(count=6), {})
+    monkeypatch.setattr(tickets, "STALE_WAITER_S", GIVE_UP_S)
+    (place / "queue").mkdir(parents=True, exist_ok=True)
+    ticket = tickets.Ticket(place / "queue", DeviceRequest(count=6), {})
     yield ticket
-    ticket.give_back()
+    ticket.release()
 
 
 def test_a_newcomer_does_not_take_what_an_earlier_waiter_could_have_now(
-    place: Path, waiter: waiting.Ticket
+    place: Path, waiter: tickets.Ticket
 ) -> None:
     with acquire(place, DeviceRequest(count=2)) as held:
         assert indices(held) == [6, 7]
@@ -279,19 +285,19 @@ def test_a_newcomer_does_not_take_what_an_earlier_waiter_could_have_now(
 def test_a_waiter_who_wants_more_than_is_free_leaves_the_rest_to_others(place: Path) -> None:
     with holder(place, 3) as other:
         assert read_line(other) == "got 0 1 2"
-        ticket = waiting.Ticket(place / "queue", DeviceRequest(count=6), {})
+        ticket = tickets.Ticket(place / "queue", DeviceRequest(count=6), {})
         try:
             with acquire(place, DeviceRequest(count=5)) as held:
                 assert indices(held) == [3, 4, 5, 6, 7]
         finally:
-            ticket.give_back()
+            ticket.release()
 
 
 def test_a_sleeping_waiter_holds_nobody_up(
-    place: Path, waiter: waiting.Ticket, monkeypatch: pytest.MonkeyPatch
+    place: Path, waiter: tickets.Ticket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long_ago = time.time() - waiting.STALE_WAITER_S - 1
-    os.utime(waiter.path, (long_ago, long_ago))
+    long_ago = time.time() - tickets.STALE_WAITER_S - 1
+    os.utime(place / "queue" / f"{waiter.number:08d}", (long_ago, long_ago))
     with acquire(place, DeviceRequest(count=8)) as held:
         assert len(indices(held)) == 8
 
@@ -318,64 +324,66 @@ def test_a_dead_waiter_is_cleared_away(place: Path) -> None:
         b'{"since_unix_s": NaN}',
         b'{"since_unix_s": -Infinity}',
         b'{"since_unix_s": 1' + b"0" * 400 + b"}",
-        b'{"token": 3}',
     ],
 )
 def test_a_scribbled_lock_file_harms_nobody(place: Path, content: bytes) -> None:
     with acquire(place, DeviceRequest(count=8)):
-        for lock in place.glob("GPU-*.lock"):
-            lock.write_bytes(content)
-        claims = (
-            Claims(place).glance(one.uuid for one in snapshot.take_snapshot().accelerators).claimed
-        )
-        assert len(claims) == 8
+        for file in claim_files(place):
+            file.write_bytes(content)
+        uuids = [device.uuid for device in snapshot.take_snapshot().accelerators]
+        assert len(Claims(place).read(uuids).claimed) == 8
 
 
 def test_a_holder_cannot_steer_the_terminal_of_others(place: Path) -> None:
-    with acquire(place, DeviceRequest(count=8)):
-        lock = next(place.glob("GPU-*.lock"))
-        words = {"pid": 1, "user": "\x1b[2Jmallory", "command": "a\nb --token hunter2"}
-        lock.write_text(json.dumps(words))
-        (claim,) = Claims(place).glance([lock.stem]).claimed.values()
-    assert claim.user == "\N{REPLACEMENT CHARACTER}[2Jmallory"
+    with acquire(place, DeviceRequest(ids=(0,))) as held:
+        (file,) = claim_files(place)
+        file.write_text(json.dumps({"pid": 1, "user": "mallory", "command": "a\nb \x1b[2J"}))
+        (claim,) = Claims(place).read([held.decision.value[0].uuid]).claimed.values()
+    assert claim.user != "mallory"  # the owner of the file counts
     assert "\n" not in claim.command
+    assert "\x1b" not in claim.command
 
 
 @pytest.mark.parametrize("wish", ["", "[]", '{"request": {"count": "x"}}', '{"request": 1}'])
-def test_a_scribbled_ticket_harms_nobody(place: Path, waiter: waiting.Ticket, wish: str) -> None:
-    waiter.path.write_text(wish)
+def test_a_scribbled_ticket_harms_nobody(place: Path, waiter: tickets.Ticket, wish: str) -> None:
+    (place / "queue" / f"{waiter.number:08d}").write_text(wish)
     with acquire(place, DeviceRequest(count=8)):
         pass
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
-def test_users_share_claims_whoever_came_first(place: Path) -> None:
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+NOBODY = 65534
+
+
+@pytest.fixture
+def open_place(place: Path) -> Path:
+    """The folder of the claims, which all users can reach; pytest's folders are root's alone."""
     for parent in itertools.takewhile(
-        lambda one: one.name.startswith(("pytest-", "popen-", "test_")), place.parents
+        lambda folder: folder.name.startswith(("pytest-", "popen-", "test_")), place.parents
     ):
-        parent.chmod(parent.stat().st_mode | 0o011)  # pytest's folders are root's alone
-    previous = os.umask(0o077)
-    try:
-        acquire(place, DeviceRequest(count=8)).release()  # root makes all the files
-    finally:
-        os.umask(previous)
-    with holder(place, 6) as other:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    acquire(place, DeviceRequest(count=8)).release()  # root makes the folders
+    return place
+
+
+@needs_root
+def test_users_share_claims(open_place: Path) -> None:
+    with holder(open_place, 6) as other:
         read_line(other)
-        assert _as_nobody(place, 2) == "got 6 7"
-        assert _as_nobody(place, 3) == "DevicesBusy"
+        assert claim_as(NOBODY, open_place, 2) == "got 6 7"
+        assert claim_as(NOBODY, open_place, 3) == "DevicesBusy"
 
 
-def _as_nobody(place: Path, count: int) -> str:
-    """Claim as another user, in a fork: the interpreter itself may be out of that user's reach."""
+def as_user(uid: int, work: Callable[[], str]) -> str:
+    """Work as another user, in a fork: the interpreter itself may be out of that user's reach."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-            held = acquire(place, DeviceRequest(count=count), command=["sh"])
-            answer = "got " + " ".join(map(str, indices(held)))
+            os.setgid(uid)
+            os.setuid(uid)
+            answer = work()
         except BaseException as error:
             answer = type(error).__name__
         os.write(writer, answer.encode())
@@ -385,6 +393,51 @@ def _as_nobody(place: Path, count: int) -> str:
         answer = stream.read()
     os.waitpid(child, 0)
     return answer
+
+
+def claim_as(uid: int, place: Path, count: int) -> str:
+    def work() -> str:
+        held = acquire(place, DeviceRequest(count=count), command=["sh"])
+        return "got " + " ".join(map(str, indices(held)))
+
+    return as_user(uid, work)
+
+
+@needs_root
+def test_the_id_of_a_claim_gives_other_users_nothing(open_place: Path) -> None:
+    with acquire(open_place, DeviceRequest(ids=(0,))) as held:
+
+        def pick_inside() -> str:
+            claims = Claims(open_place, held.claim_ids)
+            return str(indices(within(claims, DeviceRequest(ids=(0,)))))
+
+        assert as_user(os.getuid(), pick_inside) == "[0]"
+        assert as_user(NOBODY, pick_inside) == "DevicesBusy"
+
+
+@needs_root
+def test_no_user_can_rewrite_or_remove_the_files_of_another(open_place: Path) -> None:
+    with acquire(open_place, DeviceRequest(ids=(0,))):
+        ticket = tickets.Ticket(open_place / "queue", DeviceRequest(count=8), {})
+        for path in (*claim_files(open_place), *(open_place / "queue").iterdir()):
+            assert (
+                as_user(NOBODY, lambda path=path: str(path.write_text("{}"))) == "PermissionError"
+            )
+            assert as_user(NOBODY, lambda path=path: str(path.unlink())) == "PermissionError"
+            other = path.with_name("other")
+            rename = lambda path=path, other=other: str(path.rename(other))  # noqa: E731
+            assert as_user(NOBODY, rename) == "PermissionError"
+        ticket.release()
+
+
+@needs_root
+def test_what_a_killed_user_left_keeps_nobody_from_a_claim(open_place: Path) -> None:
+    assert claim_as(NOBODY, open_place, 8).startswith("got 0 1")  # the process has exited
+    assert len(claim_files(open_place)) == 8
+    assert claim_as(NOBODY - 1, open_place, 8).startswith("got 0 1")
+    assert len(claim_files(open_place)) == 16  # only their owners and root can delete them
+    with acquire(open_place, DeviceRequest(count=8)):
+        assert len(claim_files(open_place)) == 8
 
 
 def test_a_folder_that_cannot_be_made_is_refused_with_the_way_out(
@@ -398,23 +451,23 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_way_out(
     assert caught.value == snapshot
 
 
-def test_a_lock_file_that_is_a_link_is_not_followed(place: Path, tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_among_the_claims_is_not_a_claim(place: Path, tmp_path: Path) -> None:
     acquire(place, DeviceRequest(count=8)).release()
-    lock = next(place.glob("GPU-*.lock"))
+    first, second, *_ = snapshot.take_snapshot().accelerators
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    lock.unlink()
-    lock.symlink_to(victim)
-    with pytest.raises(DevicesBusy) as caught:
-        acquire(place, DeviceRequest(count=8))
-    assert "(pid 0, " in caught.value.why  # who holds it is not known
+    (place / "claims" / f"{first.uuid}.1").symlink_to(victim)
+    os.mkfifo(place / "claims" / f"{second.uuid}.1")
+    os.mkfifo(place / "queue" / "00000001")
+    with acquire(place, DeviceRequest(count=8)) as held:
+        assert len(indices(held)) == 8
     assert victim.read_text() == "precious"
 
 
 def test_a_stuck_gate_is_told_and_not_waited_for_forever(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims_module, "_GATE_PATIENCE_S", 0.2)
+    monkeypatch.setattr(claims_module, "_GATE_WITHIN_S", 0.2)
     stuck = Claims(place)
     with stuck.gate(), pytest.raises(NotNow) as caught:
         acquire(place, DeviceRequest(count=1))
@@ -424,7 +477,7 @@ def test_a_stuck_gate_is_told_and_not_waited_for_forever(
 def test_who_waits_for_devices_waits_as_long_for_the_gate(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims_module, "_GATE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(claims_module, "_GATE_WITHIN_S", 0.05)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as busy:
         busy.enter_context(Claims(place).gate())
         waiting = pool.submit(acquire, place, DeviceRequest(count=1), wait_s=GIVE_UP_S)
@@ -438,46 +491,113 @@ def test_who_waits_for_devices_waits_as_long_for_the_gate(
 def test_a_waiter_in_the_queue_is_not_ended_by_a_busy_gate(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims_module, "_GATE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(claims_module, "_GATE_WITHIN_S", 0.05)
     with ThreadPoolExecutor(1) as pool, acquire(place, DeviceRequest(count=8)) as all_of_them:
         waiting = pool.submit(acquire, place, DeviceRequest(count=1), wait_s=GIVE_UP_S)
         while not list((place / "queue").iterdir()):
             time.sleep(0.01)
-        with Claims(place).gate(GIVE_UP_S), pytest.raises(TimeoutError):
+        deadline = time.monotonic() + GIVE_UP_S
+        with Claims(place).gate(deadline=deadline), pytest.raises(TimeoutError):
             waiting.result(timeout=1.5 * acquire_module.POLL_S)
         all_of_them.release()
         with waiting.result(timeout=GIVE_UP_S) as held:
             assert len(held.decision.value) == 1
 
 
-def test_a_stuck_gate_or_a_pipe_hides_no_claim(
+def test_claims_are_read_while_the_gate_is_held(place: Path) -> None:
+    uuids = [device.uuid for device in snapshot.take_snapshot().accelerators]
+    with acquire(place, DeviceRequest(count=2)), Claims(place).gate():
+        assert len(Claims(place).read(uuids).claimed) == 2
+
+
+def test_looking_never_makes_a_claim_fail(place: Path) -> None:
+    """Readers take the shared lock of a file at most; claims and tickets lock only their own new files."""
+    acquire(place, DeviceRequest(count=8)).release()
+    uuids = [device.uuid for device in snapshot.take_snapshot().accelerators]
+    (place / "claims" / f"{uuids[0]}.left-over").touch()
+    (place / "queue" / "00000007").touch()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            Claims(place).read(uuids)
+            tickets.read_tickets(place / "queue")
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(look)
+        try:
+            for _ in range(100):
+                with acquire(place, DeviceRequest(count=8)) as held:
+                    assert len(indices(held)) == 8
+        finally:
+            over.set()
+
+
+def test_a_file_has_its_lock_before_it_has_its_name(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims_module, "_GLANCE_PATIENCE_S", 0.1)
-    uuids = [one.uuid for one in snapshot.take_snapshot().accelerators]
-    with acquire(place, DeviceRequest(count=2)):
-        os.mkfifo(place / "queue" / "0000")
-        with Claims(place).gate():
-            assert len(Claims(place).glance(uuids).claimed) == 2
-        os.mkfifo(place / f"{uuids[7]}.lock")
-        assert "is not a regular file" in Claims(place).glance(uuids).claimed[uuids[7]].command
-    with acquire(place, DeviceRequest(count=2)):
-        pass
-
-
-def test_a_strict_umask_does_not_cost_the_place_in_the_queue(place: Path) -> None:
     (place / "queue").mkdir(parents=True)
+    seen: list[list[tickets.WaitingRequest]] = []
+    flock = fcntl.flock
+
+    def look_and_lock(file: int, how: int) -> None:
+        if how & fcntl.LOCK_EX:
+            monkeypatch.setattr(fcntl, "flock", flock)
+            assert tickets.read_tickets(place / "queue") == []
+            names = [path.name for path in (place / "queue").iterdir()]
+            assert all(name.startswith(".") for name in names)
+            seen.append([])
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", look_and_lock)
+    ticket = tickets.Ticket(place / "queue", DeviceRequest(count=1), {})
+    assert seen == [[]]
+    assert [waiting.number for waiting in tickets.read_tickets(place / "queue")] == [1]
+    ticket.release()
+
+
+def take_first(place: Path) -> None:
+    Claims(place).take(snapshot.take_snapshot().accelerators[0].uuid, "1", "command")
+
+
+def test_a_lock_that_cannot_be_taken_is_an_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire(place, DeviceRequest(count=8)).release()
+
+    def refuse(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with Claims(place).gate(), monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(Impossible, match="cannot wait"):
+            tickets.Ticket(place / "queue", DeviceRequest(count=1), {})
+        with pytest.raises(Impossible, match="cannot be claimed"):
+            take_first(place)
+    assert list((place / "queue").iterdir()) == claim_files(place) == []
+
+
+def OwnFile_of_first(place: Path) -> None:
+    Claims(place).take(snapshot.take_snapshot().accelerators[0].uuid, "1", "command")
+
+
+def test_files_are_for_their_owner_to_write_and_for_all_to_read(place: Path) -> None:
     before = os.umask(0o077)
     try:
-        ticket = waiting.Ticket(place / "queue", DeviceRequest(count=1), {})
+        with acquire(place, DeviceRequest(count=1)):
+            ticket = tickets.Ticket(place / "queue", DeviceRequest(count=1), {})
+            files = [place / "gate", *claim_files(place), *(place / "queue").iterdir()]
+            assert [path.stat().st_mode & 0o777 for path in files] == [0o644] * 3
+            ticket.release()
     finally:
         os.umask(before)
-    assert ticket.path.stat().st_mode & 0o777 == 0o644
-    ticket.give_back()
+    for folder in (place, place / "claims", place / "queue"):
+        assert folder.stat().st_mode & 0o7777 == 0o1777
 
 
 def test_looking_at_claims_makes_nothing(tmp_path: Path) -> None:
-    assert Claims(tmp_path / "none").glance(["GPU-1"]).claimed == {}
+    assert Claims(tmp_path / "none").read(["GPU-1"]).claimed == {}
     assert not (tmp_path / "none").exists()
 
 

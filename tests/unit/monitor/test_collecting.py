@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import socket
 from pathlib import Path
 
@@ -344,18 +343,18 @@ def test_the_queue_and_the_claims_of_the_machine(
     monkeypatch.setenv("TORCHMUSTER_CLAIMS_DIR", str(tmp_path / "claims"))
     seen = watched.look()
     assert not (tmp_path / "claims").exists(), "a look creates nothing"
-    assert (seen["queue_requests"], seen["gpus_claimed"], seen["gpus_borrowed"]) == (0, 0, 0)
+    assert (seen["queue_requests"], seen["gpus_claimed"]) == (0, 0)
     claims = Claims(tmp_path / "claims")
     with claims.gate():
-        lock = claims.take("GPU-1", "train.py", "0a", borrowed=True)
+        claim = claims.take("GPU-1", "0a", "train.py")
         ticket = Ticket(claims.queue, DeviceRequest(count=1), {})
     try:
         watched.now += 2
         seen = watched.look()
-        assert (seen["queue_requests"], seen["gpus_claimed"], seen["gpus_borrowed"]) == (1, 0, 1)
+        assert (seen["queue_requests"], seen["gpus_claimed"]) == (1, 1)
     finally:
-        ticket.give_back()
-        os.close(lock)
+        ticket.release()
+        claim.release()
 
 
 def test_a_run_is_told_of_for_a_while_after_its_end(watched: Watched) -> None:

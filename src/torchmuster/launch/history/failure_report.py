@@ -30,7 +30,7 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
 
 _SAME_LAUNCH_S = 5.0  # a launch writes its first event and its state this close together
-_NO_HANG_SINCE = ("hang-over", "submitted", "queued", "joining", "starting")
+_NO_HANG_SINCE = ("hang-over", "submitted", "waiting", "joining", "starting")
 _LINES_SHOWN = 14
 _LOST_NAMED = 5
 _FIRST_LINES = 5
@@ -179,7 +179,7 @@ def _event_words(event: run_state.RunEvent) -> str:
     """Return the text of an event; "" for intermediate phases."""
     facts = event.facts
     match event.name:
-        case "submitted" | "queued" | "joining" | "starting" | "running":
+        case "submitted" | "waiting" | "joining" | "starting" | "running":
             return ""
         case "started":
             count, attempt = facts.get("ranks"), facts.get("attempt")

@@ -98,13 +98,11 @@ def silent_for_s(state: Path) -> float:
 
 
 # The phases of a run that is not over.
-ACTIVE = ("submitted", "queued", "joining", "starting", "running")
+ACTIVE = ("submitted", "waiting", "joining", "starting", "running")
 EVENTS = "events.jsonl"
 FINISHED = "finished"
 RESTART = "restart"  # event: all ranks, or their launcher, restart after a failure
 TAKEOVER = "takeover"  # event: a spare replaced a host, or none could
-# events: a run gave borrowed GPUs back, or borrowed more, and restarted on the others
-GIVEN_BACK, BORROWED = "gpus-given-back", "gpus-borrowed"
 SPARE_READY, SPARE_LOST = "spare-ready", "spare-lost"
 SPARE_REFUSED = "spare-refused"  # event: a host is not used as a spare, and why
 # How long the launcher of a new, empty run folder may take to write the job.

@@ -20,7 +20,6 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.history.resume import ResumePlan, restart_text
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import node_handle, stopping, training_progress
-from torchmuster.launch.launcher.borrowing import note_change
 from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rank_logs import mark_restart
@@ -377,7 +376,7 @@ class JobRunner:
         session = self._session
         outcome: JobOutcome | None = None
         try:
-            self._on_phase("queued" if self._spec.queued else "joining")
+            self._on_phase("waiting" if self._spec.wait_s else "joining")
             await self._transport.open(session.registry.arrive)
             await self._gather_hosts()
             if self._spec.spares:
@@ -474,9 +473,6 @@ class JobRunner:
             replaced = self._lose_replaced_hosts(nodes)
             self._broken = broken_hosts(nodes) if self._spec.spares else {}
             after = await self._look(began, before)
-            if self._warning is None and (change := node_handle.devices_change(nodes)) is not None:
-                await self._announce_change(change, after)
-                continue
             warned = self._warning is not None or taking_in.asked_to_save
             can_save = self._spec.checkpoints is not None
             origin = self._warning.origin if self._warning else ""
@@ -513,17 +509,6 @@ class JobRunner:
         run = RunFolder(self._logs.parent)
         await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
 
-    async def _announce_change(
-        self,
-        change: protocol.DevicesChange | None,
-        after: training_progress.TrainingProgress | None = None,
-    ) -> None:
-        if change is not None:
-            run = RunFolder(self._logs.parent)
-            self._console.say(await asyncio.to_thread(note_change, run, change, after))
-            if after is not None:
-                await asyncio.to_thread(mark_restart, self._logs)
-
     async def _announce(self, pause_s: float, reason: str, resume: ResumePlan | None) -> None:
         """Print and log what failed, that the run restarts, and how its script resumes."""
         last = self._history[-1]
@@ -556,10 +541,8 @@ class JobRunner:
                 await self._take_over()
             if back := await session.registry.call_back_the_lost():
                 await self._prepare(back, again=True)
-            if is_changed or (number > 0 and self._spec.borrow):  # with the GPUs that it has now
+            if is_changed:
                 await session.prepare(session.registry.nodes, again=True)
-                for node in session.registry.nodes:
-                    await self._announce_change(node.prepared.change if node.prepared else None)
         except MachineLost:
             return await session.fail(session.registry.nodes)
         if session.registry.left_out != missed or (number == 0 and missed):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from torchmuster.errors import ExitCode, MachineLost, MusterError
+from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
@@ -172,7 +172,6 @@ async def _launch(
 ) -> int:
     from torchmuster.launch.history import run_state
     from torchmuster.launch.history.evidence import keep_failure, read_failures
-    from torchmuster.launch.history.queue_entry import forget_submission
     from torchmuster.launch.history.run_state import launcher_heartbeat_file
     from torchmuster.launch.launcher.job_runner import JobRunner
     from torchmuster.launch.schedulers.slurm.allocation import job_id, would_not_get_on
@@ -193,8 +192,6 @@ async def _launch(
     def on_phase(name: str) -> None:
         event_log.phase(name)
         report_phase(name)
-        if name == "starting" and spec.queued:
-            forget_submission(run)
         if name == "starting" and spec.limits.time_s is not None and not limits:
             loop = asyncio.get_running_loop()
             limits.append(loop.call_later(spec.limits.time_s, end_at_limit))
@@ -214,9 +211,6 @@ async def _launch(
                 console.say(f"run {run.id}")  # from here on the user can stop it by this id
                 outcome = await course.run()
         except MusterError as error:
-            # A node agent that a shutdown ended first: the job can be submitted again.
-            if spec.queued and not isinstance(error, MachineLost):
-                forget_submission(run)
             console.show(findings := from_error(error))
             keep_failure(run, len(read_failures(run)), findings[0], ())
             event_log.ended("failed", error.exit_code, error.what)

@@ -277,16 +277,6 @@ def asked_elsewhere(nodes: Sequence[NodeHandle]) -> str:
     return next((f"{name} to the node agent on {host}" for host, name in asked if name), "")
 
 
-def devices_change(nodes: Sequence[NodeHandle]) -> protocol.DevicesChange | None:
-    """Return the change of GPUs for which a node agent stopped its ranks; None if a rank failed by itself."""
-    changes = [node.ended.change for node in nodes if node.ended and node.ended.change]
-    failures = [failure for node in nodes if node.ended for failure in node.ended.failures]
-    stopped = (int(ExitCode.SAVED), _WARNED, *_ENDED)
-    if any(_node_handle_code(failure) not in stopped for failure in failures):
-        return None
-    return changes[0] if changes else None
-
-
 def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False, origin: str = "") -> str:
     """Return the ranks' message about saving; "" if a host has no rank that saved, or one that failed.
 

@@ -265,9 +265,6 @@ class Session:
             ranks=host_ranks or spec.ranks,
             gpu_ids=spec.gpu_ids,
             share=spec.share,
-            rank_counts=spec.rank_counts,
-            borrow=spec.borrow,
-            borrow_every_s=spec.borrow_every_s,
             # A lost host keeps its device lease until it notices the loss.
             wait_s=max(spec.wait_s, 30.0) if again else spec.wait_s,
             environment=environment_of(spec),
@@ -278,7 +275,7 @@ class Session:
             lost_after_s=None if alone else spec.limits.lost_after_s,
             typed=spec.typed,
             run=str(self._run.path.resolve()),
-            warm=spec.spares > 0 or spec.borrow,  # restarts are frequent
+            warm=spec.spares > 0,  # restarts are frequent
         )
 
     async def differences(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
@@ -499,7 +496,7 @@ class Session:
             grace_s=self._spec.limits.grace_s,
             hang=hang,
         )
-        planned = node_handle.asked_elsewhere(nodes) or node_handle.devices_change(nodes)
+        planned = node_handle.asked_elsewhere(nodes)
         if not planned and not node_handle.trouble_text(nodes):
             await asyncio.to_thread(evidence.keep_failure, self._run, self._attempt, finding, ends)
         return finding

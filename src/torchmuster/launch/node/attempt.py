@@ -321,12 +321,6 @@ class RunningAttempt:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
 
-    def handles(self, name: str) -> bool:
-        """Return whether all ranks have started and handle a signal."""
-        pids = engines.rank_pids(self._share.records).values()
-        number = signal.Signals[name]
-        return len(pids) == len(self._ranks) and all(_is_caught(pid, number) for pid in pids)
-
     async def examine(self, message: protocol.DumpStacks) -> None:
         """Send the stack dumps of the requested ranks."""
         pids = engines.rank_pids(self._share.records)

@@ -3,28 +3,21 @@
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from torchmuster.decision import Decision
 from torchmuster.devices import snapshot
 from torchmuster.devices.acquire import HeldDevices, acquire_devices
-from torchmuster.devices.borrow import DeviceRange
 from torchmuster.devices.choose import choose_devices
-from torchmuster.devices.claims import TOKEN_VARIABLE, Claims
-from torchmuster.devices.model import Device, DeviceKind, label_all
+from torchmuster.devices.claims import CLAIM_VARIABLE, Claims
+from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.visibility import STAGES, variables_for, visible
 from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
-from torchmuster.launch.history.queue_entry import JobInQueue, read_queue_entry
 from torchmuster.launch.job import as_people_know_it
-from torchmuster.redaction import printable
-from torchmuster.runfolder import RunFolder
 from torchmuster.units import plural
-
-_BORROWED = "borrowed until another user requests them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +30,11 @@ class DeviceLease:
     threads: int
     reasons: tuple[str, ...]
     held: HeldDevices | None = None
-    range: DeviceRange | None = None  # of a run that uses more devices if they are idle
 
     def release(self) -> None:
         """Release the devices."""
         if self.held is not None:
             self.held.release()
-        if self.range is not None:
-            self.range.release()
 
 
 def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], None]) -> DeviceLease:
@@ -62,41 +52,12 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
             wait_s=prepare.wait_s,
             on_wait=on_wait,
             command=command,
-            job=_job_in_queue(prepare),
+            run=prepare.run or "",
         )
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
-    if not prepare.rank_counts:
-        return _gpus(prepare, held.decision, held)
-    more = DeviceRange(
-        claims,
-        held.decision.value,
-        counts=prepare.rank_counts,
-        token=held.tokens[-1],
-        command=printable(command),
-        environment=os.environ,
-        borrowed=prepare.borrow,
-    )
-    try:
-        more.extend(snapshot.take_snapshot_with_history)
-    except BaseException:
-        held.release()
-        raise
-    return lease_of_range(prepare, held, more)
-
-
-def lease_of_range(prepare: protocol.Prepare, held: HeldDevices, more: DeviceRange) -> DeviceLease:
-    """Return the lease of a run with a range of devices, as it is now."""
-    reason = held.decision.reason
-    if more.extra:
-        kept = _BORROWED if prepare.borrow else "also free"
-        reason += f"; also {label_all(more.extra)}, {kept}"
-    lease = _gpus(prepare, Decision(value=more.devices, reason=reason), held)
-    borrowed = len(more.extra) if prepare.borrow else 0
-    first = len(lease.devices) - borrowed
-    devices = (*lease.devices[:first], *(f"{one}, borrowed" for one in lease.devices[first:]))
-    return replace(lease, devices=devices, range=more)
+    return _gpus(prepare, held.decision, held)
 
 
 def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
@@ -104,7 +65,7 @@ def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
     if (cpu := _cpu(prepare)) is not None:
         return cpu
     node = snapshot.take_snapshot_with_history()
-    claimed = Claims.here(os.environ).glance(one.uuid for one in node.accelerators).in_the_way
+    claimed = Claims.here(os.environ).read(one.uuid for one in node.accelerators).blocking
     try:
         decision = choose_devices(
             node, _device_lease_request(prepare), environment=os.environ, claims=claimed
@@ -112,20 +73,7 @@ def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
-    if prepare.rank_counts:
-        kept = _BORROWED if prepare.borrow else "kept until the run ends"
-        reason = f"{decision.reason}; up to {prepare.rank_counts[-1]} GPUs if they are idle, {kept}"
-        decision = Decision(value=decision.value, reason=reason)
     return _gpus(prepare, decision, None)
-
-
-def _job_in_queue(prepare: protocol.Prepare) -> JobInQueue | None:
-    """Return what the run folder says about a queued job, or about one with a time limit."""
-    if prepare.run is None:
-        return None
-    run = RunFolder(Path(prepare.run))
-    entry = read_queue_entry(run)
-    return None if entry is None else JobInQueue(run, entry)
 
 
 def _device_lease_request(prepare: protocol.Prepare) -> DeviceRequest:
@@ -139,7 +87,7 @@ def _gpus(
     threads, reason = _threads(len(devices), prepare)
     variables: dict[str, str | None] = {**variables_for(devices)}
     if held is not None:
-        variables[TOKEN_VARIABLE] = ",".join(held.tokens)
+        variables[CLAIM_VARIABLE] = ",".join(held.claim_ids)
     return DeviceLease(
         ranks=len(devices),
         devices=tuple(f"{one.label} {one.name}" for one in devices),

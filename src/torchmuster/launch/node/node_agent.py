@@ -15,14 +15,12 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.devices.borrow import DeviceRange
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.launch.node import device_lease, kept_logs, process_cleanup
 from torchmuster.launch.node.agent_folder import create_agent_folder, hold_agent_folder
 from torchmuster.launch.node.attempt import RunningAttempt
-from torchmuster.launch.node.borrowing import BorrowingWatch
 from torchmuster.launch.node.connection import AgentConnection
 from torchmuster.launch.node.engines import (
     NodeShare,
@@ -87,8 +85,6 @@ class NodeAgent:
         self._attempt = -1  # the last requested attempt
         self._trying: asyncio.Task[protocol.Reached] | None = None
         self._running: RunningAttempt | None = None
-        self._borrowing: BorrowingWatch | None = None  # if the number of GPUs may change
-        self._watching: asyncio.Task[None] | None = None
         self._engaged: Sidecar | None = None
         self._ending = False  # because of a signal
         self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
@@ -236,9 +232,7 @@ class NodeAgent:
             )
         if self._job is not None:  # after a restart, or for another command: keep the devices
             self._job.prepare = message
-            change = self._borrowing.prepared() if self._borrowing is not None else None
-            self._take_stock()
-            await self._tell_prepared(change)
+            await self._tell_prepared()
             return
         if self._reaper is None:
             self._reaper = Reaper(message.token, self._folder)
@@ -259,24 +253,8 @@ class NodeAgent:
             alone=message.alone,
             gpus=held.held is not None,
         )
-        if message.borrow and held.range is not None:
-            self._watch_borrowed(held.range)
         await self._tell_prepared()
         await self._warm_up()
-
-    def _watch_borrowed(self, devices: DeviceRange) -> None:
-        assert self._job is not None
-        every_s = self._job.prepare.borrow_every_s
-        self._borrowing = BorrowingWatch(devices, lambda: self._running, borrow_every_s=every_s)
-        self._watching = asyncio.create_task(self._borrowing.run())
-
-    def _take_stock(self) -> None:
-        """Use the GPUs that the run has now."""
-        if self._job is not None and self._job.holding.range is not None:
-            prepare, held = self._job.prepare, self._job.holding.held
-            assert held is not None
-            more = self._job.holding.range
-            self._job.holding = device_lease.lease_of_range(prepare, held, more)
 
     async def _warm_up(self) -> None:
         """Start a process that has torch imported when the next attempt starts, if there is none."""
@@ -306,7 +284,7 @@ class NodeAgent:
         await asyncio.sleep(_WARM_AFTER_S)
         await self._warm_up()
 
-    async def _tell_prepared(self, change: protocol.DevicesChange | None = None) -> None:
+    async def _tell_prepared(self) -> None:
         assert self._job is not None
         prepare, held = self._job.prepare, self._job.holding
         code = None
@@ -321,7 +299,6 @@ class NodeAgent:
                 reasons=held.reasons,
                 fingerprint=code,
                 logs=str(self._job.logs) if prepare.keep_logs else "",
-                change=change,
             )
         )
 
@@ -411,8 +388,6 @@ class NodeAgent:
             words = f"the node agent failed: {type(error).__name__}: {error}"
             ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
         self._running = None
-        if self._borrowing is not None and (change := self._borrowing.exited()) is not None:
-            ended = msgspec.structs.replace(ended, change=change)
         try:
             await self._send(ended)
         except Exception as error:  # without an answer the launcher would wait forever
@@ -505,9 +480,6 @@ class NodeAgent:
         await self._forget_port()
         if self._warm is not None:
             await self._warm.close()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
         if self._job is not None:
             self._job.holding.release()
         if self._reaper is not None and ended:

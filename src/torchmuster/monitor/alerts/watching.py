@@ -119,27 +119,23 @@ def alert_text(news: AlertNews) -> str:
 
 
 class Webhook:
-    """Posts alerts and notifications from a background thread.
+    """Posts alerts from a background thread.
 
     ``trouble`` is the last error, "" if there was none.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._check()
-        self.trouble = ""
-        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._post_all, name="webhook", daemon=True)
-
-    def _check(self) -> None:
-        """Raise if the address cannot be used."""
-        parts = urlsplit(self.address)
+        parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Impossible(
                 "invalid webhook address: not a URL",
                 fix="pass a URL that starts with https:// (or http://)",
             )
+        self.trouble = ""
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._post_all, name="webhook", daemon=True)
 
     def __enter__(self) -> "Webhook":
         self._thread.start()
@@ -160,10 +156,6 @@ class Webhook:
         """Queue an alert for sending, without waiting."""
         for one in news:
             self._put(alert_text(one))
-
-    def send_text(self, text: str) -> None:
-        """Queue a text for sending, without waiting."""
-        self._put(text)
 
     def _put(self, text: str | None) -> None:
         try:

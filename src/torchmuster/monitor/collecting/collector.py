@@ -96,16 +96,14 @@ def device_samples(node: Node) -> Iterator[Sample]:
 
 
 def queue_samples(node: Node) -> Iterator[Sample]:
-    """Yield how many requests wait for the GPUs of this host, and how many GPUs are claimed and borrowed."""
+    """Yield how many requests wait for the GPUs of this host, and how many GPUs are claimed."""
     if not node.accelerators:
         return
     claims = Claims.here(os.environ)
-    held = claims.glance(device.uuid for device in node.accelerators).claimed.values()
-    borrowed = sum(claim.borrowed for claim in held)
+    claimed = claims.read(device.uuid for device in node.accelerators).claimed
     labels = (node.hostname,)
     yield Sample(catalogue.QUEUE_REQUESTS, labels, float(len(read_tickets(claims.queue))))
-    yield Sample(catalogue.GPUS_CLAIMED, labels, float(len(held) - borrowed))
-    yield Sample(catalogue.GPUS_BORROWED, labels, float(borrowed))
+    yield Sample(catalogue.GPUS_CLAIMED, labels, float(len(claimed)))
 
 
 def _collector_values(device: Device) -> Iterator[tuple[Metric, float | None]]:

@@ -13,7 +13,7 @@ from torchmuster.monitor.views.curve import curve
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.redaction import harmless
-from torchmuster.units import format_bytes, format_seconds, plural
+from torchmuster.units import format_bytes, format_seconds
 
 _CURVE_LINES = 4
 _LABEL = 12
@@ -51,7 +51,6 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
     if picture.headline:
         yield Text(harmless(picture.headline.partition("\n")[0]))
     yield from _spares(picture)
-    yield from _borrowed(picture)
     told = [figure.line for figure in key_figures(picture.values, ended=picture.is_over)]
     line = ""
     for one in told:
@@ -85,25 +84,6 @@ def _spares(picture: RunPicture) -> Iterator[Text]:
         yield Text(harmless(f"spares: {', '.join(spares) or 'none'}"))
     if taken:
         yield Text(harmless(taken))
-
-
-def _borrowed(picture: RunPicture) -> Iterator[Text]:
-    """Yield how many GPUs the run borrows now, and the last change."""
-    borrowed, changed = 0, ""
-    for event in picture.events:
-        if event.name == "started" and isinstance(devices := event.facts.get("devices"), dict):
-            borrowed = sum(
-                str(one).endswith(", borrowed")
-                for names in devices.values()
-                if isinstance(names, list)
-                for one in names
-            )
-        elif event.name in (run_state.GIVEN_BACK, run_state.BORROWED):
-            changed = str(event.facts.get("what", ""))
-    if borrowed:
-        yield Text(f"borrows {plural(borrowed, 'GPU')}")
-    if changed:
-        yield Text(harmless(changed))
 
 
 def _checkpoint_line(checkpoint: ScriptCheckpoint, condition: Condition | None, width: int) -> Text:

@@ -85,7 +85,7 @@ def hardware_here(
 
 def _here_taken(devices: Sequence[Device], environment: Mapping[str, str]) -> Iterator[str]:
     """Yield which GPUs are in use: a plan assumes that they are free."""
-    claims = Claims.here(environment).glance(one.uuid for one in devices).in_the_way
+    claims = Claims.here(environment).read(one.uuid for one in devices).blocking
     for one in devices:
         if found := obstacle(one, DeviceRequest(), claims):
             yield f"{one.label} is {found.text}; the plan assumes that it is free"

@@ -1,4 +1,4 @@
-"""The queue with three real users: random arrivals, cancels, kills and reboots."""
+"""The line of waiting requests with three real users: random arrivals, cancels, kills and reboots."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 
-CROWD = Path(__file__).with_name("queue_crowd.py")
+CROWD = Path(__file__).with_name("line_crowd.py")
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ def test_no_gpu_is_granted_twice_and_nothing_is_left(
     # A job that is killed at its end may have written its line.
     assert -told["killed"] <= told["lost"] <= 0
     assert told["reboots"] == 2
+    assert told["latest_overtaking_s"] < GIVE_UP_S / 4
     assert told["outcomes"]["ended"] >= arrivals // 2
 
 

@@ -1,9 +1,9 @@
-"""Jobs of three users that queue for GPUs while some are cancelled, killed or ended by a reboot; run as root.
+"""Jobs of three users that wait in line for GPUs while some are cancelled, killed or ended by a reboot; run as root.
 
-    PYTHONPATH=tests python tests/stress/queue_crowd.py FOLDER ARRIVALS SEED
+    PYTHONPATH=tests python tests/stress/line_crowd.py FOLDER ARRIVALS SEED
 
 Each job is a process of its user. The witness of ``claims_crowd.py`` checks that no GPU is granted twice. A reboot kills
-all jobs and deletes the claims; the jobs that have not ended arrive again, as after ``muster queue restore``. The
+all jobs and deletes the claims; the jobs that have not ended arrive again. The
 program prints one JSON line with what happened.
 """
 
@@ -21,11 +21,12 @@ from pathlib import Path
 from types import FrameType
 
 from stress.claims_crowd import Witness, look
-from torchmuster.devices import queue
+from torchmuster.devices import tickets
 from torchmuster.devices.acquire import acquire_devices
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.request import DeviceRequest
-from torchmuster.devices.tickets import QueuedJob, read_tickets
+from torchmuster.devices.tickets import read_tickets
+from torchmuster.errors import MusterError
 
 USERS = [pwd.getpwnam(name) for name in ("nobody", "daemon", "bin")]
 AT_ONCE = 14
@@ -43,22 +44,17 @@ class Job:
     uid: int
     count: int
     hold_s: float
-    lasts_s: float | None
-    held_s: float
     fate: str  # ends, cancel, kill
     fate_after_s: float
     arrived_unix_s: float = field(default_factory=time.time)
 
 
 def a_job(number: int, chance: random.Random) -> Job:
-    hold_s = chance.uniform(0.0, 0.3)
     return Job(
         number=number,
         uid=chance.choice(USERS).pw_uid,
         count=chance.choice([1, 1, 1, 2, 2, 3, 4, 8]),
-        hold_s=hold_s,
-        lasts_s=hold_s + 5.0 if chance.random() < 0.5 else None,
-        held_s=chance.choice([0.0] * 5 + [0.3]),
+        hold_s=chance.uniform(0.0, 0.3),
         fate=chance.choice(["ends"] * 7 + ["cancel", "kill"]),
         fate_after_s=chance.uniform(0.0, 1.0),
     )
@@ -70,7 +66,7 @@ def work(job: Job, folder: Path) -> None:
     os.setgid(job.uid)
     os.setuid(job.uid)
     random.seed(job.number)
-    queue.LONG_WAIT_S = LONG_WAIT_S
+    tickets.LONG_WAIT_S = LONG_WAIT_S
     witness = Witness(folder / "witness")
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND)
 
@@ -78,19 +74,12 @@ def work(job: Job, folder: Path) -> None:
         raise Cancelled
 
     signal.signal(signal.SIGTERM, cancelled)
-    began = time.time()
+    outcome, joined_unix_s, started_unix_s = "cancelled", 0.0, 0.0
 
-    def state() -> QueuedJob:
-        return QueuedJob(
-            run=str(folder),
-            name=f"job {job.number}",
-            since_unix_s=job.arrived_unix_s,
-            ready_unix_s=job.arrived_unix_s + job.held_s,
-            held=time.time() < began + job.held_s,
-            lasts_s=job.lasts_s,
-        )
+    def on_wait(_: MusterError) -> None:
+        nonlocal joined_unix_s
+        joined_unix_s = joined_unix_s or time.time()
 
-    outcome = "cancelled"
     try:
         with acquire_devices(
             Claims(folder / "claims"),
@@ -99,8 +88,9 @@ def work(job: Job, folder: Path) -> None:
             environment={},
             wait_s=_WITHIN_S,
             command=["job"],
-            job=state,
+            on_wait=on_wait,
         ) as held:
+            started_unix_s = time.time()
             numbers = [device.index for device in held.decision.value]
             alone = [witness.enter(number) for number in numbers]
             outcome = "ended" if all(alone) and len(alone) == job.count else "granted twice"
@@ -109,10 +99,34 @@ def work(job: Job, folder: Path) -> None:
                 witness.leave(number)
     except Cancelled:
         pass
-    waited = time.time() - job.arrived_unix_s
-    os.write(
-        log, f"{json.dumps({'job': job.number, 'outcome': outcome, 'waited_s': waited})}\n".encode()
+    line = {
+        "job": job.number,
+        "outcome": outcome,
+        "count": job.count,
+        "waited_s": time.time() - job.arrived_unix_s,
+        "joined_unix_s": joined_unix_s,
+        "started_unix_s": started_unix_s,
+    }
+    os.write(log, f"{json.dumps(line)}\n".encode())
+
+
+def latest_overtaking_s(lines: list[dict[str, float]]) -> float:
+    """Return by how much a request started at most before an earlier one that needed no more GPUs.
+
+    Both get their GPUs at once, but each claims them when it polls next, within about a second.
+    """
+    waited = sorted(
+        (line for line in lines if line["joined_unix_s"] and line["started_unix_s"]),
+        key=lambda line: line["joined_unix_s"],
     )
+    latest = 0.0
+    for place, later in enumerate(waited):
+        for earlier in waited[:place]:
+            # Tickets are numbered under a lock; these times are taken just after it.
+            surely_earlier = later["joined_unix_s"] - earlier["joined_unix_s"] > 0.2
+            if surely_earlier and earlier["count"] <= later["count"]:
+                latest = max(latest, earlier["started_unix_s"] - later["started_unix_s"])
+    return latest
 
 
 def crowd(folder: Path, arrivals: int, seed: int) -> dict[str, object]:
@@ -170,6 +184,8 @@ def crowd(folder: Path, arrivals: int, seed: int) -> dict[str, object]:
         os.waitpid(pid, 0)
     lines = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
     claims = Claims(folder / "claims")
+    with claims.gate():
+        claims.remove_left_over()
     return {
         "outcomes": {
             name: sum(line["outcome"] == name for line in lines)
@@ -178,10 +194,11 @@ def crowd(folder: Path, arrivals: int, seed: int) -> dict[str, object]:
         "lost": arrivals - len({line["job"] for line in lines}) - killed,
         "killed": killed,
         "reboots": rebooted,
+        "latest_overtaking_s": round(latest_overtaking_s(lines), 2),
         "longest_wait_s": round(max(line["waited_s"] for line in lines), 2),
         "stuck": len(alive),
         "tickets_left": len(read_tickets(claims.queue)) + len(list(claims.queue.iterdir())),
-        "claims_left": len(claims.look([one.uuid for one in look().accelerators]).claimed),
+        "claims_left": len(claims.read([one.uuid for one in look().accelerators]).claimed),
     }
 
 
