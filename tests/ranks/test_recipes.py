@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 from rank_group import RunRanks
 from rank_programs import from_settings
-from torchmuster.cli.recipe import recipes
+from torchmuster.cli.config import recipes
 from torchmuster.runfolder import create_run_folder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.integrations]

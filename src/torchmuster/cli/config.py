@@ -1,8 +1,9 @@
-"""``muster config``: show every setting with its source, check a file, print the JSON Schema."""
+"""``muster config``: write a file from a recipe, show settings, check a file, print the schema."""
 
 import argparse
 import os
 import sys
+from importlib import resources
 from pathlib import Path
 
 from torchmuster.cli import output, parsers
@@ -10,14 +11,30 @@ from torchmuster.config import fields
 from torchmuster.config.layers import Flag, Source, Strength, variable_name
 from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.config.training import check_consistent
-from torchmuster.errors import ExitCode
+from torchmuster.errors import ExitCode, Impossible
 from torchmuster.redaction import printable, redact_mapping
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``show``, ``check`` and ``schema``."""
-    parsers.show_examples(parser, ["muster config show", "muster config check config.yaml"])
+    """Add ``new``, ``show``, ``check`` and ``schema``."""
+    parsers.show_examples(
+        parser,
+        ["muster config new sft", "muster config show", "muster config check config.yaml"],
+    )
     parts = parser.add_subparsers(title="actions", metavar="ACTION")
+
+    new = parsers.add_action(
+        parts,
+        "new",
+        "write a settings file for a common training",
+        more="Without NAME, lists the recipes.",
+        examples=[
+            "muster config new        list the recipes",
+            "muster config new sft    write sft.yaml: chat fine-tuning of all weights",
+        ],
+    )
+    new.add_argument("name", metavar="NAME", nargs="?", help="a recipe's name (default: list them)")
+    new.set_defaults(run=_new_config)
 
     show = parsers.add_action(
         parts,
@@ -98,6 +115,45 @@ def settings_from(options: argparse.Namespace) -> Resolved:
         text = ",".join(options.gpu_ids)
         flags.append(Flag(flag="--gpu-ids", path="distributed.gpu_ids", text=text))
     return resolve_settings(file=options.config, environment=os.environ, flags=flags)
+
+
+def recipes() -> dict[str, str]:
+    """Return the text of each recipe by its name; the first line says what it trains."""
+    texts = {}
+    for file in resources.files("torchmuster").joinpath("recipes").iterdir():
+        if file.name.endswith(".yaml"):
+            texts[file.name.removesuffix(".yaml")] = file.read_text(encoding="utf-8")
+    return dict(sorted(texts.items()))
+
+
+def _new_config(options: argparse.Namespace) -> ExitCode:
+    texts = recipes()
+    if options.name is None:
+        width = max(map(len, texts))
+        for name, text in texts.items():
+            summary = text.partition("\n")[0].removeprefix("# ")
+            output.print_text(f"{name:<{width}}  {summary}")
+        return ExitCode.GOOD
+    if options.name not in texts:
+        raise Impossible(
+            f"there is no recipe {options.name!r}", fix=f"use one of {', '.join(texts)}"
+        )
+    path = Path(f"{options.name}.yaml")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(texts[options.name])
+    except FileExistsError:
+        raise Impossible(
+            f"{path} already exists",
+            why="it may have your changes",
+            fix="rename it, or run the command in another folder",
+        ) from None
+    except OSError as error:
+        raise Impossible(f"cannot write {path}", why=error.strerror or str(error)) from error
+    output.print_text(f"wrote {path}: set the model and the data in it, then")
+    output.print_text(f"  muster train --config {path} --dry-run    checks the settings")
+    output.print_text(f"  muster train --config {path}")
+    return ExitCode.GOOD
 
 
 def _show_config(options: argparse.Namespace) -> ExitCode:

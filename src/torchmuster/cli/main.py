@@ -37,7 +37,6 @@ COMMANDS = {
         "torchmuster.cli.prove", "show that a training script resumes and scales correctly"
     ),
     "train": Command("torchmuster.cli.train", "train a model from a settings file"),
-    "recipe": Command("torchmuster.cli.recipe", "write a settings file for a common fine-tuning"),
     "run": Command("torchmuster.cli.run", "start a script on one or more hosts"),
     "join": Command("torchmuster.cli.join", "join a run that another machine hosts"),
     "kubernetes": Command("torchmuster.cli.kubernetes", "print a script as a Kubernetes Job"),
@@ -56,7 +55,7 @@ COMMANDS = {
     "attach": Command("torchmuster.cli.attach", "follow a run that was started elsewhere"),
     "stop": Command("torchmuster.cli.stop", "stop a run on all its hosts"),
     "lab": Command("torchmuster.cli.lab", "learn with labs: tests, solutions and reports"),
-    "config": Command("torchmuster.cli.config", "show, check and describe settings"),
+    "config": Command("torchmuster.cli.config", "write, show and check settings files"),
     "completion": Command("torchmuster.cli.completion", "print a shell's completion script"),
 }
 

@@ -17,7 +17,6 @@ _FILES = ("data.files", "data.evaluation_files")
 # The library that each of metrics.sinks needs; the extra has the sink's name.
 SINK_LIBRARIES = {
     "tensorboard": "tensorboard",
-    "parquet": "pyarrow",
     "mlflow": "mlflow",
     "wandb": "wandb",
 }

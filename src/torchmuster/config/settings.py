@@ -468,10 +468,10 @@ class Metrics:
     """Where the metrics of a run go besides the run folder and Prometheus."""
 
     sinks: Annotated[
-        tuple[Literal["tensorboard", "parquet", "mlflow", "wandb"], ...],
+        tuple[Literal["tensorboard", "mlflow", "wandb"], ...],
         Meta(
-            description="Where to send metrics: tensorboard and parquet write files into the run "
-            "folder, mlflow and wandb are trackers. A sidecar process of rank 0 sends them."
+            description="Where to send metrics: tensorboard writes files into the run folder, "
+            "mlflow and wandb are trackers. A sidecar process of rank 0 sends them."
         ),
     ] = ()
     mlflow_uri: Annotated[

@@ -181,7 +181,7 @@ CHECKPOINT_STALL = _gauge(
 SINK_FAILING = _gauge(
     "muster_sink_failing_seconds",
     "seconds",
-    "how long a sink (tensorboard, parquet, mlflow, wandb) has not received the run's metrics; 0 "
+    "how long a sink (tensorboard, mlflow, wandb) has not received the run's metrics; 0 "
     "while it receives them",
     _RUN,
     "sink",

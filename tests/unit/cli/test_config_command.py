@@ -7,7 +7,10 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
+from torchmuster.cli.config import recipes
 from torchmuster.config import fields
+from torchmuster.config.resolve import resolve_settings
+from torchmuster.config.training import check_trainable
 from torchmuster.errors import ExitCode
 from torchmuster.redaction import is_secret_name
 
@@ -276,3 +279,33 @@ def test_a_command_without_its_action_shows_its_help(
     assert done.code == ExitCode.IMPOSSIBLE
     assert done.out.startswith(" ".join(("usage: muster", *words)))
     assert done.err == ""
+
+
+RECIPES = ["images", "pretrain", "qlora", "sft", "sft-lora"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_new_writes_a_recipe_that_can_be_trained_and_overwrites_nothing(
+    name: str, muster: Muster, tmp_path: Path
+) -> None:
+    done = muster("config", "new", name)
+    assert done.code == ExitCode.GOOD, done.err
+    assert f"muster train --config {name}.yaml" in done.out
+    path = tmp_path / f"{name}.yaml"
+    resolved = resolve_settings(file=path)
+    check_trainable(resolved, file=str(path))
+    assert resolved.settings.experiment_name == name
+    path.write_text("mine")
+    assert muster("config", "new", name).code == ExitCode.IMPOSSIBLE
+    assert path.read_text() == "mine"
+
+
+def test_new_without_a_name_lists_the_recipes(muster: Muster) -> None:
+    lines = muster("config", "new").out.splitlines()
+    assert [line.split()[0] for line in lines] == RECIPES == list(recipes())
+
+
+def test_new_refuses_an_unknown_recipe_with_the_known_ones(muster: Muster) -> None:
+    refused = muster("config", "new", "grpo")
+    assert refused.code == ExitCode.IMPOSSIBLE
+    assert all(name in refused.err for name in RECIPES)

@@ -71,12 +71,12 @@ def test_a_sink_whose_library_is_missing_is_told_with_the_line_that_installs_it(
 ) -> None:
     (folder / "wandb").mkdir()  # W&B leaves such a folder where it worked; it is not the library
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (folder / "c.yaml").write_text("metrics: {sinks: [parquet, wandb]}")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    (folder / "c.yaml").write_text("metrics: {sinks: [tensorboard, wandb]}")
     with pytest.raises(ConfigError) as refused:
         check_here(resolve_settings(file=Path("c.yaml")))
     assert [(one.where, one.fix) for one in refused.value.mistakes] == [
-        ("c.yaml:1:18", "pip install 'torchmuster[parquet]'"),
+        ("c.yaml:1:18", "pip install 'torchmuster[tensorboard]'"),
         ("c.yaml:1:18", "pip install 'torchmuster[wandb]'"),
     ]
     assert [one.what for one in refused.value.mistakes] == snapshot

@@ -112,7 +112,7 @@ checkpoint:
   folder: s3://bucket/place
   mode: sync
 metrics:
-  sinks: [tensorboard, parquet, mlflow, wandb]
+  sinks: [tensorboard, mlflow, wandb]
   mlflow_uri: http://tracker:5000
   mlflow_experiment: llama
   wandb_project: llama

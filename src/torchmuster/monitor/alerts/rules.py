@@ -143,7 +143,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="{job}: {sink} has received no metrics of run {run} for {value} s",
         why="the tracker cannot be reached, or the sending process was killed; no metrics are "
         "lost: the run folder has all of them",
-        fix="sending is retried automatically; after the run: muster runs export {run} --to {sink}",
+        fix="check that the tracker can be reached; sending is retried automatically",
     ),
     Alert(
         name="MusterRanksLost",

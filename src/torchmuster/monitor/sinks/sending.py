@@ -70,11 +70,6 @@ class Sending:
         self._sent = how_far.read_sent(run, name) or Sent()
         self._written_s = 0.0
 
-    @property
-    def run(self) -> str:
-        """The tracker's id of the run; "" before it is opened, or if it has none."""
-        return self._sent.run
-
     def follow(self, ended: threading.Event) -> None:
         """Send rows until the end is signalled, then try once to send the rest."""
         wait_s = _LOOK_EVERY_S
@@ -135,15 +130,11 @@ class Sending:
             self._keep(self._sent.after(rows))
         return len(rows)
 
-    def open(self) -> None:
-        """Open the sink even without rows to send, so that closing it records how the run ended."""
-        self._opened()
-
     def _opened(self) -> Sink:
         if self._sink is None:
             self._sink = self._open(self._sent.run)
             if not self._sent.train.step and not self._sent.evaluation.step:
-                self._sink.take_back(0)  # its rows are from an earlier export
+                self._sink.take_back(0)  # rows whose progress was not stored
             self._keep(msgspec.structs.replace(self._sent, run=self._sink.run))
         return self._sink
 

@@ -82,11 +82,6 @@ def read_all_sent(run: RunFolder) -> dict[str, Sent]:
     return {name: sent for name in names if (sent := read_sent(run, name)) is not None}
 
 
-def forget_sent(run: RunFolder, sink: str) -> None:
-    """Reset the progress: all rows will be sent again."""
-    (_folder(run) / f"{sink}.json").unlink(missing_ok=True)
-
-
 def write_sent(run: RunFolder, sink: str, sent: Sent) -> None:
     """Store the progress of a sink; on a full disk, the last rows may be sent twice."""
     text = msgspec.json.encode(msgspec.structs.replace(sent, at_unix_s=time.time())).decode()
@@ -114,7 +109,7 @@ def sent_lock(run: RunFolder, sink: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise NotNow(
                 f"another process is already sending {run.id} to {sink}",
-                why="it is the sidecar process of rank 0, or another muster runs export",
+                why="it is the sidecar process of rank 0",
                 fix="nothing to do; muster watch shows an alert if sending fails",
             ) from error
         yield

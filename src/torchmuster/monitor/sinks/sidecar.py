@@ -88,7 +88,7 @@ def _end_sidecar(
 
 
 def not_sent_finding(run: RunFolder, sinks: tuple[str, ...]) -> list[str]:
-    """Yield for each incomplete sink the reason, and how to send the rest."""
+    """Return for each incomplete sink the reason, and where the metrics are."""
     told = []
     for name in sinks:
         far = how_far.read_sent(run, name)
@@ -96,7 +96,7 @@ def not_sent_finding(run: RunFolder, sinks: tuple[str, ...]) -> list[str]:
             continue
         why = far.trouble if far is not None and far.trouble else "the sending process was killed"
         told.append(
-            f"{name} is missing metrics ({why}); to send the rest: "
-            f"muster runs export {run.path} --to {name}"
+            f"{name} is missing metrics ({why}); {run.metrics} has all of them, and a resumed run "
+            "sends the rest"
         )
     return told

@@ -49,7 +49,6 @@ def row_of(table: Table, line: Mapping[str, Any]) -> Row | None:
 
 _KINDS = {
     "tensorboard": "torchmuster.monitor.sinks.to_tensorboard:TensorBoard",
-    "parquet": "torchmuster.monitor.sinks.to_parquet:Parquet",
     "mlflow": "torchmuster.monitor.sinks.to_mlflow:MLflow",
     "wandb": "torchmuster.monitor.sinks.to_wandb:WandB",
 }
@@ -89,10 +88,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     mlflow_experiment: str | None = None
     wandb_project: str | None = None
     wandb_mode: str = "offline"
-    anew: bool = False  # always create a new run at the tracker
 
 
-def wanted_by(settings: Settings, *, anew: bool = False) -> Wanted:
+def wanted_by(settings: Settings) -> Wanted:
     """Translate settings."""
     metrics = settings.metrics
     return Wanted(
@@ -102,7 +100,6 @@ def wanted_by(settings: Settings, *, anew: bool = False) -> Wanted:
         mlflow_experiment=metrics.mlflow_experiment,
         wandb_project=metrics.wandb_project,
         wandb_mode=metrics.wandb_mode,
-        anew=anew,
     )
 
 

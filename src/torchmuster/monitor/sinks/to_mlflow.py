@@ -36,8 +36,7 @@ class MLflow:
         if not known:
             experiment = self._experiment(wanted.mlflow_experiment or wanted.experiment)
             # An earlier process may have created the run without storing its id.
-            before = "" if wanted.anew else self._found(experiment, run.id)
-            self.run = before or self._made(experiment, run)
+            self.run = self._found(experiment, run.id) or self._made(experiment, run)
         self._client.update_run(self.run, status="RUNNING")
 
     def _experiment(self, name: str) -> str:

@@ -1,6 +1,5 @@
 """W&B: one run with the same id per run folder, or offline files for ``wandb sync``."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ class WandB:
     def __init__(self, run: RunFolder, wanted: Wanted, known: str) -> None:
         import wandb
 
-        self.run = known or (f"{run.id}-{os.urandom(2).hex()}" if wanted.anew else run.id)
+        self.run = known or run.id
         self._run: Any = wandb.init(
             id=self.run,
             name=run.id,

@@ -1,4 +1,4 @@
-"""What TensorBoard and readers of Parquet find in a run's folder, read by their own libraries."""
+"""What TensorBoard finds in a run's folder, read by its own library."""
 
 import math
 from pathlib import Path
@@ -63,45 +63,6 @@ def test_tensorboard_shows_steps_at_the_time_they_were_made(written: WrittenRun)
     first, second = (one.wall_time for one in seen.Scalars("train/loss"))
     assert second - first == 1.0
     assert first == pytest.approx(1_700_000_001)
-
-
-def test_parquet_has_what_the_lines_have(written: WrittenRun) -> None:
-    parquet: Any = pytest.importorskip("pyarrow.parquet")
-    written.steps(1, 2, loss=1.5, gradient_norm=None, samples=8)
-    written.steps(3, loss=None, gradient_norm=None, samples=8)
-    written.evaluations(3, accuracy=0.5)
-    with (written.run.metrics / "steps.jsonl").open("a") as stream:
-        stream.write('{"step": 4, "lo')  # being written
-    _sent(written, "parquet")
-    table = parquet.read_table(written.run.metrics / "steps.parquet")
-    assert table["step"].to_pylist() == [1, 2, 3]
-    assert table["loss"].to_pylist() == [1.5, 1.5, None]
-    assert str(table.schema.field("gradient_norm").type) == "double"
-    assert str(table.schema.field("samples").type) == "int64"
-    evaluations = parquet.read_table(written.run.metrics / "evaluations.parquet")
-    assert evaluations["accuracy"].to_pylist() == [0.5]
-    assert not [one for one in written.run.metrics.iterdir() if one.name.startswith(".")]
-
-
-def test_parquet_is_written_as_a_run_goes_on_and_without_what_was_done_again(
-    written: WrittenRun,
-) -> None:
-    parquet: Any = pytest.importorskip("pyarrow.parquet")
-    path = written.run.metrics / "steps.parquet"
-    sending = Sending(
-        written.run, "parquet", lambda known: open_sink("parquet", written.run, Wanted(), known)
-    )
-    written.steps(*range(1, 999))
-    sending.send_new()
-    assert not path.exists(), "few lines are written at the end"
-    written.steps(*range(999, 1001))
-    sending.send_new()
-    assert parquet.read_table(path).num_rows == 1000
-    written.cut_off_after(10)
-    written.steps(11, 12)
-    sending.send_new(last=True)
-    sending.close(finished=True)
-    assert parquet.read_table(path)["step"].to_pylist() == list(range(1, 13))
 
 
 def test_numbers_that_are_not_finite_are_kept_apart(written: WrittenRun) -> None:

@@ -3,18 +3,15 @@
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mlflow_stand_in import Kept, mlflow_server
-from muster_command import Muster
+from mlflow_stand_in import mlflow_server
 from patience import GIVE_UP_S
-from torchmuster.monitor.sinks import sent
-from torchmuster.monitor.sinks.sink import settings_of
+from torchmuster.monitor.sinks.sink import Wanted, settings_of
 from unit.monitor.sinks.written_run import WrittenRun
 
 
@@ -24,25 +21,19 @@ def written(own_machine: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
     return WrittenRun(own_machine)
 
 
-def _export(muster: Muster, kept: Kept, *more: str) -> str:
-    uri = f"metrics.mlflow_uri={kept.address}"
-    done = muster("runs", "export", "last", "--to", "mlflow", "--set", uri, *more)
-    assert done.code == 0, done
-    return done.err
-
-
 @pytest.mark.integrations
-def test_mlflow_has_one_run_that_goes_on(written: WrittenRun, muster: Muster) -> None:
+def test_mlflow_has_one_run_that_goes_on(written: WrittenRun) -> None:
     pytest.importorskip("mlflow")
     written.run.config.write_text("experiment_name: llama\ntrain:\n  learning_rate: 0.01\n")
     written.steps(1, 2, loss=1.5)
     written.evaluations(2, **{"f1@5": 0.5})
     with mlflow_server() as kept:
-        assert "3 lines of" in _export(muster, kept)
+        wanted = Wanted(experiment="llama", mlflow_uri=kept.address)
+        assert written.send("mlflow", wanted) == 3
         written.cut_off_after(1)
         written.steps(2, 3, loss=None)
-        assert "1 line of" in _export(muster, kept)
-        assert "0 lines of" in _export(muster, kept)
+        assert written.send("mlflow", wanted) == 1
+        assert written.send("mlflow", wanted) == 0
     assert list(kept.experiments) == ["llama"]
     (run,) = kept.runs.values()
     assert run["name"] == written.run.id
@@ -52,45 +43,23 @@ def test_mlflow_has_one_run_that_goes_on(written: WrittenRun, muster: Muster) ->
     assert third[0] == 3
     assert math.isnan(third[1])
     assert kept.points("evaluation/f1_5") == [(2, 0.5)]
-    assert kept.statuses == ["RUNNING", "FAILED"] * 3, "nobody said that it has finished"
+    assert kept.statuses == ["RUNNING", "FAILED"] * 2, "nobody said that it has finished"
 
 
 @pytest.mark.integrations
 @pytest.mark.nightly
-def test_a_run_of_mlflow_is_found_again_without_its_id(written: WrittenRun, muster: Muster) -> None:
+def test_a_run_of_mlflow_is_found_again_without_its_id(written: WrittenRun) -> None:
     pytest.importorskip("mlflow")
     written.steps(1, 2)
     with mlflow_server() as kept:
-        _export(muster, kept)
-        sent.forget_sent(written.run, "mlflow")  # it was made, and then the disk was full
+        wanted = Wanted(mlflow_uri=kept.address)
+        written.send("mlflow", wanted)
+        # It was made, and then the disk was full.
+        (written.run.metrics / "sinks" / "mlflow.json").unlink()
         written.steps(3)
-        _export(muster, kept)
+        written.send("mlflow", wanted)
         assert len(kept.runs) == 1
         assert [step for step, _ in kept.points("train/loss")] == [1, 2, 3]
-        _export(muster, kept, "--anew")
-        assert len(kept.runs) == 2
-
-
-@pytest.mark.integrations
-@pytest.mark.nightly
-def test_a_tracker_that_is_not_there_is_told_and_asked_again(
-    written: WrittenRun, muster: Muster
-) -> None:
-    pytest.importorskip("mlflow")
-    written.steps(1)
-    with socket.socket() as held:  # which does not listen, and keeps others from the port
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        uri = f"http://127.0.0.1:{port}"
-        words = ("runs", "export", "last", "--to", "mlflow", "--set", f"metrics.mlflow_uri={uri}")
-        done = muster(*words)
-    assert done.code == 1
-    assert written.run.id in done.err.splitlines()[0]
-    assert "mlflow" in done.err
-    assert "Traceback" not in done.err
-    with mlflow_server(port=port) as kept:
-        assert muster(*words).code == 0
-        assert kept.points("train/loss") == [(1, 2.0)]
 
 
 # The file is LevelDB's log format after seven bytes; its records are messages that W&B's library can read.
@@ -133,18 +102,15 @@ def _read_wandb(run: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.integrations
-def test_wandb_offline_has_one_id_and_every_step_once(written: WrittenRun, muster: Muster) -> None:
+def test_wandb_offline_has_one_id_and_every_step_once(written: WrittenRun) -> None:
     pytest.importorskip("wandb")
     written.steps(1, 2, loss=1.5)
     written.evaluations(2, accuracy=0.5)
-    words = ("runs", "export", "last", "--to", "wandb", "--set", "metrics.wandb_project=p")
-    assert muster(*words).code == 0
+    wanted = Wanted(wandb_project="p")
+    assert written.send("wandb", wanted) == 3
     written.cut_off_after(1)
     written.steps(2, 3, loss=1.0)
-    done = muster(*words)
-    assert done.code == 0, done
-    assert f"1 line of {written.run.id} " in done.err
-    assert "wandb" in done.err
+    assert written.send("wandb", wanted) == 1
     read = _read_wandb(written.run.path)
     assert {(one["id"], one["project"]) for one in read if "id" in one} == {(written.run.id, "p")}
     history = {one["_step"]: one for one in read if "_step" in one}
