@@ -128,7 +128,6 @@ def main() -> None:
     parser.add_argument("--case", action="append", help="this one instead, by its name")
     parser.add_argument("--drawn", type=int, help="so many cases drawn at random instead")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--peers", type=Path, help="what plan_peers.py wrote, for the table")
     parser.add_argument("--table", action="store_true", help="only show what the file has")
     options = parser.parse_args()
     # As the measured ranks have it: what oneDNN takes for a convolution depends on it.
@@ -141,8 +140,7 @@ def main() -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         kept = [case for case in cases if options.only in case.name]
         run(kept, options.out, options.folder, seed=seed)
-    peers = [json.loads(line) for line in _lines(options.peers)] if options.peers else []
-    print(as_table([json.loads(line) for line in _lines(options.out)], peers))
+    print(as_table([json.loads(line) for line in _lines(options.out)]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Test whether ``muster profile`` finds why a training is slow, and how well it predicts the gain of the fix.
 
-    python benchmarks/profile_causes.py --out docs/measured/profile-causes.md
+    python benchmarks/profile_causes.py --out benchmarks/results/profile-causes.md
 
 Each script of ``tests/slow_scripts`` is slow for one reason. It is profiled as it is: the first advice must be the reason, with
 the expected gain. Then the slow and the fixed script (``--mended``) run interleaved, without the profiler, and their own clocks
@@ -9,19 +9,24 @@ time. Results are stored in ``--kept``, and a second call continues with the res
 """
 
 import argparse
+import gzip
 import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from profile_recorded import pack
+import msgspec
+
+from torchmuster.bench.profile.capture import read_trials
+from torchmuster.bench.profile.recording import read_facts
 
 _SCRIPTS = Path(__file__).parents[1] / "tests" / "slow_scripts"
+_RECORDED = Path(__file__).parents[1] / "tests" / "recorded_profiles"
 # The reason that each script is slow for, by its name.
 CAUSES = {
     "starved_loader": "starved-loader",
@@ -60,6 +65,24 @@ class Row:
     def off(self) -> float | None:
         """By how much the expected gain differs from the measured one."""
         return None if self.expected is None else self.expected / self.gain - 1.0
+
+
+def pack(folder: Path, name: str) -> Path:
+    """Write what a profile's folder holds as one small file; return where it is."""
+    facts = [
+        replace(
+            one,
+            host="vm",
+            trace=None,
+            steps=tuple(replace(step, collectives=()) for step in one.steps),
+        )
+        for one in read_facts(folder)
+    ]
+    trials, _ = read_trials(folder)
+    text = msgspec.json.encode({"facts": facts, "trials": trials})
+    path = _RECORDED / f"{name}.json.gz"
+    path.write_bytes(gzip.compress(text, mtime=0))
+    return path
 
 
 def _muster(*words: str, folder: str) -> str:

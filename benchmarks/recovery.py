@@ -1,6 +1,7 @@
 """Measure the downtime of a training after kill -9 of a rank: ``muster train`` and plain torchrun.
 
-    python benchmarks/recovery.py [--rounds 3] [--out docs/measured/recovery.md]
+    python benchmarks/recovery.py [--rounds 3] [--out benchmarks/results/recovery.md]
+    python benchmarks/recovery.py --host-loss      the loss of a host instead: takeover.py
 
 Both train the same model on two ranks and save their state every few steps: ``muster train`` as its settings say,
 torchrun's script with torch.save by rank 0 and ``--max-restarts``. Rank 1 is killed several times in each run. The time is
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, str(Path(__file__).parent))
-from workload import LARGE, SMALL, Workload, build_dataset, build_model, build_optimizer
+from step_overhead import LARGE, SMALL, Workload, build_dataset, build_model, build_optimizer
 
 _WORKLOADS: dict[str, Workload] = {"small": SMALL, "large": LARGE}
 _SAVE_EVERY = 10
@@ -260,16 +261,20 @@ def main() -> None:
     parser.add_argument("--size", choices=_WORKLOADS, default="small")
     parser.add_argument("--out", type=Path, help="write the table there")
     parser.add_argument(
-        "--hosts", action="store_true", help="lose a host instead, with and without a spare"
+        "--host-loss", action="store_true", help="lose a host instead, with and without a spare"
     )
-    parser.add_argument("--slurm", action="store_true", help="with --hosts: nodes of a Slurm job")
-    parser.add_argument("--base", type=Path, help="with --hosts: src folder of an older version")
+    parser.add_argument(
+        "--slurm", action="store_true", help="with --host-loss: nodes of a Slurm job"
+    )
+    parser.add_argument(
+        "--base", type=Path, help="with --host-loss: src folder of an older version"
+    )
     parser.add_argument("--be-torchrun-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.be_torchrun_rank:
         be_torchrun_rank()
         return
-    if asked.hosts:
+    if asked.host_loss:
         from takeover import measure_takeovers
 
         measure_takeovers(rounds=asked.rounds, base=asked.base, out=asked.out, slurm=asked.slurm)

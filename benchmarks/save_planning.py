@@ -1,6 +1,6 @@
 """What planning a save of a 70B model takes by number of ranks: DCP's own planning, and that of Checkpointer.
 
-    python benchmarks/save_planning.py [--out docs/measured/save-planning.md] [--json save-planning.json] [--folder /dev/shm]
+    python benchmarks/save_planning.py [--out benchmarks/results/save-planning.md] [--json save-planning.json] [--folder /dev/shm]
 
 The tensors have the shapes of Llama 3 70B: 723 parameters, and for each the three states of AdamW. They have no memory. Each
 figure of DCP comes from a process of its own, with the plans of all ranks, pickled and unpickled as the coordinator receives them; it is
@@ -373,7 +373,7 @@ def render(found: Mapping[str, Any]) -> str:
         "",
         "Written by",
         "",
-        "    python benchmarks/save_planning.py --folder /dev/shm --out docs/measured/save-planning.md",
+        "    python benchmarks/save_planning.py --folder /dev/shm --out benchmarks/results/save-planning.md",
         "",
         f"Measured on {date.today()} on {platform.machine()} with {found['cores']} cores that also did other work, torch "
         f"{found['torch']}. The tensors are those of Llama 3 70B with AdamW under fsdp: {found['tensors']:,} tensors "

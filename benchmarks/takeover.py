@@ -1,6 +1,6 @@
 """Measure the time from the loss of a host to the next training step, with and without a hot spare.
 
-    python benchmarks/recovery.py --hosts [--slurm] [--rounds 3] [--base SRC] [--out docs/measured/takeover.md]
+    python benchmarks/recovery.py --host-loss [--slurm] [--rounds 3] [--base SRC] [--out benchmarks/results/takeover.md]
 
 The hosts are network namespaces with sshd (tests/hosts), or nodes of a real Slurm (tests/slurm): four with a rank of ``muster train``
 each, and one more that is the spare. All processes of a host are killed at once. ``--base`` is the ``src`` folder of an older
@@ -301,7 +301,7 @@ def render(found: Mapping[str, Sequence[Mapping[str, float]]], where: str) -> st
     lines = [
         "# Time from the loss of a host to the next step",
         "",
-        f"Written by `benchmarks/recovery.py --hosts`: four {where} with one rank each, all on {os.cpu_count()} cores at load "
+        f"Written by `benchmarks/recovery.py --host-loss`: four {where} with one rank each, all on {os.cpu_count()} cores at load "
         f"{os.getloadavg()[0]:.0f}; medians in seconds.",
         "",
         f"| | losses | {' | '.join(PHASES)} | total | range |",

@@ -1,1 +1,1 @@
-"""What the benchmarks of planned memory share: cases, the measured truth, and what peers say."""
+"""What the benchmarks of planned memory share: cases, and the measured truth."""

@@ -1,4 +1,4 @@
-"""Write the results as Markdown tables: the distribution of errors, by strategy, each miss, and other tools."""
+"""Write the results as Markdown tables: the distribution of errors, by strategy, and each miss."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ _SHOWN_AS_MISS = 1e-3
 Line = dict[str, Any]
 
 
-def as_table(lines: Sequence[Line], peers: Sequence[Line]) -> str:
+def as_table(lines: Sequence[Line]) -> str:
     """Return all tables."""
     good = [line for line in lines if "measured_bytes" in line and "planned_bytes" in line]
     parts = [
@@ -21,8 +21,6 @@ def as_table(lines: Sequence[Line], peers: Sequence[Line]) -> str:
         "## Cases with an error above 0.1 %",
         _misses(lines, good),
     ]
-    if peers:
-        parts += ["## Other tools", _of_peers(good, peers)]
     return "\n\n".join(parts)
 
 
@@ -108,20 +106,3 @@ def _misses(lines: Sequence[Line], good: Sequence[Line]) -> str:
         return "No case is off by 0.1 % or more, and none failed."
     head = "| case | measured MiB | planned | traced | peak in |\n|---|---|---|---|---|"
     return "\n".join([head, *rows])
-
-
-def _of_peers(good: Sequence[Line], peers: Sequence[Line]) -> str:
-    by_name = {line["name"]: line for line in good}
-    found: dict[str, list[float]] = {}
-    failed: dict[str, int] = {}
-    for line in peers:
-        measured = by_name.get(line["name"])
-        if measured is None:
-            continue
-        for tool, predicted in line["predicted"].items():
-            if predicted is None:
-                failed[tool] = failed.get(tool, 0) + 1
-            else:
-                found.setdefault(tool, []).append(predicted / measured["measured_bytes"] - 1)
-    rows = [_row(tool, found[tool], failed.get(tool, 0)) for tool in found]
-    return "\n".join([_HEAD, *rows])

@@ -1,4 +1,4 @@
-"""Compare forecasts with published trainings, and write docs/measured/plan-published.md.
+"""Compare forecasts with published trainings, and write benchmarks/results/plan-published.md.
 
 Rows that the product itself could train are traced as ``muster plan`` traces them; those with tensor, pipeline or context
 parallelism, and speeds in float8, come from the formulas of ``benchmarks/published/models/decoder_memory.py``. Traces take about half a minute for a

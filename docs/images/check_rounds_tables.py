@@ -1,4 +1,4 @@
-"""Write the tables of docs/measured/check-scale.md from ``docs/images/check_rounds.jsonl``.
+"""Write the tables of benchmarks/results/check-scale.md from ``docs/images/check_rounds.jsonl``.
 
 Run it after that file has changed: ``python docs/images/check_rounds_tables.py``.
 """

@@ -1,6 +1,6 @@
 """Write the table of faults in the documentation from the records of the catalogue's tests.
 
-To renew docs/measured/faults.md::
+To renew benchmarks/results/faults.md::
 
     CATALOGUE_RECORDS=build/catalogue python -m pytest -n 0 tests/hosts/test_catalogue.py
     PYTHONPATH=tests python tests/hosts/catalogue_table.py build/catalogue

@@ -1,6 +1,6 @@
 """Finding bad machines and links in large groups: the number of rounds grows with log N, not with N.
 
-``CHECK_SEEDS=50`` simulates everything in ``docs/measured/check-scale.md``, which takes long.
+``CHECK_SEEDS=50`` simulates everything in ``benchmarks/results/check-scale.md``, which takes long.
 """
 
 import math

@@ -122,7 +122,7 @@ def test_what_is_done_is_told() -> None:
 @pytest.mark.nightly
 @pytest.mark.alone
 def test_a_product_takes_about_as_long_as_pytorchs_own_timer_says() -> None:
-    """Within 5 % where it is quiet (benchmarks/bench_matmul.py); here what is wrong is wrong by whole calls."""
+    """A wrong time here is wrong by whole calls."""
     matrix = torch.randn(384, 384)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Kill every process of a training at every moment, and test that it always finishes with the same weights.
 
-    PYTHONPATH=tests python -m stress.kill_matrix --events 200 --seed 1 --out docs/measured/kill-matrix.md
+    PYTHONPATH=tests python -m stress.kill_matrix --events 200 --seed 1 --out benchmarks/results/kill-matrix.md
 
 A run that fails is printed with its kills; ``--only 7`` with the same seed and number of events repeats run 7.
 """

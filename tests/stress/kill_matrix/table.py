@@ -1,4 +1,4 @@
-"""Write the results of a kill matrix as docs/measured/kill-matrix.md."""
+"""Write the results of a kill matrix as benchmarks/results/kill-matrix.md."""
 
 import os
 from collections import Counter

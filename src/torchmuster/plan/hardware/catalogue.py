@@ -237,7 +237,7 @@ _ALL: tuple[KnownGpu, ...] = (
     _catalogue_known(
         *("B200", 178.35, (75, 2250, 2250), 7700, _NVLINK5, "b200 180gb 192gb"),
         source="NVIDIA's HGX table, as quoted by others",
-        # torchao's Llama 8B (docs/measured/plan-published.md).
+        # torchao's Llama 8B (benchmarks/results/plan-published.md).
         said=(
             "the one published B200 training run that was compared (on power-limited GPUs) reached "
             "55 % of these rates, so the forecast speed may be up to 1.8 times too high",

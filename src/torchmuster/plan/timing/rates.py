@@ -47,7 +47,7 @@ def rate_key(kind: str, ranks: int) -> str:
 # The best matrix products reach 80 % (H100, H200) and 78 % (B200) of the vendors' peak (measured by
 # ml-engineering, insights/when-to-upgrade-gpus); those of trainings less. Chosen values: two thirds
 # of the peak, 80 % of the bandwidth for streaming operations, 80 % of a link for NCCL, and 6 us to
-# launch an operation in eager mode. docs/measured/plan-published.md compares them with trainings.
+# launch an operation in eager mode. benchmarks/results/plan-published.md compares them with trainings.
 PUBLISHED_SPREAD = 0.55, 1.31
 CATALOGUED = Rates(
     compute=0.66,
