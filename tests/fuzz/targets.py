@@ -304,13 +304,12 @@ def log_lines(data: bytes) -> None:
 
 
 def slurm_output(data: bytes) -> None:
-    from torchmuster.launch.schedulers.slurm import allocation, jobs
+    from torchmuster.launch.schedulers.slurm import allocation
 
     text = text_of(data)
     for read in (allocation.expand_hostlist, allocation.gpus_by_node):
         with contextlib.suppress(ValueError):
             read(text)
-    jobs.read_job_states("7", text)
 
 
 HEARTBEAT = b'{"rank":0,"pid":1,"beat":1,"moves":1,"step":3}'

@@ -62,12 +62,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--place", type=int)
     parser.add_argument("--place-from")
-    parser.add_argument("--first-place", type=int, default=0)
     parser.add_argument("--silent", action="store_true")
     options = parser.parse_args()
     place = options.place
     if options.place_from:
-        place = options.first_place + int(os.environ[options.place_from])
+        place = int(os.environ[options.place_from])
     if options.silent:
         sys.exit("cannot begin")
     print("a line of the task prolog", flush=True)

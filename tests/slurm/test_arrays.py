@@ -65,7 +65,9 @@ def first_task(folder: Path, array: str, tasks: int) -> str:
 def test_a_task_that_is_requeued_leaves_the_others_alone(cluster: SlurmLab, tmp_path: Path) -> None:
     array = submit(cluster, tmp_path, 2)
     task = first_task(tmp_path, array, 2)
-    cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_{task}")  # as --warn does
+    cluster.run(
+        "scancel", "--batch", "--signal=USR1", f"{array}_{task}"
+    )  # as --signal=B:USR1@… does
     await_until(lambda: f"{task}-1" in began(tmp_path), "the task starts again")
     (tmp_path / "enough").touch()
     await_until(lambda: not cluster.run("squeue", "-h"), "the end of all tasks")

@@ -89,7 +89,7 @@ def test_a_job_on_three_nodes_is_submitted_and_followed(cluster: SlurmLab, tmp_p
     assert code == 0, said
     assert smoke_lines(3) <= set(said.splitlines())
     assert "3 of 3 joined" in said
-    assert " on node[1-3]" in said
+    assert "RUNNING None node[1-3]" in said
 
 
 @pytest.mark.nightly
@@ -112,7 +112,7 @@ def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path:
     with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
         await_until(lambda: any("running" in line for line in lines), "the ranks' first line")
         cluster.run("scancel", job)
-    assert any("cancelled" in line for line in lines), lines
+    assert any(": CANCELLED" in line for line in lines), lines
     await_until(lambda: not living_ranks(tmp_path), "no rank is left")
 
 
@@ -166,7 +166,7 @@ def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_pa
             "both ranks' first line",
         )
         cluster.run("scancel", "--batch", "--signal=USR1", job)
-        await_until(lambda: any(f"job {job} finished" in line for line in lines), "the job's end")
+        await_until(lambda: any(f"job {job}: COMPLETED" in line for line in lines), "the job's end")
     warned = [line for line in lines if line.endswith("warned")]
     assert warned in (
         ["[all 2 ranks] warned"],
@@ -182,7 +182,7 @@ def test_a_warning_to_the_steps_reaches_every_rank_too(cluster: SlurmLab, tmp_pa
         log = tmp_path / "runs" / f"slurm-{job}.log"
         await_until(lambda: began(log) == 2, "both ranks' first line")
         cluster.run("scancel", "--signal=USR1", job)  # as --signal=USR1@… does without B:
-        await_until(lambda: any(f"job {job} finished" in line for line in lines), "the job's end")
+        await_until(lambda: any(f"job {job}: COMPLETED" in line for line in lines), "the job's end")
     assert sum("warned" in line for line in lines) >= 1
     assert not any("failure" in line for line in lines), lines
 

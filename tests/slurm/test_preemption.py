@@ -81,7 +81,7 @@ def test_what_slurm_interrupts_goes_on_bitwise_as_if_it_had_not(
     cluster.run("scontrol", "requeue", job)  # as preemption does
     first = _await_saved(job_folder, above=0)
     await_until(lambda: len(_steps(job_folder)) > first + 5, "it goes on")
-    cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --warn does
+    cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@… does
     second = _await_saved(job_folder, above=first)
     for folder in (alone, job_folder):
         (folder / "hurry").touch()

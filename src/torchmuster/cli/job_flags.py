@@ -17,7 +17,7 @@ from torchmuster.cli.scripts import Script
 from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
-from torchmuster.launch.job import Container, JobSpec, Limits, NodeCounts, parse_hosts, parse_nodes
+from torchmuster.launch.job import JobSpec, Limits, NodeCounts, parse_hosts, parse_nodes
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 from torchmuster.units import MiB, parse_seconds
 
@@ -260,7 +260,6 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         max_log_bytes=settings.launch.max_log_mib * MiB,
         resume_with=getattr(options, "resume_with", ()),  # muster train has no such flag
         environment=_environment(options.env),
-        container=_container(options, settings.launch.remote_python),
         limits=Limits(
             join_s=options.join_timeout,
             lost_after_s=options.lost_after,
@@ -269,21 +268,6 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
             time_s=getattr(options, "time_limit", None),
         ),
     )
-
-
-def _container(options: argparse.Namespace, python: str | None) -> Container | None:
-    image = getattr(options, "container_image", None)
-    mounts = getattr(options, "container_mounts", None)
-    if image is None:
-        if mounts is not None:
-            raise Impossible(
-                "--container-mounts has no effect without --container-image",
-                fix="give both, or leave out --container-mounts",
-            )
-        return None
-    from torchmuster.launch.schedulers.slurm.containers import container_for
-
-    return container_for(image, mounts, folder=Path.cwd(), runs=options.runs, python=python)
 
 
 def with_nodes(spec: JobSpec, nodes: NodeCounts) -> JobSpec:
@@ -434,15 +418,6 @@ def _time_limit(text: str) -> float:
     if seconds < _SHORTEST_LIMIT_S:
         raise argparse.ArgumentTypeError(f"{text!r} is too short; write at least 10s")
     return seconds
-
-
-def warning(text: str) -> tuple[str, float]:
-    """Parse when a scheduler warns, and by which signal: 5m, USR2@5m. Return the signal and the seconds."""
-    name, at, when = text.rpartition("@")
-    name = name.upper().removeprefix("SIG") if at else "USR1"
-    if name not in ("USR1", "USR2"):
-        raise argparse.ArgumentTypeError(f"{text!r}: the signal is USR1 or USR2, such as USR2@5m")
-    return name, duration(when)
 
 
 def _shell_words(text: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster run --device cpu --ranks 2 train.py    two ranks on the CPU",
             "muster run --hosts a,b:4,c train.py           three hosts over ssh",
             "muster run --join train.py                    this machine, and one that joins with a code",
-            "muster run --slurm --nodes 2 --gpus-per-node 8 train.py    as a Slurm job",
+            "muster run --slurm --nodes 2 --sbatch '--gpus-per-node=8' train.py    as a Slurm job",
             "muster run --detach train.py                  run in the background",
             "muster run --dry-run train.py                 show what would be started",
             "muster run torchrun --nproc-per-node 2 train.py    a pasted torchrun command",

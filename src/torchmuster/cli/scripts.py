@@ -15,20 +15,17 @@ from torchmuster.units import parse_seconds
 # Flags whose value can be any text, also one that ends in .py.
 _TAKE_A_TEXT = frozenset(
     {
-        *("--container-image", "--container-mounts"),
-        *("--account", "--address", "--config", "--env", "--html", "--image", "--mem", "--name"),
+        *("--address", "--config", "--env", "--html", "--image", "--name"),
         *(
             "--namespace",
             "--of",
             "--out",
-            "--partition",
-            "--qos",
             "--rdzv-endpoint",
             "--remote-python",
             "--resume-with",
         ),
         *("--num-gpus", "--webhook"),
-        *("--runs", "--set", "--time"),
+        *("--runs", "--sbatch", "--set"),
     }
 )
 
@@ -79,7 +76,7 @@ def split_off(
     return words, None
 
 
-_TAKE_A_FLAG = ("--resume-with", "--batch-arg", "--accumulation-arg")
+_TAKE_A_FLAG = ("--resume-with", "--sbatch", "--batch-arg", "--accumulation-arg")
 
 
 def with_joined_values(words: list[str]) -> list[str]:

@@ -59,15 +59,6 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Container:
-    """The container in which Slurm starts the node agents: an image, and folders of the node in it (``SRC:DST``)."""
-
-    image: str
-    mounts: tuple[str, ...]
-    python: str  # with torchmuster, in the image
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """A job: the command, the resources on each host, and what to do when it fails.
 
@@ -101,7 +92,6 @@ class JobSpec:
     max_log_bytes: int = 2**30  # of each rank's log; the middle of a larger one is left out
     hosts_return: bool = False  # a host that its scheduler stops is replaced, and the run continues
     job_uid: str = ""  # of the scheduler's job, if it starts this command on every host
-    container: Container | None = None  # only with Slurm
     environment: dict[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 

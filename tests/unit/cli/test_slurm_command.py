@@ -1,5 +1,6 @@
 """Commands and Slurm: what a job will run, and that a command inside a job uses its nodes."""
 
+import json
 import os
 import shlex
 from pathlib import Path
@@ -49,65 +50,31 @@ def test_inside_a_job_its_nodes_are_used(
     )
     assert result.code == 1
     assert "Slurm job 41 with 2 nodes" in result.err
-    assert "on n1" in result.err
+    assert "n1 missing" in result.err or "on n1" in result.err
     assert "srun: error: no" in result.err
 
 
-def test_a_container_is_named_to_the_command_inside_the_job(
-    muster: Muster, own_machine: Path
-) -> None:
+def test_arguments_of_sbatch_are_in_the_script_only(muster: Muster, own_machine: Path) -> None:
     (own_machine / "train.py").touch()
-    given = ["--container-image", "team/train:1", "--container-mounts", "/data/a.py:/a.py"]
-    shown = muster("run", "--slurm", "--dry-run", "--nodes", "2", *given, "train.py")
+    arguments = "--partition=gpu -C 'a b' --signal=B:USR1@300"
+    shown = muster("run", "--slurm", "--dry-run", "--sbatch", arguments, "train.py")
     assert shown.code == 0, shown.err
+    assert '\n#SBATCH --partition=gpu -C "a b" --signal=B:USR1@300\n' in shown.out
     _, *command = shlex.split(shown.out.splitlines()[-1])
-    assert command[1:] == ["-m", "torchmuster", "run", *given, "--", "train.py"]
+    assert command[1:] == ["-m", "torchmuster", "run", "--", "train.py"]
 
 
-@pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])
-def test_inside_a_job_srun_starts_the_node_agents_in_the_container(
-    muster: Muster, own_machine: Path, nodes: str
+def test_the_script_as_json(muster: Muster, own_machine: Path) -> None:
+    (own_machine / "train.py").touch()
+    shown = muster("run", "--slurm", "--dry-run", "--json", "train.py")
+    assert json.loads(shown.out)["script"].startswith("#!/bin/sh\n")
+
+
+@pytest.mark.parametrize("arguments", [["--sbatch", "-p gpu"], ["--slurm", "--sbatch", "-p 'gpu"]])
+def test_arguments_of_sbatch_that_mean_nothing_are_refused(
+    muster: Muster, own_machine: Path, arguments: list[str]
 ) -> None:
     (own_machine / "train.py").touch()
-    srun = 'if [ "$1" = --help ]; then echo "  --container-image=IMAGE"; exit; fi; printf "%s\\n" "$@" > argv; exit 1'
-    for name, body in (("srun", srun), ("scontrol", "exit 1")):
-        (own_machine / name).write_text(f"#!/bin/sh\n{body}\n")
-        (own_machine / name).chmod(0o755)
-    result = muster(
-        *(
-            "run",
-            "--device",
-            "cpu",
-            "--ranks",
-            "1",
-            "--container-image",
-            "team/train:1",
-            "train.py",
-        ),
-        env={
-            "PATH": f"{own_machine}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "41",
-            "SLURM_JOB_NODELIST": nodes,
-            "SLURMD_NODENAME": "n1",
-        },
-    )
-    assert result.code == 1
-    words = (own_machine / "argv").read_text().splitlines()
-    place = words.index("--container-image=team/train:1")
-    assert words[place + 1 : place + 6] == [
-        f"--container-mounts={own_machine}:{own_machine}",
-        f"--container-workdir={own_machine}",
-        *("python3", "-m", "torchmuster.launch.node"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "words", [["--container-image", "a"], ["--slurm", "--container-mounts", "/a:/b"]]
-)
-def test_container_flags_that_have_no_effect_are_refused(
-    muster: Muster, own_machine: Path, words: list[str]
-) -> None:
-    (own_machine / "train.py").touch()
-    result = muster("run", *words, "train.py")
+    result = muster("run", *arguments, "train.py")
     assert result.code == 2
-    assert "--container-image" in result.err
+    assert "--sbatch" in result.err

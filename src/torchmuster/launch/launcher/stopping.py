@@ -90,6 +90,6 @@ def killed_finding(
         why="\n".join(["unsaved work is lost", *([f"last seen: {doing}"] if doing else [])]),
         fix=""
         if at_once
-        else "give them more time: --grace 2m; under Slurm also --warn 5m, in a Kubernetes pod also a longer "
+        else "give them more time: --grace 2m; under Slurm also --sbatch --signal=B:USR1@300, in a Kubernetes pod also a longer "
         "terminationGracePeriodSeconds",
     )

@@ -63,13 +63,10 @@ def main() -> None:
         help="read the node index from this environment variable",
     )
     where.add_argument("--local", action="store_true", help="the launcher is on this host")
-    parser.add_argument(
-        "--first-place", type=int, default=0, help="add this to the value of --place-from"
-    )
     options = parser.parse_args()
     place = options.place
     if options.place_from:
-        place = options.first_place + int(os.environ[options.place_from])
+        place = int(os.environ[options.place_from])
     try:
         asyncio.run(_keep(place, is_local=options.local))
     except MusterError as error:

@@ -1,7 +1,5 @@
 """The srun transport: one ``srun`` starts the node agents of an allocation, which connect to the launcher by TLS.
 
-A heterogeneous job has one ``srun`` for each component.
-
 srun copies its standard input to every task, so a message to one node would be sent to all of them: with N nodes, N times N
 messages. Therefore srun carries only the join code, and each node agent has a connection of its own.
 Output of a task has the task number as prefix (``3: …``); it is shown if the task fails. srun reports failed tasks on its
@@ -54,26 +52,19 @@ def srun_command(
     allocation: Allocation,
     agent: Sequence[str] | None = None,
     place: int | None = None,
-    component: int = 0,
 ) -> list[str]:
-    """Return the argument vector that starts the node agents of a component, or the one of ``place`` again."""
-    components = allocation.components
-    if place is None:
-        places: Sequence[int] = components[component]
-    else:
-        places = [place]
-        component = next(group for group, part in enumerate(components) if place in part)
-    gpus = allocation.gpus_at(places)
-    who = ["--place-from", "SLURM_PROCID"] if place is None else ["--place", str(place)]
-    if place is None and component:
-        who += ["--first-place", str(places[0])]
+    """Return the argument vector that starts the node agents, or the one of ``place`` again."""
+    count = len(allocation.nodes)
+    who = ["--place-from", "SLURM_PROCID"]
+    if place is not None:
+        count = 1
+        who = ["--place", str(place)]
+    gpus = allocation.gpus_per_node
     return [
         "srun",
         f"--jobid={allocation.job}",
-        # srun copies its input to the tasks of one component only, so each component has its own step.
-        *([f"--het-group={component}"] if len(components) > 1 else []),
-        f"--nodes={len(places)}",
-        f"--ntasks={len(places)}",
+        f"--nodes={count}",
+        f"--ntasks={count}",
         "--ntasks-per-node=1",
         *([] if place is None else [f"--nodelist={allocation.nodes[place]}"]),
         "--distribution=block",  # ranks in the order of the node list
@@ -166,9 +157,8 @@ class SrunTransport:
         self._arrive = arrive
         self._addresses = _addresses()
         self._service = await self._listen(await asyncio.to_thread(_allowed_ports))
-        for component, places in enumerate(self._allocation.components):
-            command = srun_command(self._allocation, self._agent, component=component)
-            await self._start(places, command)
+        everywhere = range(len(self.places))
+        await self._start(everywhere, srun_command(self._allocation, self._agent))
 
     async def reopen(self, place: int) -> None:
         """Start the node agent of one node again, in a separate step."""

@@ -128,49 +128,6 @@ def test_the_rest_comes_from_the_variables() -> None:
     assert found == allocation(gpus=None, tasks_per_node=4, copies=8, restarts=2)
 
 
-HETEROGENEOUS = {
-    "SLURM_JOB_ID": "41",
-    "SLURM_JOB_NODELIST": "n9",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_JOB_ID_HET_GROUP_0": "41",
-    "SLURM_JOB_ID_HET_GROUP_1": "42",
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "n9",
-    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]",
-    "SLURM_GPUS_PER_NODE_HET_GROUP_0": "a100:2",
-    "SLURM_GPUS_PER_NODE_HET_GROUP_1": "4",
-    "SLURM_NTASKS": "3",
-}
-
-
-def test_a_heterogeneous_job_has_the_nodes_of_all_components() -> None:
-    found = allocation_here(HETEROGENEOUS, no_scontrol)
-    assert found is not None
-    assert found.nodes == ("n9", "n1", "n2")
-    assert found.gpus == (2, 4, 4)
-    assert found.components == (range(1), range(1, 3))
-    assert found.tasks_per_node is None
-    check_counts(found, spec())
-    check_counts(found, spec(ranks=2))
-    with pytest.raises(Impossible, match="has 2"):
-        check_counts(found, spec(ranks=3))
-
-
-def test_a_job_that_a_heterogeneous_job_submitted_is_not_one() -> None:
-    found = allocation_here({**HETEROGENEOUS, "SLURM_JOB_ID": "50"}, no_scontrol)
-    assert found is not None
-    assert found.nodes == ("n9",)
-    assert found.components == (range(1),)
-
-
-def test_gpus_must_be_the_same_within_a_component() -> None:
-    with pytest.raises(Impossible) as caught:
-        check_counts(
-            allocation(nodes=("n9", "n1", "n2"), gpus=(2, 4, 1), component_sizes=(1, 2)), spec()
-        )
-    assert "n1 4, n2 1" in caught.value.why
-    assert "n9" not in caught.value.why
-
-
 def test_the_gpus_of_an_array_task_are_not_those_of_the_other_tasks() -> None:
     asked: list[Sequence[str]] = []
 

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -45,19 +44,6 @@ def test_one_node_again() -> None:
     words = srun_command(ALLOCATION, ["node agent"], place=1)
     assert {"--nodes=1", "--ntasks=1", "--nodelist=n2", "--gres=gpu:8"} <= set(words)
     assert words[-3:] == ["node agent", "--place", "1"]
-
-
-def test_each_component_of_a_heterogeneous_job_has_its_own_step() -> None:
-    both = replace(ALLOCATION, nodes=("n9", "n1", "n2"), gpus=(2, 4, 4), component_sizes=(1, 2))
-    first = srun_command(both, ["node agent"])
-    assert {"--het-group=0", "--nodes=1", "--gres=gpu:2"} <= set(first)
-    assert first[-3:] == ["node agent", "--place-from", "SLURM_PROCID"]
-    second = srun_command(both, ["node agent"], component=1)
-    assert {"--jobid=41", "--het-group=1", "--nodes=2", "--gres=gpu:4"} <= set(second)
-    assert second[-5:] == ["node agent", "--place-from", "SLURM_PROCID", "--first-place", "1"]
-    again = srun_command(both, ["node agent"], place=2)
-    assert {"--het-group=1", "--nodes=1", "--nodelist=n2", "--gres=gpu:4"} <= set(again)
-    assert again[-3:] == ["node agent", "--place", "2"]
 
 
 def test_only_the_jobs_own_variables_reach_srun() -> None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 from torchmuster.decision import Decision
@@ -40,7 +39,7 @@ def would_not_get_on(
 ) -> str:
     """Return why a job that exited with 75 would be requeued forever; "" if it makes progress."""
     if spec.checkpoints is not None and words == NOTHING_NEW and not is_newer:
-        return "it saved nothing new within its time limit; increase the limit with --time"
+        return "it saved nothing new within its time limit; increase the limit: --sbatch '--time=…'"
     if spec.checkpoints is None and not warned and took_s < _LONG_S:
         return (
             f"it exited with code 75 after {format_seconds(took_s)} without a warning signal, "
@@ -123,36 +122,22 @@ _GPUS = re.compile(r"(?:^|,)(?:gres/|gres:)?gpu(?::[^,:()]+)??:(?P<count>\d+)(?=
 class Allocation:
     """The resources of the Slurm job that this process is part of.
 
-    ``gpus`` is for each node, in the order of ``nodes``; None where Slurm reports no GPUs. A heterogeneous job has
-    the nodes of all its components, in their order.
+    ``gpus`` is for each node, in the order of ``nodes``; None where Slurm reports no GPUs.
     """
 
-    job: str  # as srun --jobid takes it; for a heterogeneous job the ID of its first component
+    job: str  # as srun --jobid takes it
     nodes: tuple[str, ...]
     gpus: tuple[int, ...] | None
     cores: int | None  # on the node of this process
     tasks_per_node: int | None  # None: not requested
     copies: int  # of this program that srun started
     restarts: int  # how often Slurm has requeued the job
-    component_sizes: tuple[int, ...] = ()  # nodes of each component of a heterogeneous job
-
-    @property
-    def components(self) -> tuple[range, ...]:
-        """The places of each component: positions in ``nodes``. A step runs on the nodes of one component."""
-        sizes = self.component_sizes or (len(self.nodes),)
-        return tuple(
-            range(last - size, last) for size, last in zip(sizes, accumulate(sizes), strict=True)
-        )
-
-    def gpus_at(self, places: Sequence[int]) -> int | None:
-        """Return the GPUs of each node at these places; None where unknown or not the same on all."""
-        counts = {self.gpus[place] for place in places} if self.gpus else set()
-        return counts.pop() if len(counts) == 1 else None
 
     @property
     def gpus_per_node(self) -> int | None:
         """The GPUs of each node; None where unknown or not the same on all."""
-        return self.gpus_at(range(len(self.nodes)))
+        counts = set(self.gpus or ())
+        return counts.pop() if len(counts) == 1 else None
 
 
 def allocation_here(
@@ -163,30 +148,16 @@ def allocation_here(
     node_list = environment.get("SLURM_JOB_NODELIST", "")
     if not job.isdecimal() or not node_list:
         return None
-    if lists := _component_lists(environment):
-        components = [_node_names(one, ask) for one in lists]
-    else:
-        components = [_node_names(node_list, ask)]
-    nodes = tuple(node for component in components for node in component)
+    nodes = _node_names(node_list, ask)
     return Allocation(
         job=job,
         nodes=nodes,
-        gpus=_gpus(components, environment, ask),
+        gpus=_gpus(nodes, environment, ask),
         cores=_allocation_number(environment.get("SLURM_CPUS_ON_NODE")),
-        tasks_per_node=None if lists else _tasks_per_node(environment, len(nodes)),
+        tasks_per_node=_tasks_per_node(environment, len(nodes)),
         copies=_allocation_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
         restarts=_allocation_number(environment.get("SLURM_RESTART_COUNT")) or 0,
-        component_sizes=tuple(len(component) for component in components) if lists else (),
     )
-
-
-def _component_lists(environment: Mapping[str, str]) -> list[str]:
-    """Return the node list of each component of a heterogeneous job; [] for other jobs."""
-    size = _allocation_number(environment.get("SLURM_HET_SIZE")) or 0
-    # A job that was submitted from a heterogeneous job inherits its variables.
-    if environment.get("SLURM_JOB_ID_HET_GROUP_0") != environment["SLURM_JOB_ID"]:
-        return []
-    return [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "") for group in range(size)]
 
 
 def check_counts(allocation: Allocation, spec: JobSpec) -> None:
@@ -281,15 +252,14 @@ def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
         return
     job = f"Slurm job {allocation.job}"
     gpus = allocation.gpus or ()
-    for places in allocation.components if gpus else ():
-        if allocation.gpus_at(places) is None:
-            each = [f"{allocation.nodes[place]} {gpus[place]}" for place in places]
-            raise Impossible(
-                f"the nodes of {job} have different numbers of GPUs",
-                why=f"srun cannot give all of them to one step: {_few(each)}",
-                fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(gpus[place] for place in places)}",
-            )
-    has, asked = min(gpus, default=None), spec.ranks
+    if gpus and allocation.gpus_per_node is None:
+        each = [f"{node} {count}" for node, count in zip(allocation.nodes, gpus, strict=True)]
+        raise Impossible(
+            f"the nodes of {job} have different numbers of GPUs",
+            why=f"srun cannot give all of them to one step: {_few(each)}",
+            fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(gpus)}",
+        )
+    has, asked = allocation.gpus_per_node, spec.ranks
     # Where Slurm reports no GPUs, the nodes are queried later.
     if has and not spec.share and asked is not None and asked > has:
         raise Impossible(
@@ -320,33 +290,19 @@ def _node_names(node_list: str, ask: jobs.Ask) -> tuple[str, ...]:
 
 
 def _gpus(
-    components: Sequence[tuple[str, ...]], environment: Mapping[str, str], ask: jobs.Ask
+    nodes: Sequence[str], environment: Mapping[str, str], ask: jobs.Ask
 ) -> tuple[int, ...] | None:
     """Ask Slurm; if it does not answer, use what the job's environment states unambiguously."""
-    nodes = [node for component in components for node in component]
     answer = ask(["scontrol", "show", "-d", "job", job_id(environment) or ""])
     if answer is not None and answer.code == 0:
         by_node = gpus_by_node(answer.out)
         if all(node in by_node for node in nodes):
             return tuple(by_node[node] for node in nodes) if any(by_node.values()) else None
-    if len(components) > 1:
-        return _gpus_of_components(components, environment)
     on_each = _gpus_here(environment)
     total = _allocation_number(environment.get("SLURM_GPUS"))
     if not on_each or (total is not None and total != on_each * len(nodes)):
         return None
     return (on_each,) * len(nodes)
-
-
-def _gpus_of_components(
-    components: Sequence[tuple[str, ...]], environment: Mapping[str, str]
-) -> tuple[int, ...] | None:
-    found = [
-        _gpus_in(environment.get(f"SLURM_GPUS_PER_NODE_HET_GROUP_{group}", ""))
-        for group in range(len(components))
-    ]
-    gpus = [count for nodes, count in zip(components, found, strict=True) for _ in nodes]
-    return tuple(gpus) if any(gpus) else None
 
 
 def _gpus_in(per_node: str) -> int:
