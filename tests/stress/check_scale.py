@@ -1,6 +1,6 @@
 """Simulated searches for bad machines and links in groups of up to 100,000.
 
-    python tests/stress/check_scale.py SEEDS > docs/images/check_rounds.jsonl
+    python tests/stress/check_scale.py SEEDS > check_rounds.jsonl
 
 Each line is one kind of search: what it needed, and how often it found exactly what was bad.
 """

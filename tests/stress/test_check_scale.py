@@ -5,9 +5,8 @@
 
 import math
 import os
-import runpy
-from collections.abc import Iterator
-from pathlib import Path
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +14,13 @@ import pytest
 from stress import check_scale
 
 SEEDS = int(os.environ.get("CHECK_SEEDS", "0"))
-TABLES = Path(__file__).parents[2] / "docs" / "images" / "check_rounds_tables.py"
-fit = runpy.run_path(str(TABLES))["fit"]
+
+
+def fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return a and b of rounds = a + b log2 N, by least squares."""
+    x = [math.log2(count) for count, _ in points]
+    slope, intercept = statistics.linear_regression(x, [rounds for _, rounds in points])
+    return intercept, slope
 
 
 def a_few() -> Iterator[dict[str, Any]]:
