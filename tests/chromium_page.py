@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import websocket
 
 from patience import GIVE_UP_S
+
+websocket: Any = pytest.importorskip("websocket")
 
 needs_chromium = pytest.mark.skipif(
     shutil.which("chromium") is None, reason="apt-get install chromium"

@@ -80,7 +80,6 @@ def test_collectives_from_the_command_to_the_record(muster: Muster, own_machine:
     assert (own_machine / "kept" / "bus-bandwidth-by-size.svg").is_file()
 
 
-@pytest.mark.nightly
 def test_scaling_from_the_command_to_the_record(muster: Muster, own_machine: Path) -> None:
     done = muster(
         *("bench", "scaling", "--device", "cpu", "--quick", "--rounds", "2", "--ranks", "1,2"),

@@ -9,7 +9,7 @@ from muster_command import Muster
 from torchmuster.labs import lesson as course
 from torchmuster.labs import workspace
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
+pytestmark = pytest.mark.ranks
 
 
 def test_from_a_gap_to_all_points_and_a_report(muster: Muster, own_machine: Path) -> None:

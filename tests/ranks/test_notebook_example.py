@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 
 
-@pytest.mark.nightly
 def test_all_gather_by_a_store_and_by_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from torchmuster.errors import Impossible
 from torchmuster.plan.job import Work
 from torchmuster.train.data.pytree import map_tensors
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 OWN = """
 import torch
@@ -120,6 +120,7 @@ def test_all_precisions_train_the_same_model_with_the_same_data(tmp_path: Path) 
     assert found.other_order_loss is not None
 
 
+@pytest.mark.nightly
 def test_what_is_asked_and_answered_is_json(tmp_path: Path) -> None:
     asked = request(work_of(tmp_path, "fits"), steps=1)
     (tmp_path / "request.json").write_bytes(msgspec.json.encode(asked))
@@ -128,6 +129,7 @@ def test_what_is_asked_and_answered_is_json(tmp_path: Path) -> None:
     assert [one.precision for one in answer.ways] == ["fp32", "bf16", "fp16"]
 
 
+@pytest.mark.nightly
 def test_a_model_that_overflows_in_fp16_is_named_with_its_layer(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_model_that_overflows_in_fp16_is_named_with_its_layer(
     assert not ways["bf16"].trouble
 
 
+@pytest.mark.nightly
 def test_a_step_that_the_loss_scale_spoils_is_taken_again_with_a_smaller_one(
     tmp_path: Path,
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_step_that_the_loss_scale_spoils_is_taken_again_with_a_smaller_one(
     assert ways["fp16"].held_loss == pytest.approx(ways["fp32"].held_loss, rel=1e-2)
 
 
+@pytest.mark.nightly
 def test_rows_of_text_are_drawn_where_there_is_no_dataset(tmp_path: Path) -> None:
     text = replace(
         work_of(tmp_path, "reads"), dataset=None, sequence_length=8, loss="language_model"

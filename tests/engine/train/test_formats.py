@@ -23,7 +23,11 @@ from torchmuster.train.data.streams.tokenizing import ByteTokenizer, Transformer
 from torchmuster.train.data.text import TextRows
 from torchmuster.train.losses import IGNORED, language_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.usefixtures("quiet_transformers"),
+    pytest.mark.integrations,
+]
 
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
 
 from torchmuster.train.optimizers import MuonWithAdamW, optimizer_named, parameter_groups
 
-pytestmark = pytest.mark.engine
+pytest.importorskip("transformers")
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
+
+pytestmark = [pytest.mark.engine, pytest.mark.integrations]
 
 
 def _llama() -> nn.Module:

@@ -8,12 +8,14 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
 
 from torchmuster.errors import Impossible
 from torchmuster.train.optimizers import Shape, schedule, schedule_factor
 
-pytestmark = pytest.mark.engine
+pytest.importorskip("transformers")
+from transformers import get_scheduler
+
+pytestmark = [pytest.mark.engine, pytest.mark.integrations]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,6 @@ def test_the_language_model_learns_the_same_alone_sharded_and_with_trainer(
     assert numbers(trainer, "in the end: loss") == pytest.approx(alone, abs=2e-4)
 
 
-@pytest.mark.nightly
 def test_ppo_raises_its_reward_on_two_ranks_from_a_settings_file(
     torchrun: Torchrun, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:

@@ -95,6 +95,7 @@ def test_the_newest_good_one_is_exported(
     assert not (own_machine / "other").exists()
 
 
+@pytest.mark.integrations
 def test_weights_that_are_not_those_of_the_model_are_an_error(
     muster: Muster, run: RunFolder, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:

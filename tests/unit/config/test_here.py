@@ -31,6 +31,7 @@ def told(folder: Path, text: str) -> list[str]:
     return []
 
 
+@pytest.mark.integrations
 @pytest.mark.parametrize(
     "text",
     [
@@ -47,6 +48,7 @@ def test_what_is_here_or_cannot_be_told_from_here(text: str, folder: Path) -> No
     assert "mine_of_here" not in sys.modules
 
 
+@pytest.mark.integrations
 def test_all_that_is_missing_is_told_with_its_place(
     folder: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_model_whose_libraries_are_missing_is_told_once_with_the_line_that_ins
     assert refused.value.exit_code == 2
 
 
+@pytest.mark.integrations
 def test_an_optimizer_whose_library_is_missing_is_told_with_the_line_that_installs_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_only_gpus_that_may_be_seen(machine: Machine, monkeypatch: pytest.Monkey
     assert {name.partition("/")[0] for name in logged} == {"gpu 2"}
 
 
+@pytest.mark.integrations
 def test_curves_for_tensorboard(machine: Machine, tmp_path: Path) -> None:
     machine(scenarios.eight_a100())
     with GPUMonitor(tensorboard_folder=tmp_path / "curves", every=2) as monitor:
@@ -212,6 +213,7 @@ def test_a_package_that_is_missing_is_named(
     assert install in done.stderr, done.stderr
 
 
+@pytest.mark.integrations
 def test_it_needs_no_torch_and_loses_nothing_at_the_end(own_machine: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"

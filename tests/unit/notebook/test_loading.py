@@ -24,6 +24,7 @@ def test_without_ipython_the_line_that_installs_it_is_told(monkeypatch: pytest.M
     assert refused.value.fix == "pip install 'torchmuster[notebook]'"
 
 
+@pytest.mark.integrations
 def test_loading_it_imports_no_torch() -> None:
     program = (
         "import sys, torchmuster\n"
