@@ -202,13 +202,13 @@ def test_a_run_that_outlives_its_shell(
         assert result.code == 0, run
         assert result.out == f"{run.run.id}\n"
         assert "in the background" in result.err  # running or starting
-        assert f"muster attach {run.run.id}" in result.err
+        assert f"muster logs {run.run.id}" in result.err
         job = run_state.read_job(run.run)
         assert job is not None
         process = job.launcher.process()
         assert process is not None
         process.send_signal(signal.SIGHUP)
-        with launched(folder, "attach", "last") as watching:
+        with launched(folder, "logs", "last", "-f") as watching:
             watching.wait_for("waiting 0", "waiting 1")
             watching.send(signal.SIGINT)
             watched = watching.end()
@@ -217,7 +217,7 @@ def test_a_run_that_outlives_its_shell(
         listed = muster("runs")
         assert f"{run.run.id}  running  " in listed.out
         assert process.is_running()
-        with launched(folder, "attach", "last") as following:
+        with launched(folder, "logs", "last", "-f") as following:
             following.wait_for("waiting 0", "waiting 1")
             (folder / "go").touch()
             followed = following.end()
@@ -227,7 +227,7 @@ def test_a_run_that_outlives_its_shell(
         shown = [line for line in said_by(rank, followed.out) if line.startswith("line ")]
         assert shown == [f"line {number}" for number in range(300)]
     assert "failed: exit code 3" in followed.out
-    afterwards = muster("attach", run.run.id)
+    afterwards = muster("logs", run.run.id, "-f")
     assert (afterwards.code, afterwards.out) == (1, followed.out)
 
 

@@ -170,7 +170,7 @@ def add_run_flags(
     when.add_argument(
         "--logs",
         choices=("launcher", "hosts"),
-        help="where the ranks' output is kept: in the run folder, or on the ranks' hosts, from which muster attach "
+        help="where the ranks' output is kept: in the run folder, or on the ranks' hosts, from which muster logs "
         "--rank fetches it (default: launcher up to 64 hosts)",
     )
     when.add_argument("--name", help=f"name the run (default: {named})")

@@ -107,13 +107,13 @@ def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: 
         return state.exit_code if state and state.exit_code is not None else ExitCode.FAILED
     output.print_text(run.id)
     if not active:
-        output.say(f"muster: already finished; to see its output: muster attach {run.id}")
+        output.say(f"muster: already finished; to see its output: muster logs {run.id}")
         return ExitCode.GOOD
     words = state.phase if state and state.phase in ("waiting", "running") else "starting"
     output.say(f"muster: {words} in the background")
     if words == "waiting":
         output.say("muster: to see its place in line: muster runs")
-    output.say(f"muster: to follow it: muster attach {run.id}")
+    output.say(f"muster: to follow it: muster logs {run.id} -f")
     output.say(f"muster: to stop it:   muster stop {run.id}")
     return ExitCode.GOOD
 

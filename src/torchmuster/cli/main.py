@@ -52,7 +52,7 @@ COMMANDS = {
         "torchmuster.cli.exporter", "serve metrics of this machine and its runs to Prometheus"
     ),
     "runs": Command("torchmuster.cli.runs", "list runs and their state"),
-    "attach": Command("torchmuster.cli.attach", "follow a run that was started elsewhere"),
+    "logs": Command("torchmuster.cli.logs", "show or follow the output of a run"),
     "stop": Command("torchmuster.cli.stop", "stop a run on all its hosts"),
     "lab": Command("torchmuster.cli.lab", "learn with labs: tests, solutions and reports"),
     "config": Command("torchmuster.cli.config", "write, show and check settings files"),

@@ -140,7 +140,8 @@ def take_run(options: argparse.Namespace) -> RunFolder:
     if state is not None and state.active:
         raise NotNow(
             f"{run.id} is still active ({state.phase})",
-            fix=f"muster attach {run.id} follows it; muster stop {run.id} stops it" + _if_gone(run),
+            fix=f"muster logs {run.id} -f follows it; muster stop {run.id} stops it"
+            + _if_gone(run),
         )
     if not options.dry_run:
         refuse_foreign(run, "resume")

@@ -122,7 +122,7 @@ def muster(*words: str, where: Path) -> subprocess.CompletedProcess[str]:
         ("explain", "good"),
         ("watch", "good", "--once"),
         ("exporter", "--once"),
-        ("attach", "good", "--rank", "0"),
+        ("logs", "good", "--rank", "0"),
     ],
     ids=" ".join,
 )
@@ -130,7 +130,7 @@ def test_the_good_run_is_shown_next_to_hostile_ones(runs: Path, words: tuple[str
     done = muster(*words, where=runs)
     assert "Traceback" not in done.stderr
     assert "good" in done.stdout + done.stderr
-    if words[0] != "attach":  # there is no log
+    if words[0] != "logs":  # there is no log
         assert done.returncode == 0, done.stderr
 
 
@@ -255,8 +255,8 @@ def steering_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("watch", "last", "--once"),
         ("watch", "last", "--lines"),
         ("exporter", "--once"),
-        ("attach", "last"),
-        ("attach", "last", "--rank", "0"),
+        ("logs", "last"),
+        ("logs", "last", "--rank", "0"),
         ("stop", "2"),
         ("stop", "no such run"),
         ("checkpoint", "ls", "2"),

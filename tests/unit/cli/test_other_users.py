@@ -199,7 +199,7 @@ def test_nothing_is_written_through_links_of_another_user(place: Path) -> None:
         hosts = [{"host": "h", "folder": "/f", "first_rank": 0, "ranks": 1}]
         (run.logs / "hosts.json").write_text(json.dumps(hosts))
         (run.logs / "requests").symlink_to(private)
-        done = muster_as(ROOT, "attach", str(run.path), "--rank", "0", where=place)
+        done = muster_as(ROOT, "logs", str(run.path), "--rank", "0", where=place)
     assert done.returncode == 2, done.stderr
     assert list(private.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""``muster runs``, ``attach`` and ``stop`` for runs that are over, or that nobody knows."""
+"""``muster runs``, ``logs`` and ``stop`` for runs that are over, or that nobody knows."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_of_many_runs_the_newest_are_shown(muster: Muster, own_machine: Path) ->
     assert len(muster("runs", "--all").out.splitlines()) == 23
 
 
-@pytest.mark.parametrize("command", ["attach", "stop"])
+@pytest.mark.parametrize("command", ["logs", "stop"])
 def test_a_run_that_does_not_exist(muster: Muster, own_machine: Path, command: str) -> None:
     assert "there are no runs in runs" in muster(command, "last").err
     run = made(own_machine, "good", "finished", exit_code=0)
@@ -133,33 +133,45 @@ def test_a_run_that_does_not_exist(muster: Muster, own_machine: Path, command: s
 @pytest.mark.parametrize(
     ("phase", "exit_code", "code"), [("finished", 0, 0), ("failed", 1, 1), ("stopped", 130, 130)]
 )
-def test_attach_after_the_end_shows_everything_and_has_its_exit_code(
+def test_following_a_run_that_is_over_shows_everything_and_has_its_exit_code(
     muster: Muster, own_machine: Path, phase: str, exit_code: int, code: int
 ) -> None:
     run = made(own_machine, "over", phase, exit_code=exit_code)
-    result = muster("attach", run.id)
+    result = muster("logs", run.id, "-f")
     assert (result.code, result.out) == (code, run.console.read_text())
     # By the folder, from anywhere.
-    assert muster("attach", str(run.path), "--runs", "/nowhere").code == code
+    assert muster("logs", str(run.path), "-f", "--runs", "/nowhere").code == code
 
 
-def test_attach_to_a_run_whose_launcher_was_killed_says_so(
+def test_logs_show_the_output_so_far(muster: Muster, own_machine: Path) -> None:
+    run = made(own_machine, "going", "running")
+    (run.logs / "rank-1.log").write_text("first\nsecond\n")
+    result = muster("logs", run.id)
+    assert (result.code, result.out) == (0, run.console.read_text())
+    result = muster("logs", run.id, "--rank", "1")
+    assert (result.code, result.out) == (0, "first\nsecond\n")
+    result = muster("logs", run.id, "--rank", "1", "--follow")  # its launcher was killed
+    assert (result.code, result.out) == (1, "first\nsecond\n")
+    assert muster("logs", run.id, "--rank", "2").code == 2
+
+
+def test_following_a_run_whose_launcher_was_killed_says_so(
     muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
     run = made(own_machine, "killed", "running")
-    result = muster("attach", "last")
+    result = muster("logs", "last", "-f")
     assert result.code == 1
     assert result.out == run.console.read_text()
     assert f"muster stop {run.id}" in result.err
     assert result.err == snapshot
 
 
-def test_attach_to_a_run_that_never_began(
+def test_following_a_run_that_never_began(
     muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
     run = made(own_machine, "empty", None)
     os.utime(run.marker, (1, 1))
-    result = muster("attach", "last")
+    result = muster("logs", "last", "-f")
     assert (result.code, result.out) == (1, "")
     assert run.id in result.err
     assert result.err == snapshot
@@ -174,7 +186,7 @@ def test_a_run_of_another_machine_is_followed_but_not_stopped(
     assert f"{run.id} was launched on login-1" in result.err
     assert f"fix  ssh login-1 muster stop {run.path.resolve()}" in result.err
     with subprocess.Popen(
-        muster_argv(["attach", run.id]),
+        muster_argv(["logs", run.id, "-f"]),
         cwd=own_machine,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -244,6 +256,6 @@ def test_stop_does_not_end_a_stranger_with_the_launcher_s_number(
 
 
 def test_help_says_what_each_does(muster: Muster) -> None:
-    assert "Ctrl-C detaches" in muster("attach", "--help").out
+    assert "Ctrl-C stops following" in muster("logs", "--help").out
     assert "kills them after" in muster("stop", "--help").out
     assert "muster runs --json" in muster("runs", "--help").out

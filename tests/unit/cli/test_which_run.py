@@ -151,7 +151,7 @@ def test_no_runs_at_all(root: Path, kind: Kind) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["watch", "--once"], ["explain"], ["attach"], ["stop"]],
+    [["watch", "--once"], ["explain"], ["logs"], ["stop"]],
     ids=" ".join,
 )
 def test_every_command_names_the_run_it_took(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.cli import attach
+from torchmuster.cli import logs
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import host_logs, run_state
 from torchmuster.launch.history.host_logs import HostLogs
@@ -109,7 +109,7 @@ def test_a_log_is_fetched_from_its_host(
 
     thread = threading.Thread(target=launcher)
     thread.start()
-    assert attach.show_log(run, 13) == 0
+    logs.show_log(run, 13)
     thread.join()
     printed = capsys.readouterr()
     assert printed.out == "hello from rank 13\nend\n"
@@ -119,7 +119,7 @@ def test_a_log_is_fetched_from_its_host(
 
 def test_after_the_run_the_place_of_the_log_is_named(run: RunFolder) -> None:
     with pytest.raises(NotNow) as error:
-        attach.show_log(run, 3)
+        logs.show_log(run, 3)
     assert error.value.fix == "ssh n0 tail -n 100 /logs/rank-3.log"
 
 
@@ -128,7 +128,7 @@ def test_logs_in_the_run_folder_are_shown_from_there(
 ) -> None:
     run = create_run_folder(tmp_path / "runs", "small")
     (run.logs / "rank-1.log").write_text("one\ntwo\n")
-    assert attach.show_log(run, 1) == 0
+    assert logs.show_log(run, 1) == len("one\ntwo\n")
     assert capsys.readouterr().out == "one\ntwo\n"
     with pytest.raises(Impossible):
-        attach.show_log(run, 2)
+        logs.show_log(run, 2)

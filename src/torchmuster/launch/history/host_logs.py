@@ -1,7 +1,7 @@
 """Logs that stay on the hosts of a run: which host has which, and requests for them.
 
 ``logs/hosts.json`` lists the hosts. A request is an empty file ``logs/requests/rank-<n>``; the launcher gets the end of that
-log, writes it to ``logs/fetched/rank-<n>.log``, and deletes the request. So ``muster attach --rank`` needs no connection to the
+log, writes it to ``logs/fetched/rank-<n>.log``, and deletes the request. So ``muster logs --rank`` needs no connection to the
 launcher.
 """
 

@@ -1,6 +1,6 @@
 """Run state in the run folder: what was launched, by which process, and its phase.
 
-``muster runs``, ``attach`` and ``stop`` know a run only from these files, so they must be right even if the
+``muster runs``, ``logs`` and ``stop`` know a run only from these files, so they must be right even if the
 launcher was killed: whether it is alive comes from the system or its heartbeats, not from the file.
 """
 

@@ -388,7 +388,7 @@ def _signals(
 
     def suspend() -> None:
         console.say(
-            "a run cannot be suspended; to free the terminal use --detach and muster attach"
+            "a run cannot be suspended; to free the terminal use --detach and muster logs -f"
         )
 
     actions = {"SIGINT": stop, "SIGTERM": stop, "SIGUSR1": warn, "SIGUSR2": warn}

@@ -242,7 +242,7 @@ class Session:
             self._said_logs = True
             self._console.say(
                 f"logs stay on the hosts ({self._keep_logs.reason}): rank 0's output and the first error of each host "
-                f"are shown here; for another rank: muster attach {self._run.id} --rank N"
+                f"are shown here; for another rank: muster logs {self._run.id} --rank N"
             )
         machines: dict[str, list[str]] = {}
         for node in nodes:

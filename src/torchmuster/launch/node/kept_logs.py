@@ -1,7 +1,7 @@
 """Logs that stay on their host: where they are, what of them is sent, and their deletion.
 
 With thousands of ranks, all output in one place is neither readable nor affordable. A host keeps the logs of its ranks, and sends
-rank 0's output and the first error that one of its ranks prints. ``muster attach --rank N`` fetches the end of any log.
+rank 0's output and the first error that one of its ranks prints. ``muster logs --rank N`` fetches the end of any log.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""``muster attach``: follow a run that was started elsewhere, or show its output."""
+"""``muster logs``: show the output of a run, or follow it."""
 
 import argparse
 import os
@@ -21,17 +21,17 @@ _LONGEST_LINE_BYTES = 64 * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster attach``."""
+    """Add the flags of ``muster logs``."""
     parser.description = (
-        f"{parser.description}\nPrints the earlier output first. Ctrl-C detaches without stopping "
-        "the run.\nThe exit code is the run's."
+        f"{parser.description}\nWith --follow, Ctrl-C stops following, not the run, and the exit "
+        "code is the run's."
     )
     parsers.show_examples(
         parser,
         [
-            "muster attach                      the active run in ./runs, else the newest",
-            "muster attach 20260131-1200        a unique part of the run's id",
-            "muster attach last --rank 17       the end of rank 17's log, wherever it is kept",
+            "muster logs                      the active run in ./runs, else the newest",
+            "muster logs 20260131-1200 -f     a unique part of the run's id; until the run is over",
+            "muster logs last --rank 17       the end of rank 17's log, wherever it is kept",
         ],
     )
     parsers.add_run_argument(parser, default="the active run, else the newest")
@@ -41,17 +41,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="show the end of this rank's own log (default: the output of all ranks)",
     )
-    parser.set_defaults(run=_run_attach)
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="show new output until the run is over"
+    )
+    parser.set_defaults(run=_run_logs)
 
 
-def _run_attach(options: argparse.Namespace) -> int:
+def _run_logs(options: argparse.Namespace) -> int:
     run = choose_run(options.which, options.runs, "running")
+    path = run.console
+    position = 0
     if options.rank is not None:
-        return show_log(run, options.rank)
+        path = run.logs / f"rank-{options.rank}.log"
+        position = show_log(run, options.rank, follow=options.follow)
+    if not options.follow:
+        if options.rank is None:
+            _show_more(path, position, last=True)
+        return ExitCode.GOOD
     try:
-        return follow(run)
+        return _follow(run, path, position)
     except KeyboardInterrupt:
-        output.say(f"\nmuster: detached from {run.id}; to stop it: muster stop {run.id}")
+        output.say(f"\nmuster: {run.id} continues; to stop it: muster stop {run.id}")
         return ExitCode.GOOD
 
 
@@ -62,8 +72,11 @@ def rank_number(text: str) -> int:
     return int(text)
 
 
-def show_log(run: RunFolder, rank: int) -> int:
-    """Print the end of a rank's log: from the run folder, or from its host while the run is active."""
+def show_log(run: RunFolder, rank: int, *, follow: bool = False) -> int:
+    """Print the end of a rank's log: from the run folder, or from its host while the run is active.
+
+    Returns the position in the file after what was printed. A log on its host cannot be followed.
+    """
     from torchmuster.launch.history import host_logs, run_state
 
     kept = host_logs.host_of(run, rank)
@@ -73,13 +86,17 @@ def show_log(run: RunFolder, rank: int) -> int:
             raise Impossible(
                 f"{run.id} has no log of rank {rank}",
                 why=f"{log} does not exist",
-                fix=f"muster attach {run.id}  # shows the output of all ranks",
+                fix=f"muster logs {run.id}  # shows the output of all ranks",
             )
-        _show_end(log)
-        return ExitCode.GOOD
+        return _show_end(log)
     # Both come from a host that may have joined from elsewhere, and are to be pasted.
     host, path = printable([kept.host]), printable([kept.path_of(rank)])
     place, tail = f"{host}:{path}", f"ssh {host} tail -n 100 {path}"
+    if follow:
+        raise Impossible(
+            f"the log of rank {rank} is on its host and cannot be followed from here: {place}",
+            fix=f"ssh {host} tail -n 100 -f {path}",
+        )
     state = run_state.read_state(run)
     if state is None or not state.active:
         raise NotNow(
@@ -103,12 +120,11 @@ def show_log(run: RunFolder, rank: int) -> int:
     fetched = host_logs.fetched_path(run, rank)
     if not fetched.is_file():
         raise NotNow(f"the log of rank {rank} could not be written to {fetched}", fix=tail)
-    _show_end(fetched)
-    return ExitCode.GOOD
+    return _show_end(fetched)
 
 
-def _show_end(path: Path) -> None:
-    """Print the last part of a file, without terminal control sequences."""
+def _show_end(path: Path) -> int:
+    """Print the last part of a file, without terminal control sequences; return its size."""
     from torchmuster.launch.launcher.console import printable as printable_line
 
     with untrusted.open_regular(path) as stream:
@@ -120,13 +136,13 @@ def _show_end(path: Path) -> None:
         del lines[0]
     for line in lines if lines[-1] else lines[:-1]:
         output.print_coloured(printable_line(line, colour=sys.stdout.isatty()))
+    return size_bytes
 
 
-def follow(run: RunFolder) -> int:
-    """Print the output of a run until it is over; return its exit code."""
+def _follow(run: RunFolder, path: Path, position: int) -> int:
+    """Print what is added to a file until the run is over; return the run's exit code."""
     from torchmuster.launch.history import run_state
 
-    place = 0
     job = run_state.await_job(run)
     if job is not None and not job.launcher.is_of_this_machine:
         output.say(
@@ -139,7 +155,7 @@ def follow(run: RunFolder) -> int:
         )  # before the last read of the log, so that nothing is missed
         starting = state is None and job is not None and job.launcher.process() is not None
         over = not starting and (state is None or not state.active)
-        place = _show_more(run.console, place, last=over)
+        position = _show_more(path, position, last=over)
         if over:
             break
         time.sleep(_LOOK_EVERY_S)
@@ -152,21 +168,21 @@ def follow(run: RunFolder) -> int:
     return ExitCode.FAILED if state.exit_code is None else state.exit_code
 
 
-def _show_more(path: Path, place: int, *, last: bool) -> int:
+def _show_more(path: Path, position: int, *, last: bool) -> int:
     """Print the lines after a position, without terminal control sequences; return the new position."""
     from torchmuster.launch.launcher.console import printable as printable_line
 
     try:
         stream = untrusted.open_regular(path)
     except (OSError, untrusted.Unreadable):
-        return place
+        return position
     colour = sys.stdout.isatty()
     with stream:
-        stream.seek(place)
+        stream.seek(position)
         while line := stream.readline(_LONGEST_LINE_BYTES):
             if not (last or line.endswith(b"\n") or len(line) == _LONGEST_LINE_BYTES):
                 break  # it is being written
-            place += len(line)
-            text = line.removesuffix(b"\n").decode("utf-8", errors="replace")
+            position += len(line)
+            text = line.removesuffix(b"\n").decode("utf-8", errors="reposition")
             output.print_coloured(printable_line(text, colour=colour))
-    return place
+    return position
