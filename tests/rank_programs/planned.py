@@ -30,7 +30,7 @@ def spread(world: World, folder: str, states_bytes: int, memories: list[int]) ->
             states_bytes=states_bytes,
             memory_bytes=memory_bytes,
             precision=FP32,
-            portions=BatchSplit(global_batch_size=8, micro_batch_sizes=(4,) * world.world_size),
+            portions=BatchSplit(ranks=world.world_size, global_batch_size=8, micro_batch_size=4),
             world=world,
             folder=run,
         )

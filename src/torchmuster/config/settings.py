@@ -291,10 +291,6 @@ class Train:
             description="Samples per forward pass of a rank; 8 unless other settings determine it."
         ),
     ] = None
-    micro_batch_sizes: Annotated[
-        Annotated[tuple[Count, ...], Meta(min_length=1)] | None,
-        Meta(description="The micro-batch size of each rank, if the GPUs differ: [8, 8, 2]."),
-    ] = None
     optimizer: Annotated[
         Text,
         Meta(

@@ -29,7 +29,6 @@ _AT_MOST_ONE = (
         "data.evaluation_images",
     ),
     ("train.epochs", "train.steps"),
-    ("train.micro_batch_size", "train.micro_batch_sizes"),
 )
 # Each of these names a function in the user's code.
 FUNCTIONS = (

@@ -50,13 +50,6 @@ def request_from_settings(
     """
     settings = resolved.settings
     distributed, train = settings.distributed, settings.train
-    if train.micro_batch_sizes is not None:
-        raise Impossible(
-            "a plan does not support train.micro_batch_sizes",
-            why=f"it gives each rank its own size "
-            f"({resolved.sources['train.micro_batch_sizes'].where}), but a plan assumes equal ranks",
-            fix="--set train.micro_batch_sizes=null --set train.micro_batch_size=N",
-        )
     return PlanRequest(
         work=work_from_settings(resolved, folder=folder),
         hardware=hardware,

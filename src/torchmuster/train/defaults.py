@@ -75,10 +75,10 @@ def portions_of(loader: Loader) -> BatchSplit | None:
     return getattr(loader, "portions", None)
 
 
-def micro_batch_size(loader: Loader, world: World) -> int | None:
-    """Return this rank's micro-batch size, if the loader knows it."""
+def micro_batch_size(loader: Loader) -> int | None:
+    """Return the micro-batch size of a rank, if the loader knows it."""
     portions = portions_of(loader)
-    return None if portions is None else portions.micro_batch_sizes[world.global_rank]
+    return None if portions is None else portions.micro_batch_size
 
 
 def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, Any] | None) -> None:

@@ -394,7 +394,7 @@ class Trainer:
         )
 
     def _naming_memory(self) -> AbstractContextManager[None]:
-        size = defaults.micro_batch_size(self.loader, self.world)
+        size = defaults.micro_batch_size(self.loader)
         return oom_report(self.world, self.model, self.optimizer, micro_batch_size=size)
 
     def state(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Create the dataset, loaders and evaluation that the settings describe."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchmuster.train.models import factory, hugging_face
 from torchmuster.train.models.factory import ModelRecipe
 from torchmuster.train.trainer import Evaluation
 from torchmuster.train.world import World, rank_zero_first
+from torchmuster.units import format_bytes
 
 _USUAL_MICRO_BATCH_SIZE = 8
 
@@ -129,9 +131,8 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
     reason says so.
     """
     wanted = settings.train
-    sizes = (wanted.global_batch_size, wanted.micro_batch_size, wanted.micro_batch_sizes)
     micro = wanted.micro_batch_size
-    if sizes == (None, None, None):
+    if wanted.global_batch_size is None and micro is None:
         micro = _USUAL_MICRO_BATCH_SIZE
     whole, reason = wanted.global_batch_size, ""
     if kept is not None and whole not in (None, kept):
@@ -141,7 +142,7 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
             fix=f"set train.global_batch_size={kept}, or start a new run",
         )
     if whole is None and kept is not None:
-        at_once = sum(wanted.micro_batch_sizes or (micro or 0,) * world.world_size)
+        at_once = (micro or 0) * world.world_size
         whole = kept
         if at_once != kept:
             reason = (
@@ -152,13 +153,26 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
         value=LoaderSpec(
             global_batch_size=whole,
             micro_batch_size=micro,
-            micro_batch_sizes=wanted.micro_batch_sizes,
             seed=wanted.seed,
             shuffle=settings.data.shuffle,
             workers=settings.data.workers,
             prefetch=settings.data.prefetch,
         ),
         reason=reason,
+    )
+
+
+def describe_mixed_gpus(gpus: Sequence[tuple[str, int]]) -> str:
+    """Return a note on the GPU with the least memory if the ranks' GPUs differ, else "".
+
+    ``gpus`` has the name and the memory in bytes of each rank's GPU.
+    """
+    if len(set(gpus)) <= 1:
+        return ""
+    name, memory_bytes = min(gpus, key=lambda gpu: gpu[1])
+    return (
+        f"the ranks have different GPUs, and all use the same micro-batch size: it must fit the {name} "
+        f"with {format_bytes(memory_bytes)}"
     )
 
 

@@ -50,7 +50,7 @@ def planned_strategy(
             device=world.device.type,
             precision=precision.name,
             recompute=settings.train.activation_checkpointing,
-            micro_batch_size=max(portions.micro_batch_sizes),
+            micro_batch_size=portions.micro_batch_size,
             accumulation=portions.rounds,
         )
         decided = _traced(question, by_states, world)

@@ -40,7 +40,7 @@ def measure_reading(request: LoaderRequest, world: World) -> LoaderAnswer:
         rank=world.global_rank,
         device=str(world.device),
         samples_per_step=max(1, portions.global_batch_size // world.world_size),
-        samples_per_batch=portions.micro_batch_sizes[world.global_rank],
+        samples_per_batch=portions.micro_batch_size,
         batch_bytes=sum(one.nbytes for one in tensors_in(batch)),
         samples=None if steps is None else len(samples),
         visits=visit_all(request, make, world),

@@ -49,7 +49,14 @@ from torchmuster.train.weights import (
 )
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import parse_seconds, plural
-from torchmuster.worker.data import batches_of, evaluation_of, images_of, rows_of, samples_of
+from torchmuster.worker.data import (
+    batches_of,
+    describe_mixed_gpus,
+    evaluation_of,
+    images_of,
+    rows_of,
+    samples_of,
+)
 from torchmuster.worker.model import base_of, model_of, recipe_of, write_model_files
 from torchmuster.worker.prepare import write_data_report
 from torchmuster.worker.reporting import peak_flops, rank_zero_log, reports_for, start_sinks
@@ -108,6 +115,12 @@ def _trainer(
     )
     if batches.reason:
         rank_zero_log(world, batches.reason)
+    if world.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(world.device)
+        gpus = all_gather_object([gpu.name, gpu.total_memory], world)
+        mixed = describe_mixed_gpus([(name, memory_bytes) for name, memory_bytes in gpus])
+        if mixed:
+            rank_zero_log(world, mixed)
     images = settings.data.images
     samples = images_of(images, recipe, world) if images else samples_of(settings, rows, world)
     loader = loader_for(samples, world, batches.value)

@@ -63,18 +63,17 @@ def test_a_warm_up_is_told_beside_the_whole_rate(steps: int, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "whole", "said"),
+    ("ranks", "size", "whole", "said"),
     [
-        ((8, 8), 64, "8 per GPU x 2 GPUs x 4 accumulation = 64 per step"),
-        ((8, 8, 2), 36, "8 + 8 + 2 per round x 2 accumulation = 36 per step"),
-        ((8, 8), 60, "at most 8 per GPU x 2 GPUs x 4 accumulation: 60 per step"),
-        ((32,), 32, "32 per GPU x 1 GPU x 1 accumulation = 32 per step"),
+        (2, 8, 64, "8 per GPU x 2 GPUs x 4 accumulation = 64 per step"),
+        (2, 8, 60, "at most 8 per GPU x 2 GPUs x 4 accumulation: 60 per step"),
+        (1, 32, 32, "32 per GPU x 1 GPU x 1 accumulation = 32 per step"),
     ],
 )
 def test_the_batch_is_written_as_the_sum_it_is(
-    sizes: tuple[int, ...], whole: int, said: str
+    ranks: int, size: int, whole: int, said: str
 ) -> None:
-    portions = split_batch(len(sizes), micro_batch_sizes=sizes, global_batch_size=whole)
+    portions = split_batch(ranks, micro_batch_size=size, global_batch_size=whole)
     assert batch_line(portions, ON_GPUS) == said
 
 

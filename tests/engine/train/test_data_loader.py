@@ -110,7 +110,7 @@ def test_a_saved_position_goes_on_with_other_ranks_and_other_micro_batches() -> 
     first = global_batches([islice(epoch, 4) for epoch in epochs])
     states = [one.state() for one in before]
     assert states == [{"epoch": 2, "sample": 48, "size": 100, "seed": 5, "shuffle": True}] * 2
-    after = loaders(Rows(100), 3, micro_batch_sizes=(3, 1, 2), **whole)
+    after = loaders(Rows(100), 3, micro_batch_size=3, **whole)
     for one in after:
         one.restore(states[0])
         assert one.state() == states[0]

@@ -11,6 +11,7 @@ from torchmuster.train.weights import WeightsNotWritten
 from torchmuster.train.world import World
 from torchmuster.worker import training
 from torchmuster.worker.__main__ import check_ranks
+from torchmuster.worker.data import describe_mixed_gpus
 
 pytestmark = pytest.mark.engine
 
@@ -70,3 +71,11 @@ def test_final_weights_are_written_again_only_where_there_was_no_room(
     problems = iter(["[Errno 13] Permission denied"])
     with pytest.raises(WeightsNotWritten):
         training._until_written(write, TWO)
+
+
+def test_mixed_gpus_are_named_by_the_one_with_the_least_memory() -> None:
+    gib = 1024**3
+    assert describe_mixed_gpus([("L4", 24 * gib), ("L4", 24 * gib)]) == ""
+    note = describe_mixed_gpus([("H100", 80 * gib), ("T4", 16 * gib), ("H100", 80 * gib)])
+    assert "all use the same micro-batch size" in note
+    assert note.endswith("it must fit the T4 with 16.0 GiB")

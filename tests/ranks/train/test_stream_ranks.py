@@ -53,15 +53,6 @@ def test_steps_hold_the_same_samples_on_1_to_4_ranks(run_ranks: RunRanks, texts:
     assert len(set(itertools.chain(*files))) == 133, "every line once"
 
 
-def test_unlike_ranks_own_lanes_by_their_batch_sizes(run_ranks: RunRanks, texts: str) -> None:
-    sizes = {"micro_batch_size": None, "micro_batch_sizes": (4, 2)}
-    wanted: list[tuple[str, dict[str, Any], list[int]]] = [("files", sizes, [])]
-    answers = run_ranks(streaming.read, 2, texts, wanted)
-    _, samples, _ = answers[0][0][0][0]
-    assert samples == 12
-    assert [[len(micro) for micro in answer[0][0][0][2]] for answer in answers] == [[4, 4], [2, 2]]
-
-
 def test_another_number_of_ranks_goes_on_where_the_first_stopped(
     run_ranks: RunRanks, texts: str
 ) -> None:

@@ -212,15 +212,6 @@ def test_a_model_s_folder_is_looked_for_first(
     assert plan("--model", "owner/name", *on) == 0
 
 
-def test_portions_of_several_sizes_are_refused_first(
-    plan: Plan, snapshot: SnapshotAssertion
-) -> None:
-    with pytest.raises(Impossible, match=r"train\.micro_batch_sizes") as refused:
-        plan(*MODEL, "--hardware", "2xH100", "--set", "train.micro_batch_sizes=4,2")
-    assert refused.value == snapshot
-    assert not NoTracer.model.traced
-
-
 @pytest.fixture
 def eight_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has eight L4."""

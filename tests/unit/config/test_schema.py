@@ -78,7 +78,6 @@ train:
   steps: 1000
   global_batch_size: 64
   micro_batch_size: 8
-  micro_batch_sizes: [8, 8, 2]
   optimizer: adamw
   learning_rate: 3e-4
   weight_decay: 0
@@ -197,7 +196,6 @@ BAD = [
     "metrics: {wandb_mode: disabled}",
     "train: {activation_checkpointing: some}",
     "train: {activation_checkpointing: 0}",
-    "train: {micro_batch_sizes: 8}",
     "train: {seed: -1}",
     "train: {lr: 1}",
     "experiment_name: ''",

@@ -42,7 +42,7 @@ def places(lines: list[str]) -> list[str]:
         "model: {build: 'a:b'}\ndata: {dataset: 'a:c', evaluation_dataset: 'a:d'}\n"
         "train: {evaluate_every: 5, steps: 10}",
         "model: {build: 'a:b'}\ndata: {hugging_face: x, split: test, tokenizer: bytes}",
-        GOOD + "train: {epochs: 2, micro_batch_sizes: [4, 2], global_batch_size: 6}",
+        GOOD + "train: {epochs: 2, micro_batch_size: 4, global_batch_size: 6}",
         GOOD + "distributed: {enabled: false, num_gpus: 1}",
         GOOD + "checkpoint: {every: 20}",
         GOOD + "checkpoint: {every: 1.5h, keep: 1, folder: 's3://a/b', mode: sync}",

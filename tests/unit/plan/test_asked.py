@@ -76,11 +76,7 @@ def test_what_a_card_is_known_not_to_have_is_refused() -> None:
     assert asked(catalogue.gpu_named("L4")).precision.reason == "bf16: L4 supports it"
 
 
-def test_portions_of_different_sizes_are_refused_before_anything_is_traced() -> None:
-    with pytest.raises(Impossible, match=r"train\.micro_batch_sizes") as refused:
-        asked(CARD, train__micro_batch_sizes="4,2")
-    assert "equal ranks" in refused.value.why
-    assert "train.micro_batch_sizes=null" in refused.value.fix
+def test_a_given_micro_batch_size_is_fixed() -> None:
     assert asked(CARD, train__micro_batch_size="4").micro_batch_size == 4
 
 

@@ -74,8 +74,8 @@ class OwnTrainer:
         """Return the trainer's loader; None if no ``Trainer`` has run."""
         if self._trainer is None:
             return None
-        loader, world = self._trainer.loader, self._trainer.world
-        size = micro_batch_size(loader, world)
+        loader = self._trainer.loader
+        size = micro_batch_size(loader)
         return RecordedLoader(
             workers=getattr(loader, "workers", 0),
             batch_size=size,

@@ -146,7 +146,7 @@ def _candidate(resolved: Resolved) -> Candidate:
     """Return the candidate for one process; accumulation over 2 micro-batches is representative."""
     train = resolved.settings.train
     usual = min(train.global_batch_size or _USUAL_MICRO_BATCH_SIZE, _USUAL_MICRO_BATCH_SIZE)
-    size = train.micro_batch_size or max(train.micro_batch_sizes or (usual,))
+    size = train.micro_batch_size or usual
     several = train.global_batch_size is not None and train.global_batch_size > size
     return Candidate(
         strategy="single",

@@ -1,7 +1,7 @@
 """Steps from a map-style dataset: each sample once per epoch, on any number of ranks."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -143,7 +143,7 @@ class BatchLoader:
     (``drop_tail`` skips it); a rank that gets none of it computes a sample with weight 0.
 
     ``global_batch_size`` is the number of samples of a step over all ranks. ``micro_batch_size`` is the number that a rank
-    computes at once. ``micro_batch_sizes`` gives each rank its own number. ``accumulation`` is the number of micro-batches
+    computes at once. ``accumulation`` is the number of micro-batches
     per rank and step. ``collate`` makes a batch of a list of samples (default: torch's).
 
     ``workers`` are processes that read ahead; their random numbers for a micro-batch depend on the seed, the
@@ -159,7 +159,6 @@ class BatchLoader:
         *,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
-        micro_batch_sizes: Sequence[int] | None = None,
         accumulation: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -174,7 +173,6 @@ class BatchLoader:
             world.world_size,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
-            micro_batch_sizes=micro_batch_sizes,
             accumulation=accumulation,
         )
         self.workers = workers

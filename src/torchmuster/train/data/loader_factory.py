@@ -1,6 +1,5 @@
 """Create the loader for a dataset: map-style, iterable, or a source of lanes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ class LoaderSpec:
 
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
-    micro_batch_sizes: Sequence[int] | None = None
     seed: int = 0
     shuffle: bool = True
     workers: int = 0

@@ -70,7 +70,6 @@ class StreamLoader:
         *,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
-        micro_batch_sizes: Sequence[int] | None = None,
         accumulation: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -83,7 +82,6 @@ class StreamLoader:
             world.world_size,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
-            micro_batch_sizes=micro_batch_sizes,
             accumulation=accumulation,
         )
         self.workers = workers
@@ -95,7 +93,7 @@ class StreamLoader:
         self._block = block
         self._collate = collate
         self._lanes = source.lanes()
-        self._owners = shard_owners(self._lanes, self.portions.micro_batch_sizes)
+        self._owners = shard_owners(self._lanes, world.world_size)
         self._own = [lane for lane, rank in enumerate(self._owners) if rank == world.global_rank]
         self._elsewhere = world.device.type != "cpu"
         self._spare: list[Any] = []  # for idle micro-batches
@@ -166,15 +164,15 @@ class StreamLoader:
         return [next(blocks[lane]) for lane in lanes if lane in blocks]
 
     def _step(self, epoch: int, number: int, own: list[int], mine: list[Any]) -> Step:
-        sizes = self.portions.micro_batch_sizes
-        needed = rounds(own, sizes)
+        size = self.portions.micro_batch_size
+        needed = rounds(own, size)
         return Step(
             epoch=epoch,
             number=number,
             rounds=needed,
             samples=sum(own),
             nominal_samples=self.portions.global_batch_size,
-            micro_batches=self._micro_batches(mine, sizes[self._world.global_rank], needed, epoch),
+            micro_batches=self._micro_batches(mine, size, needed, epoch),
         )
 
     def _micro_batches(

@@ -1,7 +1,6 @@
 """The banner before the first step: model, ranks, strategy, precision and batch, with reasons."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,17 +84,11 @@ def batch_line(portions: BatchSplit | None, world: World) -> str:
     if portions is None:
         return "decided by the loader"
     each, several = ("rank", "ranks") if world.device.type == "cpu" else ("GPU", "GPUs")
-    return _product(portions.micro_batch_sizes, portions, each, several)
-
-
-def _product(sizes: Sequence[int], portions: BatchSplit, each: str, several: str) -> str:
     rounds, whole = portions.rounds, portions.global_batch_size
-    if len(set(sizes)) == 1:
-        text = f"{sizes[0]} per {each} x {len(sizes)} {each if len(sizes) == 1 else several}"
-    else:
-        text = f"{' + '.join(map(str, sizes))} per round"
+    text = f"{portions.micro_batch_size} per {each} x {portions.ranks} "
+    text += each if portions.ranks == 1 else several
     text += f" x {rounds} accumulation"
-    if sum(sizes) * rounds == whole:
+    if portions.samples_at_once * rounds == whole:
         return f"{text} = {whole} per step"
     return f"at most {text}: {whole} per step"
 

@@ -25,19 +25,9 @@ from torchmuster.train.world import World
 T = TypeVar("T")
 
 
-def shard_owners(lanes: int, weights: Sequence[int]) -> list[int]:
-    """Return the rank that owns each lane: round-robin, in proportion to the ranks' weights."""
-    total = sum(weights)
-    owned = [0] * len(weights)
-    result = []
-    for lane in range(lanes):
-        rank = max(
-            range(len(weights)),
-            key=lambda one: (weights[one] * (lane + 1) - owned[one] * total, -one),
-        )
-        owned[rank] += 1
-        result.append(rank)
-    return result
+def shard_owners(lanes: int, ranks: int) -> list[int]:
+    """Return the rank that owns each lane: round-robin."""
+    return [lane % ranks for lane in range(lanes)]
 
 
 def round_order(counts: Sequence[int]) -> list[int]:
@@ -57,9 +47,9 @@ def shuffled(block: list[T], seed: int, epoch: int, lane: int, lap: int) -> list
     return mixed
 
 
-def rounds(own_samples: Sequence[int], micro_batch_sizes: Sequence[int]) -> int:
+def rounds(own_samples: Sequence[int], micro_batch_size: int) -> int:
     """Return the number of micro-batches of each rank for a step: the maximum over the ranks."""
-    return max(-(-own // size) for own, size in zip(own_samples, micro_batch_sizes, strict=True))
+    return -(-max(own_samples) // micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
