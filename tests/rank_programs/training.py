@@ -14,8 +14,6 @@ from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.metrics.step_line import StepRecord
 from torchmuster.train.strategies.choose import Name, build_strategy
-from torchmuster.train.strategies.fsdp import Fsdp
-from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.weights import save_weights
@@ -186,16 +184,11 @@ def verdicts(world: World) -> dict[str, list[str]]:
 
 def communication(world: World) -> dict[str, float | None]:
     """Return the last record's share of communication under each strategy."""
-    hybrid = Fsdp(world, sharding=Sharding(kind="hybrid_shard", shard_size=1))
-    strategies = {
-        "ddp": build_strategy("ddp", world),
-        "fsdp": build_strategy("fsdp", world),
-        "hybrid": hybrid,
-    }
+    names: tuple[Name, ...] = ("ddp", "fsdp")
     shares = {}
-    for name, strategy in strategies.items():
+    for name in names:
         records: list[StepRecord] = []
-        make(world, strategy, "mean", records).fit(steps=6)
+        make(world, build_strategy(name, world), "mean", records).fit(steps=6)
         shares[name] = records[-1].communication_share if records else None
     return shares
 

@@ -35,7 +35,6 @@ from torchmuster.train.bad_numbers import BadNumbers
 from torchmuster.train.checkpointing import trainer_state
 from torchmuster.train.checkpointing.checkpointer import Loaded
 from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
-from torchmuster.train.counted_flops import FlopsPerSample
 from torchmuster.train.data.step import Loader, Step
 from torchmuster.train.evaluate import BestMetric, Measure, evaluate
 from torchmuster.train.metrics.banner import banner
@@ -103,6 +102,7 @@ class Trainer:
         on_bad_numbers: Literal["skip", "stop"] = "skip",
         reports: Reports | None = None,
         seed: int = 0,
+        flops_of_batch: Callable[[Any], float] | None = None,
         peak_flop_s: float | None = None,
     ) -> None:
         """Build the model and the optimizer; nothing is trained yet.
@@ -114,8 +114,10 @@ class Trainer:
         ``parameter_groups`` returns for the model. ``clip_norm`` is the max gradient norm.
         ``schedule`` is called with the optimizer. ``saving`` saves the state during training.
         ``on_bad_numbers`` skips a step whose gradients are not finite, or stops the run.
-        ``reports`` prints step lines and writes metrics files. ``peak_flop_s`` is the peak rate of
-        this rank's device in the precision; with it, step lines report the utilization.
+        ``reports`` prints step lines and writes metrics files. ``flops_of_batch``
+        returns the FLOPs of training on a batch, without waiting for the device: step lines then
+        have the rate. With ``peak_flop_s``, the peak rate of this rank's device in the precision,
+        they have the utilization too.
         """
         if evaluation is not None and evaluation.loader is loader:
             raise Impossible(
@@ -176,7 +178,7 @@ class Trainer:
             workers=getattr(loader, "workers", None),  # not every loader has workers
             peak_flop_s=peak_flop_s,
         )
-        self._flops = FlopsPerSample(self.model)
+        self._flops_of_batch = flops_of_batch
         self._lines = StepLines(self.reports, self._tally, loss_scale=self._update.loss_scale)
         self._saves: CheckpointPolicy | None = None
         self._last_step: int | None = None
@@ -271,11 +273,12 @@ class Trainer:
         for micro in update.accumulate(step):
             now.phase = "forward"
             tally.work()
-            with self._flops.counting(micro.samples):
-                loss, count = self._loss_of(micro.batch)
-                now.phase = "backward"
-                update.backward(loss, count)
+            loss, count = self._loss_of(micro.batch)
+            now.phase = "backward"
+            update.backward(loss, count)
             tally.add(loss, micro.samples, count)
+            if self._flops_of_batch is not None and micro.samples:
+                tally.flops += self._flops_of_batch(micro.batch)
             now.phase = "loading data"
             tally.wait()
         now.phase = "update"
@@ -283,7 +286,6 @@ class Trainer:
         if self._saves is not None:
             tally.checkpoint_s += self._saves.before_update()
         outcome = update.apply()
-        tally.flops_per_sample = self._flops.value
         self._lines.note(epoch=step.epoch, learning_rate=float(rate), norm=outcome.norm_tensor)
         tally.end_step(outcome.found_inf)
         now.phase = "loading data"
@@ -413,7 +415,6 @@ class Trainer:
                 "loader": self._position or self.loader.state(),
                 "update": self._update.state(),
                 "schedule": None if self.schedule is None else self.schedule.state_dict(),
-                "flops_per_sample": self._flops.state(),
                 "best": None if self.best is None else self.best.state(),
             },
         }
@@ -431,7 +432,6 @@ class Trainer:
         self.epoch = progress["loader"]["epoch"]
         self._position = progress["loader"]
         self._update.restore(progress["update"])
-        self._flops.restore(progress.get("flops_per_sample", []))  # not in earlier versions
         if self.schedule is not None:
             self.schedule.load_state_dict(
                 defaults.schedule_state(self.schedule, progress["schedule"])

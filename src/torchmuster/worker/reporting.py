@@ -1,8 +1,9 @@
 """Reports of rank 0: step lines, the comparison with the plan, and the tracker process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torchmuster.config.here import check_sinks
 from torchmuster.config.resolve import Resolved
 from torchmuster.config.settings import Settings
 from torchmuster.errors import ConfigError, Impossible
+from torchmuster.model_flops import TransformerSize
 from torchmuster.monitor.sinks.sidecar import not_sent_finding, send_in_background
 from torchmuster.monitor.sinks.sink import wanted_by
 from torchmuster.plan.hardware import catalogue
@@ -19,6 +21,7 @@ from torchmuster.plan.proof.comparison import COMPARED_AFTER, MeasuredRun, Promi
 from torchmuster.runfolder import RunFolder
 from torchmuster.train.metrics.reports import Lines, Reports
 from torchmuster.train.metrics.step_line import StepRecord
+from torchmuster.train.models.lora import packed_sizes
 from torchmuster.train.world import World, all_gather_object
 
 
@@ -35,6 +38,48 @@ def peak_flops(device: torch.device, model: nn.Module, compute: torch.dtype) -> 
     if compute is torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return None  # TF32 has another rate, which the catalogue does not have
     return known.card.flops.get(str(compute).removeprefix("torch."))
+
+
+def flops_of_batch(model: nn.Module) -> Callable[[Any], float] | None:
+    """Return the FLOPs of training on a batch; None if the model is no plain language model.
+
+    The formula of :mod:`torchmuster.model_flops` needs a transformers model of text whose tokens all
+    pass through all parameters, so a mixture of experts has none.
+    """
+    size = transformer_size(model)
+    if size is None:
+        return None
+
+    def flops(batch: Any) -> float:
+        rows, sequence_length = batch["input_ids"].shape
+        return size.training_flops(rows=rows, sequence_length=sequence_length)
+
+    return flops
+
+
+def transformer_size(model: nn.Module) -> TransformerSize | None:
+    """Return the size of a transformers language model; None if the formula does not fit it."""
+    config = getattr(model, "config", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if layers is None or heads is None or config.is_encoder_decoder:
+        return None
+    if any("expert" in name for name, _ in model.named_parameters()):
+        return None
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    embedding = model.get_input_embeddings()
+    output = model.get_output_embeddings()
+    only_looked_up = None  # the input embedding, unless it is the output layer too
+    if output is None or output.weight is not embedding.weight:
+        only_looked_up = embedding.weight
+    sizes = {True: 0, False: 0}
+    packed = packed_sizes(model)
+    for parameter in model.parameters():
+        if parameter is not only_looked_up:
+            sizes[parameter.requires_grad] += packed.get(id(parameter), parameter.numel())
+    return TransformerSize(
+        trained=sizes[True], frozen=sizes[False], layers=layers, hidden=heads * head_size
+    )
 
 
 def rank_zero_log(world: World, text: str) -> None:

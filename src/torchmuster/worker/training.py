@@ -59,7 +59,13 @@ from torchmuster.worker.data import (
 )
 from torchmuster.worker.model import base_of, model_of, recipe_of, write_model_files
 from torchmuster.worker.prepare import write_data_report
-from torchmuster.worker.reporting import peak_flops, rank_zero_log, reports_for, start_sinks
+from torchmuster.worker.reporting import (
+    flops_of_batch,
+    peak_flops,
+    rank_zero_log,
+    reports_for,
+    start_sinks,
+)
 
 
 def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
@@ -172,6 +178,7 @@ def _trainer(
         on_bad_numbers=wanted.on_bad_numbers,
         reports=reports,
         seed=wanted.seed,
+        flops_of_batch=None if rows is None else flops_of_batch(model),
         peak_flop_s=peak_flops(world.device, model, precision_of_run.value.compute),
     )
 

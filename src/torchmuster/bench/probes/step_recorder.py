@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
+from torchmuster.bench.probes.counted_flops import CountedFlops, is_compiled
 from torchmuster.bench.probes.phases import ForwardPhases, Phases, first_tensor
 from torchmuster.bench.probes.trace_file import TraceFile
 from torchmuster.bench.probes.tried_changes import TriedChanges
@@ -34,7 +35,6 @@ from torchmuster.bench.profile.recording import (
     RecordedStep,
 )
 from torchmuster.devices.readers.cpu import usable_cores
-from torchmuster.train.counted_flops import CountedFlops, is_compiled
 from torchmuster.train.defaults import micro_batch_size
 from torchmuster.train.metrics.step_metrics import StepMetrics
 from torchmuster.train.trainer import Trainer

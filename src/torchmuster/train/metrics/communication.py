@@ -5,14 +5,9 @@ waiting for slower ranks. The result is None where it cannot be measured cheaply
 """
 
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmuster.train.torch_private import ddp_measurements, let_ddp_measure
@@ -35,8 +30,6 @@ def communication_of(model: nn.Module, world: World) -> Communication:
         # On an accelerator, a measured step waits for the device: torch's own rate there.
         every = 10 if world.device.type == "cpu" else 100
         return _DdpTimes(model, every) if let_ddp_measure(model, every=every) else _Unknown()
-    if _can_time_fsdp(model, world):
-        return _FsdpTimes(model)
     return _Unknown()
 
 
@@ -46,7 +39,7 @@ class _NoCommunication:
 
 
 class _Unknown:
-    """Measures nothing: on accelerators FSDP waits in streams, which only a profiler sees."""
+    """Measures nothing: how long FSDP waits, only a profiler sees."""
 
     def exposed_s(self, steps: int) -> float | None:
         return None
@@ -90,73 +83,3 @@ class _DdpTimes:
             self._mean_s = max(0.0, (sum_ns - self._sum_ns) / (measured - self._measured) / 1e9)
             self._measured, self._sum_ns = measured, sum_ns
         return None if self._mean_s is None else self._mean_s * steps
-
-
-class _FsdpTimes:
-    """Times FSDP's collectives on the CPU, where each call blocks until the collective is done."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._gather = _TimedAllGather()
-        self._scatter = _TimedReduceScatter()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(self._gather)  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(self._scatter)  # type: ignore[arg-type]
-
-    def exposed_s(self, steps: int) -> float | None:
-        waited_s = self._gather.waited_s + self._scatter.waited_s
-        self._gather.waited_s = self._scatter.waited_s = 0.0
-        return waited_s
-
-
-class _Timed:
-    """A custom FSDP collective: memory for its result, and the call."""
-
-    def __init__(self) -> None:
-        self.waited_s = 0.0
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _TimedAllGather(_Timed):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        begun = time.perf_counter()
-        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        self.waited_s += time.perf_counter() - begun
-        return work
-
-
-class _TimedReduceScatter(_Timed):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        begun = time.perf_counter()
-        work = dist.reduce_scatter_single(
-            output_tensor, input_tensor, group=group, op=op, async_op=async_op
-        )
-        self.waited_s += time.perf_counter() - begun
-        return work
-
-
-def _can_time_fsdp(model: nn.Module, world: World) -> bool:
-    if not isinstance(model, FSDPModule) or world.device.type != "cpu":
-        return False
-    if not hasattr(dist, "all_gather_single"):
-        return False  # an older torch, where FSDP takes no custom collectives
-    # With replicated shards, FSDP also averages gradients over replicas, which is not timed.
-    meshes = [one.device_mesh for one in model.parameters() if isinstance(one, DTensor)]
-    return all(mesh.ndim == 1 for mesh in meshes)

@@ -34,7 +34,7 @@ class StepRecord:
     skipped_steps: int  # since the last record
     memory_peak_bytes: int  # of the rank with the highest peak, since the start
     verdict: str = ""
-    flop_s: float | None = None  # counted, over all ranks; None if not counted
+    flop_s: float | None = None  # of forward and backward, over all ranks; None if unknown
     mfu: float | None = None  # fraction of the devices' peak rate; None if unknown
     loss_scale: float | None = None  # for fp16; None otherwise
 
@@ -82,7 +82,7 @@ def _step_line_rate(flop_s: float, mfu: float | None) -> str:
     if mfu > 1.0:
         return (
             f"{text} (error: {mfu * 100:.0f} % of the peak rate, "
-            "so the peak rate or the count is wrong)"
+            "so the peak rate or the FLOPs are wrong)"
         )
     return f"{text} (MFU {mfu * 100:.0f} %)"
 

@@ -43,7 +43,6 @@ class StepMetrics:
         Unknown values are None.
         """
         self._peak_flop_s = peak_flop_s
-        self.flops_per_sample: float | None = None  # counted once, if possible
         self._world = world
         if workers is not None:
             cores, ranks = usable_cores().value, world.local_world_size
@@ -64,6 +63,7 @@ class StepMetrics:
         self._loss_parts: list[float] = []  # whose sum is exact
         self._loss_count = 0.0
         self.samples = 0
+        self.flops = 0.0  # of forward and backward; 0 if unknown
         self.steps = 0
         # Of the run that was resumed: not part of this run's speed.
         self._steps_before = 0
@@ -81,6 +81,7 @@ class StepMetrics:
         self._samples_before += self.samples
         self._items_before = self._loss_count
         self.samples = self.steps = 0
+        self.flops = 0.0
         self.data_s = self.checkpoint_s = self.evaluation_s = 0.0
         self._is_first = True
         self._begun = time.perf_counter()
@@ -174,14 +175,13 @@ class StepMetrics:
             None if waited_s is None else _step_metrics_share(waited_s, wall_s)
         )
         sums = [math.fsum(self._loss_parts), self._loss_count, self.samples]
-        sums += [self._samples_before, self._items_before]
+        sums += [self._samples_before, self._items_before, self.flops]
         # Each rank has its own slot in these, so all ranks read exactly the same numbers.
         own = [
             wall_s,
             self.data_s,
             float("nan") if waited_s is None else waited_s,
             _memory_peak(world),
-            self.flops_per_sample or 0.0,
             self._peak_flop_s or 0.0,
         ]
         places = [[0.0] * world.world_size for _ in own]
@@ -272,8 +272,9 @@ class PendingRecord:
         """Return the record; waits until all ranks have given their numbers."""
         own, size = self._own, self._ranks
         told = self._asked.wait()
-        (loss_sum, loss_count, samples, samples_before, items_before), rest = told[:5], told[5:]
-        walls, datas, waits, memories, flops, rates = (
+        loss_sum, loss_count, samples, samples_before, items_before, flops = told[:6]
+        rest = told[6:]
+        walls, datas, waits, memories, rates = (
             rest[i * size : (i + 1) * size] for i in range(len(rest) // size)
         )
         self._on_elapsed(walls[0])
@@ -291,7 +292,7 @@ class PendingRecord:
                     _step_metrics_share(one, wall) for one, wall in zip(waits, walls, strict=True)
                 ],
                 peak_bytes=round(max(memories)),
-                flops_per_sample=max(flops) or None,
+                flops=flops or None,
                 peak_flop_s=sum(rates) if all(rates) else None,
             ),
             own,
@@ -306,8 +307,8 @@ def _as_record(together: "_SummedMetrics", own: _OwnMetrics) -> StepRecord:
     rest = max(0.0, 1.0 - data - checkpoint - evaluation)
     measured = all(one == one for one in together.waits)
     flop_s = mfu = None
-    if together.flops_per_sample is not None:
-        flop_s = together.flops_per_sample * together.new_samples / wall_s
+    if together.flops is not None:
+        flop_s = together.flops / wall_s
         if together.peak_flop_s is not None:
             mfu = flop_s / together.peak_flop_s
     # DDP measures only some steps, so limit its figures to the remaining time.
@@ -360,7 +361,7 @@ class _SummedMetrics:
     data_shares: list[float]
     waits: list[float]
     peak_bytes: int
-    flops_per_sample: float | None
+    flops: float | None  # None if unknown
     peak_flop_s: float | None  # of all devices; None if one of them is unknown
 
 

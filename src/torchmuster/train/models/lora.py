@@ -95,9 +95,14 @@ def trained_share(model: nn.Module) -> str:
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Return the number of all and of the trained weights; in 4 bits, two weights are in a byte."""
-    packed = {id(one.weight): math.prod(one.quant_state.shape) for one in four_bit_layers(model)}
+    packed = packed_sizes(model)
     counts = [(packed.get(id(one), one.numel()), one.requires_grad) for one in model.parameters()]
     return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
+
+
+def packed_sizes(model: nn.Module) -> dict[int, int]:
+    """Return the number of weights of each parameter in 4 bits, by the parameter's id()."""
+    return {id(one.weight): math.prod(one.quant_state.shape) for one in four_bit_layers(model)}
 
 
 def _count(number: int) -> str:

@@ -1,12 +1,10 @@
-"""Count the floating-point operations of a training step once, with ``FlopCounterMode``.
+"""Count the floating-point operations of a profiled step, with ``FlopCounterMode``.
 
 The count includes matrix products, convolutions and attention, forward and backward, and recomputed
 activations. Operations compiled by ``torch.compile`` are not visible: then nothing is counted.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,41 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torchmuster.train.torch_private import TorchDispatchMode, is_compiled_part
 
 _LOWER = (torch.bfloat16, torch.float16)
-_NOTHING = nullcontext()
-
-
-class FlopsPerSample:
-    """Counts the first micro-batch that has samples, and ignores all others."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Prepare to count a model's operations; a compiled model is not counted."""
-        self._wanted = not is_compiled(model)
-        self.value: float | None = None
-
-    def counting(self, samples: int) -> AbstractContextManager[None]:
-        """Count the operations inside the ``with`` for N samples, unless already counted."""
-        # Called at every micro-batch, so it creates nothing unless it counts.
-        return self._count(samples) if self._wanted and samples else _NOTHING
-
-    def state(self) -> list[float | None]:
-        """Return the count to save, if there is one; empty if nothing was counted yet."""
-        return [] if self._wanted else [self.value]
-
-    def restore(self, state: list[float | None]) -> None:
-        """Use the count of another process instead of counting again.
-
-        Counting changes the last digit of some gradients, because torch then decomposes operations,
-        so a resumed run must not count a step that the uninterrupted run did not count.
-        """
-        if state:
-            self._wanted, self.value = False, state[0]
-
-    @contextmanager
-    def _count(self, samples: int) -> Iterator[None]:
-        self._wanted = False
-        with FlopCounterMode(display=False) as counter:
-            yield
-        self.value = counter.get_total_flops() / samples or None
 
 
 def is_compiled(model: nn.Module) -> bool:

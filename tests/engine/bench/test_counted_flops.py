@@ -1,0 +1,40 @@
+"""The FLOPs that the profiler counts in a step of a model that can be counted by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchmuster.bench.probes.counted_flops import CountedFlops, is_compiled
+
+pytestmark = pytest.mark.engine
+
+# Two products forward, and three backward: the inputs of the first layer need no gradient.
+OF_A_SAMPLE = 2 * (32 * 64 + 64 * 8) + 2 * (32 * 64 + 2 * 64 * 8)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def test_a_compiled_model_is_recognized() -> None:
+    network = model()
+    network[0].compile(backend="eager")
+    assert is_compiled(network)
+    whole = torch.compile(model(), backend="eager")
+    assert isinstance(whole, nn.Module)
+    assert is_compiled(whole)
+    assert not is_compiled(model())
+
+
+def test_a_whole_step_is_counted_with_the_types_of_its_products() -> None:
+    flops, network = CountedFlops(), model()
+    flops.begin()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = network(torch.randn(4, 32)).sum()
+    loss.backward()
+    flops.end()
+    assert (flops.flops, flops.lower_type) == (4 * OF_A_SAMPLE, "bfloat16")
+    nothing = CountedFlops()
+    nothing.begin()
+    nothing.end()
+    assert (nothing.flops, nothing.lower_type) == (None, None)
