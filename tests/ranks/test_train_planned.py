@@ -1,6 +1,5 @@
-"""A training that follows a plan: ``strategy: auto`` traces where sizes do not decide, and ``--plan`` is kept to."""
+"""A training that follows its plan: ``--plan``."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,37 +7,10 @@ from syrupy.assertion import SnapshotAssertion
 
 from batch_size_cases import write_model
 from muster_command import Muster
-from rank_group import RunRanks
-from rank_programs import planned
 from torchmuster.plan.proof import comparison
 from torchmuster.runfolder import list_runs
-from torchmuster.units import GiB, MiB
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
-
-
-def test_where_sizes_do_not_decide_the_first_rank_traces_for_all(
-    own_machine: Path, run_ranks: RunRanks
-) -> None:
-    write_model(own_machine)
-    # States are a small part; they are not, and a copy fits; it does not, beside what a process takes.
-    memories = [4 * GiB, GiB, 320 * MiB]
-    told = run_ranks(planned.spread, 2, str(own_machine), 280 * MiB, memories)
-    assert told[0] == told[1]
-    (clear, roomy, tight) = told[0]
-    assert clear == ["ddp", "ddp: by its states"]
-    assert roomy[0] == "ddp"
-    assert re.fullmatch(
-        r"ddp: according to a trace, a full copy takes 3\d\d MiB of 1\.0 GiB per rank with micro-batches of 4 "
-        r"\(280 MiB of it states\)",
-        roomy[1],
-    )
-    assert tight[0] == "fsdp"
-    promise = comparison.read_promise(own_machine / "run-1")
-    assert promise is not None
-    assert promise.candidate.layout.copies == 2
-    assert MiB < promise.tensor_bytes < 3 * MiB
-    assert comparison.read_promise(own_machine / "run-2") is None
 
 
 def test_a_training_follows_its_plan_and_is_held_against_it(

@@ -21,8 +21,6 @@ from torchmuster.units import format_bytes, plural
 
 TRAINING_STATES_PER_WEIGHT = 4
 USABLE_SHARE = 0.9
-# If sharding saves less than this share of a device's memory, it is not worth its communication.
-_CLEARLY_SMALL = 0.25
 
 Strategy = Literal["single", "ddp", "fsdp"]
 
@@ -41,11 +39,6 @@ class Placement:
 
     devices: tuple[Device, ...]
     strategy: Strategy
-
-
-def states_decide(states_bytes: int, memory_bytes: int) -> bool:
-    """Return whether the size of the states alone decides if a training run fits on a device."""
-    return not _CLEARLY_SMALL < states_bytes / memory_bytes <= USABLE_SHARE
 
 
 def choose_for_model(

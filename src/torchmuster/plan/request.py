@@ -6,7 +6,6 @@ from typing import Literal, TypeAlias
 from torchmuster.config.fields import leaves
 from torchmuster.config.layers import Strength
 from torchmuster.config.resolve import Resolved
-from torchmuster.config.settings import Settings
 from torchmuster.config.training import UNSHARDED_OPTIMIZERS
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
@@ -112,12 +111,6 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
             if model.lora_rank is None
             else "--model FOLDER_OR_NAME, or leave out model.load_in_4bit",
         )
-    return work_from_values(resolved.settings, folder=folder)
-
-
-def work_from_values(settings: Settings, *, folder: str) -> Work:
-    """Return what is trained, from setting values for the model and the data."""
-    model, data, train = settings.model, settings.data, settings.train
     return Work(
         build=model.build,
         model_name_or_path=model.model_name_or_path,

@@ -12,7 +12,6 @@ from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.runfolder import RunFolder
-from torchmuster.train.data.batch_split import BatchSplit
 from torchmuster.train.data.formats import Tokenizer
 from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
 from torchmuster.train.data.text import TextRows
@@ -27,7 +26,6 @@ from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.weights import replaced_folder
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import format_bytes
-from torchmuster.worker.planned import planned_strategy
 from torchmuster.worker.reporting import rank_zero_log
 
 
@@ -68,9 +66,6 @@ def model_of(
     rows: TextRows | None,
     number_type: Precision,
     world: World,
-    *,
-    portions: BatchSplit | None,
-    folder: Path,
 ) -> tuple[nn.Module, Decision[Strategy]]:
     """Return the model and its strategy; for fsdp, only rank 0's model has values."""
     wanted, asked = settings.train, settings.distributed.strategy
@@ -96,18 +91,6 @@ def model_of(
     name = strategies.choose_strategy(
         asked, ranks=world.world_size, sizes=sizes, memory_bytes=memory, sharding=sharding
     )
-    decides_by_trace = asked == "auto" and sharding is None and not recipe.load_in_4bit
-    if decides_by_trace and portions is not None and memory is not None:
-        name = planned_strategy(
-            settings,
-            name,
-            states_bytes=sizes.states_bytes,
-            memory_bytes=memory,
-            precision=number_type,
-            portions=portions,
-            world=world,
-            folder=folder,
-        )
     is_sharded = name.value == "fsdp"
     if recipe.load_in_4bit:
         # With fsdp too, every rank loads all of it, to the host: the scales of weights in 4 bits

@@ -31,7 +31,6 @@ from torchmuster.train.checkpointing.policy import RETRY_EVERY_S, CheckpointSett
 from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.data.text import TextRows
-from torchmuster.train.defaults import portions_of
 from torchmuster.train.models import factory, hugging_face, lora
 from torchmuster.train.models.factory import ModelRecipe, with_weights_of
 from torchmuster.train.models.logits import fixed_batch, is_quantized, logits_on
@@ -137,8 +136,6 @@ def _trainer(
         rows,
         number_type.value,
         world,
-        portions=portions_of(loader),
-        folder=folder,
     )
     if saving is not None:
         saving = replace(saving, base=base_of(recipe, model, world, folder))

@@ -37,7 +37,7 @@ _SAMPLES_FOR_S = 10.0
 _NOT_AGAIN_BEFORE_S = 30.0
 _MOVES_SEEN = 3
 # Phases that one rank may spend alone for a while, using little CPU.
-_LONG_PHASES = ("saving", "evaluating", "compiling", "planning")
+_LONG_PHASES = ("saving", "evaluating", "compiling")
 
 
 _PATIENCE_S: Mapping[HangKind, float] = {

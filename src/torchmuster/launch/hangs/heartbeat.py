@@ -35,7 +35,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     beat: Integer  # increases as long as Python can run in it
     moves: Integer  # increases with any progress: a step, a phase, a collective started or finished
     step: Integer | None = None
-    phase: str = ""  # loading data, forward, backward, update, saving, evaluating, compiling, planning; "": unknown
+    phase: str = (
+        ""  # loading data, forward, backward, update, saving, evaluating, compiling; "": unknown
+    )
     place: str = ""  # the innermost line of the user's own code: train.py:88 in step
     doing: str = ""  # all_reduce, barrier, time.sleep, DataLoader.__next__, backward, …
     waiting: bool = False  # what it is doing finishes only when other ranks join

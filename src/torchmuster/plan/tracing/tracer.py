@@ -86,8 +86,6 @@ class Tracer:
         self._workers = workers
         self._say = say
         self._idle: dict[str, list[_Worker]] = {}  # by the folder of imports
-        self._busy: set[_Worker] = set()
-        self._given_up = False
         self._lock = threading.Lock()
 
     def __enter__(self) -> "Tracer":
@@ -103,13 +101,6 @@ class Tracer:
         if self._cache is not None and self._made:
             with suppress(OSError):  # another plan may be deleting the same files
                 self._cache.forget_oldest()
-
-    def give_up(self) -> None:
-        """Refuse all pending traces; may be called by another thread, such as a timer's."""
-        with self._lock:
-            self._given_up = True
-            for one in self._busy:
-                one.kill()
 
     def records(self, requests: Sequence[TraceRequest]) -> list[Found]:
         """Return the record of each request, in order.
@@ -180,8 +171,6 @@ class Tracer:
     def _answer(self, request: TraceRequest) -> Found:
         folder = request.work.folder
         with self._lock:
-            if self._given_up:
-                return _TOO_LATE
             version = torch_version()
             if version is not None and torch_too_old(version):
                 return _too_old(version)
@@ -192,12 +181,10 @@ class Tracer:
                 return TraceRefused(
                     what=f"cannot start a tracing process in {folder!r}", why=str(error)
                 )
-            self._busy.add(worker)
         answer = worker.ask(request)
         with self._lock:
-            self._busy.remove(worker)
             if isinstance(answer, str):
-                return _TOO_LATE if self._given_up else _died(answer)
+                return _died(answer)
             self._idle[folder].append(worker)
         found = answer.record or answer.refused
         assert found is not None, "an answer is a record or a refusal"
@@ -209,12 +196,6 @@ class Tracer:
         if self._own_logs is None:
             self._own_logs = tempfile.TemporaryDirectory(prefix="torchmuster-plan-")
         return Path(self._own_logs.name)
-
-
-_TOO_LATE = TraceRefused(
-    what="tracing took too long and was stopped",
-    fix="muster plan --config …  # traces without a time limit, and caches the results",
-)
 
 
 def _as_asked(request: TraceRequest, found: Found) -> Found:

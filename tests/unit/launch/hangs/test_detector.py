@@ -251,7 +251,7 @@ def test_healthy_ranks_that_are_found_in_a_collective_each_time_do_not_hang() ->
     assert Ranks().live(200, lambda _: unseen) == []
 
 
-@pytest.mark.parametrize("phase", ["saving", "evaluating", "compiling", "planning"])
+@pytest.mark.parametrize("phase", ["saving", "evaluating", "compiling"])
 def test_what_one_rank_does_for_all_may_take_a_minute(phase: str) -> None:
     ranks = Ranks()
     assert ranks.live(58, one_against_all(1, {"phase": phase, "doing": "write"})) == []
