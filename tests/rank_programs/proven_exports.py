@@ -1,4 +1,4 @@
-"""Train a tiny model of an architecture; prove its final weights and exports of its checkpoint."""
+"""Train a tiny model of an architecture; check its final weights and exports of its checkpoint."""
 
 import json
 import os
@@ -19,6 +19,7 @@ from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.written import settings_yaml
 from torchmuster.errors import MusterError
 from torchmuster.runfolder import RunFolder
+from torchmuster.train.weights import compare_hashes
 from torchmuster.train.world import World, rank_zero_first
 from torchmuster.worker import exported, training
 
@@ -61,13 +62,19 @@ def train_and_prove(
             run.config.write_text(settings_yaml(resolved))
     facts: dict[str, Any] = {}
 
-    def check(request: ExportCheck) -> CheckResult:
-        _damage(Path(request.folder), damage_final)
-        result = run_check(request) if fresh else exported.check_export(request)
+    def check(request: ExportCheck, *, limit_s: float) -> CheckResult:
+        result = run_check(request, limit_s=limit_s) if fresh else exported.check_export(request)
         facts["final"] = result
         return result
 
-    with mock.patch.object(training, "run_check", check):
+    def compare(folder: Path, hashes: Mapping[str, str]) -> int:
+        _damage(folder, damage_final)
+        return compare_hashes(folder, hashes)
+
+    with (
+        mock.patch.object(training, "run_check", check),
+        mock.patch.object(training, "compare_hashes", compare),
+    ):
         try:
             training.train_from_settings(resolved.settings, world, run.path)
         except MusterError as error:

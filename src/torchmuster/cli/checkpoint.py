@@ -161,9 +161,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "export",
         "write a checkpoint's weights as safetensors that transformers loads",
         more="Without NAME, exports the newest good checkpoint. Verifies it first. A separate process "
-        "then\nloads the result with transformers or peft, and compares every tensor, and the logits "
-        "if\nthere is enough memory, with the checkpoint's. For a LoRA run, writes an adapter that "
-        "peft\nloads.",
+        "then\ncompares every name with those that transformers or peft expects, and every tensor with "
+        "the\ncheckpoint's; for merged weights the logits. For a LoRA run, writes an adapter that peft "
+        "loads.",
         examples=[
             "muster checkpoint export --to my-model",
             "muster checkpoint export --merge --dtype bfloat16 --to my-model",
@@ -371,7 +371,7 @@ def _export(options: argparse.Namespace) -> int:
         output.print_text(f"also written: {', '.join(done.beside)}")
     output.print_text(f"checked: {checked.sentence()}")
     if checked.unchecked and {"config.json", ADAPTER_CONFIG} & set(done.beside):
-        output.say(f"warning: logits were not compared: {checked.unchecked}")
+        output.say(f"warning: {checked.unchecked}")
     output.print_text(_how_to_load(options.to, done.beside))
     return ExitCode.GOOD
 

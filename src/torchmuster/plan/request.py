@@ -87,7 +87,8 @@ def _strategy(resolved: Resolved, hardware: Hardware) -> Literal["single", "ddp"
 
 def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
     """Return what is trained, from the settings."""
-    model, data = resolved.settings.model, resolved.settings.data
+    settings = resolved.settings
+    model, data, train = settings.model, settings.data, settings.train
     if model.model_name_or_path is None and model.build is None:
         raise Impossible(
             "no model to plan for",

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,7 @@ def save_weights(
     """
     state = strategy.state_dict(model)["model"]
     names = [one for one in state if one not in _tied_names(model)]
-    tensors = _whole_tensors(state, names)
+    tensors = _whole_tensors(state, names, world)
     problem = ""
     hashes: dict[str, str] = {}
     if world.is_first:
@@ -189,13 +190,26 @@ def _tied_names(model: nn.Module) -> set[str]:
     return tied
 
 
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file for PyTorch, readable by all whom the umask allows.
+
+    ``save_file`` alone gives mode 600.
+    """
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
 def _whole_tensors(
-    state: Mapping[str, torch.Tensor], names: list[str]
+    state: Mapping[str, torch.Tensor], names: list[str], world: World
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each full tensor, in host memory."""
+    """Yield each full tensor, on rank 0 in host memory; the other ranks only help to gather it."""
     for name in names:
         tensor = whole_tensor(state[name].detach())
-        yield name, tensor.to("cpu", copy=True).contiguous()
+        if world.is_first:
+            tensor = tensor.to("cpu", copy=True).contiguous()
+        yield name, tensor
 
 
 def _weights_files(
@@ -228,7 +242,7 @@ def _write_files(
         content = dict(next(tensors) for _ in names)
         total_bytes += sum(one.numel() * one.element_size() for one in content.values())
         hashes.update({name: tensor_hash(tensor) for name, tensor in content.items()})
-        save_file(content, folder / file, metadata={"format": "pt"})
+        save_tensors(content, folder / file)
         place_of.update(dict.fromkeys(names, file))
     if len(files) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": place_of}

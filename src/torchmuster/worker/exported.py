@@ -6,13 +6,15 @@ these checks, in this order:
 
 1. transformers, or peft, finds exactly its weights in the folder: no name is missing, unexpected or
    of another shape.
-2. Every tensor in the folder has the bits of the checkpoint's, or of the trained model's.
-3. The model that the library loads gives the same logits as the training's model.
+2. Every tensor in the folder has the bits of the checkpoint's.
+   Merged weights are in no checkpoint: instead, the model that the library loads gives the same
+   logits as the run's model.
 """
 
 import importlib
 import importlib.util
 import math
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,22 +24,14 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 
 from torchmuster.checkpoints.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, name_in_adapter
-from torchmuster.checkpoints.export_check import (
-    EXACT,
-    MERGED,
-    SIXTEEN_BITS,
-    CheckResult,
-    ExportCheck,
-)
+from torchmuster.checkpoints.export_check import MERGED, SIXTEEN_BITS, CheckResult, ExportCheck
 from torchmuster.checkpoints.model_class import class_in_folder, set_dtype
 from torchmuster.checkpoints.places import open_store
 from torchmuster.checkpoints.store import Store, decode_strictly
 from torchmuster.checkpoints.tensor_file import (
-    ELEMENT_BYTES,
     FileEntry,
     Index,
     read_file_head,
@@ -49,9 +43,8 @@ from torchmuster.train.checkpointing.storage import DTYPES as STORED_DTYPES
 from torchmuster.train.models import hugging_face
 from torchmuster.train.models.factory import ModelRecipe
 from torchmuster.train.models.hugging_face import DTYPES, weights_dtype
-from torchmuster.train.models.logits import fixed_batch, is_quantized, largest_difference, logits_on
-from torchmuster.train.models.meta_init import build_on_meta, is_on_meta
-from torchmuster.train.weights import compare_hashes, refuse_wrong_tensors, some_names
+from torchmuster.train.models.logits import fixed_batch, is_quantized, largest_difference, logits_of
+from torchmuster.train.weights import refuse_wrong_tensors, save_tensors, some_names
 from torchmuster.train.world import World
 from torchmuster.units import format_bytes
 from torchmuster.worker.model import recipe_of
@@ -81,20 +74,26 @@ def check_export(request: ExportCheck) -> CheckResult:
             ) from error
     elif request.dtype is not None:
         cast_weights(folder, request.dtype)
-    unchecked = request.unchecked
+    unchecked = []
     try:
         check_names(folder)
     except Unchecked as error:
-        unchecked = str(error)
-    tensors, source = compare_tensors(request)
-    difference, limit = None, request.limit
-    if not unchecked and request.logits:
+        unchecked.append(f"names not compared: {error}")
+    tensors, source = 0, ""
+    difference, limit = None, MERGED
+    if request.merge:
         try:
             difference, limit = compare_logits(request)
         except Unchecked as error:
-            unchecked = str(error)
+            unchecked.append(f"logits not compared: {error}")
+    elif request.checkpoint is not None:
+        tensors, source = compare_tensors(request), f"checkpoint {request.name}"
     return CheckResult(
-        tensors=tensors, source=source, difference=difference, limit=limit, unchecked=unchecked
+        tensors=tensors,
+        source=source,
+        difference=difference,
+        limit=limit,
+        unchecked="; ".join(unchecked),
     )
 
 
@@ -123,6 +122,9 @@ def merge(folder: Path, *, dtype: str, written: str | None = None) -> None:
     # transformers refuses to save an invalid generation config; keep the base model's file.
     merged.generation_config = transformers.GenerationConfig()
     merged.save_pretrained(folder, max_shard_size="2GB")
+    mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)  # save_pretrained gives mode 600
     if kept is None:
         generation.unlink(missing_ok=True)
     else:
@@ -140,7 +142,7 @@ def cast_weights(folder: Path, dtype: str) -> None:
         for name, tensor in tensors.items():
             tensors[name] = cast_tensor(name, tensor, dtype)
         total_bytes += sum(one.nbytes for one in tensors.values())
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_tensors(tensors, file)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = msgspec.json.decode(index.read_bytes())
@@ -163,19 +165,11 @@ def cast_tensor(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return made
 
 
-def compare_tensors(request: ExportCheck) -> tuple[int, str]:
-    """Compare every tensor in the folder with its source; return their number and the source.
-
-    Merged weights are in no checkpoint: for them, only logits are compared.
-    """
+def compare_tensors(request: ExportCheck) -> int:
+    """Compare the bits of every tensor in the folder with the checkpoint's; return their number."""
     folder = Path(request.folder)
-    if request.merge or (request.hashes is None and request.checkpoint is None):
-        return 0, ""
     files = {name: file for file in folder.glob("*.safetensors") for name in _names_in(file)}
-    if request.hashes is not None:
-        return compare_hashes(folder, request.hashes), "the trained model"
     assert request.checkpoint is not None
-    source = f"checkpoint {request.name}"
     seen, wrong = set(), []
     adapter = (folder / ADAPTER_WEIGHTS).is_file()
     for own, tensor in checkpoint_tensors(open_store(request.checkpoint), request.name):
@@ -186,8 +180,8 @@ def compare_tensors(request: ExportCheck) -> tuple[int, str]:
         made = tensor if request.dtype is None else cast_tensor(name, tensor, request.dtype)
         if name not in files or not _equal_bits(_read(files[name], name), made):
             wrong.append(name)
-    refuse_wrong_tensors([*wrong, *(files.keys() - seen)], source)
-    return len(files), source
+    refuse_wrong_tensors([*wrong, *(files.keys() - seen)], f"checkpoint {request.name}")
+    return len(files)
 
 
 def checkpoint_tensors(store: Store, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -216,17 +210,14 @@ def checkpoint_tensors(store: Store, name: str) -> Iterator[tuple[str, torch.Ten
 
 
 def compare_logits(request: ExportCheck) -> tuple[float, float]:
-    """Compare logits of the loaded folder and of the training; return difference and limit."""
+    """Compare logits of the merged model and of the run's; return difference and limit."""
     folder = Path(request.folder)
-    _refuse_lack_of_memory(request)
-    if request.expected is not None:
-        batch = load_file(request.expected)
-        expected, limit = batch.pop("logits"), request.limit
-    else:
-        batch, expected, limit = _expected_of_checkpoint(request)
+    _refuse_lack_of_memory(folder)
+    batch, expected, limit = _logits_of_checkpoint(request)
     if not bool(expected.isfinite().all()):
         raise Unchecked("those of the trained model are not finite")
-    logits = logits_on(_loaded(folder, request.base_dtype), batch, _CPU)
+    auto = getattr(_library("transformers"), class_in_folder(folder).value.auto)
+    logits = logits_of(auto.from_pretrained(folder, local_files_only=True), batch)
     difference = largest_difference(logits, expected)
     if not difference <= limit:  # also if it is NaN
         raise MusterError(
@@ -238,47 +229,31 @@ def compare_logits(request: ExportCheck) -> tuple[float, float]:
     return difference, limit
 
 
-def _expected_of_checkpoint(
+def _logits_of_checkpoint(
     request: ExportCheck,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
-    """Build the training's model from the checkpoint's tensors; return inputs, logits and limit."""
+    """Build the run's model from the checkpoint's tensors; return inputs, logits and limit."""
     if request.checkpoint is None:
         raise Unchecked("there is no checkpoint to compare with")
     tensors = dict(checkpoint_tensors(open_store(request.checkpoint), request.name))
-    trained = weights_dtype(tensors.values())
-    if any(name_in_adapter(name) is not None for name in tensors):
-        recipe = _lora_recipe(request)
-        model = recipe.model().value
-        if is_quantized(model):
-            raise Unchecked("the run's base model is quantized, and the export's is not")
-        left = model.load_state_dict(tensors, strict=False)
-        without = {name for name, one in model.named_parameters() if one.requires_grad}
-        _refuse(
-            {
-                "missing in the checkpoint": sorted(without & set(left.missing_keys)),
-                "not in the run's model": sorted(left.unexpected_keys),
-            }
-        )
-        limit = EXACT
-        if request.merge:
-            limit = MERGED if weights_dtype(model.parameters()) == "float32" else SIXTEEN_BITS
-    else:
-        if request.model is None:
-            raise Unchecked("the run folder has no model/")
-        recipe = ModelRecipe(files=hugging_face.find_model(request.model), dtype=trained)
-        model = build_on_meta(lambda: recipe.sketch().value)
-        left = model.load_state_dict(tensors, strict=False, assign=True)
-        model.tie_weights()  # type: ignore[operator]
-        if is_on_meta(model) or left.unexpected_keys:
-            empty = [name for name, one in model.named_parameters() if one.is_meta]
-            _refuse({"missing": empty, "not in the model": sorted(left.unexpected_keys)})
-        limit = EXACT
-    if request.dtype not in (None, trained):
-        limit = SIXTEEN_BITS
+    recipe = _lora_recipe(request)
+    model = recipe.model().value
+    if is_quantized(model):
+        raise Unchecked("the run's base model is quantized, and the export's is not")
+    left = model.load_state_dict(tensors, strict=False)
+    without = {name for name, one in model.named_parameters() if one.requires_grad}
+    _refuse(
+        {
+            "missing in the checkpoint": sorted(without & set(left.missing_keys)),
+            "not in the run's model": sorted(left.unexpected_keys),
+        }
+    )
+    in_float32 = weights_dtype(model.parameters()) == "float32"
+    limit = MERGED if in_float32 and request.dtype in (None, "float32") else SIXTEEN_BITS
     assert recipe.files is not None
     kind = hugging_face.model_class(recipe.files).value
     batch = fixed_batch(hugging_face.model_config(recipe.files), kind)
-    return batch, logits_on(model, batch, _CPU), limit
+    return batch, logits_of(model, batch), limit
 
 
 def _lora_recipe(request: ExportCheck) -> ModelRecipe:
@@ -303,14 +278,6 @@ def _alone() -> World:
     )
 
 
-def _loaded(folder: Path, base_dtype: str) -> nn.Module:
-    """Load a folder as its user does."""
-    if (folder / ADAPTER_CONFIG).is_file():
-        return _adapted(folder, base_dtype)  # type: ignore[no-any-return]
-    auto = getattr(_library("transformers"), class_in_folder(folder).value.auto)
-    return auto.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]
-
-
 def _adapted(folder: Path, dtype: str) -> Any:
     """Load an adapter on its base model."""
     peft = _library("peft")
@@ -321,20 +288,10 @@ def _adapted(folder: Path, dtype: str) -> Any:
     return peft.PeftModel.from_pretrained(model, folder)
 
 
-def _refuse_lack_of_memory(request: ExportCheck) -> None:
+def _refuse_lack_of_memory(folder: Path) -> None:
     """Raise Unchecked if the model does not fit into free memory; it is loaded once at a time."""
-    folder = Path(request.folder)
-    sizes = [sum(_bytes_of(file) for file in folder.glob("*.safetensors"))]
-    if (folder / ADAPTER_CONFIG).is_file():
-        base = _base(_library("peft").PeftConfig.from_pretrained(folder))
-        files = hugging_face.find_model(base["name"]).weights
-        sizes[0] += sum(_bytes_of(file, request.base_dtype) for file in files)
-    if request.checkpoint is not None:
-        store = open_store(request.checkpoint)
-        index = Index.read(store, request.name)
-        stored = [one for name, one in index.tensors.items() if name.startswith(_MODEL)]
-        sizes.append(sum(one.size_bytes for one in stored))
-    needed = round(_MARGIN * max(sizes)) + _MARGIN_BYTES
+    size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    needed = round(_MARGIN * size_bytes) + _MARGIN_BYTES
     host = read_cpu()
     if host.total_bytes is None or host.used_bytes is None:
         return
@@ -344,15 +301,6 @@ def _refuse_lack_of_memory(request: ExportCheck) -> None:
             f"the model needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are "
             "free on this host"
         )
-
-
-def _bytes_of(file: Path, dtype: str = "auto") -> int:
-    with file.open("rb") as stream:
-        entries = read_file_head(stream, file.stat().st_size).values()
-    if dtype == "auto":
-        return sum(one.end - one.begin for one in entries)
-    each = DTYPES[dtype].itemsize
-    return sum((one.end - one.begin) // ELEMENT_BYTES[one.dtype] * each for one in entries)
 
 
 def _check_model(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Train from settings: build the parts, resume from a checkpoint, train, and write the weights."""
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -10,16 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 
 from torchmuster.checkpoints.export import name_in_adapter
-from torchmuster.checkpoints.export_check import (
-    EXACT,
-    OTHER_KERNELS,
-    SIXTEEN_BITS,
-    ExportCheck,
-    run_check,
-)
+from torchmuster.checkpoints.export_check import ExportCheck, run_check
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.config.settings import Settings, Train
 from torchmuster.config.training import EVALUATION_METRICS, checkpoint_place, warmup_steps_of
@@ -31,9 +23,8 @@ from torchmuster.train.checkpointing.policy import RETRY_EVERY_S, CheckpointSett
 from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.data.text import TextRows
-from torchmuster.train.models import factory, hugging_face, lora
+from torchmuster.train.models import factory, lora
 from torchmuster.train.models.factory import ModelRecipe, with_weights_of
-from torchmuster.train.models.logits import fixed_batch, is_quantized, logits_on
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.progress import progress
 from torchmuster.train.seeds import seed_everything
@@ -65,6 +56,9 @@ from torchmuster.worker.reporting import (
     reports_for,
     start_sinks,
 )
+
+# All ranks wait for this check, and they hold GPUs.
+_NAMES_WITHIN_S = 300.0
 
 
 def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
@@ -303,7 +297,6 @@ def _schedule(
 def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -> None:
     """Write the trained weights, LoRA matrices or full model, with config and tokenizer; check them."""
     world, strategy = trainer.world, trainer.strategy.value
-    expected = _expected_logits(trainer, recipe)
 
     def write() -> dict[str, str]:
         if recipe.lora is None:
@@ -316,7 +309,7 @@ def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -
     with rank_zero_first(world):
         if world.is_first:
             progress.phase = "checking the weights"
-            rank_zero_log(world, _check_final(trainer, recipe, place, hashes, expected))
+            rank_zero_log(world, _check_final(recipe, place, hashes))
             progress.phase = ""
 
 
@@ -344,18 +337,6 @@ def _until_written(write: Callable[[], dict[str, str]], world: World) -> dict[st
             progress.phase = ""
 
 
-def _expected_logits(trainer: Trainer, recipe: ModelRecipe) -> dict[str, torch.Tensor] | None:
-    """Return a fixed batch with the trained model's logits; None for a model of the user's code.
-
-    All ranks call it: they compute together if the model is sharded.
-    """
-    if recipe.files is None or is_quantized(trainer.model):
-        return None
-    kind = hugging_face.model_class(recipe.files, recipe.labels).value
-    batch = fixed_batch(hugging_face.model_config(recipe.files, recipe.labels), kind)
-    return {**batch, "logits": logits_on(trainer.model, batch, trainer.world.device)}
-
-
 def _adapter_hashes(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the hash of each tensor of an adapter; all ranks call it."""
     names = {name: name_in_adapter(name) for name in state}
@@ -366,36 +347,20 @@ def _adapter_hashes(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def _check_final(
-    trainer: Trainer,
-    recipe: ModelRecipe,
-    place: Path,
-    hashes: dict[str, str],
-    expected: dict[str, torch.Tensor] | None,
-) -> str:
-    """Check the final weights; return which checks were made.
+def _check_final(recipe: ModelRecipe, place: Path, hashes: dict[str, str]) -> str:
+    """Check the bits and the names of the final weights; return which checks were made.
 
     Weights that are wrong stay, under a name that says so.
     """
     try:
+        count = compare_hashes(place, hashes)
+        text = f"checked: {plural(count, 'tensor')} equal to those of the trained model"
         if recipe.files is None:
-            count = compare_hashes(place, hashes)
-            return f"checked: {plural(count, 'tensor')} equal to those of the trained model"
-        with tempfile.TemporaryDirectory(prefix="torchmuster-check-") as folder:
-            file = Path(folder) / "expected.safetensors"
-            if expected is not None:
-                save_file({name: one.contiguous() for name, one in expected.items()}, file)
-            result = run_check(
-                ExportCheck(
-                    folder=str(place),
-                    base_dtype=recipe.dtype,
-                    hashes=hashes,
-                    expected=None if expected is None else str(file),
-                    unchecked="" if expected else "the run's base model is quantized",
-                    limit=_limit(trainer),
-                )
-            )
-        return f"checked: {result.sentence()}"
+            return text
+        names = run_check(
+            ExportCheck(folder=str(place), base_dtype=recipe.dtype), limit_s=_NAMES_WITHIN_S
+        )
+        return f"{text}; {names.unchecked or 'their names are those of the model'}"
     except MusterError as error:
         failed = place.with_name(f"{place.name}-failed-check")
         shutil.rmtree(failed, ignore_errors=True)
@@ -406,14 +371,3 @@ def _check_final(
             fix=f"{error.fix}. The training state is saved: muster train --resume RUN writes the "
             "weights again",
         ) from error
-
-
-def _limit(trainer: Trainer) -> float:
-    """Return how far the loaded model's logits may be from those of the trained model."""
-    sixteen_bits = {torch.bfloat16, torch.float16}
-    types = {one.dtype for one in trainer.model.parameters()}
-    if trainer.strategy.value.name == "fsdp":  # gathers the weights in this dtype
-        types.add(trainer.precision.value.compute)
-    if types & sixteen_bits:
-        return SIXTEEN_BITS
-    return EXACT if trainer.world.device.type == "cpu" else OTHER_KERNELS

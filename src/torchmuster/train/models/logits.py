@@ -1,4 +1,4 @@
-"""Logits of a model for a fixed batch, to compare a trained model with the files written from it."""
+"""Logits of a model for a fixed batch, to compare a merged model with its parts."""
 
 from typing import Any
 
@@ -24,19 +24,17 @@ def fixed_batch(config: Any, kind: ModelClass) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(text.vocab_size, (1, length), generator=generator)}
 
 
-def logits_on(
-    model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device
-) -> torch.Tensor:
-    """Compute a model's logits in eval mode, without autocast; all ranks of a sharded model call it."""
+def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Compute a model's logits on the CPU, in eval mode."""
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
     inputs = {
-        name: value.to(device, dtype if value.is_floating_point() else value.dtype)
+        name: value.to(dtype) if value.is_floating_point() else value
         for name, value in batch.items()
     }
     model.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad():
         logits: torch.Tensor = model(**inputs).logits
-    return logits.float().cpu()
+    return logits.float()
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -14,7 +14,12 @@ from torch import nn
 from torchmuster.checkpoints.export import ADAPTER_WEIGHTS, name_in_adapter
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.train.weights import refuse_unwritten, replaced_folder, whole_tensor
+from torchmuster.train.weights import (
+    refuse_unwritten,
+    replaced_folder,
+    save_tensors,
+    whole_tensor,
+)
 from torchmuster.train.world import World
 from torchmuster.units import format_bytes
 
@@ -125,8 +130,6 @@ def save_adapters(
     ``state`` is the model's, full or sharded, and is gathered one matrix at a time. The files of
     the folder ``beside`` are copied next to it. All ranks call this; rank 0 writes.
     """
-    from safetensors.torch import save_file
-
     adapters: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         name_in_file = name_in_adapter(name)
@@ -141,7 +144,7 @@ def save_adapters(
             with replaced_folder(folder) as unfinished:
                 if beside is not None:
                     shutil.copytree(beside, unfinished, dirs_exist_ok=True)
-                save_file(adapters, unfinished / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+                save_tensors(adapters, unfinished / ADAPTER_WEIGHTS)
                 peft_config(model).save_pretrained(unfinished)
         except (OSError, SafetensorError) as error:
             problem = str(error)
