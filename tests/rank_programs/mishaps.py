@@ -170,7 +170,7 @@ def many_in_a_row(world: World) -> list[str]:
         except MusterError as error:
             said.append(str(error))
     try:
-        BadNumbers(model, world, when="stop").examine(0, spoilt, squared_error)
+        BadNumbers(model, world, most_in_a_row=1).examine(0, spoilt, squared_error)
     except MusterError as error:
         said.append(error.what)
     return said

@@ -132,7 +132,7 @@ CONFIG_AT_THE_END = """\
 model: {build: "own:held"}
 data: {dataset: "own:data"}
 train: {steps: 10, log_every: 1, micro_batch_size: 4}
-checkpoint: {every: 6, mode: sync}
+checkpoint: {every: 6}
 """
 
 

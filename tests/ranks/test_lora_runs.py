@@ -1,4 +1,4 @@
-"""LoRA, DoRA and QLoRA on real ranks: exact steps, small checkpoints, adapters that peft loads."""
+"""LoRA and QLoRA on real ranks: exact steps, small checkpoints, adapters that peft loads."""
 
 import json
 from collections.abc import Mapping
@@ -29,28 +29,27 @@ USUAL = {
     "train.learning_rate": "1e-2",
     "train.log_every": "1",
     "checkpoint.every": "2",
-    "checkpoint.mode": "sync",
 }
 DDP, FSDP = {"distributed.strategy": "ddp"}, {"distributed.strategy": "fsdp"}
-DORA = {"model.lora_use_dora": "true", "model.lora_targets": "[all-linear]"}
-WHOLE = {"model.lora_modules_to_save": "[lm_head, norm]", "model.lora_use_rslora": "true"}
+LINEAR = {"model.lora_targets": "[all-linear]"}
+WHOLE = {"model.lora_modules_to_save": "[lm_head, norm]"}
 QLORA = {"model.load_in_4bit": "true"}
 DROPOUT = {"model.lora_dropout": "0.1"}
 HALF = {"train.steps": "2"}
 RUNS: Mapping[str, Mapping[str, str]] = {
     "lora": {**USUAL, **FSDP},
-    "dora": {**USUAL, **DORA, **DDP},
-    "dora-fsdp": {**USUAL, **DORA, **FSDP},
+    "linear": {**USUAL, **LINEAR, **DDP},
+    "linear-fsdp": {**USUAL, **LINEAR, **FSDP},
     "whole": {**USUAL, **WHOLE, **DDP},
     "whole-fsdp": {**USUAL, **WHOLE, **FSDP},
     "qlora": {**USUAL, **QLORA, **DDP, "train.activation_checkpointing": "full"},
     "qlora-fsdp": {**USUAL, **QLORA, **FSDP},
-    "qdora": {**USUAL, **QLORA, **DORA, **DDP},
+    "qlinear": {**USUAL, **QLORA, **LINEAR, **DDP},
     "qwhole": {**USUAL, **QLORA, **WHOLE, **DDP},
 }
 RESUMED: Mapping[str, Mapping[str, str]] = {
     "dropped": {**USUAL, **DROPOUT, **WHOLE, **DDP},
-    "dropped-fsdp": {**USUAL, **DROPOUT, **DORA, **FSDP},
+    "dropped-fsdp": {**USUAL, **DROPOUT, **LINEAR, **FSDP},
     "dropped-qlora": {**USUAL, **DROPOUT, **QLORA, **DDP},
     "dropped-qlora-fsdp": {**USUAL, **DROPOUT, **QLORA, **FSDP},
 }

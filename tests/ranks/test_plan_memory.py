@@ -73,18 +73,18 @@ ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"number_type": "bf16", "recompute": "full"},
         {"lora_rank": 8, "torch_dtype": "bfloat16", "lora_targets": ("q_proj", "down_proj")},
     ),
-    "DoRA, dropout, a layer that is trained whole": (
+    "LoRA, dropout, a layer that is trained whole": (
         _WITHIN
         | {"family": "llama", "strategy": "single", "copies": 1, "shards": 1}
         | {"number_type": "bf16", "recompute": "selective"},
-        {"lora_rank": 8, "lora_use_dora": True, "lora_dropout": 0.1, "lora_use_rslora": True}
+        {"lora_rank": 8, "lora_dropout": 0.1}
         | {"lora_modules_to_save": ("lm_head",), "torch_dtype": "bfloat16"},
     ),
     "QLoRA, copies, fp32": (
         _WITHIN
         | {"family": "mistral", "strategy": "ddp", "copies": 2, "shards": 1}
         | {"number_type": "fp32", "recompute": "none"},
-        {"lora_rank": 4, "load_in_4bit": True, "lora_use_dora": True},
+        {"lora_rank": 4, "load_in_4bit": True},
     ),
     "QLoRA, transposed layers": (
         _WITHIN

@@ -20,7 +20,6 @@ USUAL = {
     "train.steps": "2",
     "train.global_batch_size": "4",
     "train.learning_rate": "1e-2",
-    "checkpoint.mode": "sync",
 }
 TEXT = {"data.files": "a.txt", "data.tokenizer": "bytes", "data.sequence_length": "16"}
 DATA: Mapping[str, Mapping[str, str]] = {

@@ -34,7 +34,6 @@ USUAL = {
     "train.global_batch_size": "8",
     "train.learning_rate": "1e-2",
     "checkpoint.every": "2",
-    "checkpoint.mode": "sync",
 }
 LORA = {"model.lora_rank": "4", "model.lora_alpha": "24"}
 DDP, FSDP = {"distributed.strategy": "ddp"}, {"distributed.strategy": "fsdp"}

@@ -32,7 +32,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # "default" is peft's name for a single adapter, which does not appear in its files.
 _DEFAULT = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
-_MAGNITUDE = re.compile(r"(\.lora_magnitude_vector)\.default\.weight$")
 _WHOLE_COPY = ".modules_to_save.default."
 
 
@@ -42,7 +41,7 @@ def name_in_adapter(name: str) -> str | None:
         return name.replace(_WHOLE_COPY, ".")
     if ".lora_" not in name:
         return None
-    return _DEFAULT.sub(r"\1", _MAGNITUDE.sub(r"\1", name))
+    return _DEFAULT.sub(r"\1", name)
 
 
 _MODEL = "model."

@@ -104,12 +104,12 @@ def _answer(resolved: Resolved, hardware: Hardware) -> Answer:
 
 # These may change when a run is resumed; all others define the training.
 _MAY_CHANGE = (
-    *("distributed.", "launch.", "checkpoint.every", "checkpoint.keep", "checkpoint.mode"),
+    *("distributed.", "launch.", "checkpoint.every", "checkpoint.keep"),
     *("train.epochs", "train.steps", "train.micro_batch_size", "train.clip_norm"),
     *("train.precision", "train.activation_checkpointing", "train.compile"),
-    *("train.on_bad_numbers", "train.log_every", "train.evaluate_every", "train.early_stopping_"),
+    *("train.log_every", "train.evaluate_every", "train.early_stopping_"),
     *("data.workers", "data.prefetch", "data.evaluation_", "model.device_map"),
-    *("model.attention", "metrics."),
+    "metrics.",
 )
 _LENGTHS = ("train.epochs", "train.steps")
 # Changes of these let a finished run continue.

@@ -46,18 +46,15 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     "adam_beta2": OurSetting(path="train.betas", how="train.betas: [{adam_beta1}, {adam_beta2}]"),
     "adam_epsilon": OurSetting(path="train.eps"),
     "max_grad_norm": OurSetting(path="train.clip_norm"),
-    "lr_scheduler_type": OurSetting(path="train.schedule", how="with the same names"),
+    "lr_scheduler_type": OurSetting(
+        path="train.schedule", how="with the same names; polynomial is linear"
+    ),
     "lr_scheduler_kwargs": OurSetting(
         path="train.min_learning_rate",
-        how="min_lr is train.min_learning_rate, num_decay_steps is train.decay_steps, power is "
-        "train.polynomial_power",
+        how="min_lr is train.min_learning_rate, num_decay_steps is train.decay_steps",
     ),
-    "warmup_steps": OurSetting(
-        path="train.warmup_steps", how="with train.warmup_from_zero: true for the same rates"
-    ),
-    "warmup_ratio": OurSetting(
-        path="train.warmup_ratio", how="with train.warmup_from_zero: true for the same rates"
-    ),
+    "warmup_steps": OurSetting(path="train.warmup_steps"),
+    "warmup_ratio": OurSetting(path="train.warmup_ratio"),
     # Precision and memory
     "bf16": OurSetting(path="train.precision", how="train.precision: bf16"),
     "fp16": OurSetting(path="train.precision", how="train.precision: fp16"),
@@ -67,7 +64,6 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
         path="train.activation_checkpointing", how="train.activation_checkpointing: full"
     ),
     "torch_compile": OurSetting(path="train.compile"),
-    "attn_implementation": OurSetting(path="model.attention", how="sdpa or eager"),
     "fsdp": OurSetting(path="distributed.strategy", how="distributed.strategy: fsdp"),
     "ddp_find_unused_parameters": OurSetting(path="distributed.find_unused_parameters"),
     # Model and LoRA
@@ -109,9 +105,7 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     "metric_for_best_model": OurSetting(
         path="checkpoint.best_metric", how="without the prefix eval_"
     ),
-    "greater_is_better": OurSetting(path="checkpoint.best_mode", how="max for true, min for false"),
     "early_stopping_patience": OurSetting(path="train.early_stopping_patience"),
-    "early_stopping_threshold": OurSetting(path="train.early_stopping_threshold"),
     "eval_steps": OurSetting(path="train.evaluate_every"),
     "eval_strategy": OurSetting(
         path="train.evaluate_every", how="leave it out to evaluate after each epoch"

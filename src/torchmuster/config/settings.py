@@ -90,10 +90,6 @@ class Model:
             "16-bit weights take half the memory, but lose small updates."
         ),
     ] = None
-    attention: Annotated[
-        Literal["sdpa", "eager"],
-        Meta(description="Attention implementation of a model given by name: sdpa is torch's own."),
-    ] = "sdpa"
     loss: Annotated[
         Text | None,
         Meta(
@@ -129,15 +125,6 @@ class Model:
             description="Layers that are trained whole and saved with the adapter, such as lm_head."
         ),
     ] = None
-    lora_use_dora: Annotated[
-        bool, Meta(description="Also train the magnitude of each adapted weight (DoRA).")
-    ] = False
-    lora_use_rslora: Annotated[
-        bool,
-        Meta(
-            description="Scale the LoRA matrices by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)."
-        ),
-    ] = False
     load_in_4bit: Annotated[
         bool,
         Meta(
@@ -211,20 +198,6 @@ class Data:
             "saved with the model."
         ),
     ] = None
-    add_bos: Annotated[
-        bool | None,
-        Meta(
-            description="Put the beginning token before each text and prompt; if left out, as the "
-            "tokenizer does by itself. Chat templates decide on their own."
-        ),
-    ] = None
-    add_eos: Annotated[
-        bool,
-        Meta(
-            description="Put the end token after each text and completion. "
-            "Chat templates decide on their own."
-        ),
-    ] = True
     tokenizer: Annotated[
         Text | None,
         Meta(
@@ -309,13 +282,6 @@ class Train:
             description="Weight decay of the optimizer, for all parameters except norms and biases."
         ),
     ] = 0.01
-    decay_norms_and_biases: Annotated[
-        bool,
-        Meta(
-            description="Apply the weight decay also to the parameters of norm layers and to all "
-            "parameters with one dimension, such as biases."
-        ),
-    ] = False
     betas: Annotated[
         Annotated[tuple[Annotated[float, Meta(ge=0, lt=1)], ...], Meta(min_length=2, max_length=2)],
         Meta(description="The two betas of adamw, adamw_8bit, and muon's AdamW."),
@@ -336,7 +302,6 @@ class Train:
             "cosine",
             "cosine_with_min_lr",
             "inverse_sqrt",
-            "polynomial",
             "warmup_stable_decay",
         ],
         Meta(
@@ -354,19 +319,9 @@ class Train:
             description="The warm-up as a share of all steps, rounded up; instead of warmup_steps."
         ),
     ] = None
-    warmup_from_zero: Annotated[
-        bool,
-        Meta(
-            description="Start the warm-up with a learning rate of 0, as transformers does. "
-            "Otherwise the first step has 1/warmup_steps of the peak."
-        ),
-    ] = False
     min_learning_rate: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="Learning rate at the end of the decay.")
     ] = 0.0
-    polynomial_power: Annotated[
-        Annotated[float, Meta(gt=0)], Meta(description="Exponent of the schedule polynomial.")
-    ] = 1.0
     decay_steps: Annotated[
         Count | None,
         Meta(
@@ -395,10 +350,6 @@ class Train:
         ),
     ] = "none"
     compile: Annotated[bool, Meta(description="Compile each block with torch.compile.")] = False
-    on_bad_numbers: Annotated[
-        Literal["skip", "stop"],
-        Meta(description="What all ranks do with a step that contains NaN or Inf."),
-    ] = "skip"
     log_every: Annotated[Count, Meta(description="Steps between two log lines.")] = 10
     evaluate_every: Annotated[
         Count | None,
@@ -411,10 +362,6 @@ class Train:
             "checkpoint.best_metric (loss if left out); off if left out."
         ),
     ] = None
-    early_stopping_threshold: Annotated[
-        Annotated[float, Meta(ge=0)],
-        Meta(description="A smaller change does not count as an improvement for early stopping."),
-    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,10 +386,6 @@ class Checkpoint:
             "and keep the best one in addition to the newest ones; off if left out."
         ),
     ] = None
-    best_mode: Annotated[
-        Literal["min", "max"],
-        Meta(description="Whether a lower or a higher best_metric is better."),
-    ] = "min"
     folder: Annotated[
         Text | None,
         Meta(
@@ -450,13 +393,6 @@ class Checkpoint:
             "named after the run; the run folder if left out."
         ),
     ] = None
-    mode: Annotated[
-        Literal["auto", "async", "sync"],
-        Meta(
-            description="async writes while training continues, which needs host memory; "
-            "auto uses async if there is enough memory."
-        ),
-    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

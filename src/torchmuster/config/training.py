@@ -47,10 +47,7 @@ _NEEDS = {
     "model.lora_targets": ("model.lora_rank",),
     "model.lora_dropout": ("model.lora_rank",),
     "model.lora_modules_to_save": ("model.lora_rank",),
-    "model.lora_use_dora": ("model.lora_rank",),
-    "model.lora_use_rslora": ("model.lora_rank",),
     "model.load_in_4bit": ("model.lora_rank",),
-    "model.attention": ("model.model_name_or_path",),
     **dict.fromkeys(
         [
             *("data.config_name", "data.split", "data.revision", "data.streaming"),
@@ -61,8 +58,8 @@ _NEEDS = {
     **dict.fromkeys(
         [
             *("data.format", "data.text_field", "data.messages_field", "data.prompt_field"),
-            *("data.completion_field", "data.train_on", "data.chat_template", "data.add_bos"),
-            *("data.add_eos", "data.tokenizer", "data.sequence_length", "data.pack"),
+            *("data.completion_field", "data.train_on", "data.chat_template"),
+            *("data.tokenizer", "data.sequence_length", "data.pack"),
         ],
         ("data.files", "data.hugging_face"),
     ),
@@ -76,9 +73,6 @@ _NEEDS = {
             "data.evaluation_images",
         ),
     ),
-    "train.early_stopping_threshold": ("train.early_stopping_patience",),
-    "train.warmup_from_zero": ("train.warmup_steps", "train.warmup_ratio"),
-    "checkpoint.best_mode": ("checkpoint.best_metric", "train.early_stopping_patience"),
 }
 # Each key has an effect only if the setting has one of the values.
 _ONLY_WITH = {
@@ -87,9 +81,8 @@ _ONLY_WITH = {
     "train.momentum": ("train.optimizer", ("sgd", "muon")),
     "train.min_learning_rate": (
         "train.schedule",
-        ("linear", "cosine", "cosine_with_min_lr", "polynomial", "warmup_stable_decay"),
+        ("linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"),
     ),
-    "train.polynomial_power": ("train.schedule", ("polynomial",)),
     "train.decay_steps": ("train.schedule", ("warmup_stable_decay",)),
     "checkpoint.best_metric": ("checkpoint.enabled", (True,)),
 }

@@ -15,15 +15,12 @@ class Work:
     build: str | None = None  # module:function that returns the model
     model_name_or_path: str | None = None  # or a transformers model: folder, or name on the hub
     torch_dtype: str | None = None
-    attention: str = "sdpa"
     loss: str | None = None
     lora_rank: int | None = None
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] | None = None
     lora_dropout: float = 0.0
     lora_modules_to_save: tuple[str, ...] | None = None
-    lora_use_dora: bool = False
-    lora_use_rslora: bool = False
     load_in_4bit: bool = False  # the frozen linear layers, with bitsandbytes
     dataset: str | None = None  # module:function; its first sample gives the shape of a batch
     images: str | None = None  # or a folder of images; its first one gives the shape

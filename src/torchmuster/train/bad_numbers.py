@@ -12,7 +12,7 @@ the step's micro-batches again with hooks on every layer::
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -177,13 +177,12 @@ class BadNumbers:
         world: World,
         *,
         precision: Precision = FP32,
-        when: Literal["skip", "stop"] = "skip",
         most_in_a_row: int = 10,
     ) -> None:
         self._model = model
         self._world = world
         self._precision = precision
-        self._most_in_a_row = 1 if when == "stop" else most_in_a_row
+        self._most_in_a_row = most_in_a_row
         self._in_a_row = 0
         self._last_bad: int | None = None
 

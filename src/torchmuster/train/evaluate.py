@@ -71,13 +71,11 @@ class BestMetric:
         mode: Literal["min", "max"] = "min",
         *,
         patience: int | None = None,
-        threshold: float = 0.0,
     ) -> None:
-        """``patience`` is a number of evaluations; a change of up to ``threshold`` does not reset it."""
+        """``patience`` is a number of evaluations."""
         self.name = name
         self.mode = mode
         self.patience = patience
-        self.threshold = threshold
         self.value: float | None = None
         self.step = 0  # of the best value
         self.waited = 0  # evaluations in a row without an improvement
@@ -96,7 +94,7 @@ class BestMetric:
             gain = -math.inf
         elif self.value is not None:
             gain = self.value - value if self.mode == "min" else value - self.value
-        self.waited = 0 if gain > self.threshold else self.waited + 1
+        self.waited = 0 if gain > 0 else self.waited + 1
         if gain <= 0:
             return False
         self.value, self.step = value, step

@@ -25,7 +25,6 @@ def parameter_groups(
     *,
     learning_rate: float,
     weight_decay: float,
-    decay_norms_and_biases: bool = False,
     muon: bool = False,
 ) -> list[ParameterGroup]:
     """Return the trained parameters of a model as groups with ``lr`` and ``weight_decay``.
@@ -43,7 +42,7 @@ def parameter_groups(
         {"params": rest, "weight_decay": weight_decay},
         {
             "params": [one for one in trained if one in plain],
-            "weight_decay": weight_decay if decay_norms_and_biases else 0.0,
+            "weight_decay": 0.0,
         },
     ]
     for place, group in enumerate(groups):
@@ -226,7 +225,6 @@ Shape = Literal[
     "cosine",
     "cosine_with_min_lr",
     "inverse_sqrt",
-    "polynomial",
     "warmup_stable_decay",
 ]
 # Their factors do not depend on the number of steps.
@@ -240,21 +238,18 @@ def schedule_factor(
     *,
     warmup_steps: int = 0,
     total_steps: int | None = None,
-    warmup_from_zero: bool = False,
     min_factor: float = 0.0,
-    power: float = 1.0,
     decay_steps: int | None = None,
 ) -> float:
     """Return the learning-rate factor of a step, counted from 0.
 
-    The warm-up's last step has the full rate, and no step has the rate 0, which would have no
-    effect. With ``warmup_from_zero`` every factor is the one of transformers' schedule of this name:
-    the warm-up is one step later, and its first step has the rate 0. ``min_factor`` is the end of a
-    decay, ``power`` the exponent of polynomial, and ``decay_steps`` the length of
+    The factors are those of transformers' schedule of this name, but the warm-up is one step
+    earlier: its last step has the full rate, and no step has the rate 0, which would have no
+    effect. ``min_factor`` is the end of a decay, and ``decay_steps`` the length of
     warmup_stable_decay's decay.
     """
     if step < warmup_steps:
-        factor = (step if warmup_from_zero else step + 1) / warmup_steps
+        factor = (step + 1) / warmup_steps
         if shape == "warmup_stable_decay":
             factor = factor * (1.0 - min_factor) + min_factor
         return factor
@@ -267,10 +262,9 @@ def schedule_factor(
     if shape == "warmup_stable_decay" and decay_steps is not None:
         begin = max(total_steps - decay_steps, warmup_steps)
     done = min(max(step - begin, 0) / max(total_steps - begin, 1), 1.0)
-    if shape in ("linear", "polynomial"):
-        factor = (1.0 - done) ** (power if shape == "polynomial" else 1.0)
-    else:
-        factor = 0.5 * (1.0 + math.cos(math.pi * done))
+    if shape == "linear":
+        return (1.0 - done) * (1.0 - min_factor) + min_factor
+    factor = 0.5 * (1.0 + math.cos(math.pi * done))
     return factor * (1.0 - min_factor) + min_factor
 
 
@@ -280,9 +274,7 @@ def schedule(
     *,
     warmup_steps: int = 0,
     total_steps: int | None = None,
-    warmup_from_zero: bool = False,
     min_learning_rate: float = 0.0,
-    power: float = 1.0,
     decay_steps: int | None = None,
 ) -> LambdaLR:
     """Return torch's LambdaLR for a curve; ``total_steps`` counts optimizer steps of the whole run.
@@ -317,9 +309,7 @@ def schedule(
             shape,
             warmup_steps=warmup_steps,
             total_steps=total_steps,
-            warmup_from_zero=warmup_from_zero,
             min_factor=min_learning_rate / peak,
-            power=power,
             decay_steps=decay_steps,
         ),
     )

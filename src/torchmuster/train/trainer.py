@@ -61,7 +61,7 @@ class Evaluation:
 
     ``best_metric`` names a measured value: with ``CheckpointSettings(keep_best=True)`` its best
     checkpoint is kept. With ``patience``, training stops after that many evaluations in a row in
-    which it has not improved by more than ``threshold``.
+    which it has not improved.
     """
 
     loader: Loader
@@ -70,7 +70,6 @@ class Evaluation:
     best_metric: str | None = None
     best_mode: Literal["min", "max"] = "min"
     patience: int | None = None
-    threshold: float = 0.0
 
     def __post_init__(self) -> None:
         if self.patience is not None and (self.best_metric is None or self.patience < 1):
@@ -99,7 +98,6 @@ class Trainer:
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         evaluation: Evaluation | None = None,
         saving: CheckpointSettings | None = None,
-        on_bad_numbers: Literal["skip", "stop"] = "skip",
         reports: Reports | None = None,
         seed: int = 0,
         flops_of_batch: Callable[[Any], float] | None = None,
@@ -113,7 +111,6 @@ class Trainer:
         ``optimizer`` is called with the list of trained parameters, or with the parameter groups that
         ``parameter_groups`` returns for the model. ``clip_norm`` is the max gradient norm.
         ``schedule`` is called with the optimizer. ``saving`` saves the state during training.
-        ``on_bad_numbers`` skips a step whose gradients are not finite, or stops the run.
         ``reports`` prints step lines and writes metrics files. ``flops_of_batch``
         returns the FLOPs of training on a batch, without waiting for the device: step lines then
         have the rate. With ``peak_flop_s``, the peak rate of this rank's device in the precision,
@@ -137,7 +134,6 @@ class Trainer:
                 evaluation.best_metric,
                 evaluation.best_mode,
                 patience=evaluation.patience,
-                threshold=evaluation.threshold,
             )
         self.seed = seed
         self._weights_seed = None if isinstance(model, nn.Module) else seed
@@ -163,9 +159,7 @@ class Trainer:
             clip_norm=clip_norm,
             schedule=self.schedule,
         )
-        self._bad_numbers = BadNumbers(
-            self.model, world, precision=self.precision.value, when=on_bad_numbers
-        )
+        self._bad_numbers = BadNumbers(self.model, world, precision=self.precision.value)
         self.reports = reports or Reports(world)
         self.epoch = 0
         self.step = 0  # optimizer steps so far, over all epochs
@@ -220,9 +214,8 @@ class Trainer:
     def _why_stopped(self) -> str:
         assert self.best is not None
         assert self.best.patience is not None
-        by = f" by more than {self.best.threshold:g}" if self.best.threshold else ""
         return (
-            f"early stopping after step {self.step}: {self.best.name} has not improved{by} in "
+            f"early stopping after step {self.step}: {self.best.name} has not improved in "
             f"{plural(self.best.patience, 'evaluation')}; {self.best.describe()}"
         )
 

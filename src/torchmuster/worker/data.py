@@ -54,7 +54,7 @@ def text_rows(settings: Settings) -> tuple[TextRows, str]:
     has_tokens = data.tokenizer is None and holds_tokens(data.files)
     tokenizer = None
     if not has_tokens and name is not None:
-        tokenizer = tokenizer_named(name, add_bos=data.add_bos, chat_template=data.chat_template)
+        tokenizer = tokenizer_named(name, chat_template=data.chat_template)
     how = RecordFormat(
         kind="text" if data.format == "auto" else data.format,
         text_field=data.text_field,
@@ -62,7 +62,6 @@ def text_rows(settings: Settings) -> tuple[TextRows, str]:
         prompt_field=data.prompt_field,
         completion_field=data.completion_field,
         train_on=data.train_on,
-        add_eos=data.add_eos,
     )
     reason = f"data.format is {data.format}"
     if data.format == "auto" and not holds_tokens(data.files):

@@ -46,14 +46,11 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
             targets=wanted.lora_targets,
             dropout=wanted.lora_dropout,
             modules_to_save=wanted.lora_modules_to_save,
-            use_dora=wanted.lora_use_dora,
-            use_rslora=wanted.lora_use_rslora,
         )
     return ModelRecipe(
         files=files,
         build=wanted.build,
         dtype=wanted.torch_dtype or ("auto" if files is None else "float32"),
-        attention=wanted.attention,
         lora=adapters,
         load_in_4bit=wanted.load_in_4bit,
         labels=labels,

@@ -146,7 +146,6 @@ def _trainer(
             model,
             learning_rate=wanted.learning_rate,
             weight_decay=wanted.weight_decay,
-            decay_norms_and_biases=wanted.decay_norms_and_biases,
             muon=wanted.optimizer == "muon",
         ),
         loader=loader,
@@ -166,7 +165,6 @@ def _trainer(
             ),
         ),
         saving=saving,
-        on_bad_numbers=wanted.on_bad_numbers,
         reports=reports,
         seed=wanted.seed,
         flops_of_batch=None if rows is None else flops_of_batch(model),
@@ -185,7 +183,6 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSe
         every_s=None if isinstance(every, int) else parse_seconds(every),
         keep=wanted.keep,
         keep_best=wanted.best_metric is not None,
-        mode=wanted.mode,
         stop=stop,
         retry_final=True,
     )
@@ -261,9 +258,7 @@ def _with_best_metric(settings: Settings, evaluation: Evaluation | None) -> Eval
     return replace(
         evaluation,
         best_metric=checkpoint.best_metric or EVALUATION_METRICS[0],
-        best_mode=checkpoint.best_mode,
         patience=train.early_stopping_patience,
-        threshold=train.early_stopping_threshold,
     )
 
 
@@ -287,9 +282,7 @@ def _schedule(
         wanted.schedule,
         warmup_steps=warmup_steps,
         total_steps=total,
-        warmup_from_zero=wanted.warmup_from_zero,
         min_learning_rate=wanted.min_learning_rate,
-        power=wanted.polynomial_power,
         decay_steps=wanted.decay_steps,
     )
 

@@ -163,8 +163,6 @@ def test_the_beginning_token_is_as_the_tokenizer_has_it(model: Path, tmp_path: P
 
     plain = TransformersTokenizer(str(model))
     assert plain.begin == []
-    with pytest.raises(Impossible):
-        TransformersTokenizer(str(model), add_bos=True)
     fast = Tokenizer.from_file(str(model / "tokenizer.json"))
     begin = fast.token_to_id("<|endoftext|>")
     fast.post_processor = TemplateProcessing(
@@ -174,9 +172,8 @@ def test_the_beginning_token_is_as_the_tokenizer_has_it(model: Path, tmp_path: P
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     described["bos_token"] = "<|endoftext|>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
-    for asked, expected in ((None, [begin]), (True, [begin]), (False, [])):
-        found = TransformersTokenizer(str(tmp_path), add_bos=asked)
-        assert found.encode(["foxes"]) == [[*expected, *plain.encode(["foxes"])[0]]]
+    found = TransformersTokenizer(str(tmp_path))
+    assert found.encode(["foxes"]) == [[begin, *plain.encode(["foxes"])[0]]]
 
 
 @settings(max_examples=60, deadline=None)

@@ -50,13 +50,12 @@ def test_a_folder_with_only_a_config_is_built(tmp_path: Path) -> None:
         assert {one.dtype for one in model.parameters()} == {torch.float32}
 
 
-def test_attention_and_number_type_are_those_asked_for(tmp_path: Path) -> None:
+def test_the_dtype_is_the_requested_one(tmp_path: Path) -> None:
     files = hugging_face.find_model(folder(tmp_path / "m", model_type="llama", dtype="bfloat16"))
     model: Any = hugging_face.build_model(files)
     assert model.dtype is torch.bfloat16  # the model's own
-    model = hugging_face.build_model(files, dtype="float16", attention="eager")
+    model = hugging_face.build_model(files, dtype="float16")
     assert model.dtype is torch.float16
-    assert model.config._attn_implementation == "eager"
 
 
 def test_weights_come_back(tmp_path: Path) -> None:

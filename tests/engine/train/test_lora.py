@@ -74,9 +74,7 @@ def test_targets_of_an_unknown_kind_and_as_asked(snapshot: SnapshotAssertion) ->
 
 
 def test_all_linear_layers_and_layers_that_are_trained_whole(snapshot: SnapshotAssertion) -> None:
-    adapted = add_lora(
-        llama(), rank=2, targets=["all-linear"], modules_to_save=["lm_head"], use_dora=True
-    )
+    adapted = add_lora(llama(), rank=2, targets=["all-linear"], modules_to_save=["lm_head"])
     assert adapted.reason == snapshot
     of_lora = {name for name in trained(adapted.value) if not name.startswith("weight")}
     assert of_lora >= {*(f"{one}_proj" for one in "qkvo"), "gate_proj", "up_proj", "down_proj"}
@@ -101,8 +99,8 @@ def test_targets_that_are_not_there_are_told_with_those_that_are(
     "options",
     [
         {},
-        {"use_dora": True, "targets": ["all-linear"]},
-        {"use_rslora": True, "modules_to_save": ["lm_head", "norm"]},
+        {"targets": ["all-linear"]},
+        {"modules_to_save": ["lm_head", "norm"]},
         {"targets": ["embed_tokens", "o_proj"]},
     ],
 )

@@ -93,8 +93,6 @@ _LOSSES = {2: 1.0, 4: 0.5, 6: 0.7, 8: 0.49, 10: 0.6, 12: math.nan, 14: 0.1, 16: 
     ("how", "best", "last"),
     [
         ({"every": 2, "patience": 2}, (8, 0.49), 12),
-        # 0.49 is the best, but no improvement by more than 0.02.
-        ({"every": 2, "patience": 3, "threshold": 0.02}, (8, 0.49), 10),
         ({"every": 2}, (14, 0.1), 20),
         ({"every": 2, "patience": 2, "best_mode": "max"}, (2, 1.0), 6),
     ],

@@ -96,7 +96,6 @@ def settings_of(layout: Layout, steps: int) -> dict[str, str]:
         "train.log_every": "1",
         "checkpoint.every": "8",
         "checkpoint.keep": "3",
-        "checkpoint.mode": "async",
     }
 
 

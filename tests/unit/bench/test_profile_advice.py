@@ -141,7 +141,7 @@ def test_saves_of_one_rank_hold_all_up(snapshot: SnapshotAssertion) -> None:
     # One per cent of 67 ms is 0.67: a save of 50 ms every 75 steps.
     assert advice.change == TriedChange(kind="saves", value=75)
     assert advice.gain == pytest.approx(0.117 / (0.067 + 0.05 / 75))
-    assert "checkpoint: {every: 75, mode: async}" in advice.finding.fix
+    assert "checkpoint: {every: 75}" in advice.finding.fix
     assert advice.finding == snapshot
 
 

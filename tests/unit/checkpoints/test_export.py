@@ -132,7 +132,6 @@ LORA = {
         "model.embed_tokens.lora_embedding_A.default",
         "model.layers.0.q_proj.base_layer.weight",
         "model.layers.0.q_proj.lora_A.default.weight",
-        "model.layers.0.q_proj.lora_magnitude_vector.default.weight",
         "model.layers.0.norm.weight",
         "lm_head.original_module.weight",
         "lm_head.modules_to_save.default.weight",
@@ -149,14 +148,13 @@ def test_of_lora_the_adapter_alone_under_the_names_of_peft(tmp_path: Path) -> No
     done = export_weights(store, name, tmp_path / "out", beside=tmp_path / "model")
     assert done == Exported(
         files=("adapter_model.safetensors",),
-        tensors=4,
-        size_bytes=4 * len(A_WEIGHT.content),
+        tensors=3,
+        size_bytes=3 * len(A_WEIGHT.content),
         beside=("adapter_config.json",),
     )
     assert set(_read(tmp_path / "out" / "adapter_model.safetensors")) == {
         "base_model.model.model.embed_tokens.lora_embedding_A",
         "base_model.model.model.layers.0.q_proj.lora_A.weight",
-        "base_model.model.model.layers.0.q_proj.lora_magnitude_vector",
         "base_model.model.lm_head.weight",
     }
 

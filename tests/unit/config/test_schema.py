@@ -35,15 +35,12 @@ model:
   build: my_model:make
   device_map: auto
   torch_dtype: bfloat16
-  attention: sdpa
   loss: language_model
   lora_rank: 8
   lora_alpha: 16
   lora_targets: [q_proj, v_proj]
   lora_dropout: 0.05
   lora_modules_to_save: [lm_head]
-  lora_use_dora: true
-  lora_use_rslora: true
   load_in_4bit: true
 data:
   dataset: my_data:train
@@ -60,8 +57,6 @@ data:
   completion_field: answer
   train_on: all
   chat_template: chat.jinja
-  add_bos: true
-  add_eos: false
   tokenizer: bytes
   sequence_length: 2048
   pack: true
@@ -81,35 +76,28 @@ train:
   optimizer: adamw
   learning_rate: 3e-4
   weight_decay: 0
-  decay_norms_and_biases: true
   betas: [0.9, 0.95]
   eps: 1e-7
   momentum: 0.9
   schedule: cosine
   warmup_steps: 100
   warmup_ratio: 0.1
-  warmup_from_zero: true
   min_learning_rate: 1e-5
-  polynomial_power: 2
   decay_steps: 100
   clip_norm: 1.0
   precision: bf16
   seed: 1
   activation_checkpointing: 2
   compile: true
-  on_bad_numbers: stop
   log_every: 1
   evaluate_every: 100
   early_stopping_patience: 3
-  early_stopping_threshold: 0.01
 checkpoint:
   enabled: false
   every: 10min
   keep: 2
   best_metric: loss
-  best_mode: max
   folder: s3://bucket/place
-  mode: sync
 metrics:
   sinks: [tensorboard, mlflow, wandb]
   mlflow_uri: http://tracker:5000

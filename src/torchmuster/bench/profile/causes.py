@@ -359,7 +359,7 @@ def many_saves(analysis: Analysis, _: Sequence[ChangeTrial]) -> Cause | None:
         f"{steps} steps it would take "
         f"{_SAVING_AT_MOST:.0%} of the time",
         fix=f"if step % {steps} == 0: torch.save(...)\n"
-        f"or save in the background: checkpoint: {{every: {steps}, mode: async}}",
+        f"with muster train, which saves in the background: checkpoint: {{every: {steps}}}",
         evidence=f"{saves} saves in {len(analysis.steps)} steps of {amount_text(analysis.step_s, 's')}",
         change=TriedChange(kind="saves", value=times),
     )

@@ -334,14 +334,11 @@ def _recipe(work: Work) -> ModelRecipe:
             targets=work.lora_targets,
             dropout=work.lora_dropout,
             modules_to_save=work.lora_modules_to_save,
-            use_dora=work.lora_use_dora,
-            use_rslora=work.lora_use_rslora,
         )
     return ModelRecipe(
         files=files,
         build=work.build,
         dtype=work.torch_dtype or ("auto" if files is None else "float32"),
-        attention=work.attention,
         lora=adapters,
         labels=None if work.images is None else find_images(work.images).classes,
     )

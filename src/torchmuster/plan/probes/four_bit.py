@@ -4,9 +4,7 @@ bitsandbytes has rules for tensors without memory, so its own layers are traced.
 class cannot hold such tensors: here the weights are plain parameters.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -119,28 +117,6 @@ def whole_shape(weight: torch.Tensor) -> tuple[int, ...] | None:
     """Return the shape of a 4-bit weight before it was packed; None for others."""
     state = getattr(weight, "quant_state", None)
     return None if state is None else tuple(state.shape)
-
-
-@contextmanager
-def readable_by_peft() -> Iterator[None]:
-    """Let DoRA read 4-bit weights without memory: peft recognizes only bitsandbytes' own class."""
-    dora: Any = sys.modules.get("peft.tuners.lora.dora")
-    if dora is None:
-        yield
-        return
-    before = dora.dequantize_module_weight
-
-    def dequantized(module: Any) -> Any:
-        if whole_shape(module.weight) is None:
-            return before(module)
-        weight = module.weight
-        return bitsandbytes().functional.dequantize_4bit(weight.data, weight.quant_state)
-
-    dora.dequantize_module_weight = dequantized
-    try:
-        yield
-    finally:
-        dora.dequantize_module_weight = before
 
 
 def is_product(operation: Any) -> bool:

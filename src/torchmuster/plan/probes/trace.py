@@ -64,7 +64,6 @@ def trace(request: TraceRequest, *, logs: Path | None = None) -> TraceRecord:
         with (
             masks_of_real_runs(packed=request.work.packed),
             fused_as_on_cuda(request.kernels),
-            four_bit.readable_by_peft(),
         ):
             followed.train()
         return followed.record(logs, begun)

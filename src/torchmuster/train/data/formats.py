@@ -64,7 +64,6 @@ class RecordFormat:
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     train_on: Literal["answers", "all"] = "answers"
-    add_eos: bool = True
 
     def recognize(self, record: Any) -> Decision[Kind]:
         """Return the kind that a record has by its fields."""
@@ -99,14 +98,11 @@ class RecordTokenizer:
         found = [self._text_or_tokens(record) for record in records]
         texts = [one for one in found if isinstance(one, str)]
         encoded = iter(self._tokenizer.encode(texts) if texts else [])
-        return [self._ended(next(encoded)) if isinstance(one, str) else one for one in found]
+        return [next(encoded) if isinstance(one, str) else one for one in found]
 
     def check(self, record: Any) -> None:
         """Raise if a record of text or tokens is unusable, without tokenizing it."""
         self._text_or_tokens(record)
-
-    def _ended(self, ids: list[int]) -> Document:
-        return ids if self.how.add_eos else Tokens(ids)
 
     def _conversation(self, record: Any, template: "_ChatTemplate") -> Tokens:
         field = self.how.messages_field
@@ -121,7 +117,7 @@ class RecordTokenizer:
         answers = self.how.train_on == "answers"
         if isinstance(prompt, str) and isinstance(completion, str):
             begin, whole = self._tokenizer.encode([prompt, prompt + completion])
-            if self.how.add_eos and whole[-1:] != [self._tokenizer.end]:
+            if whole[-1:] != [self._tokenizer.end]:
                 whole = [*whole, self._tokenizer.end]
             return _with_labels(whole, [(_common(begin, whole), len(whole))] if answers else None)
         if isinstance(prompt, str) or isinstance(completion, str):

@@ -306,10 +306,8 @@ class TextRows:
         return PreparedRows(path, sequence_length=self.sequence_length, pack=self.pack)
 
 
-def tokenizer_named(
-    name_or_path: str, *, add_bos: bool | None = None, chat_template: str | None = None
-) -> Tokenizer:
+def tokenizer_named(name_or_path: str, *, chat_template: str | None = None) -> Tokenizer:
     """Return a tokenizer by name: ``bytes``, a folder, or one on the hub."""
     if name_or_path == "bytes":
         return ByteTokenizer()
-    return TransformersTokenizer(name_or_path, add_bos=add_bos, chat_template=chat_template)
+    return TransformersTokenizer(name_or_path, chat_template=chat_template)

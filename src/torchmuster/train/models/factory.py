@@ -125,8 +125,6 @@ class Lora:
     targets: Sequence[str] | None = None
     dropout: float = 0.0
     modules_to_save: Sequence[str] | None = None
-    use_dora: bool = False
-    use_rslora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +134,6 @@ class ModelRecipe:
     files: ModelFiles | None = None
     build: str | None = None  # module:function
     dtype: str = "auto"  # of the weights; auto: from the files or the function
-    attention: str = "sdpa"
     lora: Lora | None = None
     load_in_4bit: bool = False  # the frozen weights of files; the others keep dtype
     compute: torch.dtype = torch.float32  # of the layers in 4 bits
@@ -166,9 +163,7 @@ class ModelRecipe:
         """Create the model with initial weights; the reason says where LoRA is added."""
         if self.files is not None:
             return self._adapted(
-                hugging_face.build_model(
-                    self.files, dtype=self.dtype, attention=self.attention, labels=self.labels
-                )
+                hugging_face.build_model(self.files, dtype=self.dtype, labels=self.labels)
             )
         assert self.build is not None
         model = call_import(self.build, "model.build")
@@ -190,7 +185,6 @@ class ModelRecipe:
         loaded = hugging_face.load_model(
             self.files,
             dtype=self.dtype,
-            attention=self.attention,
             labels=self.labels,
             options=options,
         )
@@ -225,8 +219,6 @@ class ModelRecipe:
             targets=self.lora.targets,
             dropout=self.lora.dropout,
             modules_to_save=self.lora.modules_to_save,
-            use_dora=self.lora.use_dora,
-            use_rslora=self.lora.use_rslora,
         )
         if self.files is not None:  # where an adapter finds its base model, from any folder
             config = lora.peft_config(adapted.value)

@@ -123,7 +123,6 @@ def build_model(
     files: ModelFiles,
     *,
     dtype: str = "auto",
-    attention: str = "sdpa",
     labels: Sequence[str] | None = None,
 ) -> nn.Module:
     """Build the model from its config.json alone, with initial weights."""
@@ -131,7 +130,7 @@ def build_model(
     config = model_config(files, labels)
     try:
         model = getattr(_transformers(), kind.auto).from_config(
-            config, dtype=_hugging_face_dtype(dtype, config), attn_implementation=attention
+            config, dtype=_hugging_face_dtype(dtype, config)
         )
     except ValueError as error:
         raise _cannot_build(files, kind, error) from error
@@ -142,7 +141,6 @@ def load_model(
     files: ModelFiles,
     *,
     dtype: str = "auto",
-    attention: str = "sdpa",
     labels: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
@@ -164,7 +162,6 @@ def load_model(
             files.folder,
             config=config,
             dtype=_hugging_face_dtype(dtype, config),
-            attn_implementation=attention,
             local_files_only=True,
             use_safetensors=True,
             ignore_mismatched_sizes=replaced,

@@ -36,14 +36,11 @@ def add_lora(
     targets: Sequence[str] | None = None,
     dropout: float = 0.0,
     modules_to_save: Sequence[str] | None = None,
-    use_dora: bool = False,
-    use_rslora: bool = False,
 ) -> Decision[nn.Module]:
     """Freeze a model and add matrices of this rank to the targets; only those are trained.
 
     ``targets`` are names of layers, or ``["all-linear"]``. ``modules_to_save`` names layers that are
-    trained whole. ``use_dora`` also trains the magnitude of each adapted weight; ``use_rslora``
-    scales by alpha / sqrt(rank).
+    trained whole.
     """
     peft = _peft()
     chosen = _targets(model, targets)
@@ -53,8 +50,6 @@ def add_lora(
         target_modules=chosen.value,
         lora_dropout=dropout,
         modules_to_save=None if modules_to_save is None else list(modules_to_save),
-        use_dora=use_dora,
-        use_rslora=use_rslora,
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )
     layers, modules = _names_of_layers(model), _module_names(model)
@@ -80,11 +75,10 @@ def add_lora(
                 why=f"its layers are {', '.join(sorted(modules))}",
                 fix="set lora_modules_to_save to some of these",
             )
-    kind = "DoRA" if use_dora else "LoRA"
     whole = f", {', '.join(sorted(copied))} whole" if copied else ""
     return Decision(
         value=adapted,
-        reason=f"{kind} rank {rank} on {chosen.reason}{whole}: {trained_share(adapted)}",
+        reason=f"LoRA rank {rank} on {chosen.reason}{whole}: {trained_share(adapted)}",
     )
 
 

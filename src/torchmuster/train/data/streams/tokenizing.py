@@ -38,7 +38,6 @@ class ByteTokenizer:
 class TransformersTokenizer:
     """A ``transformers`` tokenizer, from a folder or by name.
 
-    ``add_bos`` puts the beginning token before each text; None: as the tokenizer itself does.
     ``chat_template`` is a file that replaces the tokenizer's chat template.
     """
 
@@ -46,7 +45,6 @@ class TransformersTokenizer:
         self,
         name_or_path: str,
         *,
-        add_bos: bool | None = None,
         chat_template: str | None = None,
     ) -> None:
         self.raw = load_tokenizer(name_or_path)
@@ -55,11 +53,6 @@ class TransformersTokenizer:
                 f"the tokenizer {name_or_path} has no end token",
                 why="each document ends with it, so that the model learns where documents end",
                 fix="set eos_token in the folder's tokenizer_config.json",
-            )
-        if add_bos and self.raw.bos_token_id is None:
-            raise Impossible(
-                f"data.add_bos is true, but the tokenizer {name_or_path} has no beginning token",
-                fix="leave out data.add_bos, or set bos_token in its tokenizer_config.json",
             )
         if chat_template is not None:
             try:
@@ -73,7 +66,7 @@ class TransformersTokenizer:
         self.end: int = self.raw.eos_token_id
         self.vocabulary: int = len(self.raw)
         self.begin: list[int] = []
-        if add_bos or (add_bos is None and self._begins_by_itself()):
+        if self._begins_by_itself():
             self.begin = [self.raw.bos_token_id]
 
     def _begins_by_itself(self) -> bool:
@@ -147,7 +140,6 @@ class Tokenized:
         usual = RecordFormat(text_field=self._records.how.text_field)
         if self._records.how != usual:
             told += f", {self._records.how.kind}, loss on {self._records.how.train_on}"
-            told += "" if self._records.how.add_eos else ", without end tokens"
         return told + (", with beginning tokens" if getattr(self._tokenizer, "begin", None) else "")
 
     def check_first(self) -> None:
