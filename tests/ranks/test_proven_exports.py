@@ -72,9 +72,7 @@ def assert_same_logits(result: Any, limit: float) -> None:
 @pytest.mark.parametrize(
     "kind", nightly_except(["llama", "vit"], {kind: kind for kind in tiny_models.ARCHITECTURES})
 )
-def test_final_and_exports_are_checked(
-    kind: str, run_ranks: RunRanks, tmp_path: Path
-) -> None:
+def test_final_and_exports_are_checked(kind: str, run_ranks: RunRanks, tmp_path: Path) -> None:
     exports: Exports = {
         "whole": {},
         "parts": {"most_in_a_file_bytes": 3000},
