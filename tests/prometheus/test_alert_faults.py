@@ -165,10 +165,13 @@ def test_restarts(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_tracker_that_is_gone_and_comes_back(folder: Path) -> None:
+def test_a_tracker_that_is_gone_and_comes_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     uri = closed_port()
-    there = ("--set", "metrics.sinks=mlflow", "--set", f"metrics.mlflow_uri={uri}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    there = ("--set", "metrics.sinks=mlflow")
     with _watched(folder, speed=20) as watchers, training(folder, *there) as it:
         watchers.await_raised(*SINKS)
         assert it.process.poll() is None, "the training goes on"

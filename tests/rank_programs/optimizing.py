@@ -76,25 +76,20 @@ def make(
     name: Name,
     strategy: choose.Name,
     *,
-    groups: bool = True,
     evaluation: Evaluation | None = None,
     micro_batch_size: int = 2,
     **saving: Any,
 ) -> Trainer:
-    """Make what a new process would make; without ``groups`` as version 0.1 did."""
+    """Make what a new process would make."""
     seed_everything(3, world)
     return Trainer(
         world,
         model=Language,
         loss=entropy,
         optimizer=optimizer_named(name, learning_rate=RATE, weight_decay=DECAY),
-        parameter_groups=(
-            lambda model: optimizers.parameter_groups(
-                model, learning_rate=RATE, weight_decay=DECAY, muon=name == "muon"
-            )
-        )
-        if groups
-        else None,
+        parameter_groups=lambda model: optimizers.parameter_groups(
+            model, learning_rate=RATE, weight_decay=DECAY, muon=name == "muon"
+        ),
         loader=BatchLoader(
             samples(), world, global_batch_size=8, micro_batch_size=micro_batch_size, seed=3
         ),
@@ -148,23 +143,6 @@ def refusal(world: World, folder: Path, name: Name) -> str:
     except Impossible as error:
         return str(error)
     return ""
-
-
-def of_version_0_1(
-    world: World, folder: Path, strategy: choose.Name
-) -> tuple[list[dict[str, list[float]]], list[str], list[float]]:
-    """Train with one group for all parameters, and resume such a training with several."""
-    straight = make(world, folder / "straight", "adamw", strategy, groups=False)
-    straight.fit(steps=STEPS)
-    make(world, folder / "parts", "adamw", strategy, groups=False).fit(steps=3)
-    dist.barrier()
-    again = make(world, folder / "parts", "adamw", strategy)
-    said: list[str] = []
-    again.reports.say = said.append  # type: ignore[method-assign, assignment]
-    again.resume()
-    again.fit(steps=STEPS)
-    decay = [group["weight_decay"] for group in again.optimizer.param_groups]
-    return [weights(straight), weights(again)], said, decay
 
 
 def stopped_early(

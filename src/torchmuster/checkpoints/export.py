@@ -191,9 +191,7 @@ def _without_adapter(store: Store, name: str, index: Index) -> Index:
             why=f"{len(lora)} of its {len(index.tensors)} tensors belong to LoRA, such as "
             f"{lora[0]}; without that file "
             "no program can load them",
-            fix="export the run instead of its checkpoints: muster checkpoint export RUN; if an "
-            "older version started the run, "
-            "resume it first, which writes the file: muster train --resume RUN",
+            fix="export the run instead of its checkpoints: muster checkpoint export RUN",
         )
     return index
 

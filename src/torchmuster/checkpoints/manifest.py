@@ -26,8 +26,7 @@ from torchmuster.checkpoints.tensor_file import MOST_RANKS
 from torchmuster.errors import MusterError
 from torchmuster.redaction import harmless
 
-FORMAT = 2  # since format 2, an index may have splits, and files may be in sub-folders
-_READABLE = (1, FORMAT)
+FORMAT = 1
 # Two files for each of 100,000 ranks are 32 MB.
 _MOST_BYTES = 64 * 2**20
 _PIECE_BYTES = 4 * 2**20
@@ -50,7 +49,7 @@ class ForeignVersion(Exception):
 
     def __init__(self, version: object) -> None:
         super().__init__(
-            f"its format is {harmless(repr(version))[:40]}, but this version reads 1 to {FORMAT}"
+            f"its format is {harmless(repr(version))[:40]}, but this version reads {FORMAT}"
         )
 
 
@@ -88,12 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def to_json(self) -> bytes:
         """Return the canonical form of this manifest, with its own hash."""
-        return self._spelled_as(FORMAT)
-
-    def _spelled_as(self, version: int) -> bytes:
-        content = {"format": version, "sha256": "", **msgspec.to_builtins(self)}
-        if self.best is None:  # manifests of earlier versions do not have it
-            del content["best"]
+        content = {"format": FORMAT, "sha256": "", **msgspec.to_builtins(self)}
         content["files"] = dict(sorted(content["files"].items()))
         content["sha256"] = hashlib.sha256(_spelled(content)).hexdigest()
         return _spelled(content)
@@ -106,7 +100,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except ValueError as error:
             raise UnreadableManifest(f"invalid JSON: {error}") from None
         version = content.pop("format", None)
-        if type(version) is not int or version not in _READABLE:
+        if type(version) is not int or version != FORMAT:
             raise ForeignVersion(version)
         content.pop("sha256", None)
         try:
@@ -118,7 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise UnreadableManifest(f"it has an invalid file name, {harmless(file)[:100]!r}")
         if step_of(manifest.name) != manifest.step:
             raise UnreadableManifest("its name and its step do not match")
-        if manifest._spelled_as(version) != text:
+        if manifest.to_json() != text:
             raise UnreadableManifest("it was changed after it was written: its hash does not match")
         return manifest
 

@@ -19,7 +19,7 @@ from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import JobSpec, Limits, NodeCounts, parse_hosts, parse_nodes
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
-from torchmuster.units import MiB, parse_seconds
+from torchmuster.units import parse_seconds
 
 # Heartbeats are sent every 2 s; fewer than two missing ones are not significant.
 _SHORTEST_SILENCE_S = 5.0
@@ -257,7 +257,6 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         max_restarts=_job_flags_restarts(options, resolved),
         spares=settings.launch.spares if hasattr(options, "spares") else 0,
         keep_logs=None if (where := getattr(options, "logs", None)) is None else where == "hosts",
-        max_log_bytes=settings.launch.max_log_mib * MiB,
         resume_with=getattr(options, "resume_with", ()),  # muster train has no such flag
         environment=_environment(options.env),
         limits=Limits(

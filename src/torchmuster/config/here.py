@@ -164,14 +164,11 @@ def _sinks(resolved: Resolved) -> Iterator[Mistake]:
                 what=f"metrics.sinks has {sink}, but {SINK_LIBRARIES[sink]} is not installed",
                 fix=line,
             )
-        elif sink == "mlflow" and not (
-            resolved.settings.metrics.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        ):
+        elif sink == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
             yield Mistake(
                 where=resolved.sources["metrics.sinks"].where,
                 what="metrics.sinks has mlflow, but no tracking URI is set",
-                fix="give metrics.mlflow_uri, such as http://tracker:5000, or set "
-                "MLFLOW_TRACKING_URI",
+                fix="export MLFLOW_TRACKING_URI=http://tracker:5000",
             )
 
 

@@ -28,6 +28,8 @@ OTHER_VARIABLES = frozenset(
         "TORCHMUSTER_JOIN_SECRET",
         "TORCHMUSTER_RUN_ID",
         "TORCHMUSTER_JOB_UID",
+        "TORCHMUSTER_RECORD",
+        "TORCHMUSTER_ROOM",
     }
 )
 

@@ -406,27 +406,6 @@ class Metrics:
             "mlflow and wandb are trackers. A sidecar process of rank 0 sends them."
         ),
     ] = ()
-    mlflow_uri: Annotated[
-        Text | None,
-        Meta(
-            description="MLflow tracking URI, such as http://… or sqlite:///…; "
-            "MLFLOW_TRACKING_URI in rank 0's environment if left out. Put passwords into the "
-            "environment, not here."
-        ),
-    ] = None
-    mlflow_experiment: Annotated[
-        Text | None, Meta(description="MLflow experiment; experiment_name if left out.")
-    ] = None
-    wandb_project: Annotated[
-        Text | None, Meta(description="W&B project; experiment_name if left out.")
-    ] = None
-    wandb_mode: Annotated[
-        Literal["offline", "online"],
-        Meta(
-            description="offline writes files into the run folder, which wandb sync uploads later; "
-            "online uploads during the run, with WANDB_API_KEY from rank 0's environment."
-        ),
-    ] = "offline"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,13 +427,6 @@ class Launch:
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="Python on the other hosts; the same path as here if left out."),
     ] = None
-    max_log_mib: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Max size of each rank's log in MiB. Of a larger log, the beginning and the end are kept.",
-        ),
-    ] = 1024
     spares: Annotated[
         int,
         Meta(

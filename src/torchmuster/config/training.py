@@ -206,7 +206,6 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
     yield from _learning_rates(resolved)
     yield from _optimizers(resolved)
     yield from _training_times(resolved)
-    yield from _open_passwords(resolved)
     distributed = resolved.settings.distributed
     if not distributed.enabled and (distributed.num_gpus or 1) > 1:
         yield Mistake(
@@ -324,18 +323,6 @@ def _optimizers(resolved: Resolved) -> Iterator[Mistake]:
             what=f"checkpoint.best_metric is {metric!r}, but evaluations measure only "
             f"{', '.join(EVALUATION_METRICS)}",
             fix=f"checkpoint.best_metric: {EVALUATION_METRICS[0]}",
-        )
-
-
-def _open_passwords(resolved: Resolved) -> Iterator[Mistake]:
-    uri = resolved.settings.metrics.mlflow_uri
-    if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
-        yield Mistake(
-            where=resolved.sources["metrics.mlflow_uri"].where,
-            what="metrics.mlflow_uri contains a user name or a password, which commands and logs "
-            "would show",
-            fix="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in rank 0's environment "
-            "instead",
         )
 
 

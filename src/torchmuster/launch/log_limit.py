@@ -30,7 +30,7 @@ def limit_log(path: Path, limit_bytes: int, *, read_to: int | None = None) -> bo
         if state.st_blocks * _BLOCK <= limit_bytes or end <= begin:
             return False
         _free(stream.fileno(), begin, end - begin)
-        words = f"\n--- output left out here: this log is limited to {limit_bytes >> 20} MiB (launch.max_log_mib) ---\n"
+        words = f"\n--- output left out here: this log is limited to {limit_bytes >> 20} MiB ---\n"
         os.pwrite(stream.fileno(), words.encode()[: end - begin], begin)
         return True
 

@@ -91,12 +91,3 @@ def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, An
         why="the learning rates would differ from here on",
         fix="use the same schedule, or start a new run",
     )
-
-
-def schedule_state(schedule: LRScheduler, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved schedule for the optimizer's groups; version 0.1 had a single group."""
-    groups = len(schedule.base_lrs)
-    return {
-        name: value * groups if isinstance(value, list) and len(value) == 1 else value
-        for name, value in saved.items()  # each list has one item per group
-    }

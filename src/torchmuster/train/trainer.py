@@ -426,11 +426,9 @@ class Trainer:
         self._position = progress["loader"]
         self._update.restore(progress["update"])
         if self.schedule is not None:
-            self.schedule.load_state_dict(
-                defaults.schedule_state(self.schedule, progress["schedule"])
-            )
+            self.schedule.load_state_dict(progress["schedule"])
         if self.best is not None:
-            self.best.restore(progress.get("best"))  # older checkpoints have none
+            self.best.restore(progress["best"])
         self._goes_on = self.step > 0
 
     @property

@@ -73,18 +73,6 @@ def test_an_optimizer_that_cannot_update_shards_is_refused(
         assert said == snapshot(name=name)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_of_version_0_1_with_one_group_resumes_exactly(
-    run_ranks: RunRanks, tmp_path: Path, strategy: Strategy
-) -> None:
-    for (straight, resumed), said, decay in run_ranks(
-        optimizing.of_version_0_1, 2, tmp_path, strategy
-    ):
-        assert resumed == straight
-        assert decay == [optimizing.DECAY] * 2
-        assert any("weight decay" in line for line in said)
-
-
 # Losses of the evaluations after every second step.
 _LOSSES = {2: 1.0, 4: 0.5, 6: 0.7, 8: 0.49, 10: 0.6, 12: math.nan, 14: 0.1, 16: 0.1, 18: 1, 20: 1}
 

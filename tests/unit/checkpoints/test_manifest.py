@@ -43,7 +43,6 @@ GOOD = Manifest(
 def test_a_manifest_comes_back_as_it_was() -> None:
     assert Manifest.from_json(GOOD.to_json()) == GOOD
     assert Manifest.from_json(GOOD.to_json()).size_bytes == 6
-    assert b"best" not in GOOD.to_json()  # as version 0.1 wrote it
     best = msgspec.structs.replace(GOOD, best={"loss": 0.25})
     assert Manifest.from_json(best.to_json()) == best
 
@@ -103,7 +102,7 @@ def test_a_careful_forger_could_have_written_a_good_one() -> None:
 
 @pytest.mark.parametrize("version", [0, 3, "1", 1.0, True, None, [1]])
 def test_another_version_is_named(version: object) -> None:
-    with pytest.raises(ForeignVersion, match=r"reads 1 to 2$"):
+    with pytest.raises(ForeignVersion, match=r"reads 1$"):
         Manifest.from_json(_altered(format=version))
 
 

@@ -64,9 +64,6 @@ def test_a_run_of_settings_is_shown_as_it_was_typed(muster: Muster, own_machine:
     job["command"] = ["torchmuster.worker", "--set", "train.steps=3", "--run-folder", "/x"]
     run.job.write_text(json.dumps({**job, "typed": ["train", "--config", "q.yaml"]}))
     assert muster("runs").out.split("2 h  ")[1] == "train --config q.yaml\n"
-    del job["typed"]  # as an older version left it
-    run.job.write_text(json.dumps(job))
-    assert muster("runs").out.split("2 h  ")[1] == "torchmuster.worker\n"
 
 
 def test_a_folder_without_runs_says_how_to_make_one(

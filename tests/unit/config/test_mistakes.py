@@ -117,7 +117,6 @@ def test_one_mistake(text: str, place: str, tmp_path: Path, snapshot: SnapshotAs
         ("Distributed: {}", "distributed"),
         ("distributed: {zzzzz: 1}", ""),
         ("optimizer: {lr: 1}", "train.optimizer"),
-        ("wandb: {lr: 1}", "metrics.wandb_mode"),
         ("zoo: {lr: 1}", ""),
     ],
 )

@@ -1,6 +1,7 @@
 """A flag wins over the environment, that over the file, that over the default: for every setting."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -269,3 +270,10 @@ def test_an_unknown_variable_is_refused_with_the_nearest(variable: str, fix: str
     (mistake,) = caught.value.mistakes
     assert (mistake.where, mistake.what) == (f"${variable}", "is not a setting")
     assert mistake.fix == fix
+
+
+def test_no_variable_that_the_program_reads_is_taken_for_a_setting() -> None:
+    source = Path(fields.__file__).parents[1]
+    text = "".join(path.read_text() for path in source.rglob("*.py"))
+    variables = set(re.findall(r"\bTORCHMUSTER_[A-Z_]*[A-Z]\b", text))
+    assert from_environment(dict.fromkeys(variables, "1")).mistakes == []

@@ -26,7 +26,6 @@ distributed:
   master_port: 29500
 launch:
   hosts: [a, "b:4"]
-  max_log_mib: 64
   max_restarts: 3
   spares: 1
   remote_python: /opt/venv/bin/python
@@ -100,10 +99,6 @@ checkpoint:
   folder: s3://bucket/place
 metrics:
   sinks: [tensorboard, mlflow, wandb]
-  mlflow_uri: http://tracker:5000
-  mlflow_experiment: llama
-  wandb_project: llama
-  wandb_mode: online
 """
 
 GOOD = [
@@ -181,7 +176,6 @@ BAD = [
     "train: {weight_decay: -0.1}",
     "metrics: {sinks: mlflow}",
     "metrics: {sinks: [tensorbord]}",
-    "metrics: {wandb_mode: disabled}",
     "train: {activation_checkpointing: some}",
     "train: {activation_checkpointing: 0}",
     "train: {seed: -1}",

@@ -242,10 +242,10 @@ def read_job(run: RunFolder) -> RunJob | None:
             token=str(content["token"]),
             grace_s=_grace_s(content["grace_s"]),
             slurm_job=None if content["slurm_job"] is None else str(content["slurm_job"]),
-            typed=_texts(content.get("typed") or content["command"][:1]),
-            flags=_texts(content.get("flags") or []),
-            module=bool(content.get("module")),
-            resume_with=_texts(content.get("resume_with") or []),
+            typed=_texts(content["typed"]),
+            flags=_texts(content["flags"]),
+            module=bool(content["module"]),
+            resume_with=_texts(content["resume_with"]),
         )
     except (KeyError, TypeError, ValueError):
         return None

@@ -84,23 +84,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     sinks: tuple[str, ...] = ()
     experiment: str = "experiment"
-    mlflow_uri: str | None = None
-    mlflow_experiment: str | None = None
-    wandb_project: str | None = None
-    wandb_mode: str = "offline"
 
 
 def wanted_by(settings: Settings) -> Wanted:
     """Translate settings."""
-    metrics = settings.metrics
-    return Wanted(
-        sinks=metrics.sinks,
-        experiment=settings.experiment_name,
-        mlflow_uri=metrics.mlflow_uri,
-        mlflow_experiment=metrics.mlflow_experiment,
-        wandb_project=metrics.wandb_project,
-        wandb_mode=metrics.wandb_mode,
-    )
+    return Wanted(sinks=settings.metrics.sinks, experiment=settings.experiment_name)
 
 
 def open_sink(name: str, run: RunFolder, wanted: Wanted, known: str) -> Sink:

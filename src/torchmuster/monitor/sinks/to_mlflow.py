@@ -30,11 +30,11 @@ class MLflow:
         from mlflow import entities
 
         self._entities: Any = entities
-        # Without settings, address and keys are read from the environment.
-        self._client: Any = mlflow.MlflowClient(tracking_uri=wanted.mlflow_uri)
+        self._client: Any = mlflow.MlflowClient()  # address and keys are in the environment
         self.run = known
         if not known:
-            experiment = self._experiment(wanted.mlflow_experiment or wanted.experiment)
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", wanted.experiment)
+            experiment = self._experiment(name)
             # An earlier process may have created the run without storing its id.
             self.run = self._found(experiment, run.id) or self._made(experiment, run)
         self._client.update_run(self.run, status="RUNNING")

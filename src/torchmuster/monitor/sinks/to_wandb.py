@@ -20,9 +20,9 @@ class WandB:
         self._run: Any = wandb.init(
             id=self.run,
             name=run.id,
-            project=wanted.wandb_project or wanted.experiment,
+            project=os.environ.get("WANDB_PROJECT", wanted.experiment),
             dir=str(run.metrics),
-            mode="online" if wanted.wandb_mode == "online" else "offline",
+            mode="online" if os.environ.get("WANDB_MODE") == "online" else "offline",
             resume="allow",
             config=dict(settings_of(run)),
             # This is not the training process: do not record its output and resource usage.

@@ -251,10 +251,7 @@ def load_into(
     def read_common() -> None:
         common.extend((Index.read(store, name), read_json(store, name, STATE)))
         if found.manifest.world_size == world.world_size:
-            file = own_file(world.global_rank)
-            if file not in found.manifest.files:  # format 1 has all files in one folder
-                file = file.rpartition("/")[2]
-            common.append(read_json(store, name, file))
+            common.append(read_json(store, name, own_file(world.global_rank)))
 
     exchange.run(read_common, nothing)
     index, rest, own = (*common, None)[:3]

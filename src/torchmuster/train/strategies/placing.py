@@ -151,10 +151,7 @@ def _forget_all_but(
 def _regrouped(
     saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
-    """Return the saved options of each of the optimizer's groups; a saved group may be split.
-
-    Checkpoints of version 0.1 have one group for all parameters.
-    """
+    """Return the saved options of each of the optimizer's groups."""
     names = {id(parameter): own_name(name) for name, parameter in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:

@@ -122,12 +122,13 @@ def _is_gone(process: psutil.Process) -> bool:
 
 
 def test_a_tracker_that_never_answers_takes_ten_seconds_at_the_end_and_no_more(
-    written: WrittenRun,
+    written: WrittenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow")
     written.steps(1)
     with silent_server() as address:
-        wanted = Wanted(sinks=("mlflow", "tensorboard"), mlflow_uri=address)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        wanted = Wanted(sinks=("mlflow", "tensorboard"))
         with send_in_background(written.run.path, wanted):
             _await(lambda: _reached(written, "tensorboard") == 1, "the other sink")
     assert _reached(written, "mlflow") == 0
@@ -136,15 +137,18 @@ def test_a_tracker_that_never_answers_takes_ten_seconds_at_the_end_and_no_more(
     assert "TimeoutError: no answer within 10 s" in told
 
 
-def test_who_fails_does_not_wait_for_a_tracker(written: WrittenRun) -> None:
+def test_who_fails_does_not_wait_for_a_tracker(
+    written: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     written.steps(1)
-    with (
-        silent_server() as address,
-        pytest.raises(ValueError, match="of the training"),
-        send_in_background(written.run.path, Wanted(sinks=("mlflow",), mlflow_uri=address)),
-    ):
-        raise ValueError("of the training")
+    with silent_server() as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        with (
+            pytest.raises(ValueError, match="of the training"),
+            send_in_background(written.run.path, Wanted(sinks=("mlflow",))),
+        ):
+            raise ValueError("of the training")
 
 
 def test_without_sinks_there_is_no_process(written: WrittenRun) -> None:

@@ -22,13 +22,16 @@ def written(own_machine: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
 
 
 @pytest.mark.integrations
-def test_mlflow_has_one_run_that_goes_on(written: WrittenRun) -> None:
+def test_mlflow_has_one_run_that_goes_on(
+    written: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     written.run.config.write_text("experiment_name: llama\ntrain:\n  learning_rate: 0.01\n")
     written.steps(1, 2, loss=1.5)
     written.evaluations(2, **{"f1@5": 0.5})
     with mlflow_server() as kept:
-        wanted = Wanted(experiment="llama", mlflow_uri=kept.address)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", kept.address)
+        wanted = Wanted(experiment="llama")
         assert written.send("mlflow", wanted) == 3
         written.cut_off_after(1)
         written.steps(2, 3, loss=None)
@@ -48,11 +51,14 @@ def test_mlflow_has_one_run_that_goes_on(written: WrittenRun) -> None:
 
 @pytest.mark.integrations
 @pytest.mark.nightly
-def test_a_run_of_mlflow_is_found_again_without_its_id(written: WrittenRun) -> None:
+def test_a_run_of_mlflow_is_found_again_without_its_id(
+    written: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     written.steps(1, 2)
     with mlflow_server() as kept:
-        wanted = Wanted(mlflow_uri=kept.address)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", kept.address)
+        wanted = Wanted()
         written.send("mlflow", wanted)
         # It was made, and then the disk was full.
         (written.run.metrics / "sinks" / "mlflow.json").unlink()
@@ -102,11 +108,14 @@ def _read_wandb(run: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.integrations
-def test_wandb_offline_has_one_id_and_every_step_once(written: WrittenRun) -> None:
+def test_wandb_offline_has_one_id_and_every_step_once(
+    written: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     written.steps(1, 2, loss=1.5)
     written.evaluations(2, accuracy=0.5)
-    wanted = Wanted(wandb_project="p")
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    wanted = Wanted()
     assert written.send("wandb", wanted) == 3
     written.cut_off_after(1)
     written.steps(2, 3, loss=1.0)
