@@ -129,7 +129,7 @@ def muster(folder: Path) -> None:
         "train.steps": STEPS,
         "train.global_batch_size": BATCH,
         "train.clip_norm": 1,
-        "checkpoint.enabled": "false",
+        "checkpoint.every": "never",
     }
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     train(["--device", "cpu", *words])

@@ -113,7 +113,7 @@ def test_fifty_steps_have_the_same_losses(
         "train.weight_decay": 0,
         "train.clip_norm": 1,
         "train.log_every": 1,
-        "checkpoint.enabled": "false",
+        "checkpoint.every": "never",
     }
     flags = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     done = muster(

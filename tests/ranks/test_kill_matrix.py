@@ -42,8 +42,7 @@ def expected(
     folder = tmp_path_factory.mktemp("undisturbed")
     Moments(folder).hurry.touch()
     runs = {
-        str(layout): {**settings_of(layout, STEPS), "checkpoint.enabled": "false"}
-        for layout in KILLS
+        str(layout): {**settings_of(layout, STEPS), "checkpoint.every": "never"} for layout in KILLS
     }
     run_ranks(train_all, 2, str(folder), runs)
     return {layout: Ended.of(RunFolder(folder / str(layout)), STEPS) for layout in KILLS}

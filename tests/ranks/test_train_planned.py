@@ -19,7 +19,7 @@ def test_a_training_follows_its_plan_and_is_held_against_it(
     write_model(own_machine)
     (own_machine / "config.yaml").write_text(
         "model: {build: 'own:model'}\ndata: {dataset: 'own:data'}\n"
-        "train: {steps: 4, global_batch_size: 8}\ncheckpoint: {enabled: false}\n"
+        "train: {steps: 4, global_batch_size: 8}\ncheckpoint: {every: never}\n"
     )
     flags = ("--config", "config.yaml", "--plan", "--device", "cpu", "--ranks", "2")
     environment = {"XDG_CACHE_HOME": str(own_machine / "cache"), "COLUMNS": "300"}

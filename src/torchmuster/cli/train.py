@@ -262,7 +262,7 @@ def _check_checkpoint(run: RunFolder, resolved: Resolved) -> None:
     if place is None:
         raise Impossible(
             f"{run.id} cannot be resumed: it saves no checkpoints",
-            why="checkpoint.enabled is false",
+            why="checkpoint.every is never",
             fix=f"start a new run: muster train --config {shlex.quote(str(run.config))}",
         )
     if not committed_manifests(open_store(place)):

@@ -93,7 +93,8 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     ),
     "save_steps": OurSetting(path="checkpoint.every"),
     "save_strategy": OurSetting(
-        path="checkpoint.every", how="a number of steps or a duration; best: checkpoint.best_metric"
+        path="checkpoint.every",
+        how="a number of steps, a duration or never; best: checkpoint.best_metric",
     ),
     "save_total_limit": OurSetting(path="checkpoint.keep"),
     "resume_from_checkpoint": OurSetting(

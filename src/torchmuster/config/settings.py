@@ -368,13 +368,12 @@ class Train:
 class Checkpoint:
     """When and where checkpoints are saved, and how many are kept."""
 
-    enabled: Annotated[
-        bool,
-        Meta(description="Save checkpoints during training and at its end; false saves none."),
-    ] = True
     every: Annotated[
         Count | Text,
-        Meta(description="Interval: a number of steps, or a duration such as 10min or 1h."),
+        Meta(
+            description="Interval: a number of steps, or a duration such as 10min or 1h; never "
+            "saves only the final weights."
+        ),
     ] = "10min"
     keep: Annotated[
         Count, Meta(description="Number of checkpoints to keep; older ones are deleted.")

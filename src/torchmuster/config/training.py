@@ -40,6 +40,7 @@ OWN_NAMES: dict[str, tuple[str, ...]] = {
     "model.loss": ("cross_entropy", "language_model", "masked_language_model", "classification"),
     "train.optimizer": ("adamw", "sgd", "adafactor", "muon", "adamw_8bit"),
 }
+NEVER = "never"  # as checkpoint.every
 EVALUATION_METRICS = ("loss",)  # what muster train measures in an evaluation
 # Each key has an effect only if one of its values is given.
 _NEEDS = {
@@ -84,7 +85,6 @@ _ONLY_WITH = {
         ("linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"),
     ),
     "train.decay_steps": ("train.schedule", ("warmup_stable_decay",)),
-    "checkpoint.best_metric": ("checkpoint.enabled", (True,)),
 }
 # Values that need another setting.
 _VALUE_NEEDS = {
@@ -153,9 +153,14 @@ def with_absolute_folder(resolved: Resolved) -> Resolved:
     return replace(resolved, settings=settings)
 
 
+def saves_checkpoints(wanted: Checkpoint) -> bool:
+    """Return whether a run saves checkpoints, from which it can resume."""
+    return wanted.every != NEVER
+
+
 def checkpoint_place(wanted: Checkpoint, run_folder: Path) -> str | None:
     """Return where a run's checkpoints are: a folder or a URL; None if it saves none."""
-    if not wanted.enabled:
+    if not saves_checkpoints(wanted):
         return None
     if wanted.folder is None:
         return str(run_folder / "checkpoints")
@@ -317,6 +322,12 @@ def _optimizers(resolved: Resolved) -> Iterator[Mistake]:
             "each GPU",
         )
     metric = resolved.settings.checkpoint.best_metric
+    if metric is not None and not saves_checkpoints(resolved.settings.checkpoint):
+        yield Mistake(
+            where=resolved.sources["checkpoint.best_metric"].where,
+            what="checkpoint.best_metric has no effect with checkpoint.every: never",
+            fix="leave out one of the two",
+        )
     if metric is not None and metric not in EVALUATION_METRICS:
         yield Mistake(
             where=resolved.sources["checkpoint.best_metric"].where,
@@ -328,7 +339,7 @@ def _optimizers(resolved: Resolved) -> Iterator[Mistake]:
 
 def _training_times(resolved: Resolved) -> Iterator[Mistake]:
     every = resolved.settings.checkpoint.every
-    if isinstance(every, int):
+    if isinstance(every, int) or every == NEVER:
         return
     try:
         too_short = parse_seconds(every) <= 0
@@ -339,5 +350,5 @@ def _training_times(resolved: Resolved) -> Iterator[Mistake]:
         yield Mistake(
             where=resolved.sources["checkpoint.every"].where,
             what=what,
-            fix="write a number of steps, or a duration such as 10min",
+            fix="write a number of steps, a duration such as 10min, or never",
         )

@@ -14,7 +14,12 @@ from torchmuster.checkpoints.export import name_in_adapter
 from torchmuster.checkpoints.export_check import ExportCheck, run_check
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.config.settings import Settings, Train
-from torchmuster.config.training import EVALUATION_METRICS, checkpoint_place, warmup_steps_of
+from torchmuster.config.training import (
+    EVALUATION_METRICS,
+    checkpoint_place,
+    saves_checkpoints,
+    warmup_steps_of,
+)
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status, render
 from torchmuster.runfolder import RunFolder, is_no_room
@@ -67,7 +72,7 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     A run with checkpoints is resumed. A stop request takes effect once everything is built:
     before that there is nothing to save.
     """
-    stop = StopRequest(world) if settings.checkpoint.enabled else None
+    stop = StopRequest(world) if saves_checkpoints(settings.checkpoint) else None
     with oom_report(world):
         recipe = recipe_of(settings, world)
         rows = rows_of(settings, world)

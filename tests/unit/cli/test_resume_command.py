@@ -143,7 +143,7 @@ def test_what_would_be_another_training_is_refused(
 def test_a_run_that_cannot_go_on_says_why(
     resume: Resume, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
-    without = made(own_machine, "failed", saved=False, checkpoint__enabled="false")
+    without = made(own_machine, "failed", saved=False, checkpoint__every="never")
     done = resume(without.id)
     assert done.code == 2
     assert f"muster train --config {without.config.relative_to(own_machine)}\n" in done.err

@@ -92,7 +92,6 @@ train:
   evaluate_every: 100
   early_stopping_patience: 3
 checkpoint:
-  enabled: false
   every: 10min
   keep: 2
   best_metric: loss

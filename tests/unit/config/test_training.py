@@ -186,7 +186,7 @@ def test_each_run_has_a_place_of_its_own_for_checkpoints(tmp_path: Path) -> None
 
     assert place("") == "/runs/one/checkpoints"
     assert place("checkpoint: {folder: 's3://a/b/'}") == "s3://a/b/one"
-    assert place("checkpoint: {enabled: false}") is None
+    assert place("checkpoint: {every: never}") is None
 
 
 def test_settings_of_lora_that_cannot_be(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -256,7 +256,7 @@ def test_optimizers_schedules_and_the_best_checkpoint(text: str, tmp_path: Path)
         (GOOD + "train: {early_stopping_patience: 3}", "data.evaluation_files"),
         (GOOD + "checkpoint: {best_metric: loss}", "data.evaluation_files"),
         (EVALUATED + "checkpoint: {best_metric: accuracy}", "'accuracy'"),
-        (EVALUATED + "checkpoint: {best_metric: loss, enabled: false}", "checkpoint.enabled"),
+        (EVALUATED + "checkpoint: {best_metric: loss, every: never}", "checkpoint.every"),
     ],
 )
 def test_optimizer_settings_that_contradict_are_told(text: str, named: str, tmp_path: Path) -> None:
