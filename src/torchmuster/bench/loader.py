@@ -9,6 +9,7 @@ from torchmuster.bench.statistics import Estimate, estimate
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding, Status
+from torchmuster.units import plural
 
 # In the package with torch that builds data from settings; not imported here.
 PROGRAM = "torchmuster.worker.reading"
@@ -21,19 +22,14 @@ THREAD_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One loader configuration: number of workers and prefetch factor."""
+    """One loader configuration: the number of workers."""
 
     workers: int
-    prefetch: int = 2
 
     @property
     def name(self) -> str:
         """The configuration as text."""
-        if not self.workers:
-            return "0 workers"
-        many = "s" if self.workers > 1 else ""
-        ahead = "" if self.prefetch == 2 else f", prefetch {self.prefetch}"
-        return f"{self.workers} worker{many}{ahead}"
+        return plural(self.workers, "worker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +99,7 @@ def join_loader_answers(answers: Sequence[LoaderAnswer]) -> list[Read]:
     """Merge the results of all ranks by configuration, in the order of the request."""
     readings = sorted(
         {visit.reading for one in answers for visit in one.visits},
-        key=lambda one: (one.workers, one.prefetch),
+        key=lambda one: one.workers,
     )
     return [_together(reading, answers) for reading in readings]
 
@@ -190,7 +186,7 @@ def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None
     if needed_samples_s is not None:
         enough = [one for one in reads if one.rate.median * _ROOM >= needed_samples_s]
         if enough:
-            chosen = min(enough, key=_cost)
+            chosen = min(enough, key=lambda read: read.reading.workers)
             return Decision(
                 value=chosen,
                 reason=f"{_loader_rate(chosen)}; {needed_samples_s:,.0f} are needed",
@@ -202,7 +198,7 @@ def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None
         )
     as_good = min(fastest.rate.low, fastest.rate.median * (1 - EQUALLY_FAST))
     equal = [one for one in reads if one.rate.median >= as_good]
-    chosen = min(equal, key=_cost)
+    chosen = min(equal, key=lambda read: read.reading.workers)
     beside = [one for one in reads if one is not chosen]
     words = ", ".join(
         f"{one.reading.name} {_loader_rate(one, short=True)} ({_loader_percent(one, chosen)})"
@@ -215,10 +211,6 @@ def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None
         value=chosen,
         reason=f"{_loader_rate(chosen)}, {why}" + (f"; {words}" if words else ""),
     )
-
-
-def _cost(one: Read) -> tuple[int, int]:
-    return one.reading.workers, one.reading.prefetch
 
 
 def _loader_rate(one: Read, *, short: bool = False) -> str:
@@ -261,7 +253,7 @@ def _milliseconds(seconds: float) -> str:
 
 def more_might_help(reads: Sequence[Read], chosen: Read) -> Finding | None:
     """Report if the largest number of workers was still much faster than the next smaller one."""
-    by_workers = sorted(reads, key=_cost)
+    by_workers = sorted(reads, key=lambda read: read.reading.workers)
     if len(by_workers) < 2 or chosen is not by_workers[-1] or not chosen.reading.workers:
         return None
     gained = chosen.rate.median / by_workers[-2].rate.median - 1

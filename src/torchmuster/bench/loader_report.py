@@ -28,8 +28,6 @@ class MeasuredLoader:
     needed_samples_s: float | None  # per rank; None: not specified
     by_workers: Sequence[Read]
     chosen: Decision[Read]
-    by_prefetch: Sequence[Read] = ()  # with the chosen number of workers
-    prefetch: Decision[Read] | None = None
     one_thread: tuple[Read, Read] | None = None  # unchanged, and with one thread per worker
 
 
@@ -59,9 +57,6 @@ def loader_report(
             series=tuple(_loader_report_series(measured)),
             facts={
                 "best_workers": chosen.reading.workers,
-                "best_prefetch": None
-                if measured.prefetch is None
-                else measured.prefetch.value.reading.prefetch,
                 "samples_per_step": answer.samples_per_step,
                 "batch_bytes": answer.batch_bytes,
                 "samples": answer.samples,
@@ -82,12 +77,6 @@ def _choices(measured: MeasuredLoader, where: Decision[str]) -> Iterator[Decisio
         value=f"{plural(workers, 'worker')} (data.workers: {workers})",
         reason=measured.chosen.reason,
     )
-    if measured.prefetch is not None:
-        ahead = measured.prefetch.value.reading.prefetch
-        yield Decision(
-            value=f"{ahead} batches ahead (data.prefetch: {ahead})",
-            reason=measured.prefetch.reason,
-        )
 
 
 def _loader_report_findings(measured: MeasuredLoader) -> Iterator[Finding]:
@@ -97,7 +86,7 @@ def _loader_report_findings(measured: MeasuredLoader) -> Iterator[Finding]:
         samples_per_step=measured.answer.samples_per_step,
         needed_samples_s=measured.needed_samples_s,
     )
-    yield loader.same_data([*measured.by_workers, *measured.by_prefetch])
+    yield loader.same_data(measured.by_workers)
     crowded = loader.oversubscription(
         measured.by_workers, cores=measured.cores, ranks=measured.ranks
     )
@@ -159,20 +148,6 @@ def _tables(measured: MeasuredLoader) -> Iterator[Table]:
         "threads in "
         "one worker, or in the rank without workers.",
     )
-    if measured.by_prefetch:
-        yield Table(
-            title=f"batches ahead, with {measured.chosen.value.reading.name}",
-            head=("prefetch", "samples/s", "±", "first batch"),
-            rows=tuple(
-                (
-                    str(one.reading.prefetch),
-                    f"{one.rate.median:,.0f}",
-                    f"{one.rate.noise * 100:.0f} %",
-                    amount_text(statistics.median(one.first_batch_s), "s"),
-                )
-                for one in measured.by_prefetch
-            ),
-        )
 
 
 def _loader_report_row(one: Read, first: Read) -> tuple[str, ...]:
@@ -190,8 +165,6 @@ def _loader_report_row(one: Read, first: Read) -> tuple[str, ...]:
 
 
 def _loader_report_pictures(measured: MeasuredLoader) -> Iterator[Picture]:
-    reads = [*measured.by_workers, *measured.by_prefetch]
-    shown = {one.reading: one for one in reads}.values()
     yield Picture(
         title="samples/s",
         svg=bar_chart(
@@ -205,7 +178,7 @@ def _loader_report_pictures(measured: MeasuredLoader) -> Iterator[Picture]:
                     high=one.rate.high,
                     label=f"{one.rate.median:,.0f}",
                 )
-                for one in shown
+                for one in measured.by_workers
             ],
         ),
         caption="The lines are 95 % intervals of the median.",
@@ -213,12 +186,8 @@ def _loader_report_pictures(measured: MeasuredLoader) -> Iterator[Picture]:
 
 
 def _loader_report_series(measured: MeasuredLoader) -> Iterator[Series]:
-    reads = {one.reading: one for one in (*measured.by_prefetch, *measured.by_workers)}
-    for one in reads.values():
-        labels: dict[str, str | int | float] = {
-            "workers": one.reading.workers,
-            "prefetch": one.reading.prefetch,
-        }
+    for one in measured.by_workers:
+        labels: dict[str, str | int | float] = {"workers": one.reading.workers}
         yield Series(
             name="rate", unit="samples/s", better="higher", samples=one.samples_s, labels=labels
         )

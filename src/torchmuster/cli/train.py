@@ -108,7 +108,7 @@ _MAY_CHANGE = (
     *("train.epochs", "train.steps", "train.micro_batch_size", "train.clip_norm"),
     *("train.precision", "train.activation_checkpointing", "train.compile"),
     *("train.log_every", "train.evaluate_every", "train.early_stopping_"),
-    *("data.workers", "data.prefetch", "data.evaluation_", "model.device_map"),
+    *("data.workers", "data.evaluation_", "model.device_map"),
     "metrics.",
 )
 _LENGTHS = ("train.epochs", "train.steps")

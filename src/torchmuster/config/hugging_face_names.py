@@ -85,7 +85,6 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     "block_size": OurSetting(path="data.sequence_length"),
     "packing": OurSetting(path="data.pack"),
     "dataloader_num_workers": OurSetting(path="data.workers"),
-    "dataloader_prefetch_factor": OurSetting(path="data.prefetch"),
     "data_seed": OurSetting(path="train.seed", how="one seed for everything"),
     # Checkpoints, evaluation and logging
     "output_dir": OurSetting(

@@ -223,9 +223,6 @@ class Data:
         Annotated[int, Meta(ge=0)],
         Meta(description="Worker processes per rank that read ahead; 0 reads in the rank itself."),
     ] = 0
-    prefetch: Annotated[
-        Count, Meta(description="Batches that each worker loads ahead; only used with workers.")
-    ] = 2
     evaluation_dataset: Annotated[
         Text | None,
         Meta(description="Your module:function that returns the evaluation dataset."),

@@ -155,7 +155,6 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
             seed=wanted.seed,
             shuffle=settings.data.shuffle,
             workers=settings.data.workers,
-            prefetch=settings.data.prefetch,
         ),
         reason=reason,
     )

@@ -27,8 +27,7 @@ def measure_reading(request: LoaderRequest, world: World) -> LoaderAnswer:
     batches = batches_of(settings, world, kept=None).value
 
     def make(reading: Reading) -> Loader:
-        ahead = replace(batches, workers=reading.workers, prefetch=reading.prefetch)
-        return loader_for(samples, world, ahead)
+        return loader_for(samples, world, replace(batches, workers=reading.workers))
 
     plain = make(Reading(workers=0))
     portions = portions_of(plain)

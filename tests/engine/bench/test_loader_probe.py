@@ -96,9 +96,7 @@ def reads(
     )
 
     def make(reading: Reading) -> Loader:
-        batches = LoaderSpec(
-            micro_batch_size=BATCH, workers=reading.workers, prefetch=reading.prefetch
-        )
+        batches = LoaderSpec(micro_batch_size=BATCH, workers=reading.workers)
         return loader_for(dataset, world, batches)
 
     answer = LoaderAnswer(

@@ -21,13 +21,12 @@ def read(
     workers: int,
     rate: float,
     *,
-    prefetch: int = 2,
     threads: int | None = 1,
     values: tuple[str, ...] = ("same",),
     indices: tuple[str, ...] = ("same",),
 ) -> Read:
     return Read(
-        reading=Reading(workers=workers, prefetch=prefetch),
+        reading=Reading(workers=workers),
         samples_s=(rate,) * 6,
         first_batch_s=(0.1,),
         next_epoch_s=(0.01,),
@@ -75,15 +74,6 @@ def test_where_nothing_feeds_enough_the_fastest_is_taken_and_it_is_a_failure(
     assert found.status is Status.FAILURE
     assert "50 %" in found.what
     assert found == snapshot
-
-
-def test_fewer_batches_ahead_are_taken_where_more_give_nothing(snapshot: SnapshotAssertion) -> None:
-    reads = [read(2, rate, prefetch=one) for one, rate in ((2, 100), (4, 103), (8, 101))]
-    decided = loader.best_reading(reads)
-    assert decided.value.reading.prefetch == 2
-    assert decided.reason == snapshot
-    reads[1] = read(2, 130, prefetch=4)
-    assert loader.best_reading(reads).value.reading.prefetch == 4
 
 
 def test_what_is_within_the_noise_of_the_fastest_is_as_fast() -> None:

@@ -27,9 +27,9 @@ HERE = Environment(
 )
 
 
-def read(workers: int, rate: float, *, prefetch: int = 2, threads: int = 1) -> Read:
+def read(workers: int, rate: float, *, threads: int = 1) -> Read:
     return Read(
-        reading=Reading(workers=workers, prefetch=prefetch),
+        reading=Reading(workers=workers),
         samples_s=(rate,) * 6,
         first_batch_s=(0.5,),
         next_epoch_s=(0.02,),
@@ -91,17 +91,6 @@ def test_with_an_accelerator_both_copies_are_told(snapshot: SnapshotAssertion) -
         one for one in made(replace(MEASURED, answer=answer)).findings if one.name == "data-pinning"
     ]
     assert found == snapshot
-
-
-def test_batches_ahead_have_a_table_and_a_choice_of_their_own() -> None:
-    ahead = [read(4, 196, prefetch=one) for one in (2, 4, 8)]
-    told = made(replace(MEASURED, by_prefetch=ahead, prefetch=loader.best_reading(ahead)))
-    assert told.choices[-1].value == "2 batches ahead (data.prefetch: 2)"
-    assert [row[0] for row in told.tables[1].rows] == ["2", "4", "8"]
-    # The same way to read is in both, and once in the record.
-    labels = [one.labels for one in told.record.series if one.name == "rate"]
-    assert {"workers": 4, "prefetch": 2} in labels
-    assert len(labels) == 4 + 2
 
 
 def test_crowded_threads_are_warned_of_with_what_was_measured_without_them() -> None:

@@ -61,7 +61,6 @@ data:
   pack: true
   shuffle: false
   workers: 2
-  prefetch: 4
   evaluation_dataset: my_data:test
   evaluation_files: data/test.jsonl
   evaluation_split: test

@@ -15,6 +15,7 @@ import torch
 from torchmuster.bench.loader import LoaderRequest, Reading, Visit
 from torchmuster.bench.probes.clock import interleaved
 from torchmuster.errors import Impossible
+from torchmuster.train.data.loader import PREFETCH
 from torchmuster.train.data.pytree import map_tensors, move_to_device, tensors_in
 from torchmuster.train.data.step import Loader, MicroBatch
 from torchmuster.train.seeds import seed_process
@@ -52,7 +53,7 @@ def _visit(loader: Loader, reading: Reading, world: World, window_s: float, shar
     try:
         first_batch_s, digests, took_s = _beginning(loader, world)
         # Prefetched batches of the abandoned epoch would delay the next one.
-        ahead = 2 * reading.prefetch * max(reading.workers, 1)
+        ahead = 2 * PREFETCH * max(reading.workers, 1)
         time.sleep(min(_MOST_SETTLING_S, took_s * ahead / _COMPARED) if reading.workers else 0)
         return _loader_timed(loader, reading, world, window_s, share, first_batch_s, digests)
     finally:
@@ -95,7 +96,7 @@ def _loader_timed(
     next(batches)
     next_epoch_s = time.perf_counter() - begun_s
     once = max(1, reading.workers)  # each worker gives one batch
-    for _ in range(once * reading.prefetch):  # batches that were prefetched
+    for _ in range(once * PREFETCH):  # batches that were prefetched
         next(batches)
     guess_s = _turn(batches, once, world.device)[1]
     calls, turns = _agreed(guess_s, window_s, world)

@@ -4,13 +4,11 @@ import argparse
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from torchmuster.bench import environment, loader, loader_report
 from torchmuster.bench.loader import (
-    LoaderAnswer,
     LoaderRequest,
     Reading,
     join_loader_answers,
@@ -28,7 +26,6 @@ from torchmuster.plan.hardware import here
 
 _ROUNDS, _WINDOW_S = 3, 1.0
 _ROUNDS_QUICK, _WINDOW_QUICK_S = 2, 0.3
-_PREFETCH = (2, 4, 8)  # 2 is the default of training; fewer leave no reserve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nReads the data as in training, with 0, 1, 2, 4, … workers up to "
         "twice the cores "
-        "of a rank, then\nwith more prefetching for the best number. Checks that the data is the same in "
-        "all cases, and reports\nhow short a step can be before it waits for data."
+        "of a rank.\nChecks that the data is the same in all cases, and reports how short a step can be "
+        "before it waits\nfor data."
     )
     parsers.show_examples(
         parser,
@@ -136,8 +133,6 @@ def run(options: argparse.Namespace) -> ExitCode:
             ask(dataclasses.replace(request, readings=(usual.reading,)), one_thread=True)
         )
         measured = dataclasses.replace(measured, one_thread=(usual, alone))
-    if chosen.value.reading.workers and not options.quick:
-        measured = _further_ahead(measured, request, ask)
     report = loader_report.loader_report(
         measured,
         where=where,
@@ -153,18 +148,6 @@ def run(options: argparse.Namespace) -> ExitCode:
         took_s=time.monotonic() - begun,
     )
     return finish(report, options)
-
-
-def _further_ahead(
-    measured: loader_report.MeasuredLoader,
-    request: LoaderRequest,
-    ask: Callable[[LoaderRequest], Sequence[LoaderAnswer]],
-) -> loader_report.MeasuredLoader:
-    """Measure other prefetch values with the chosen number of workers."""
-    workers = measured.chosen.value.reading.workers
-    readings = tuple(Reading(workers=workers, prefetch=one) for one in _PREFETCH)
-    found = join_loader_answers(ask(dataclasses.replace(request, readings=readings)))
-    return dataclasses.replace(measured, by_prefetch=found, prefetch=loader.best_reading(found))
 
 
 def _data_data(settings: Settings) -> str:

@@ -22,7 +22,6 @@ class LoaderSpec:
     seed: int = 0
     shuffle: bool = True
     workers: int = 0
-    prefetch: int = 2
 
     def in_order(self) -> "LoaderSpec":
         """Return the same settings without shuffling, for evaluation."""
