@@ -209,9 +209,7 @@ model:
 data: {dataset: "a:c"}
 """
     without_rank = told(tmp_path, alone)
-    assert [one.partition(":")[2].partition(":")[0] for one in places(without_rank)] == list(
-        "34567"
-    )
+    assert [one.partition(":")[2].partition(":")[0] for one in places(without_rank)] == list("345")
     assert [*found, *without_rank] == snapshot
 
 
