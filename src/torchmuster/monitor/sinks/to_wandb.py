@@ -1,5 +1,6 @@
 """W&B: one run with the same id per run folder, or offline files for ``wandb sync``."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
