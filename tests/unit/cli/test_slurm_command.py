@@ -9,6 +9,8 @@ import pytest
 
 from muster_command import Muster
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("words", "inside"),

@@ -12,6 +12,8 @@ from muster_command import Muster, Result
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 
+pytestmark = pytest.mark.slow
+
 Train = Callable[..., Result]
 
 CONFIG = """\

@@ -17,6 +17,8 @@ from made_up_runs import a_run, add_lines
 from muster_command import Muster, muster_argv
 from patience import GIVE_UP_S
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(own_machine: Path) -> Path:
