@@ -23,7 +23,7 @@ from rows import Published, Row, read  # noqa: E402
 
 from torchmuster.plan.tracing.cache import TraceCache  # noqa: E402
 
-PAGE = HERE.parent.parent / "docs" / "measured" / "plan-published.md"
+PAGE = HERE.parent / "results" / "plan-published.md"
 
 
 @dataclass(frozen=True, kw_only=True)
