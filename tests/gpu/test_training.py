@@ -10,7 +10,7 @@ from gpu.conftest import Muster
 CONFIG = """\
 model: {build: "gpu_model:make_model", loss: language_model}
 data: {dataset: "gpu_model:make_rows"}
-train: {steps: 8, global_batch_size: 8, log_every: 1, precision: fp32}
+train: {steps: 8, global_batch_size: 8, log_every: 1, precision: fp32, learning_rate: 1e-4}
 """
 
 # With this mode, an operation that waits for the GPU is an error. It is on from the 3rd to the 10th update.
