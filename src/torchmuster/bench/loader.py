@@ -205,8 +205,6 @@ def best_reading(reads: Sequence[Read], *, needed_samples_s: float | None = None
         for one in beside
     )
     why = "the fastest" if chosen is fastest else "as fast as the fastest, with fewer processes"
-    if chosen is not fastest and chosen.reading.workers == fastest.reading.workers:
-        why = "as fast as the fastest, with fewer batches in memory"
     return Decision(
         value=chosen,
         reason=f"{_loader_rate(chosen)}, {why}" + (f"; {words}" if words else ""),
