@@ -175,9 +175,7 @@ class SimulatedAgent:
 
 def prepared() -> protocol.Prepared:
     """Return the answer of a host with one GPU per rank."""
-    fingerprint = protocol.Fingerprint(
-        script_sha256="s" * 64, code_sha256="c" * 64, code_files=9, packages_sha256="p"
-    )
+    fingerprint = protocol.Fingerprint(script_sha256="s" * 64, code_sha256="c" * 64, code_files=9)
     return protocol.Prepared(
         ranks=RANKS_PER_HOST,
         devices=tuple(f"GPU {index}" for index in range(RANKS_PER_HOST)),

@@ -50,9 +50,7 @@ PREPARED = protocol.Prepared(
     ranks=8,
     devices=tuple(f"GPU-{number:032d}" for number in range(8)),
     reasons=("all 8 GPUs are free",),
-    fingerprint=protocol.Fingerprint(
-        script_sha256="0" * 64, code_sha256="1" * 64, code_files=10, packages_sha256="2" * 64
-    ),
+    fingerprint=protocol.Fingerprint(script_sha256="0" * 64, code_sha256="1" * 64, code_files=10),
 )
 PREPARE = protocol.Prepare(
     run_id="crowd",

@@ -56,9 +56,7 @@ class Machine:
         self.messages += not isinstance(message, protocol.Alive)
         match message:
             case protocol.Prepare():
-                code = protocol.Fingerprint(
-                    script_sha256="s", code_sha256="c", code_files=1, packages_sha256="p"
-                )
+                code = protocol.Fingerprint(script_sha256="s", code_sha256="c", code_files=1)
                 prepared = protocol.Prepared(
                     ranks=8, devices=("CPU",), reasons=("as asked",), fingerprint=code
                 )

@@ -299,7 +299,7 @@ class GroupCheck:
 
     async def _compare(self, nodes: Sequence[NodeHandle]) -> None:
         try:
-            differences = await self._session.differences(nodes)
+            differences = self._session.differences(nodes)
         except MusterError as error:
             differences = from_error(error)
         without = [node for node in nodes if node.record is not None and not node.record.torch]

@@ -1,4 +1,4 @@
-"""Fingerprint what would run on a host: the script, the code next to it, and the packages.
+"""Fingerprint what would run on a host: the script and the code next to it.
 
 Hosts that run different code fail late and with misleading errors, so fingerprints are compared before
 anything starts. The code is every Python file below the script's folder. A folder that is too large (a
@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -79,7 +79,6 @@ def torch_version(folders: Sequence[str] | None = None) -> str | None:
 
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 # Installers do not affect a run, and often differ between otherwise equal hosts.
-_INSTALLERS = {"pip", "wheel", "uv"}
 _FOREIGN_FOLDERS = {"__pycache__", "site-packages", "node_modules", "conda-meta"}
 # A folder with one of these files is a virtual environment or a run folder, not code.
 _MARKS = {"pyvenv.cfg", "conda-meta", "run.json"}
@@ -111,7 +110,6 @@ def take_fingerprint(
         script_sha256=_file_sha256(script) if script is not None else "",
         code_sha256=code_sha256,
         code_files=code_files,
-        packages_sha256=packages_sha256(packages()),
     )
 
 
@@ -153,27 +151,6 @@ def _hooked(top: str) -> list[Path]:
         return [Path(place) for place in (found and found.submodule_search_locations) or ()]
     except (ImportError, ValueError):
         return []
-
-
-def packages() -> dict[str, str]:
-    """Return the normalized name and the version of every installed package."""
-    found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        try:
-            name, version = distribution.name, distribution.version
-        except Exception:  # noqa: S112 - skip packages without readable metadata
-            continue
-        if not name:
-            continue
-        # If two have the same name, Python imports the first.
-        found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version or "")
-    return {name: found[name] for name in sorted(found) if name not in _INSTALLERS}
-
-
-def packages_sha256(installed: Mapping[str, str]) -> str:
-    """Return a hash of the package names and versions."""
-    lines = [f"{name}=={version}\n" for name, version in sorted(installed.items())]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _file_sha256(path: Path) -> str:

@@ -61,12 +61,11 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What would run on a host: the script, the code next to it, the installed packages."""
+    """What would run on a host: the script and the code next to it."""
 
     script_sha256: str
     code_sha256: str  # of all Python files in the script's folder, or "" if there are too many
     code_files: Integer
-    packages_sha256: str
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,10 +193,6 @@ class SendLog(Message, frozen=True, kw_only=True, tag="send-log"):
 
     rank: Integer
     most_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**20)]
-
-
-class ListPackages(Message, frozen=True, kw_only=True, tag="list-packages"):
-    """Request the list of installed packages, sent if the fingerprints differ."""
 
 
 class StartSidecar(Message, frozen=True, kw_only=True, tag="start-sidecar"):
@@ -361,12 +356,6 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     log_bytes: Integer = 0  # of the logs that stay on this host
 
 
-class Packages(Message, frozen=True, kw_only=True, tag="packages"):
-    """Name and version of every installed package."""
-
-    packages: dict[str, str]
-
-
 class SidecarStarted(Message, frozen=True, kw_only=True, tag="sidecar-started"):
     """The sidecar process was started."""
 
@@ -389,7 +378,6 @@ ToAgent = Annotated[
     | Signal
     | DumpStacks
     | SendLog
-    | ListPackages
     | StartSidecar
     | Relay
     | Alive
@@ -411,7 +399,6 @@ FromAgent = Annotated[
     | StackDump
     | LogEnd
     | Ended
-    | Packages
     | SidecarStarted
     | Relay
     | SidecarEnded

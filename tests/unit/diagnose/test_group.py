@@ -90,9 +90,7 @@ class Played:
                 trouble = protocol.Trouble(name=error.name, what=error.what, fix=error.fix)
                 return [protocol.Refused(trouble=trouble)]
             case protocol.Prepare():
-                code = protocol.Fingerprint(
-                    script_sha256="1", code_sha256="1", code_files=1, packages_sha256="1"
-                )
+                code = protocol.Fingerprint(script_sha256="1", code_sha256="1", code_files=1)
                 return [protocol.Prepared(ranks=1, devices=("CPU",), reasons=(), fingerprint=code)]
             case protocol.Listen():
                 return [protocol.Listening(port=29400, addresses=(here,), reason="free")]

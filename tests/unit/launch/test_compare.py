@@ -15,12 +15,8 @@ from torchmuster.launch.launcher.compare_nodes import NodeDescription
 SPEC = JobSpec(name="job", command=("train.py", "--epochs", "3"), folder="/home/ana/project")
 
 
-def fingerprint(
-    script: str = "s", code: str = "c", files: int = 7, packages: str = "p"
-) -> protocol.Fingerprint:
-    return protocol.Fingerprint(
-        script_sha256=script, code_sha256=code, code_files=files, packages_sha256=packages
-    )
+def fingerprint(script: str = "s", code: str = "c", files: int = 7) -> protocol.Fingerprint:
+    return protocol.Fingerprint(script_sha256=script, code_sha256=code, code_files=files)
 
 
 def node(
@@ -50,8 +46,8 @@ def node(
     )
 
 
-def only(*nodes: NodeDescription, spec: JobSpec = SPEC, **more: Any) -> Finding:
-    (finding,) = compare_nodes.compare_all_nodes(nodes, spec, **more)
+def only(*nodes: NodeDescription, spec: JobSpec = SPEC) -> Finding:
+    (finding,) = compare_nodes.compare_all_nodes(nodes, spec)
     return finding
 
 
@@ -216,54 +212,6 @@ def test_windows_has_no_rsync(snapshot: SnapshotAssertion) -> None:
     assert finding.fix == snapshot
 
 
-def test_other_packages_are_a_warning_with_the_first_differences(
-    snapshot: SnapshotAssertion,
-) -> None:
-    nodes = [node("a", fingerprint()), node("b", fingerprint(packages="x"))]
-    assert only(*nodes).why == ""
-    packages = {
-        0: {"numpy": "2.1.0", "psutil": "7.0", "torch": "2.13.0", "zstd": "1"},
-        1: {"numpy": "1.26.4", "psutil": "7.0", "torch": "2.12.0", "extra": "3"},
-    }
-    finding = only(*nodes, packages=packages)
-    assert finding.status is Status.WARNING
-    assert finding.name == "packages-differ"
-    assert finding.as_json() == snapshot
-
-
-def test_many_different_packages_are_told_briefly(snapshot: SnapshotAssertion) -> None:
-    packages: dict[int, dict[str, str]] = {0: {f"p{n}": "1" for n in range(9)}, 1: {}}
-    finding = only(
-        node("a", fingerprint()), node("b", fingerprint(packages="x")), packages=packages
-    )
-    assert finding.name == "packages-differ"
-    assert finding.why == snapshot
-
-
-def test_packages_are_those_of_the_machine_and_not_of_another_of_its_name() -> None:
-    nodes = [node("a", fingerprint()), node("b"), node("vm", fingerprint())]
-    nodes += [node("vm", fingerprint(packages="x"))]
-    packages = {0: {"numpy": "2"}, 3: {"numpy": "1"}}
-    assert only(*nodes, packages=packages).why == "a / vm: numpy 2 / 1"
-
-
-def test_packages_that_differ_only_in_torch_need_no_finding_of_their_own() -> None:
-    nodes = [node("a", fingerprint())]
-    nodes += [node(name, fingerprint(packages="x"), torch="2.13.0+cpu") for name in ("b", "c")]
-    packages = {0: {"torch": "2.13.0+cu126"}, 1: {"torch": "2.13.0+cpu"}}
-    assert only(*nodes, packages=packages).name == "torch-build"
-
-
-def test_few_machines_are_asked_for_their_packages() -> None:
-    kinds = ["p", "p", "x", "p", "x", "y"]
-    nodes = [node(f"n{n}", fingerprint(packages=kind)) for n, kind in enumerate(kinds)]
-    assert compare_nodes.ask_for_packages(nodes) == [0, 2, 5]
-    assert compare_nodes.ask_for_packages(nodes[:2]) == []
-    many = [node(f"n{n}", fingerprint(packages=str(n))) for n in range(1000)]
-    assert compare_nodes.ask_for_packages(many) == [0, 1, 2, 3]
-    assert compare_nodes.ask_for_packages([node("a"), node("b")]) == []
-
-
 @pytest.mark.timeout(120)
 def test_ten_thousand_machines_that_all_differ_are_told_briefly(
     snapshot: SnapshotAssertion,
@@ -272,7 +220,7 @@ def test_ten_thousand_machines_that_all_differ_are_told_briefly(
     nodes += [
         node(
             f"n{n}",
-            fingerprint(script=f"s{n % 3}", code=f"c{n}", packages=f"p{n}"),
+            fingerprint(script=f"s{n % 3}", code=f"c{n}"),
             offset_s=float(n),
             torch=None if n % 5 == 0 else f"2.{n % 9}.0",
             python=f"3.{n % 50}.0",
@@ -281,7 +229,7 @@ def test_ten_thousand_machines_that_all_differ_are_told_briefly(
         for n in range(9_999)
     ]
     findings = compare_nodes.compare_all_nodes(nodes, SPEC)
-    assert len(findings) == 7
+    assert len(findings) == 6
     assert max(len(one.what) + len(one.why) + len(one.fix) for one in findings) < 800
     by_name = {one.name: one for one in findings}
     assert by_name["script-differs"].what == snapshot

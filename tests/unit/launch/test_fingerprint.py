@@ -39,7 +39,6 @@ def test_the_fingerprint_of_a_small_project(project: Path) -> None:
     assert found.script_sha256 == hashlib.sha256(b"import model.net\n").hexdigest()
     assert len(found.code_sha256) == 64
     assert found.code_files == 3
-    assert found.packages_sha256 == fingerprint.packages_sha256(fingerprint.packages())
 
 
 def test_a_copy_at_another_place_has_the_same_fingerprint(project: Path, tmp_path: Path) -> None:
@@ -180,30 +179,3 @@ def test_an_installed_module(tmp_path: Path) -> None:
     main = fingerprint.module_file("torchmuster", str(tmp_path))
     assert main is not None
     assert main.name == "__main__.py"
-
-
-def installed(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / f"{name}.dist-info").mkdir(parents=True)
-        package, version = name.split("-")
-        text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
-        (folder / f"{name}.dist-info/METADATA").write_text(text)
-
-
-def test_packages_by_their_usual_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(tmp_path / "a", "My.Odd_Name-1.5", "numpy-2.1.0", "pip-24.0")
-    installed(tmp_path / "b", "numpy-1.26.4")
-    (tmp_path / "a/broken-1.0.dist-info").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
-    found = fingerprint.packages()
-    assert found == {"my-odd-name": "1.5", "numpy": "2.1.0"}
-    other = fingerprint.packages_sha256({**found, "numpy": "1.26.4"})
-    assert fingerprint.packages_sha256(found) != other
-    assert fingerprint.packages_sha256(dict(reversed(found.items()))) == (
-        fingerprint.packages_sha256(found)
-    )
-
-
-def test_this_installation_is_read() -> None:
-    found = fingerprint.packages()
-    assert {"torch", "torchmuster", "psutil"} <= set(found)

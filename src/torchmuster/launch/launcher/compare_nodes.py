@@ -20,11 +20,8 @@ from torchmuster.units import format_seconds
 
 CLOCKS_APART_S = 5.0
 _VALUES_SHOWN = 4
-_PACKAGES_SHOWN = 5
 _LINES_SHOWN = 3
 _SYSTEMS = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
-# These packages have their own findings.
-_TOLD_APART = {"torch", "torchmuster"}
 _SAME_KIND = {"amd64": "x86_64", "aarch64": "arm64"}
 
 
@@ -44,14 +41,8 @@ class NodeDescription:
 def compare_all_nodes(
     nodes: Sequence[NodeDescription],
     spec: JobSpec,
-    *,
-    packages: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[Finding]:
-    """Return the differences between the hosts and between the code they would run.
-
-    ``packages`` are the lists of the hosts that ``ask_for_packages`` returns, by place; without them
-    the finding does not name the packages.
-    """
+    """Return the differences between the hosts and between the code they would run."""
     return [
         *_systems(nodes),
         *_torchmuster(nodes),
@@ -59,21 +50,8 @@ def compare_all_nodes(
         *_machine_kinds(nodes),
         *_pythons(nodes),
         *_compare_nodes_code([one for one in nodes if one.fingerprint is not None], spec),
-        *_packages(nodes, packages or {}),
         *_clocks(nodes),
     ]
-
-
-def ask_for_packages(nodes: Sequence[NodeDescription]) -> list[int]:
-    """Return the places whose package lists are needed: one host for each different set of packages.
-
-    Empty if all hosts have the same packages; only a few places even if thousands differ.
-    """
-    first_with: dict[str, int] = {}
-    for place, one in enumerate(nodes):
-        if one.fingerprint is not None:
-            first_with.setdefault(one.fingerprint.packages_sha256, place)
-    return list(first_with.values())[:_VALUES_SHOWN] if len(first_with) > 1 else []
 
 
 def other_protocol(name: str, hello: protocol.Hello) -> protocol.Trouble:
@@ -270,53 +248,6 @@ def _code_differs(first: NodeDescription, other: NodeDescription) -> bool:
 
 def _script_of(one: NodeDescription) -> str:
     return one.fingerprint.script_sha256 if one.fingerprint is not None else ""
-
-
-def _packages_of(one: NodeDescription) -> str:
-    return one.fingerprint.packages_sha256 if one.fingerprint is not None else ""
-
-
-def _packages(
-    nodes: Sequence[NodeDescription], packages: Mapping[int, Mapping[str, str]]
-) -> Iterator[Finding]:
-    known = {place: one for place, one in enumerate(nodes) if one.fingerprint is not None}
-    if not known:
-        return
-    first_place, first = next(iter(known.items()))
-    others = {p: one for p, one in known.items() if _packages_of(one) != _packages_of(first)}
-    told = {
-        _packages_of(one): _package_differences(
-            f"{first.name} / {one.name}", packages[first_place], packages[place]
-        )
-        for place, one in others.items()
-        if place in packages and first_place in packages
-    }
-    # Hosts that differ only in packages with their own findings need no other finding.
-    different = [one.name for one in others.values() if told.get(_packages_of(one)) != ""]
-    if different:
-        yield Finding(
-            name="packages-differ",
-            status=Status.WARNING,
-            what=f"installed packages on {name_several(different)} differ from those on {first.name}",
-            why="\n".join([text for text in told.values() if text][:_VALUES_SHOWN]),
-            fix=f"pip freeze > requirements.txt  # on {first.name}; then on the other hosts:\n"
-            "pip install -r requirements.txt",
-        )
-
-
-def _package_differences(who: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    names = [
-        name
-        for name in sorted({*mine, *theirs} - _TOLD_APART)
-        if mine.get(name) != theirs.get(name)
-    ]
-    shown = [
-        f"{name} {mine.get(name, 'none')} / {theirs.get(name, 'none')}"
-        for name in names[:_PACKAGES_SHOWN]
-    ]
-    if len(names) > len(shown):
-        shown.append(f"and {len(names) - len(shown)} more")
-    return f"{who}: {', '.join(shown)}" if names else ""
 
 
 # ---- how they are shown

@@ -435,7 +435,7 @@ class JobRunner:
         await self._session.prepare(nodes, again=again)
         if self._many:
             everybody = {node.place: node for node in (*self._session.registry.nodes, *nodes)}
-            findings = await self._session.differences(list(everybody.values()))
+            findings = self._session.differences(list(everybody.values()))
             self._console.show([one for one in findings if one.status is not Status.FAILURE])
             self._refuse(findings)
         self._session.say_reasons(nodes)

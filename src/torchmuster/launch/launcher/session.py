@@ -278,14 +278,10 @@ class Session:
             warm=spec.spares > 0,  # restarts are frequent
         )
 
-    async def differences(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
+    def differences(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
         """Return the differences between prepared hosts."""
         described = [_described(node) for node in nodes]
-        packages = {}
-        for place in compare_nodes.ask_for_packages(described):
-            told = await nodes[place].ask(protocol.ListPackages(), protocol.Packages, within_s=30.0)
-            packages[place] = told.packages
-        return compare_nodes.compare_all_nodes(described, self._spec, packages=packages)
+        return compare_nodes.compare_all_nodes(described, self._spec)
 
     def differing_records(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
         """Return the differences between hosts that have only joined the node registry."""

@@ -197,8 +197,6 @@ class NodeAgent:
                     self._do(self._examine(message))
                 case protocol.SendLog():
                     self._do(self._send_log(message))
-                case protocol.ListPackages():
-                    self._do(self._tell_packages())
                 case protocol.StartSidecar():
                     self._do(self._engage(message))
                 case protocol.Relay() if self._engaged is not None:
@@ -421,10 +419,6 @@ class NodeAgent:
                     kept_logs.end_of_log, self._job.logs, message.rank, message.most_bytes
                 )
             )
-
-    async def _tell_packages(self) -> None:
-        packages = await asyncio.to_thread(fingerprint.packages)
-        await self._send(protocol.Packages(packages=packages))
 
     async def _engage(self, message: protocol.StartSidecar) -> None:
         if self._reaper is None:
