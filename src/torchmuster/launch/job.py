@@ -89,7 +89,6 @@ class JobSpec:
     checkpoints: str | None = None  # where its ranks save and resume; None: not known to do so
     resume_with: tuple[str, ...] = ()  # arguments that a restart adds to the script's
     keep_logs: bool | None = None  # on the ranks' hosts; None: with many hosts
-    max_log_bytes: int = 2**30  # of each rank's log; the middle of a larger one is left out
     hosts_return: bool = False  # a host that its scheduler stops is replaced, and the run continues
     job_uid: str = ""  # of the scheduler's job, if it starts this command on every host
     environment: dict[str, str] = field(default_factory=dict)

@@ -119,7 +119,6 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     environment: dict[str, str] = {}
     logs: str | None = None  # where the ranks' logs go; None: a folder of the node agent's own
     keep_logs: bool = False  # the logs stay there: only rank 0's output and first errors are sent
-    max_log_bytes: Integer | None = None  # of each rank's log
     alone: bool = True  # this is the only host
     lost_after_s: float | None = None  # without a heartbeat, the launcher is declared lost
     typed: tuple[str, ...] = ("run",)  # arguments after "muster", up to the script: for messages

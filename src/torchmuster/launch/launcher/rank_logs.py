@@ -7,15 +7,12 @@ memory.
 
 import contextlib
 import io
-import os
 import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-
-from torchmuster.launch.log_limit import limit_log
 
 _KEPT_OPEN = 64
 # At the end, give up on a disk that accepted nothing for this long.
@@ -33,12 +30,8 @@ def mark_restart(folder: Path) -> None:
 class RankLogs:
     """Write the output of ranks on other hosts; call ``say`` once if that fails."""
 
-    def __init__(
-        self, folder: Path, say: Callable[[str], None], *, limit_bytes: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder
-        self._limit_bytes = limit_bytes  # of each log
-        self._looked_at: dict[int, int] = {}  # the size of each log when it was bounded last
         self._say = say
         self._texts: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._open: OrderedDict[int, io.FileIO] = OrderedDict()  # least recently used first
@@ -94,18 +87,6 @@ class RankLogs:
         self._open.move_to_end(rank)
         while data:
             data = data[self._open[rank].write(data) :]
-        self._bound(rank, os.fstat(self._open[rank].fileno()).st_size)
-
-    def _bound(self, rank: int, size_bytes: int) -> None:
-        """Bound the disk space of a log, now and then."""
-        limit = self._limit_bytes
-        if limit is None or size_bytes < self._looked_at.get(rank, limit) + limit // 8:
-            return
-        self._looked_at[rank] = size_bytes
-        try:
-            limit_log(self._folder / f"rank-{rank}.log", limit)
-        except OSError:  # this file system has no holes
-            self._limit_bytes = None
 
     def _close(self, rank: int) -> None:
         with contextlib.suppress(KeyError, OSError):

@@ -105,7 +105,7 @@ class Session:
         self._logs = logs
         self._run = RunFolder(Path(logs).parent)
         self._metrics = ScriptMetrics(self._run)
-        self._rank_logs = RankLogs(Path(logs), console.say, limit_bytes=spec.max_log_bytes)
+        self._rank_logs = RankLogs(Path(logs), console.say)
         self.token = os.urandom(16).hex()
         self._on_phase = on_phase
         self.cause: StopCause | None = None  # of a stop request to the launcher
@@ -270,7 +270,6 @@ class Session:
             environment=environment_of(spec),
             logs=self._logs if alone else None,
             keep_logs=self._keep_logs.value,
-            max_log_bytes=spec.max_log_bytes,
             alone=alone,
             lost_after_s=None if alone else spec.limits.lost_after_s,
             typed=spec.typed,

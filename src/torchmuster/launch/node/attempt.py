@@ -16,7 +16,6 @@ import psutil
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
-from torchmuster.launch.log_limit import limit_log
 from torchmuster.launch.node import engines, heartbeats, process_cleanup
 from torchmuster.launch.node.engines import Engine, ExitsOfRanks, NodeShare
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
@@ -40,7 +39,6 @@ class Tail:
         self._offset = self.began
         self._unfinished = b""
         self._shown_s = 0.0
-        self._has_holes = True
 
     def read(self, now_s: float, *, last: bool = False) -> str:
         """Return the new lines; with ``last`` also an incomplete one."""
@@ -71,21 +69,6 @@ class Tail:
             skipped += len(self._unfinished)
             cut, end, self._unfinished = self._new_bytes().partition(b"\n")
             skipped += len(cut) + len(end)
-        return skipped
-
-    def keep_within(self, limit_bytes: int) -> int:
-        """Bound the disk space of the log; return the number of bytes that were skipped because they came too fast."""
-        size_bytes = self.size_bytes
-        if size_bytes <= limit_bytes or not self._has_holes:
-            return 0
-        skipped = 0
-        try:
-            limit_log(self._path, limit_bytes, read_to=self._offset)
-            if size_bytes - self._offset > limit_bytes // 4:
-                skipped = self.skip()
-                limit_log(self._path, limit_bytes, read_to=self._offset)
-        except OSError:  # this file system has none
-            self._has_holes = False
         return skipped
 
     @property
@@ -434,10 +417,6 @@ class RunningAttempt:
                 await self._tell_output(tail.rank, text)
                 if text.count("\n") <= 1:  # newer output is not urgent
                     break
-            if (limit := self._share.prepare.max_log_bytes) is not None:
-                skipped = tail.keep_within(limit)
-                if skipped:
-                    await self._tell_output(tail.rank, f"… {format_bytes(skipped)} left out\n")
 
     async def _tell_output(self, rank: int, text: str) -> None:
         if text and self._share.prepare.keep_logs and rank != 0:
