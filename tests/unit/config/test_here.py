@@ -43,7 +43,6 @@ def told(folder: Path, text: str) -> list[str]:
         "data: {files: llama}",
     ],
 )
-@pytest.mark.integrations
 def test_what_is_here_or_cannot_be_told_from_here(text: str, folder: Path) -> None:
     assert told(folder, text) == []
     assert "mine_of_here" not in sys.modules

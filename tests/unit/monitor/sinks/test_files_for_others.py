@@ -37,7 +37,6 @@ def _curves(written: WrittenRun) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-@pytest.mark.integrations
 def test_tensorboard_sees_every_step_once_after_a_restart(written: WrittenRun) -> None:
     written.steps(1, 2, 3, loss=1.0)
     written.evaluations(3, accuracy=0.25)
@@ -66,7 +65,6 @@ def test_tensorboard_shows_steps_at_the_time_they_were_made(written: WrittenRun)
     assert first == pytest.approx(1_700_000_001)
 
 
-@pytest.mark.integrations
 def test_numbers_that_are_not_finite_are_kept_apart(written: WrittenRun) -> None:
     written.steps(1, loss=None)
     _sent(written, "tensorboard")
