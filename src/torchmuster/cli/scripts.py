@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torchmuster.errors import Impossible
 from torchmuster.redaction import printable
-from torchmuster.units import parse_seconds
 
 # Flags whose value can be any text, also one that ends in .py.
 _TAKE_A_TEXT = frozenset(
@@ -83,26 +82,18 @@ def with_joined_values(words: list[str]) -> list[str]:
     """Join flags with their values where argparse would misunderstand them.
 
     ``--resume-with --flag``: argparse would take the value for a flag of muster. ``--wait train.sh``:
-    only a duration is the value of ``--wait``.
+    the value of ``--wait`` begins with a digit.
     """
     joined: list[str] = []
     for word in words:
         last = joined[-1] if joined else ""
-        if last in _TAKE_A_FLAG or (last == "--wait" and _is_duration(word)):
+        if last in _TAKE_A_FLAG or (last == "--wait" and word[:1].isdecimal()):
             joined[-1] += f"={word}"
             continue
         if last == "--wait":
             joined[-1] = "--wait=forever"
         joined.append(word)
     return joined
-
-
-def _is_duration(word: str) -> bool:
-    try:
-        parse_seconds(word)
-    except ValueError:
-        return False
-    return True
 
 
 def without_musters_flags(

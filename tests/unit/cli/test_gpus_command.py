@@ -243,7 +243,7 @@ def test_waiting_ends_when_the_other_process_does(machine: Machine, muster: Must
         ("--min-free lots", "--min-free: 'lots'"),
         ("--min-free 100GiB", "100 GiB"),
         ("--gpu-ids 8", "GPU 8"),
-        ("--wait soon", "--wait: 'soon'"),
+        ("--wait 5x", "--wait: '5x'"),
         ("-- no-such-program-here", "'no-such-program-here'"),
         ("--", " --"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.cli import main
+from torchmuster.cli import job_flags, main
 from torchmuster.cli.scripts import script_from, split_off, with_joined_values
 from torchmuster.errors import Impossible
 
@@ -50,6 +50,21 @@ def test_arguments_to_resume_may_look_like_flags_of_ours(
     assert after[0] == "train.py"
     options = main.root_parser(only="run").parse_args(with_joined_values(before))
     assert options.resume_with == resume_with
+
+
+@pytest.mark.parametrize(
+    ("words", "wait_s"),
+    [
+        (["--wait", "10m"], 600.0),
+        (["--wait=10m"], 600.0),
+        (["--wait"], job_flags.FOREVER_S),
+        (["--wait", "./train.sh"], job_flags.FOREVER_S),
+    ],
+)
+def test_wait_takes_only_a_duration(words: list[str], wait_s: float) -> None:
+    joined = with_joined_values(["run", *words])
+    options, _ = main.root_parser(only="run").parse_known_args(joined)
+    assert options.wait == wait_s
 
 
 def test_a_command_line_without_a_script_is_all_ours() -> None:
