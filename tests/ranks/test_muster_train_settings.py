@@ -149,6 +149,7 @@ def test_how_a_step_is_cut_changes_nothing(name: str, curves: dict[str, list[flo
     assert curves[name] == pytest.approx(curves["qwen-ddp"], abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_number_types_are_those_asked_for(trained: Path, curves: dict[str, list[float]]) -> None:
     from safetensors import safe_open
 

@@ -94,6 +94,7 @@ def test_ranks_that_ignore_the_end_are_killed_after_the_grace(folder: Path) -> N
     assert result.code == 130, run
 
 
+@pytest.mark.nightly
 def test_a_second_interrupt_ends_them_at_once(folder: Path) -> None:
     with launched(folder, *cpu("stubborn.py", *LONG_GRACE)) as run:
         run.wait_for("waiting 0", "waiting 1")

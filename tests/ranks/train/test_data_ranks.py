@@ -25,6 +25,7 @@ def test_different_numbers_of_batches_are_named_on_all_ranks_and_nothing_hangs(
     assert told == snapshot
 
 
+@pytest.mark.nightly
 def test_foreign_dataloaders_are_read_as_they_are(
     run_ranks: RunRanks, snapshot: SnapshotAssertion
 ) -> None:

@@ -28,6 +28,7 @@ def test_an_overflow_in_one_ranks_shard_is_seen_by_all(run_ranks: RunRanks) -> N
     assert of_ranks == [[False, True, True]] * 2
 
 
+@pytest.mark.nightly
 def test_rank_0_warns_when_fp16_does_not_suffice(run_ranks: RunRanks) -> None:
     first, second = run_ranks(updating.warnings_of_fp16, 2)
     # Lowered from 4 to 2, 1 and 0.5: the last two were no longer a matter of the scale.

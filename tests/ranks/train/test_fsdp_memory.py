@@ -35,6 +35,7 @@ def test_each_rank_keeps_its_share_and_has_one_block_whole(run_ranks: RunRanks, 
         assert found["optimizer"] == 2 * share + 4 * memory.BLOCKS
 
 
+@pytest.mark.nightly
 def test_with_shard_grad_op_all_blocks_are_whole_between_forward_and_backward(
     run_ranks: RunRanks,
 ) -> None:
@@ -45,6 +46,7 @@ def test_with_shard_grad_op_all_blocks_are_whole_between_forward_and_backward(
         assert found["step_peak"] == pytest.approx(3 * share + WHOLE + 4 * BLOCK, rel=0.03)
 
 
+@pytest.mark.nightly
 def test_a_whole_copy_has_its_gradients_once_with_ddp_too(run_ranks: RunRanks) -> None:
     """Gradients are the buckets that ddp sends; it keeps them between steps."""
     (single,) = run_ranks(memory.train_replicated, 1, "single")
@@ -55,6 +57,7 @@ def test_a_whole_copy_has_its_gradients_once_with_ddp_too(run_ranks: RunRanks) -
         assert found["step_peak"] == pytest.approx(4 * WHOLE, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_running_out_with_gathered_blocks_tells_of_shards_and_copies(
     run_ranks: RunRanks, snapshot: SnapshotAssertion
 ) -> None:

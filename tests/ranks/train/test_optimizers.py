@@ -35,6 +35,7 @@ def test_a_resumed_training_is_the_one_that_never_stopped(
         assert resumed == straight
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["adafactor", "muon", "adamw_8bit"])
 def test_it_resumes_in_one_process(run_ranks: RunRanks, tmp_path: Path, name: Name) -> None:
     [(straight, resumed)] = run_ranks(optimizing.straight_and_resumed, 1, tmp_path, name, "single")
@@ -77,6 +78,7 @@ def test_an_optimizer_that_cannot_update_shards_is_refused(
 _LOSSES = {2: 1.0, 4: 0.5, 6: 0.7, 8: 0.49, 10: 0.6, 12: math.nan, 14: 0.1, 16: 0.1, 18: 1, 20: 1}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "best", "last"),
     [

@@ -40,6 +40,7 @@ def test_what_some_ranks_save_any_number_reads_bit_by_bit(
             )
 
 
+@pytest.mark.nightly
 def test_states_on_any_mesh_are_saved_and_loaded_on_another(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_used(
     assert not canary.exists()
 
 
+@pytest.mark.nightly
 def test_room_is_looked_for_and_decides_how_to_save(
     run_ranks: RunRanks, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -144,6 +146,7 @@ def test_room_is_looked_for_and_decides_how_to_save(
     assert failure == snapshot
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_a_full_disk_fails_a_save_and_nothing_else(
     run_ranks: RunRanks, tmp_path: Path, snapshot: SnapshotAssertion

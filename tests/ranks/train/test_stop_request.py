@@ -25,6 +25,7 @@ def test_all_end_after_one_step_whoever_is_asked_whenever(run_ranks: RunRanks) -
     assert len([steps for steps in later if steps <= 2]) > 10, later
 
 
+@pytest.mark.nightly
 def test_all_end_after_one_step_in_special_situations(run_ranks: RunRanks) -> None:
     of_ranks = run_ranks(stopping.in_special_situations, 4)
     for situation in of_ranks[0]:
@@ -45,12 +46,14 @@ def test_a_signal_is_heard_while_a_collective_is_waited_for(run_ranks: RunRanks)
     assert [end.step for _, end in heard] == [1, 1, 1]
 
 
+@pytest.mark.nightly
 def test_who_cannot_be_followed_ends_at_once_or_goes_on(run_ranks: RunRanks) -> None:
     assert run_ranks(stopping.when_others_are_gone, 2) == [[143], []]
     assert run_ranks(stopping.when_the_store_is_gone, 2) == [([], False), ([143], False)]
     assert run_ranks(stopping.when_one_is_killed, 2) == [False, False]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_answer_at_once_is_waited_for_and_may_be_asked_again(
     run_ranks: RunRanks,
 ) -> None:

@@ -37,6 +37,7 @@ def test_all_ranks_agree_on_what_is_finite_and_on_the_norm(run_ranks: RunRanks) 
             assert math.isnan(one["norm of nan"]), name
 
 
+@pytest.mark.nightly
 def test_sharded_gradients_stay_sharded_while_they_accumulate(run_ranks: RunRanks) -> None:
     for told in run_ranks(strategies.accumulation_of_shards, 2):
         assert told["accumulating"] == [True, True]
@@ -62,6 +63,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_sums_in_fp32(run_ranks: Run
             assert one["weights"] == one["gradients"] == {"torch.float32"}, name
 
 
+@pytest.mark.nightly
 def test_batch_normalization_keeps_weights_of_32_bits_in_shards_too(run_ranks: RunRanks) -> None:
     for told in run_ranks(strategies.normalized_batches, 2):
         assert told["fsdp"]["losses"] == pytest.approx(told["ddp"]["losses"], rel=0.02)
@@ -81,6 +83,7 @@ def test_blocks_are_sharded_one_by_one_unless_they_share_weights(run_ranks: RunR
         )
 
 
+@pytest.mark.nightly
 def test_ranks_of_one_machine_share_its_memory(run_ranks: RunRanks) -> None:
     alone = run_ranks(strategies.memory, 1)[0]
     shared = run_ranks(strategies.memory, 2)

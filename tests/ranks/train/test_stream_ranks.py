@@ -67,6 +67,7 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(
             assert together([one[place] for one in answers]) == expected, (name, ranks)
 
 
+@pytest.mark.nightly
 def test_an_error_of_one_rank_is_told_by_all(
     run_ranks: RunRanks, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:

@@ -12,7 +12,7 @@ from rank_group import RunRanks
 from rank_programs import streaming
 from rank_programs.streaming import together
 
-pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
+pytestmark = [pytest.mark.ranks, pytest.mark.integrations, pytest.mark.nightly]
 
 KEY, SECRET = "made-up-key", "made-up-secret"
 

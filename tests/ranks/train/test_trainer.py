@@ -54,6 +54,7 @@ def test_losses_of_the_lines_are_those_of_one_plain_process(
                 assert all(0 <= part <= 1 for part in parts)
 
 
+@pytest.mark.nightly
 def test_the_verdict_names_what_the_ranks_wait_for(run_ranks: RunRanks) -> None:
     verdicts = run_ranks(training.verdicts, 2)[0]
     for said in verdicts.values():
@@ -72,6 +73,7 @@ def test_the_verdict_names_what_the_ranks_wait_for(run_ranks: RunRanks) -> None:
             assert line.endswith(" / 2 ranks)")
 
 
+@pytest.mark.nightly
 def test_communication_is_measured_where_it_can_be(run_ranks: RunRanks) -> None:
     shares = run_ranks(training.communication, 2)[0]
     assert shares["ddp"] is not None

@@ -41,6 +41,7 @@ def test_ranks_that_do_not_use_a_parameter_are_named_while_the_others_wait(
     assert text == snapshot
 
 
+@pytest.mark.nightly
 def test_ten_names_are_shown_and_the_rest_counted(
     run_ranks: RunRanks, snapshot: SnapshotAssertion
 ) -> None:
@@ -57,6 +58,7 @@ def test_find_unused_parameters_trains_on(run_ranks: RunRanks) -> None:
     assert all(one > 0 for one in norms[0])
 
 
+@pytest.mark.nightly
 def test_fsdp_refuses_gradients_that_only_some_ranks_have(
     run_ranks: RunRanks, snapshot: SnapshotAssertion
 ) -> None:
