@@ -66,7 +66,9 @@ def grade_paper(
 
 def points(lesson: Lesson, verdicts: Sequence[Verdict]) -> int:
     """Return the points of the verdicts."""
-    return sum(lesson.exercise(one.exercise).points for one in verdicts if not one.mistake)
+    return sum(
+        lesson.exercise(verdict.exercise).points for verdict in verdicts if not verdict.mistake
+    )
 
 
 def mistake_finding(lesson: Lesson, verdict: Verdict) -> Finding:
@@ -97,10 +99,10 @@ def ask_examiner(request: bytes, *, within_s: float, say: Callable[[str], None])
     environment = dict(os.environ)
     environment["CUDA_VISIBLE_DEVICES"] = ""  # the same points on every machine
     with tempfile.TemporaryDirectory(prefix="muster-lab-") as name:
-        asked, answered = Path(name) / "request.json", Path(name) / "answer.json"
-        asked.write_bytes(request)
+        request_file, answer_file = Path(name) / "request.json", Path(name) / "answer.json"
+        request_file.write_bytes(request)
         process = subprocess.Popen(
-            [sys.executable, "-m", EXAMINER, str(asked), str(answered)],
+            [sys.executable, "-m", EXAMINER, str(request_file), str(answer_file)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -108,18 +110,18 @@ def ask_examiner(request: bytes, *, within_s: float, say: Callable[[str], None])
             text=True,
         )
         try:
-            told = _wait_grading(process, within_s, say)
+            errors = _wait_grading(process, within_s, say)
         except BaseException:
             process.kill()
             process.communicate()
             raise
-        if process.returncode or not answered.exists():
+        if process.returncode or not answer_file.exists():
             raise MusterError(
                 "the lab could not be run",
-                why="\n".join(told.splitlines()[-4:]),
+                why="\n".join(errors.splitlines()[-4:]),
                 fix="muster doctor",
             )
-        return answered.read_bytes()
+        return answer_file.read_bytes()
 
 
 def _wait_grading(

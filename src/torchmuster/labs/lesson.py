@@ -46,7 +46,7 @@ class Lesson:
     @property
     def points(self) -> int:
         """The points of the lab."""
-        return sum(one.points for one in self.exercises)
+        return sum(exercise.points for exercise in self.exercises)
 
     @property
     def module(self) -> str:
@@ -60,14 +60,14 @@ class Lesson:
 
     def exercise(self, name: str) -> Exercise:
         """Return one exercise by its name."""
-        found = next((one for one in self.exercises if one.name == name), None)
-        if found is None:
+        match = next((exercise for exercise in self.exercises if exercise.name == name), None)
+        if match is None:
             raise Impossible(
                 f"lab {self.name} has no exercise {name!r}",
-                why=f"its exercises are: {', '.join(one.name for one in self.exercises)}",
+                why=f"its exercises are: {', '.join(exercise.name for exercise in self.exercises)}",
                 fix=f"muster lab check {self.name}",
             )
-        return found
+        return match
 
     def reading(self) -> str:
         """Return the reading."""
@@ -88,24 +88,24 @@ def _here(lesson: Lesson) -> Path:
 
 def with_gaps(solution: str) -> str:
     """Return a solution whose marked parts are gaps that raise NotImplementedError."""
-    kept: list[str] = []
+    lines: list[str] = []
     inside = False
     for line in solution.splitlines():
         if line.strip() == _BEGIN:
             indent = line.removesuffix(_BEGIN)
-            kept += [f"{indent}# YOUR CODE HERE", f'{indent}raise NotImplementedError("a gap")']
+            lines += [f"{indent}# YOUR CODE HERE", f'{indent}raise NotImplementedError("a gap")']
             inside = True
         elif line.strip() == _END:
             inside = False
         elif not inside:
-            kept.append(line)
-    return "\n".join(kept) + "\n"
+            lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def without_gaps(solution: str) -> str:
     """Return a solution without the marks."""
-    kept = [line for line in solution.splitlines() if line.strip() not in (_BEGIN, _END)]
-    return "\n".join(kept) + "\n"
+    lines = [line for line in solution.splitlines() if line.strip() not in (_BEGIN, _END)]
+    return "\n".join(lines) + "\n"
 
 
 # Mistakes that can occur in any exercise.
@@ -173,8 +173,8 @@ def lesson(name: str) -> Lesson:
             fix="muster lab list",
         )
     module = importlib.import_module(f"torchmuster.labs.lessons.{name.replace('-', '_')}.lesson")
-    found: Lesson = module.LESSON
-    return found
+    lesson: Lesson = module.LESSON
+    return lesson
 
 
 def lessons() -> list[Lesson]:

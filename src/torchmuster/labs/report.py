@@ -11,51 +11,51 @@ from torchmuster.pages import frame
 PLOT_SUFFIXES = (".png", ".svg")
 
 
-def lab_page(desk: Workspace) -> str:
+def lab_page(workspace: Workspace) -> str:
     """Return a lab's report as HTML, with links to the plots in the lab's folder."""
-    lesson = desk.lesson
+    lesson = workspace.lesson
     parts = [
         f"<h1>{escape(lesson.title)}</h1>",
-        f"<p>{escape(_points_text(desk))}</p>",
-        *_mistakes(desk),
-        *_plots(desk),
+        f"<p>{escape(_points_text(workspace))}</p>",
+        *_mistakes(workspace),
+        *_plots(workspace),
         "<h2>Questions</h2>",
-        *_questions(desk),
+        *_questions(workspace),
         "<h2>Differences on GPUs</h2>",
         f"<p>{escape(lesson.on_gpus)}</p>",
     ]
     return frame.html_page(f"lab {lesson.name}", parts)
 
 
-def _points_text(desk: Workspace) -> str:
-    grade = desk.grade()
+def _points_text(workspace: Workspace) -> str:
+    grade = workspace.grade()
     if grade is None:
-        return f"Not graded yet: muster lab check {desk.lesson.name}."
-    text = f"{grade.points} of {desk.lesson.points} points"
-    if grade.of != desk.fingerprint():
+        return f"Not graded yet: muster lab check {workspace.lesson.name}."
+    text = f"{grade.points} of {workspace.lesson.points} points"
+    if grade.of != workspace.fingerprint():
         text += " (the file has changed since)"
     return f"{text}."
 
 
-def _mistakes(desk: Workspace) -> Iterator[str]:
-    grade = desk.grade()
+def _mistakes(workspace: Workspace) -> Iterator[str]:
+    grade = workspace.grade()
     if grade is None:
         return
     for verdict in grade.verdicts:
         if verdict.mistake:
-            yield frame.html_article(mistake_finding(desk.lesson, verdict))
+            yield frame.html_article(mistake_finding(workspace.lesson, verdict))
 
 
-def _plots(desk: Workspace) -> Iterator[str]:
-    files = sorted(path for path in desk.folder.iterdir() if path.suffix in PLOT_SUFFIXES)
+def _plots(workspace: Workspace) -> Iterator[str]:
+    files = sorted(path for path in workspace.folder.iterdir() if path.suffix in PLOT_SUFFIXES)
     if not files:
         return
     links = [f'<li><a href="{quote(file.name)}">{escape(file.name)}</a></li>' for file in files]
     yield f"<h2>Plots</h2><ul>{''.join(links)}</ul>"
 
 
-def _questions(desk: Workspace) -> Iterator[str]:
-    pairs = zip(desk.lesson.questions, desk.answers(), strict=True)
+def _questions(workspace: Workspace) -> Iterator[str]:
+    pairs = zip(workspace.lesson.questions, workspace.answers(), strict=True)
     for number, (question, answer) in enumerate(pairs, 1):
         body = "<p>Not answered yet: answers.md.</p>"
         if answer:

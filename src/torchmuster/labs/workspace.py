@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.errors import Impossible
-from torchmuster.labs import lesson as course
+from torchmuster.labs import lesson as lessons
 from torchmuster.labs.grading import Verdict
 from torchmuster.labs.lesson import Lesson
 from torchmuster.runfolder import write_atomically
@@ -78,73 +78,75 @@ class Workspace:
         except OSError:
             text = ""
         parts = _QUESTION.split(text)[1:]
-        given = {
+        answers = {
             int(number): answer.strip()
             for number, answer in zip(parts[::2], parts[1::2], strict=True)
         }
-        found = [given.get(place, "") for place in range(1, len(self.lesson.questions) + 1)]
-        return ["" if one == _NO_ANSWER else one for one in found]
+        texts = [answers.get(number, "") for number in range(1, len(self.lesson.questions) + 1)]
+        return ["" if text == _NO_ANSWER else text for text in texts]
 
 
 def start_workspace(lesson: Lesson, root: Path) -> Workspace:
     """Copy a lab into the learner's folder; never overwrite existing files."""
-    desk = Workspace(lesson, root / lesson.name)
+    workspace = Workspace(lesson, root / lesson.name)
     try:
-        desk.folder.mkdir(parents=True)
+        workspace.folder.mkdir(parents=True)
     except FileExistsError:
         raise Impossible(
             f"lab {lesson.name} is already started",
-            why=f"{desk.folder} exists and is not overwritten",
-            fix=f"continue in {desk.file}\nto start over: mv {desk.folder} {desk.folder}.old",
+            why=f"{workspace.folder} exists and is not overwritten",
+            fix=f"continue in {workspace.file}\nto start over: mv {workspace.folder} {workspace.folder}.old",
         ) from None
     except OSError as error:
         raise Impossible(
-            f"cannot create {desk.folder}",
+            f"cannot create {workspace.folder}",
             why=error.strerror or str(error),
             fix="pass a writable folder: --labs DIR",
         ) from error
     questions = "".join(
-        f"## {place}. {question}\n\n{_NO_ANSWER}\n\n"
-        for place, question in enumerate(lesson.questions, 1)
+        f"## {number}. {question}\n\n{_NO_ANSWER}\n\n"
+        for number, question in enumerate(lesson.questions, 1)
     )
     title = f"# {lesson.title}: questions\n\nYour answers become part of the report.\n\n"
-    (desk.folder / "reading.md").write_text(lesson.reading(), encoding="utf-8")
-    (desk.folder / "answers.md").write_text(title + questions.rstrip() + "\n", encoding="utf-8")
-    desk.file.write_text(lesson.starter(), encoding="utf-8")
-    return desk
+    (workspace.folder / "reading.md").write_text(lesson.reading(), encoding="utf-8")
+    (workspace.folder / "answers.md").write_text(
+        title + questions.rstrip() + "\n", encoding="utf-8"
+    )
+    workspace.file.write_text(lesson.starter(), encoding="utf-8")
+    return workspace
 
 
 def find_workspace(name: str | None, root: Path) -> Workspace:
     """Find a started lab: by name, by the current folder, or the one changed last."""
     if name is not None:
-        return _started(course.lesson(name), root)
+        return _started(lessons.lesson(name), root)
     here = Path.cwd()
-    if here.name in course.NAMES and (here / course.lesson(here.name).file).is_file():
-        return Workspace(course.lesson(here.name), Path())
-    desks = [desk for desk in all_workspaces(root) if desk.file.is_file()]
-    if not desks:
+    if here.name in lessons.NAMES and (here / lessons.lesson(here.name).file).is_file():
+        return Workspace(lessons.lesson(here.name), Path())
+    workspaces = [workspace for workspace in all_workspaces(root) if workspace.file.is_file()]
+    if not workspaces:
         raise Impossible(
             "no lab has been started here",
             why=f"{root} contains no labs",
             fix="muster lab start communication",
         )
-    return max(desks, key=lambda desk: desk.file.stat().st_mtime)
+    return max(workspaces, key=lambda workspace: workspace.file.stat().st_mtime)
 
 
 def all_workspaces(root: Path) -> list[Workspace]:
     """Return a workspace for every lab, started or not."""
-    return [Workspace(lesson, root / lesson.name) for lesson in course.lessons()]
+    return [Workspace(lesson, root / lesson.name) for lesson in lessons.lessons()]
 
 
 def _started(lesson: Lesson, root: Path) -> Workspace:
-    desk = Workspace(lesson, root / lesson.name)
+    workspace = Workspace(lesson, root / lesson.name)
     here = Path.cwd()
-    if not desk.file.is_file() and here.name == lesson.name and (here / lesson.file).is_file():
+    if not workspace.file.is_file() and here.name == lesson.name and (here / lesson.file).is_file():
         return Workspace(lesson, Path())
-    if not desk.file.is_file():
+    if not workspace.file.is_file():
         raise Impossible(
             f"lab {lesson.name} has not been started",
-            why=f"there is no {desk.file}",
+            why=f"there is no {workspace.file}",
             fix=f"muster lab start {lesson.name}",
         )
-    return desk
+    return workspace

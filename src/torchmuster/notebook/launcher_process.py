@@ -107,16 +107,16 @@ class _Kernel:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
-    def obey(self, course: JobRunner, loop: asyncio.AbstractEventLoop) -> None:
+    def obey(self, runner: JobRunner, loop: asyncio.AbstractEventLoop) -> None:
         """Process the kernel's requests in a thread until it exits."""
         with contextlib.suppress(RuntimeError):  # the ranks and the loop have stopped
             while line := self.line():
                 match msgspec.json.decode(line, type=ToLauncher):
                     case Interrupt():
-                        loop.call_soon_threadsafe(course.pass_on, "SIGINT")
+                        loop.call_soon_threadsafe(runner.pass_on, "SIGINT")
                     case EndLauncher():
-                        loop.call_soon_threadsafe(course.stop, "stopped by the notebook")
-            loop.call_soon_threadsafe(course.stop, "the notebook's kernel exited")
+                        loop.call_soon_threadsafe(runner.stop, "stopped by the notebook")
+            loop.call_soon_threadsafe(runner.stop, "the notebook's kernel exited")
 
 
 def main() -> int:
@@ -136,10 +136,10 @@ def main() -> int:
         logs: str,
         on_phase: Callable[[str], None],
     ) -> JobRunner:
-        course = JobRunner(spec, transport, console, run_id=run_id, logs=logs, on_phase=on_phase)
-        words = (course, asyncio.get_running_loop())
+        runner = JobRunner(spec, transport, console, run_id=run_id, logs=logs, on_phase=on_phase)
+        words = (runner, asyncio.get_running_loop())
         threading.Thread(target=kernel.obey, args=words, daemon=True).start()
-        return course
+        return runner
 
     run = RunFolder(Path(order.run))
     try:

@@ -48,7 +48,7 @@ class Notebook:
 
     def muster(self, line: str) -> None:
         """``%muster start|stop|restart|status``: the ranks of this notebook."""
-        with _magics_message(), contextlib.suppress(command_line.HelpShown):
+        with _errors_as_text(), contextlib.suppress(command_line.HelpShown):
             options = self._parser.parse_args(shlex.split(line))
             match options.command:
                 case "start":
@@ -62,7 +62,7 @@ class Notebook:
 
     def all_ranks(self, line: str, code: str) -> None:
         """``%%ranks``: run the cell on every rank."""
-        with _magics_message():
+        with _errors_as_text():
             if line.strip():
                 raise Impossible(
                     "%%ranks runs a cell on every rank and takes no arguments",
@@ -73,7 +73,7 @@ class Notebook:
 
     def some_ranks(self, line: str, code: str) -> None:
         """``%%rank 0`` or ``%%rank 0,2-3``: run the cell on these ranks only."""
-        with _magics_message():
+        with _errors_as_text():
             ranks = self._running()
             self._run(ranks, code, command_line.chosen_ranks(line, ranks.world_size))
 
@@ -85,7 +85,7 @@ class Notebook:
     def _start_first(self, spec: JobSpec) -> None:
         if self._ranks is not None and self._ranks.alive:
             raise Impossible(
-                f"{_magics_count(self._ranks.world_size)} already running",
+                f"{_rank_count(self._ranks.world_size)} already running",
                 why="a notebook has one group of ranks at a time",
                 fix="%muster stop, then %muster start …; or %muster restart for the same "
                 "configuration",
@@ -104,7 +104,7 @@ class Notebook:
         if ranks is None or not ranks.alive:
             print("no ranks running; to start some: %muster start --ranks 2")
             return
-        print(f"{_magics_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
+        print(f"{_rank_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
         if ranks.refused:
             print(f"refused connections without the key: {'; '.join(ranks.refused)}")
 
@@ -133,7 +133,7 @@ class Notebook:
         last = "not started"
         try:
             ranks.wait_until_here(say)
-            last = f"{_magics_count(ranks.world_size)} ready; %%ranks runs a cell on them"
+            last = f"{_rank_count(ranks.world_size)} ready; %%ranks runs a cell on them"
         finally:
             reasons = [text for text in messages if not text.startswith(("run ", "waiting"))]
             show("\n".join([*reasons, last]))
@@ -150,7 +150,7 @@ class Notebook:
             result = ranks.run(code, name, chosen, listener)
         finally:
             seen.end()
-        if text := shown.values_html(result.done, ranks.world_size):
+        if text := shown.values_text(result.done, ranks.world_size):
             _write(f"{text}\n")
         errors = seen.errors(result.done)
         if result.stuck:
@@ -162,7 +162,7 @@ class Notebook:
 
     def _start_again(self, ranks: Ranks, stuck: Sequence[int], errors: str) -> NoReturn:
         """Kill ranks that did not react to the interrupt, and start new ones."""
-        where = shown.progress_html(stuck, stuck, shown.heartbeats_html(ranks.run_folder))
+        where = shown.progress_text(stuck, stuck, shown.read_heartbeats(ranks.run_folder))
         ranks.stop()
         self._start(ranks.spec)
         told = [errors] if errors else []
@@ -223,7 +223,7 @@ def load(shell: object) -> None:
 
 
 @contextlib.contextmanager
-def _magics_message() -> Iterator[None]:
+def _errors_as_text() -> Iterator[None]:
     """Show an error as its text: what, why and fix."""
     try:
         yield
@@ -236,5 +236,5 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _magics_count(ranks: int) -> str:
+def _rank_count(ranks: int) -> str:
     return plural(ranks, "rank")

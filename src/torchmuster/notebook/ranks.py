@@ -21,7 +21,7 @@ import msgspec
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.job import JobSpec
-from torchmuster.notebook import launcher as words
+from torchmuster.notebook import launcher
 from torchmuster.notebook.connection import Connection, RankListener
 from torchmuster.notebook.launcher import Launcher
 from torchmuster.notebook.messages import (
@@ -82,7 +82,7 @@ class Heard(NamedTuple):
     message: FromRank | None
 
 
-Event = Arrived | Heard | words.FromLauncher | None  # None: the launcher has exited
+Event = Arrived | Heard | launcher.FromLauncher | None  # None: the launcher has exited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,9 @@ class Ranks:
             environment={**spec.environment, SECRET_VARIABLE: secret.hex()},
         )
         self._launcher = Launcher(self.run_folder, self._events.put)
-        self._launcher.tell(words.LauncherOrder(spec=spec, run=str(self.run_folder.path.resolve())))
+        self._launcher.tell(
+            launcher.LauncherOrder(spec=spec, run=str(self.run_folder.path.resolve()))
+        )
 
     @property
     def alive(self) -> bool:
@@ -140,7 +142,7 @@ class Ranks:
         try:
             while not self.world_size or len(self._here) < self.world_size:
                 match self._events.get():
-                    case words.Said(text=text):
+                    case launcher.Said(text=text):
                         say(text)
                     case event:
                         self._note(event)
@@ -155,7 +157,7 @@ class Ranks:
         while not self._over and not self._events.empty():
             event = self._events.get()
             match event:
-                case words.Printed() | Heard(message=Wrote()):
+                case launcher.Printed() | Heard(message=Wrote()):
                     shown_with_the_next_cell.append(event)
                 case _:
                     self._note(event)
@@ -177,7 +179,7 @@ class Ranks:
             while running and asked.count < 2 and time.monotonic() < give_up_s:
                 if asked.count > told:
                     told = asked.count
-                    self._launcher.tell(words.Interrupt())
+                    self._launcher.tell(launcher.Interrupt())
                     give_up_s = time.monotonic() + _INTERRUPT_WITHIN_S
                 event = self._next()
                 match event:
@@ -205,15 +207,15 @@ class Ranks:
         try:
             return self._events.get(timeout=_LOOK_EVERY_S)
         except queue.Empty:
-            return words.Said("")
+            return launcher.Said("")
 
     def _pass_on(self, event: Event, listener: OutputListener) -> None:
         match event:
             case Heard(rank=rank, message=Wrote(text=text)):
                 listener.wrote(rank, text)
-            case words.Printed(rank=rank, text=text):
+            case launcher.Printed(rank=rank, text=text):
                 listener.wrote(rank, text)
-            case words.HostsFound(findings=findings):
+            case launcher.HostsFound(findings=findings):
                 self._keep(findings)
                 listener.found(findings)
             case _:
@@ -227,13 +229,13 @@ class Ranks:
                 threading.Thread(
                     target=self._hear, args=(rank, connection), name=f"rank-{rank}", daemon=True
                 ).start()
-            case words.WorldReady(size=size):
+            case launcher.WorldReady(size=size):
                 self.world_size = size
-            case words.HostsFound(findings=findings):
+            case launcher.HostsFound(findings=findings):
                 self._keep(findings)
             case Heard(rank=rank, message=None):
                 self._await_verdict(rank)
-            case words.Ended() | None:
+            case launcher.Ended() | None:
                 self._over = True
                 raise self._why_over("the ranks have exited")
 
@@ -247,9 +249,9 @@ class Ranks:
         deadline = time.monotonic() + _VERDICT_WITHIN_S
         while time.monotonic() < deadline:
             match self._next():
-                case words.HostsFound(findings=findings):
+                case launcher.HostsFound(findings=findings):
                     self._keep(findings)
-                case words.Ended() | None:
+                case launcher.Ended() | None:
                     break
         self._over = True
         raise self._why_over(f"rank {rank} has exited")
@@ -271,7 +273,7 @@ class Ranks:
         while late and time.monotonic() < deadline:
             event = self._next()
             self._pass_on(event, listener)
-            if isinstance(event, words.Printed):
+            if isinstance(event, launcher.Printed):
                 late.discard(event.rank)
 
     # ---- threads

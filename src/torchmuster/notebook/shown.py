@@ -100,7 +100,7 @@ class CellShown:
         self.lines.show_due()
         self._write(f"{render(findings)}\n")
         if self._done and any(one.name in KEEPS_WAITING.values() for one in findings):
-            ended = progress_html(self._done, (), {})
+            ended = progress_text(self._done, (), {})
             self._write(f"{ended}, and will not join the collective\n")
 
     def passing(self, done: Mapping[int, Done]) -> None:
@@ -121,17 +121,16 @@ class CellShown:
 
     def errors(self, done: Mapping[int, Done]) -> str:
         """Return the tracebacks that were not shown while the cell ran."""
-        text = errors_html(
-            {r: one for r, one in done.items() if r not in self._told}, self._world_size
-        )
+        new = {rank: result for rank, result in done.items() if rank not in self._told}
+        text = errors_text(new, self._world_size)
         if text or not self._told:
             return text
         return f"{rank_text(self._told)} failed, as shown above"
 
     def _tell_of_failures(self, now: float) -> None:
         """Show the traceback of a rank before the others finish: they may wait for it forever."""
-        for rank, one in self._done.items():
-            if one.error and not one.interrupted:
+        for rank, result in self._done.items():
+            if result.error and not result.interrupted:
                 self._failed_s.setdefault(rank, now)
         late = {
             rank: self._done[rank]
@@ -140,42 +139,46 @@ class CellShown:
         }
         if late:
             self.lines.show_all()
-            self._write(f"{errors_html(late, self._world_size)}\n")
+            self._write(f"{errors_text(late, self._world_size)}\n")
             self._told |= set(late)
 
     def _standing(self, now: float) -> str:
-        known = heartbeats_html(self._run) if now - self._began_s >= _PLACES_AFTER_S else {}
+        known = read_heartbeats(self._run) if now - self._began_s >= _PLACES_AFTER_S else {}
         running = [rank for rank in self._ranks if rank not in self._done]
-        return progress_html(self._ranks, running, known, self.lines.unfinished)
+        return progress_text(self._ranks, running, known, self.lines.unfinished)
 
 
-def heartbeats_html(run: RunFolder) -> dict[int, Heartbeat]:
+def read_heartbeats(run: RunFolder) -> dict[int, Heartbeat]:
     """Return what the ranks were doing a moment ago."""
-    machines = node_records.read_node_ranks(run, time.time())
-    return {heartbeat.rank: heartbeat for machine in machines for heartbeat in machine.ranks}
+    heartbeats = {}
+    for node in node_records.read_node_ranks(run, time.time()):
+        for heartbeat in node.ranks:
+            heartbeats[heartbeat.rank] = heartbeat
+    return heartbeats
 
 
-def progress_html(
-    everybody: Collection[int],
+def progress_text(
+    ranks: Collection[int],
     running: Collection[int],
     places: Mapping[int, Heartbeat],
     unfinished: Callable[[int], str] = lambda _: "",
 ) -> str:
     """Return the ranks' positions, such as ``rank 0 waits in all_reduce at cell-3:2``."""
-    by_words: dict[tuple[str, str], list[int]] = {}
-    for rank in sorted(everybody):
-        by_words.setdefault(
-            _shown_text(rank, running, places.get(rank), unfinished(rank)), []
-        ).append(rank)
-    told = [
-        f"{rank_text(ranks)} {one if len(ranks) == 1 else several}"
-        for (one, several), ranks in by_words.items()
-    ]
-    more = f"; and {len(told) - _GROUPS_SHOWN} more" if len(told) > _GROUPS_SHOWN else ""
-    return "; ".join(told[:_GROUPS_SHOWN]) + more
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(ranks):
+        texts = _rank_text(rank, running, places.get(rank), unfinished(rank))
+        groups.setdefault(texts, []).append(rank)
+    parts = []
+    for (singular, plural), group in groups.items():
+        verb = singular if len(group) == 1 else plural
+        parts.append(f"{rank_text(group)} {verb}")
+    if len(parts) > _GROUPS_SHOWN:
+        hidden = len(parts) - _GROUPS_SHOWN
+        return "; ".join(parts[:_GROUPS_SHOWN]) + f"; and {hidden} more"
+    return "; ".join(parts)
 
 
-def _shown_text(
+def _rank_text(
     rank: int, running: Collection[int], heartbeat: Heartbeat | None, unfinished: str
 ) -> tuple[str, str]:
     """Return the text for one rank, and for several."""
@@ -192,14 +195,14 @@ def _shown_text(
     return f"is {doing}at {heartbeat.place}", f"are {doing}at {heartbeat.place}"
 
 
-def values_html(done: Mapping[int, Done], world_size: int) -> str:
+def values_text(done: Mapping[int, Done], world_size: int) -> str:
     """Return the values of the last expressions, merged if equal."""
-    return _folded({rank: one.value for rank, one in done.items()}, world_size)
+    return _folded({rank: result.value for rank, result in done.items()}, world_size)
 
 
-def errors_html(done: Mapping[int, Done], world_size: int) -> str:
+def errors_text(done: Mapping[int, Done], world_size: int) -> str:
     """Return the tracebacks, merged if equal."""
-    return _folded({rank: one.error for rank, one in done.items()}, world_size)
+    return _folded({rank: result.error for rank, result in done.items()}, world_size)
 
 
 def _folded(texts: Mapping[int, str], world_size: int) -> str:

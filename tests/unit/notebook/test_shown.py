@@ -7,7 +7,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 from torchmuster.notebook.messages import Done
-from torchmuster.notebook.shown import CellShown, Lines, errors_html, progress_html, values_html
+from torchmuster.notebook.shown import CellShown, Lines, errors_text, progress_text, values_text
 from torchmuster.runfolder import RunFolder
 
 
@@ -54,11 +54,11 @@ def test_lines_that_are_alike_are_one_and_what_has_no_end_waits(tmp_path: Path) 
 
 
 def test_values_and_errors_that_are_alike_are_shown_once() -> None:
-    assert values_html({0: done("1"), 1: done("1"), 2: done("2")}, 3) == "[ranks 0-1] 1\n[rank 2] 2"
-    assert values_html({0: done("1"), 1: done("1")}, 2) == "[all 2 ranks] 1"
-    assert values_html({0: done("a\nb"), 1: done()}, 2) == "[rank 0]\na\nb"
-    assert values_html({0: done("1")}, 1) == "1"
-    assert errors_html({0: done(error="E"), 1: done("1")}, 2) == "[rank 0] E"
+    assert values_text({0: done("1"), 1: done("1"), 2: done("2")}, 3) == "[ranks 0-1] 1\n[rank 2] 2"
+    assert values_text({0: done("1"), 1: done("1")}, 2) == "[all 2 ranks] 1"
+    assert values_text({0: done("a\nb"), 1: done()}, 2) == "[rank 0]\na\nb"
+    assert values_text({0: done("1")}, 1) == "1"
+    assert errors_text({0: done(error="E"), 1: done("1")}, 2) == "[rank 0] E"
 
 
 def test_where_ranks_stand_is_said_of_those_alike_together(snapshot: SnapshotAssertion) -> None:
@@ -68,8 +68,8 @@ def test_where_ranks_stand_is_said_of_those_alike_together(snapshot: SnapshotAss
         2: heartbeat(2, "cell-3:1", "time.sleep"),
         4: heartbeat(4, "", ""),
     }
-    assert progress_html(range(5), (0, 1, 2, 4), places) == snapshot
-    assert progress_html([0], [0], places, lambda _: "45%|####") == "rank 0 shows 45%|####"
+    assert progress_text(range(5), (0, 1, 2, 4), places) == snapshot
+    assert progress_text([0], [0], places, lambda _: "45%|####") == "rank 0 shows 45%|####"
 
 
 class Seen(CellShown):

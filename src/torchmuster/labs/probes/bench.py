@@ -35,32 +35,32 @@ def require(good: bool, otherwise: str, seen: str = "") -> None:
         raise Recognized(otherwise, seen)
 
 
-def compare(given: Any, expected: Any, what: str, otherwise: str = "wrong-value") -> None:
+def compare(value: Any, expected: Any, what: str, otherwise: str = "wrong-value") -> None:
     """Stop the check unless a number or tensor has the expected value, within rounding."""
-    got = torch.as_tensor(given, dtype=torch.float64)
+    got = torch.as_tensor(value, dtype=torch.float64)
     wanted = torch.as_tensor(expected, dtype=torch.float64)
     same = got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
     require(
         bool(same),
         otherwise,
-        f"{what} gave {_bench_short(given)}, expected {_bench_short(expected)}",
+        f"{what} gave {_short(value)}, expected {_short(expected)}",
     )
 
 
-def is_close(given: Any, other: Any) -> bool:
+def is_close(value: Any, other: Any) -> bool:
     """Return whether two numbers or tensors of one shape agree within rounding."""
-    left = torch.as_tensor(given, dtype=torch.float64)
+    left = torch.as_tensor(value, dtype=torch.float64)
     right = torch.as_tensor(other, dtype=torch.float64)
     return left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-6)
 
 
-def _bench_short(value: Any) -> str:
+def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         value = value.detach().flatten()[:4].tolist() if value.dim() else value.item()
     if isinstance(value, float):
         return f"{value:.5g}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_bench_short(one) for one in value) + "]"
+        return "[" + ", ".join(_short(item) for item in value) + "]"
     return repr(value)
 
 

@@ -8,24 +8,24 @@ from pathlib import Path
 import msgspec
 import torch
 
-from torchmuster.labs import lesson as course
+from torchmuster.labs import lesson as lessons
 from torchmuster.labs.grading import GradeRequest, Paper, Verdict
 from torchmuster.labs.lesson import Lesson
 from torchmuster.labs.probes import ranks
 
 
-def main(asked: str, answered: str) -> None:
+def main(request_file: str, answer_file: str) -> None:
     """Grade every paper of a request."""
     torch.compiler.reset()  # imports torch's compiler, a second of work that each rank's first optimizer would do
-    request = msgspec.json.decode(Path(asked).read_bytes(), type=GradeRequest)
-    lesson = course.lesson(request.lab)
+    request = msgspec.json.decode(Path(request_file).read_bytes(), type=GradeRequest)
+    lesson = lessons.lesson(request.lab)
     verdicts = [
         tuple(
             _examiner_verdict(lesson, paper, name, request.deadline_s) for name in paper.exercises
         )
         for paper in request.papers
     ]
-    Path(answered).write_bytes(msgspec.json.encode(verdicts))
+    Path(answer_file).write_bytes(msgspec.json.encode(verdicts))
 
 
 def _examiner_verdict(lesson: Lesson, paper: Paper, name: str, deadline_s: float) -> Verdict:

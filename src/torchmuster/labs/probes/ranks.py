@@ -81,9 +81,9 @@ def worst(outcomes: list[LearnerOutcome]) -> LearnerOutcome:
     """Return the most informative outcome: a named mistake before its consequences."""
     return min(
         outcomes,
-        key=lambda one: (
-            not one.mistake,
-            _TELLING.index(one.mistake) if one.mistake in _TELLING else -1,
+        key=lambda outcome: (
+            not outcome.mistake,
+            _TELLING.index(outcome.mistake) if outcome.mistake in _TELLING else -1,
         ),
     )
 
@@ -102,39 +102,41 @@ def _outcomes(
     processes: Sequence[BaseProcess], folder: Path, file: Path, deadline_s: float
 ) -> list[LearnerOutcome]:
     give_up = time.monotonic() + deadline_s
-    found: dict[int, LearnerOutcome] = {}
-    while len(found) < len(processes) and time.monotonic() < give_up:
+    outcomes: dict[int, LearnerOutcome] = {}
+    while len(outcomes) < len(processes) and time.monotonic() < give_up:
         for rank, process in enumerate(processes):
-            if rank in found:
+            if rank in outcomes:
                 continue
             alive = process.is_alive()  # before reading: it may write its file and die in between
             if (left := _left(folder, rank)) is not None:
-                found[rank] = left
+                outcomes[rank] = left
             elif not alive:
-                found[rank] = LearnerOutcome(
-                    mistake="died", seen=f"rank {rank}: {_end_ranks(process)}"
+                outcomes[rank] = LearnerOutcome(
+                    mistake="died", seen=f"rank {rank}: {_end(process)}"
                 )
             else:
                 continue
-            told = found[rank].mistake not in ("", "wrong-value")
+            told = outcomes[rank].mistake not in ("", "wrong-value")
             patience_s = _AFTER_A_MISTAKE_S if told else deadline_s * _AFTER_THE_FIRST
             give_up = min(give_up, time.monotonic() + patience_s)
         time.sleep(_LOOK_EVERY_S)
-    waiting = [rank for rank in range(len(processes)) if rank not in found]
+    waiting = [rank for rank in range(len(processes)) if rank not in outcomes]
     for rank in waiting:
         os.kill(processes[rank].pid or 0, signal.SIGUSR1)
     if waiting:
         time.sleep(0.3)  # for the stacks to be written
-    made = any(one.mistake for one in found.values())
-    others = "".join(
-        f"; rank {rank} has finished {one.seen}" for rank, one in sorted(found.items())
+    made = any(outcome.mistake for outcome in outcomes.values())
+    finished = "".join(
+        f"; rank {rank} has finished {outcome.seen}" for rank, outcome in sorted(outcomes.items())
     )
     for rank in waiting:
         place = _where(folder / f"stack-{rank}.txt", file)
-        seen = f"rank {rank} is still {place or 'running'}{others}".strip()
+        seen = f"rank {rank} is still {place or 'running'}{finished}".strip()
         # Inside a check it only waits for a rank with a mistake.
-        found[rank] = LearnerOutcome(mistake="hangs" if place or not made else "waits", seen=seen)
-    return [_with_printed(found[rank], folder, rank) for rank in range(len(processes))]
+        outcomes[rank] = LearnerOutcome(
+            mistake="hangs" if place or not made else "waits", seen=seen
+        )
+    return [_with_printed(outcomes[rank], folder, rank) for rank in range(len(processes))]
 
 
 def _left(folder: Path, rank: int) -> LearnerOutcome | None:
@@ -146,7 +148,7 @@ def _left(folder: Path, rank: int) -> LearnerOutcome | None:
         return None
 
 
-def _end_ranks(process: BaseProcess) -> str:
+def _end(process: BaseProcess) -> str:
     code = process.exitcode or 0
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
@@ -154,8 +156,8 @@ def _end_ranks(process: BaseProcess) -> str:
 def _where(stack: Path, file: Path) -> str:
     """Return where a rank hangs: the innermost line of the learner's file."""
     pattern = re.compile(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)')
-    found = pattern.search(stack.read_text(encoding="utf-8", errors="replace"))
-    return f"at {file.name}:{found[1]}, in {found[2]}" if found else ""
+    match = pattern.search(stack.read_text(encoding="utf-8", errors="replace"))
+    return f"at {file.name}:{match[1]}, in {match[2]}" if match else ""
 
 
 def _with_printed(outcome: LearnerOutcome, folder: Path, rank: int) -> LearnerOutcome:
@@ -208,22 +210,20 @@ def _outcome(program: Program, bench: Bench, file: Path, joined: bool) -> Learne
             dist.init_process_group("gloo")
         program(bench)
         return LearnerOutcome()
-    except Recognized as found:
-        return LearnerOutcome(mistake=found.name, seen=found.seen)
+    except Recognized as error:
+        return LearnerOutcome(mistake=error.name, seen=error.seen)
     except NotImplementedError as error:
-        return LearnerOutcome(mistake="not-done", seen=_ranks_line(error, file).lstrip())
+        return LearnerOutcome(mistake="not-done", seen=_line(error, file).lstrip())
     except (SystemExit, KeyboardInterrupt) as error:
-        return LearnerOutcome(
-            mistake="ended", seen=f"{type(error).__name__}{_ranks_line(error, file)}"
-        )
+        return LearnerOutcome(mistake="ended", seen=f"{type(error).__name__}{_line(error, file)}")
     except BaseException as error:
         text = str(error).partition("\n")[0]
         return LearnerOutcome(
-            mistake="raised", seen=f"{type(error).__name__}: {text}{_ranks_line(error, file)}"
+            mistake="raised", seen=f"{type(error).__name__}: {text}{_line(error, file)}"
         )
 
 
-def _ranks_line(error: BaseException, file: Path) -> str:
+def _line(error: BaseException, file: Path) -> str:
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
     ]
