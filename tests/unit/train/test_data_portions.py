@@ -70,7 +70,7 @@ def test_a_smaller_last_step_is_spread_over_the_ranks() -> None:
 def test_what_was_not_given_follows_from_what_was(
     given_sizes: dict[str, int], whole: int, micro_batch_size: int, rounds: int
 ) -> None:
-    portions = split_batch(2, **given_sizes)  # type: ignore[arg-type]
+    portions = split_batch(2, **given_sizes)
     assert portions == BatchSplit(
         ranks=2, global_batch_size=whole, micro_batch_size=micro_batch_size
     )
@@ -92,5 +92,5 @@ def test_sizes_that_contradict_each_other_are_refused(
     given_sizes: dict[str, int], snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(Impossible) as refused:
-        split_batch(2, **given_sizes)  # type: ignore[arg-type]
+        split_batch(2, **given_sizes)
     assert str(refused.value) == snapshot
