@@ -81,6 +81,7 @@ def work(job: Job, folder: Path) -> None:
         joined_unix_s = joined_unix_s or time.time()
 
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         with acquire_devices(
             Claims(folder / "claims"),
             look,
@@ -146,7 +147,11 @@ def crowd(folder: Path, arrivals: int, seed: int) -> dict[str, object]:
         if to_come and len(alive) < AT_ONCE:
             job = to_come.pop(0)
             job.arrived_unix_s = time.time()
+            # A job that is cancelled before it handles the signal would leave no line in the log.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             child = os.fork()
+            if child > 0:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             if child == 0:
                 code = 1
                 try:
