@@ -60,7 +60,9 @@ class Watched:
     def launched_on(self, host: str) -> None:
         launcher = {"host": host, "pid": 1, "created_unix_s": 1.0}
         job = {"command": ["x"], "folder": "/", "hosts": [], "launcher": launcher, "token": ""}
-        write_atomically(self.run.job, json.dumps(job | {"grace_s": 5.0, "slurm_job": None}))
+        job |= {"grace_s": 5.0, "slurm_job": None, "module": False}
+        job |= {"typed": [], "flags": [], "resume_with": []}
+        write_atomically(self.run.job, json.dumps(job))
 
     def ranks_of(self, host: str, heartbeats: tuple[Heartbeat, ...]) -> None:
         """Let a machine write what its ranks are doing."""

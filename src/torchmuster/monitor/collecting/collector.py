@@ -49,19 +49,20 @@ class ActiveRuns:
 
     def now(self, now_unix_s: float) -> Iterator[FollowedRun]:
         """Yield the runs, newest first."""
-        told: list[str] = []
+        exported: list[str] = []
         for run in list_runs(self._runs):
-            if len(told) == _MOST_RUNS:
+            if len(exported) == _MOST_RUNS:
                 break
             if self._is_over(run, now_unix_s):
                 continue
-            told.append(run.id)
+            exported.append(run.id)
             if run.id not in self._followed:
                 job = run_name(run)
                 self._followed[run.id] = FollowedRun(run, job, RunMetrics(run, job))
             yield self._followed[run.id]
-        for gone in [one for one in self._followed if one not in told]:
-            del self._followed[gone]
+        for run_id in list(self._followed):
+            if run_id not in exported:
+                del self._followed[run_id]
 
     def _is_over(self, run: RunFolder, now_unix_s: float) -> bool:
         """Return whether a run is no longer exported; each ended run is read once."""
@@ -211,32 +212,32 @@ class Collector:
     def samples(self) -> list[Sample]:
         """Return all current samples."""
         with self._turn:
-            now = self._clock()
-            if self._answer is None or not 0 <= now - self._answer[0] < _FRESH_S:
-                self._answer = (now, self._collect(now))
+            now_unix_s = self._clock()
+            if self._answer is None or not 0 <= now_unix_s - self._answer[0] < _FRESH_S:
+                self._answer = (now_unix_s, self._collect(now_unix_s))
             return self._answer[1]
 
-    def _collect(self, now: float) -> list[Sample]:
+    def _collect(self, now_unix_s: float) -> list[Sample]:
         began = time.perf_counter()
         node = self._look()
         self._host = self._host or HostMetrics(node.hostname, self._runs)
-        found = [*self._host.samples(), *device_samples(node), *queue_samples(node)]
-        for run in self._active.now(now):
+        samples = [*self._host.samples(), *device_samples(node), *queue_samples(node)]
+        for run in self._active.now(now_unix_s):
             with contextlib.suppress(Exception):  # a damaged run must not hide the others
-                found += list(self._of_run(run, node.hostname, now))
-        del found[MOST_SERIES:]
+                samples += list(self._of_run(run, node.hostname, now_unix_s))
+        del samples[MOST_SERIES:]
         took_s = time.perf_counter() - began
-        found.append(Sample(catalogue.EXPORTER_TIME, (node.hostname,), took_s))
-        found.append(Sample(catalogue.EXPORTER_SERIES, (node.hostname,), float(len(found))))
-        return found
+        samples.append(Sample(catalogue.EXPORTER_TIME, (node.hostname,), took_s))
+        samples.append(Sample(catalogue.EXPORTER_SERIES, (node.hostname,), float(len(samples))))
+        return samples
 
-    def _of_run(self, run: FollowedRun, hostname: str, now: float) -> Iterator[Sample]:
+    def _of_run(self, run: FollowedRun, hostname: str, now_unix_s: float) -> Iterator[Sample]:
         labels = (run.job, run.folder.id)
         if self._all_ranks or _speaks_for(hostname, run.folder):
-            yield from run.metrics.samples(now)
-            yield from rank_number(node_records.read_node_ranks(run.folder, now), labels)
+            yield from run.metrics.samples(now_unix_s)
+            yield from rank_number(node_records.read_node_ranks(run.folder, now_unix_s), labels)
         machine = None if self._all_ranks else hostname
-        nodes = node_records.read_node_ranks(run.folder, now, written_on=machine)
+        nodes = node_records.read_node_ranks(run.folder, now_unix_s, written_on=machine)
         yield from rank_samples(nodes, labels)
 
 

@@ -12,7 +12,7 @@ def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
     """Return lines that plot the values from left to right; NaN leaves a gap."""
     columns, rows = 2 * width, 4 * height
     shown = _fitted(values, columns)
-    numbers = [one for one in shown if math.isfinite(one)]
+    numbers = list(filter(math.isfinite, shown))
     cells = [[_EMPTY] * width for _ in range(height)]
     if numbers:
         low, high = min(numbers), max(numbers)
@@ -21,7 +21,9 @@ def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
             if not math.isfinite(value):
                 before = None
                 continue
-            share = (value - low) / (high - low) if high > low else 0.5
+            share = 0.5
+            if high > low:
+                share = (value - low) / (high - low)
             y = round((1 - share) * (rows - 1))
             for dot in _between(before, y):
                 cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
@@ -38,14 +40,15 @@ def _between(before: int | None, y: int) -> range:
 
 def _fitted(values: Sequence[float], count: int) -> list[float]:
     """Return this many values, each the mean of its bucket; a bucket without numbers stays NaN."""
-    if len(values) <= count:
-        return [values[place * len(values) // count] for place in range(count)] if values else []
-    parts = (
-        values[place * len(values) // count : (place + 1) * len(values) // count]
-        for place in range(count)
-    )
-    return [_mean([one for one in part if math.isfinite(one)]) for part in parts]
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers) if numbers else math.nan
+    if not values:
+        return []
+    fitted = []
+    for column in range(count):
+        start = column * len(values) // count
+        end = max(start + 1, (column + 1) * len(values) // count)
+        numbers = list(filter(math.isfinite, values[start:end]))
+        if numbers:
+            fitted.append(sum(numbers) / len(numbers))
+        else:
+            fitted.append(math.nan)
+    return fitted

@@ -122,18 +122,19 @@ def odd_ranks(heartbeats: Sequence[Heartbeat]) -> Iterator[str]:
     slowest = _held_up_by(heartbeats)
     if slowest is not None:
         yield f"straggler: the other ranks wait for rank {slowest}"
-    silent = [one.rank for one in heartbeats if one.silent_s > _SILENT_AFTER_S]
+    silent = [str(beat.rank) for beat in heartbeats if beat.silent_s > _SILENT_AFTER_S]
+    if len(silent) > _MOST_NAMED:
+        silent = [*silent[:_MOST_NAMED], "…"]
     if silent:
-        more = " …" if len(silent) > _MOST_NAMED else ""
-        yield f"no heartbeat from rank {', '.join(map(str, silent[:_MOST_NAMED]))}{more}"
+        yield f"no heartbeat from rank {', '.join(silent)}"
 
 
 def _held_up_by(heartbeats: Sequence[Heartbeat]) -> int | None:
     """Return the straggler: with gradient averaging, the rank that waits least for the others."""
     waits = {
-        one.rank: one.communication_share
-        for one in heartbeats
-        if one.communication_share is not None
+        heartbeat.rank: heartbeat.communication_share
+        for heartbeat in heartbeats
+        if heartbeat.communication_share is not None
     }
     if len(waits) < 2:
         return None
