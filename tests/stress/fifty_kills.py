@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosts.killing import BOUND_S, SCRIPTS, Kill, Run, is_reaper
+from hosts.killing import SCRIPTS, Kill, Run, is_reaper
 from hosts.lab import Lab
 from hosts.namespaces import await_true
+from patience import GIVE_UP_S
 
 VICTIMS = ("rank", "agent", "node agent", "ssh session", "reaper", "launcher", "host", "link")
 PHASES = ("starting", "running", "ending")
@@ -128,7 +129,7 @@ def _replaced_reaper(event: Event, run: Run) -> float:
 def _seconds_until_restarted(run: Run, since_s: float) -> float:
     run.transcript.wait_for("; restarting")
     while run.transcript.text("err").count("ranks started") < 2:
-        if time.monotonic() - since_s > BOUND_S:
+        if time.monotonic() - since_s > GIVE_UP_S:
             raise AssertionError(f"not started again in time\n{run.transcript.text()}")
         time.sleep(0.02)
     return time.monotonic() - since_s
