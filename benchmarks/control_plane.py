@@ -70,7 +70,6 @@ class SimulatedAgent:
         self._attempt = -1
         self._first_rank = 0
         self._moves = 0
-        self._keeps_logs = False
         self._is_running = False
         self.is_silent = False
         address = f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}"
@@ -99,7 +98,6 @@ class SimulatedAgent:
             return
         match message:
             case protocol.Prepare():
-                self._keeps_logs = message.keep_logs
                 self._send(prepared())
             case protocol.Listen():
                 self._send(
@@ -152,9 +150,8 @@ class SimulatedAgent:
         )
         if not lines:
             return
-        for rank in range(self._first_rank, self._first_rank + RANKS_PER_HOST):
-            if rank == 0 or not self._keeps_logs:
-                self._send(protocol.Output(rank=rank, text=OUTPUT_LINE * lines))
+        if self._first_rank == 0:  # of many ranks only rank 0's output is sent
+            self._send(protocol.Output(rank=0, text=OUTPUT_LINE * lines))
 
     def _heartbeat(self, rank: int) -> Heartbeat:
         step = self._moves // 40

@@ -1,4 +1,4 @@
-"""One machine's ranks as a node agent runs them, without a launcher: what tests of engines start."""
+"""One machine's ranks as a node agent runs them, without a launcher."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
 from torchmuster.launch.node.attempt import RunningAttempt
-from torchmuster.launch.node.engines import NodeShare, agent_environment, engine_for
+from torchmuster.launch.node.ranks import NodeShare, host_environment
 
 
 class Attempt:
@@ -36,13 +36,9 @@ class Attempt:
             nodes=1 if alone else 3,
             first_rank=0 if alone else 4,
             world_size=2 if alone else 6,
-            backend="muster",
-            endpoint=f"{address}:{port}",
             address=address,
             port=port,
-            local_address="127.0.0.1" if alone else "10.0.0.3",
             interface=None,
-            timeout_s=60.0,
             max_restarts=0,
         )
         self.share = NodeShare(
@@ -71,7 +67,8 @@ class Attempt:
             self.changed.clear()
             await asyncio.wait_for(self.changed.wait(), GIVE_UP_S)
 
-    def running(self, system: str, **variables: str) -> RunningAttempt:
-        """Return the ranks to be started as on this system, with these variables."""
-        env = agent_environment(self.share, {**os.environ, **variables}, {}, threads=1)
-        return RunningAttempt(self.share, engine_for(self.share, env, system), self.send)
+    def running(self, **variables: str) -> RunningAttempt:
+        """Return the ranks to be started, with these variables."""
+        base = {**os.environ, **variables}
+        environment = host_environment(self.share.prepare, base, {}, threads=1)
+        return RunningAttempt(self.share, environment, self.send)

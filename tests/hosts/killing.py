@@ -165,8 +165,12 @@ def runs_module(module: str) -> Callable[[int], bool]:
 
 
 is_node_agent = runs_module("torchmuster.launch.node")
-is_reaper = runs_module("torchmuster.launch.node.reaper")
-is_agent = runs_module("torchmuster.launch.node.elastic_agent")
+is_supervisor = runs_module("torchmuster.launch.node.supervisor")
+
+
+def is_store(pid: int) -> bool:
+    """Match the process that serves the ranks' store."""
+    return any(word.endswith("/launch/node/store.py") for word in command_line(pid).split())
 
 
 def is_ssh_session(pid: int) -> bool:
@@ -215,9 +219,9 @@ class Kill:
 
 
 _MATCHES: dict[str, Callable[[int], bool]] = {
-    "agent": is_agent,
+    "store": is_store,
     "node agent": is_node_agent,
-    "reaper": is_reaper,
+    "supervisor": is_supervisor,
     "ssh session": is_ssh_session,
 }
 

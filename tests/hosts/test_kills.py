@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hosts.killing import SCRIPTS, Kill, Run, is_rank, is_reaper
+from hosts.killing import SCRIPTS, Kill, Run, is_rank
 from hosts.lab import Lab
-from hosts.namespaces import await_true
 from nightly import nightly_except
 
 _RANK = r"rank 1 on node2 failed: killed \(SIGKILL\)"
-_AGENT = r"{host} failed: torchrun's agent was killed by SIGKILL"
+_STORE = r"{host} failed: the ranks' store exited with code -9"
 _NODE_AGENT = r"{host} was lost: its node agent was killed or exited without an error message"
 _SESSION = r"{host} was lost: Connection to 10\.77\.0\.12 closed by remote host"
 _SILENCE = r"{host} was lost: no heartbeat for \d\d s: the link is down or the host is gone"
@@ -35,17 +34,17 @@ CASES = [
     Case(phase="calling", victim="launcher", host="node1", says=None),
     Case(phase="calling", victim="link", host="node1", says="node2"),
     Case(phase="starting", victim="rank 1", says=_RANK),
-    Case(phase="starting", victim="agent", host="node1", says=_AGENT),
+    Case(phase="starting", victim="store", host="node1", says=_STORE),
     Case(phase="starting", victim="node agent", says=_NODE_AGENT),
     Case(phase="starting", victim="launcher", host="node1", says=None),
     Case(phase="running", victim="rank 1", says=_RANK),
-    Case(phase="running", victim="agent", says=_AGENT),
+    Case(phase="running", victim="store", host="node1", says=_STORE),
+    Case(phase="running", victim="supervisor", says=_NODE_AGENT),
     Case(phase="running", victim="node agent", host="node1", says=_NODE_AGENT),
     Case(phase="running", victim="launcher", host="node1", says=None),
     Case(phase="running", victim="ssh session", says=_SESSION),
     Case(phase="running", victim="host", host="node1", says=None),
     Case(phase="ending", victim="rank 1", says=_RANK),
-    Case(phase="ending", victim="agent", says=_AGENT),
     Case(phase="ending", victim="node agent", says=_NODE_AGENT),
     Case(phase="ending", victim="launcher", host="node1", says=None),
     Case(phase="ending", victim="link", says=_SILENCE),
@@ -57,7 +56,6 @@ _EACH_CHANGE = ("running-rank-1-node2", "running-node-agent-node1")
 
 @pytest.mark.parametrize("case", nightly_except(_EACH_CHANGE, {str(case): case for case in CASES}))
 def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_path: Path) -> None:
-    # An agent whose ranks have ended waits for the others; it needs no grace.
     options = ["--grace", "60s"] if case.phase == "ending" else []
     script = SCRIPTS.get(case.phase, SCRIPTS["starting"])
     run = Run.launch(lab2, tmp_path, script, options=options)
@@ -73,14 +71,10 @@ def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_
 
 
 @pytest.mark.nightly
-def test_a_reaper_that_is_killed_has_a_successor_that_sweeps(lab2: Lab, tmp_path: Path) -> None:
+def test_nothing_survives_a_node_agent_that_is_killed(lab2: Lab, tmp_path: Path) -> None:
     run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
     run.await_one("node2", is_rank(1))
-    first = run.await_one("node2", is_reaper)
-    Kill(victim="reaper").strike(run)
-    await_true("another", lambda: any(one != first for one in run.find("node2", is_reaper)))
-    assert run.process.poll() is None
-    # Killed with the node agent go the ranks, but not what they started in sessions of their own.
+    # With it go the ranks, and what they started in sessions of their own.
     Kill(victim="node agent").strike(run)
     run.wait_until_clean()
     assert run.end() == 1

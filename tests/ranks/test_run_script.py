@@ -201,7 +201,7 @@ def test_what_the_environment_says_of_threads_and_libraries_holds(
     assert result.code == 0, result
     for rank in (0, 1):
         (said,) = said_by(rank, result.out)
-        assert said.startswith("['3', 'WARN', '-']")
+        assert said.startswith("['3', 'WARN', '1']")
     assert line_with(result.err, "OMP_NUM_THREADS=3") == snapshot
 
 

@@ -144,7 +144,7 @@ def test_a_stop_request_during_a_failure_sends_no_second_signal(folder: Path) ->
     with launched(folder, *cpu("saving.py"), env={"FAILS": "0", "SAVES_S": "15"}) as run:
         run.wait_for("waiting 1")
         (folder / "fail").touch()
-        run.wait_for("got SIGTERM 1")  # from torchrun's agent, because rank 0 failed
+        run.wait_for("got SIGTERM 1")  # because rank 0 failed
         run.wait_for("waiting for rank 1 to stop")
         run.send(signal.SIGTERM)
         result = run.end()

@@ -8,20 +8,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosts.killing import SCRIPTS, Kill, Run, is_reaper
+from hosts.killing import SCRIPTS, Kill, Run
 from hosts.lab import Lab
-from hosts.namespaces import await_true
 from patience import GIVE_UP_S
 
-VICTIMS = ("rank", "agent", "node agent", "ssh session", "reaper", "launcher", "host", "link")
+VICTIMS = (
+    "rank",
+    "store",
+    "node agent",
+    "supervisor",
+    "ssh session",
+    "launcher",
+    "host",
+    "link",
+)
 PHASES = ("starting", "running", "ending")
 # The launcher reaches its own machine without ssh.
-_ONLY_ON = {"launcher": "node1", "ssh session": "node2"}
-_RESTARTABLE = ("rank", "agent", "node agent", "ssh session")
+_ONLY_ON = {"launcher": "node1", "store": "node1", "ssh session": "node2"}
+_RESTARTABLE = ("rank", "store", "node agent", "supervisor", "ssh session")
 _CAUSES = {
     "rank": r"rank {rank} on {host} failed: killed \(SIGKILL\)",
-    "agent": r"{host} failed: torchrun's agent was killed by SIGKILL",
+    "store": r"{host} failed: the ranks' store exited with code -9",
     "node agent": r"{host} was lost: its node agent was killed or exited without an error message",
+    "supervisor": r"{host} was lost: its node agent was killed or exited without an error message",
     "ssh session": r"{host} was lost: Connection to \S+ closed by remote host",
     "host": r"{host} was lost: no heartbeat for \d\d s: the link is down or the host is gone",
     "link": r"{host} was lost: no heartbeat for \d\d s: the link is down or the host is gone",
@@ -46,11 +55,7 @@ class Event:
     @property
     def says(self) -> str | None:
         """What the launcher must say; None where it is gone, or has nothing to say."""
-        silent = self.victim in ("launcher", "reaper") or (self.victim, self.host) == (
-            "host",
-            "node1",
-        )
-        if silent:
+        if self.victim == "launcher" or (self.victim, self.host) == ("host", "node1"):
             return None
         # The link of the launcher's own host is cut: it is the other one that it does not hear.
         host = "node2" if self.victim == "link" else self.host
@@ -95,10 +100,7 @@ def happen(event: Event, folder: Path) -> Outcome:
     with Lab(2) as lab:
         run = Run.launch(lab, folder, SCRIPTS[event.phase], options=options)
         run.wait_for_phase(event.phase)
-        if event.victim == "reaper":
-            killed_s = _replaced_reaper(event, run)
-        else:
-            killed_s = event.kill.strike(run)
+        killed_s = event.kill.strike(run)
         if event.restarts:
             seconds = _seconds_until_restarted(run, killed_s)
             run.process.interrupt()
@@ -116,14 +118,6 @@ def happen(event: Event, folder: Path) -> Outcome:
         assert re.search(event.says, headlines[0]), said
         assert code == (130 if event.restarts else 1), said
         return Outcome(event=event, seconds=seconds, said=headlines[0])
-
-
-def _replaced_reaper(event: Event, run: Run) -> float:
-    """Kill the reaper; then, as soon as there is another, the launcher."""
-    first = run.await_one(event.host, is_reaper)
-    event.kill.strike(run)
-    await_true("another", lambda: any(one != first for one in run.find(event.host, is_reaper)))
-    return Kill(victim="launcher", host="node1").strike(run)
 
 
 def _seconds_until_restarted(run: Run, since_s: float) -> float:

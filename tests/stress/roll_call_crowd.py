@@ -72,13 +72,9 @@ def start_message(place: int, nodes: int) -> protocol.Start:
         nodes=nodes,
         first_rank=8 * place,
         world_size=8 * nodes,
-        backend="muster",
-        endpoint="10.0.0.1:29400",
         address="10.0.0.1",
         port=29400,
-        local_address=f"10.0.0.{place}",
         interface="eth0",
-        timeout_s=120.0,
         max_restarts=0,
     )
 

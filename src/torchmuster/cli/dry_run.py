@@ -13,7 +13,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.job import Host, JobSpec
 from torchmuster.launch.launcher.session import environment_of
 from torchmuster.launch.network import interfaces
-from torchmuster.launch.node import device_lease, engines
+from torchmuster.launch.node import device_lease, ranks
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.ssh import is_this_host, node_agent_command
@@ -22,16 +22,16 @@ from torchmuster.units import plural
 
 # Values that are known only after the hosts have answered are shown as names in capitals. Where the
 # code that builds the commands needs a number, an unlikely number is the placeholder.
-_RANKS, _WORLD, _SOCKET = 999_999_001, 999_999_002, 999_999_003
-_NUMBERS = {_RANKS: "RANKS", _WORLD: "WORLD_SIZE", _SOCKET: "SOCKET"}
+_RANKS, _WORLD, _PARENT, _FIRST = 999_999_001, 999_999_002, 999_999_003, 999_999_004
+_NUMBERS = {_RANKS: "RANKS", _WORLD: "WORLD_SIZE", _PARENT: "NODE_AGENT", _FIRST: "FIRST_RANK"}
 _MEANINGS = {
     "ADDRESS": "address of the first host that all other hosts can reach",
-    "LOCAL_ADDRESS": "address of the host itself",
     "INTERFACE": "the network interface to the other hosts",
     "PORT": "a port that is free when the run starts",
     "RANKS": "number of ranks on the host: one per GPU",
     "WORLD_SIZE": "total number of ranks on all hosts",
-    "SOCKET": "file descriptor of the store's socket, opened in advance",
+    "FIRST_RANK": "number of the first rank on the host",
+    "NODE_AGENT": "process id of the node agent",
     "RUN": "the run's id",
     "RECORDS": "a temporary folder on the host",
     "TOKEN": "token that identifies the processes of the run",
@@ -96,25 +96,12 @@ def _print(machine: Machine) -> None:
         output.print_text(f"  {reason}")
     output.print_text(f"  node agent:\n    {shlex.join(machine.reached_by)}")
     output.print_text(f"  which starts, in {machine.folder}:")
-    output.print_text("    " + " \\\n      ".join(map(shlex.join, _dry_run_lines(machine.command))))
-    output.print_text("  with these variables:")
+    output.print_text(f"    {shlex.join(machine.command)}")
+    output.print_text("  with these variables (of its first rank):")
     for name, value in machine.environment.items():
         output.print_text(f"    {name}={shlex.quote(str(value))}")
     if machine.without:
         output.print_text(f"  and without these: {', '.join(machine.without)}")
-
-
-def _dry_run_lines(command: Sequence[str]) -> list[list[str]]:
-    """Split the agent's command into lines: one per flag, then the rank's command."""
-    lines: list[list[str]] = [[]]
-    ranks_own = len(command)
-    for place, word in enumerate(command):
-        if place == ranks_own or (place < ranks_own and word.startswith("--")):
-            lines.append([])
-        if word == "--no-python" and place < ranks_own:
-            ranks_own = place + 1
-        lines[-1].append(word)
-    return lines
 
 
 def _words_in(machines: Sequence[Machine]) -> list[str]:
@@ -189,6 +176,7 @@ def _prepare(spec: JobSpec, host: Host | None) -> protocol.Prepare:
         token="TOKEN",  # noqa: S106  # a placeholder
         command=spec.command,
         module=spec.module,
+        program=spec.program,
         folder=spec.folder,
         device=spec.device,
         ranks=ranks or spec.ranks or (1 if spec.device == "cpu" else None),
@@ -213,15 +201,17 @@ def _dry_run_machine(
     reached_by: Sequence[str],
 ) -> Machine:
     share = _dry_run_share(spec, prepare, held, place, sizes, logs)
-    added = engines.agent_environment(share, {}, held.variables, held.threads)
+    added = ranks.host_environment(prepare, {}, held.variables, held.threads)
     if held.threads == 0 and "OMP_NUM_THREADS" not in spec.environment:
         del added["OMP_NUM_THREADS"]  # unknown before the host answers
     if len(sizes) > 1:
         added |= interfaces.socket_variables("INTERFACE", added)
     shown = redact_mapping(added)
     shown[TOKEN_VARIABLE] = "TOKEN"
-    direct = sys.platform == "win32" and not spec.hosts
-    command = engines.rank_command(share) if direct else engines.agent_command(share)
+    for variable, value in ranks.rank_environment(share, 0).items():
+        shown[variable] = _in_words(value)
+    if spec.port is None:
+        shown["MASTER_PORT"] = "PORT"
     return Machine(
         host=name,
         ranks=None if held.ranks == _RANKS else held.ranks,
@@ -230,7 +220,7 @@ def _dry_run_machine(
         reached_by=tuple(redact_command(reached_by)),
         command=tuple(
             python if word == sys.executable else _in_words(word)
-            for word in redact_command(command)
+            for word in redact_command(ranks.rank_command(share, _PARENT))
         ),
         environment=shown,
         without=tuple(
@@ -246,33 +236,30 @@ def _dry_run_share(
     place: int,
     sizes: Sequence[int | None],
     logs: Path,
-) -> engines.NodeShare:
+) -> ranks.NodeShare:
     known = [size for size in sizes if size is not None]
     all_known = len(known) == len(sizes)
-    address, local = ("127.0.0.1",) * 2 if len(sizes) == 1 else ("ADDRESS", "LOCAL_ADDRESS")
-    ours = spec.backend == "muster"
+    address = "127.0.0.1" if len(sizes) == 1 else "ADDRESS"
+    first_rank = _FIRST
+    if None not in sizes[:place]:
+        first_rank = sum(known[:place])
     start = protocol.Start(
         attempt=0,
         node_rank=place,
         nodes=len(sizes),
-        first_rank=0,
+        first_rank=first_rank,
         world_size=sum(known) if all_known else _WORLD,
-        backend=spec.backend,
-        endpoint=spec.endpoint or f"{address}:{spec.port or 'PORT'}",
         address=address,
         port=spec.port or 0,
-        local_address=local,
         interface=None,
-        timeout_s=spec.limits.rendezvous_s,
         max_restarts=spec.max_restarts,
     )
-    return engines.NodeShare(
+    return ranks.NodeShare(
         prepare=prepare,
         start=start,
         ranks=held.ranks,
         logs=logs,
         records=Path("RECORDS"),
-        socket=_SOCKET if ours and place == 0 else None,
     )
 
 

@@ -167,12 +167,6 @@ def add_run_flags(
         metavar="DURATION",
         help="kill ranks that hang for DURATION, or: never (default: 1m if they cannot recover)",
     )
-    when.add_argument(
-        "--logs",
-        choices=("launcher", "hosts"),
-        help="where the ranks' output is kept: in the run folder, or on the ranks' hosts, from which muster logs "
-        "--rank fetches it (default: launcher up to 64 hosts)",
-    )
     when.add_argument("--name", help=f"name the run (default: {named})")
     when.add_argument(
         "--runs",
@@ -241,6 +235,7 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         name=_job_flags_name(options, resolved, script),
         command=script.command,
         module=script.module,
+        program=script.program,
         typed=_typed(options),
         flags=tuple(options.words[1:]),
         folder=str(Path.cwd()),
@@ -252,11 +247,8 @@ def job_from(options: argparse.Namespace, resolved: Resolved, script: Script) ->
         hosts=hosts,
         port=options.port or settings.distributed.master_port,
         address=options.address,
-        backend=getattr(options, "rdzv_backend", "muster"),
-        endpoint=getattr(options, "rdzv_endpoint", None),
         max_restarts=_job_flags_restarts(options, resolved),
         spares=settings.launch.spares if hasattr(options, "spares") else 0,
-        keep_logs=None if (where := getattr(options, "logs", None)) is None else where == "hosts",
         resume_with=getattr(options, "resume_with", ()),  # muster train has no such flag
         environment=_environment(options.env),
         limits=Limits(

@@ -35,9 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_join(options: argparse.Namespace) -> int:
+    from torchmuster.launch.node import supervisor
     from torchmuster.launch.transports.join.code import decode_code
 
-    return asyncio.run(_join(decode_code(options.code), options.patience))
+    code = decode_code(options.code)
+    supervisor.continue_supervised()
+    return asyncio.run(_join(code, options.patience))
 
 
 async def _join(code: "JoinCode", patience_s: float) -> int:

@@ -9,13 +9,12 @@ from pathlib import Path
 from torchmuster import untrusted
 from torchmuster.cli import output, parsers
 from torchmuster.cli.which_run import choose_run
-from torchmuster.errors import ExitCode, Impossible, NotNow
+from torchmuster.errors import ExitCode, Impossible
 from torchmuster.redaction import printable
-from torchmuster.runfolder import RunFolder, refuse_foreign
+from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_bytes
 
 _LOOK_EVERY_S = 0.1
-_FETCHED_WITHIN_S = 20.0
 _SHOWN_BYTES = 256 * 1024
 _LONGEST_LINE_BYTES = 64 * 1024
 
@@ -53,7 +52,7 @@ def _run_logs(options: argparse.Namespace) -> int:
     position = 0
     if options.rank is not None:
         path = run.logs / f"rank-{options.rank}.log"
-        position = show_log(run, options.rank, follow=options.follow)
+        position = show_log(run, options.rank)
     if not options.follow:
         if options.rank is None:
             _show_more(path, position, last=True)
@@ -72,55 +71,27 @@ def rank_number(text: str) -> int:
     return int(text)
 
 
-def show_log(run: RunFolder, rank: int, *, follow: bool = False) -> int:
-    """Print the end of a rank's log: from the run folder, or from its host while the run is active.
+def show_log(run: RunFolder, rank: int) -> int:
+    """Print the end of a rank's log; return the position in the file after what was printed."""
+    from torchmuster.launch.history import host_logs
 
-    Returns the position in the file after what was printed. A log on its host cannot be followed.
-    """
-    from torchmuster.launch.history import host_logs, run_state
-
+    log = run.logs / f"rank-{rank}.log"
+    if log.is_file():
+        return _show_end(log)
     kept = host_logs.host_of(run, rank)
     if kept is None:
-        log = run.logs / f"rank-{rank}.log"
-        if not log.is_file():
-            raise Impossible(
-                f"{run.id} has no log of rank {rank}",
-                why=f"{log} does not exist",
-                fix=f"muster logs {run.id}  # shows the output of all ranks",
-            )
-        return _show_end(log)
+        raise Impossible(
+            f"{run.id} has no log of rank {rank}",
+            why=f"{log} does not exist",
+            fix=f"muster logs {run.id}  # shows the output of all ranks",
+        )
     # Both come from a host that may have joined from elsewhere, and are to be pasted.
     host, path = printable([kept.host]), printable([kept.path_of(rank)])
-    place, tail = f"{host}:{path}", f"ssh {host} tail -n 100 {path}"
-    if follow:
-        raise Impossible(
-            f"the log of rank {rank} is on its host and cannot be followed from here: {place}",
-            fix=f"ssh {host} tail -n 100 -f {path}",
-        )
-    state = run_state.read_state(run)
-    if state is None or not state.active:
-        raise NotNow(
-            f"the log of rank {rank} is on its host, and the run is over: {place}",
-            why="the logs of this run stayed on the hosts, and only a running node agent can send them",
-            fix=tail,
-        )
-    refuse_foreign(run, "request a log of")
-    output.say(f"muster: fetching {place}")
-    asked = host_logs.request_log(run, rank)
-    deadline_s = time.monotonic() + _FETCHED_WITHIN_S
-    while asked.exists():
-        if time.monotonic() > deadline_s:
-            asked.unlink(missing_ok=True)
-            raise NotNow(
-                f"the log of rank {rank} did not arrive within {_FETCHED_WITHIN_S:.0f} s",
-                why="the launcher or the host does not answer",
-                fix=tail,
-            )
-        time.sleep(_LOOK_EVERY_S)
-    fetched = host_logs.fetched_path(run, rank)
-    if not fetched.is_file():
-        raise NotNow(f"the log of rank {rank} could not be written to {fetched}", fix=tail)
-    return _show_end(fetched)
+    raise Impossible(
+        f"the log of rank {rank} is on its host: {host}:{path}",
+        why="that host does not share the folder of this run",
+        fix=f"ssh {host} tail -n 100 -f {path}",
+    )
 
 
 def _show_end(path: Path) -> int:

@@ -103,7 +103,7 @@ def muster_words(
     if command and not (verbatim and (folder / command[0]).exists()):
         command = _unwrapped(pasted, command, folder)
     elif "--no-python" in pasted.given:
-        raise _not_python(command or [])
+        command = _program(command or [], folder)
     # A scheduler that describes the nodes to Muster may describe them to torchrun as well (Kubeflow Trainer).
     for flag in () if NODE_RANK in environment else TORCHRUN_FLAGS:
         value = environment.get(flag.variable)
@@ -199,7 +199,7 @@ def _unwrapped(pasted: Pasted, command: Sequence[str], folder: Path) -> list[str
             )
         else:
             break
-    return _python_program(left, folder) if no_python else left
+    return _program(left, folder) if no_python else left
 
 
 def _take_variable(pasted: Pasted, name: str, value: str) -> None:
@@ -291,27 +291,21 @@ def _compare_interpreters(pasted: Pasted, word: str) -> None:
     pasted.lines.append(f"{word}: the ranks run with {sys.executable}")
 
 
-def _python_program(command: Sequence[str], folder: Path) -> list[str]:
-    """Return a command that torchrun would start without Python, if the program is Python code."""
+def _program(command: Sequence[str], folder: Path) -> list[str]:
+    """Return the program that torchrun would start without Python; Python code becomes a script."""
     here = folder / command[0] if command else folder
     program = str(here) if here.is_file() else shutil.which(here.name) or ""
     try:
         with Path(program).open("rb") as stream:
             first = stream.readline(200)
     except OSError:
-        raise _not_python(command) from None
-    if not program.endswith(".py") and not (first.startswith(b"#!") and b"python" in first):
-        raise _not_python(command)
-    return [program, *command[1:]]
-
-
-def _not_python(command: Sequence[str]) -> Impossible:
-    return Impossible(
-        f"--no-python {shlex.join(command[:1])}".rstrip() + ": Muster runs only Python code",
-        why="each rank is a Python process, which reports failures and hangs of the script",
-        fix="muster run train.py; to start another program, write a script with "
-        "subprocess.run([…], check=True)",
-    )
+        raise Impossible(
+            f"--no-python {shlex.join(command[:1])}".rstrip() + ": there is no such program",
+            fix="muster run train.py",
+        ) from None
+    if program.endswith(".py") or (first.startswith(b"#!") and b"python" in first):
+        return [program, *command[1:]]
+    return [scripts.NO_PYTHON, program, *command[1:]]
 
 
 def _no_script(launcher: str) -> Impossible:

@@ -37,17 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_flags.add_host_flags(many)
     joined_hosts.add_flags(many)
     job_flags.add_spares_flag(many)
-    many.add_argument(
-        "--rdzv-backend",
-        choices=("muster", "c10d", "etcd-v2"),
-        default="muster",
-        help="rendezvous backend of torchrun's agents (default: muster, a static rendezvous)",
-    )
-    many.add_argument(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT",
-        help="endpoint of your etcd server (only with etcd-v2)",
-    )
     slurm_run.add_flags(parser)
     when = job_flags.add_run_flags(parser)
     job_flags.add_unattended_flags(when)
@@ -75,11 +64,5 @@ def _run_run(options: argparse.Namespace) -> int:
         )
     resolved = job_flags.settings_of(options)
     spec = job_flags.job_from(options, resolved, script)
-    if (spec.backend == "etcd-v2") != (spec.endpoint is not None):
-        raise Impossible(
-            "--rdzv-backend etcd-v2 and --rdzv-endpoint must be given together",
-            why="only etcd has its own endpoint; the other backends use the first host",
-            fix="--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379",
-        )
     python = resolved.settings.launch.remote_python or sys.executable
     return start(options, spec, python, group=group)

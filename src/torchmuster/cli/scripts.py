@@ -29,12 +29,17 @@ _TAKE_A_TEXT = frozenset(
 )
 
 
+# Before a program that is no Python code, as ``-m`` is before a module.
+NO_PYTHON = "--no-python"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """The script to run: a file or a module, and its arguments."""
+    """The script to run: a file, a module or (``program``) a program that is no Python code, and its arguments."""
 
     command: tuple[str, ...]
     module: bool
+    program: bool = False
 
     @property
     def name(self) -> str:
@@ -104,7 +109,7 @@ def without_musters_flags(
     Those belong to the script. ``--dry-run`` is refused unless the script mentions it or it follows
     ``--``: people who type it do not want to start anything.
     """
-    place = 2 if command[0] == "-m" else 1
+    place = 2 if command[0] in ("-m", NO_PYTHON) else 1
     arguments = list(command[place:])
     dashes = next(
         (n for n, one in enumerate(arguments[1:]) if arguments[n] == "--" and one in _MUSTERS), None
@@ -156,6 +161,8 @@ def script_from(options: argparse.Namespace, folder: Path) -> Script:
         raise _not_a_script(stray[0], folder)
     if words[:1] == ["-m"]:
         return Script(command=_module(words[1:], folder), module=True)
+    if words[:1] == [NO_PYTHON]:
+        return Script(command=tuple(words[1:]), module=False, program=True)
     if not words:
         raise Impossible(
             "there is no script to run",

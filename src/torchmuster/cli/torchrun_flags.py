@@ -10,6 +10,7 @@ from torchmuster.errors import Impossible
 
 Given = Mapping[str, str]  # flags by name, with hyphens; a switch has the value ""
 _CHOSEN = "no effect: Muster finds a free port, and an address that all hosts can reach"
+_OWN_RENDEZVOUS = "no effect: the hosts meet at the launcher, so no rendezvous service is needed"
 _LOGS = "no effect: all output is on the console and in logs/rank-N.log of the run folder"
 
 
@@ -83,14 +84,12 @@ def _node_rank(value: str, given: Given) -> Outcome:
 
 
 def _backend(value: str, given: Given) -> Outcome:
-    if value == "static" or "--standalone" in given:
-        return Outcome(note="no effect: Muster's own rendezvous is static")
-    return Outcome(words=("--rdzv-backend", "etcd-v2" if value == "etcd" else value))
+    return Outcome(note="" if value in ("static", "c10d") else _OWN_RENDEZVOUS)
 
 
 def _endpoint(value: str, given: Given) -> Outcome:
     if given.get("--rdzv-backend", "").startswith("etcd"):
-        return Outcome(words=("--rdzv-endpoint", value))
+        return Outcome(note=_OWN_RENDEZVOUS)
     address, colon, port = value.rpartition(":")
     if not colon or value.endswith("]"):
         address, port = value, ""
@@ -191,14 +190,13 @@ TORCHRUN_FLAGS = (
     TorchrunFlag(
         name="--rdzv-backend",
         value="NAME",
-        does="the same flag for `c10d` and `etcd-v2`; `static` is Muster's default",
+        does="no effect: the hosts meet at the launcher, so no rendezvous service is needed",
         apply=_backend,
     ),
     TorchrunFlag(
         name="--rdzv-endpoint",
         value="HOST:PORT",
-        does="`--port PORT`, and with several hosts `--address HOST` if it is an IP address; the "
-        "same flag for etcd",
+        does="`--port PORT`, and with several hosts `--address HOST` if it is an IP address; no effect for etcd",
         apply=_endpoint,
     ),
     _unused("--rdzv-id", "no effect: each run has its own id", value="ID", usual="none"),
@@ -229,7 +227,7 @@ TORCHRUN_FLAGS = (
     ),
     TorchrunFlag(
         name="--no-python",
-        does="accepted before `python` or a Python program; other programs are refused: Muster runs only Python code",
+        does="accepted; a program that is no Python code gets no heartbeat, so its hangs are not noticed",
         apply=_accepted,
     ),
     TorchrunFlag(name="--run-path", does="accepted: Muster always does this", apply=_accepted),
@@ -252,12 +250,18 @@ TORCHRUN_FLAGS = (
         value="NAME",
         usual="null",
     ),
-    _unused("--role", "no effect: all ranks have the role default", value="NAME", usual="default"),
+    TorchrunFlag(
+        name="--role",
+        value="NAME",
+        does="`--env ROLE_NAME=NAME`",
+        apply=lambda value, _: Outcome(words=("--env", f"ROLE_NAME={value}")),
+    ),
     _unused("--monitor-interval", "no effect: Muster checks every 0.1 s", value="S"),
     _unused("--start-method", "no effect: ranks are new processes, as with torchrun", value="NAME"),
-    _unused(
+    _refused(
         "--numa-binding",
-        "no effect: ranks are not bound to cores; Muster divides the threads among them",
+        "Muster does not bind ranks to cores; it divides the threads among them",
+        "leave it out, or bind in a wrapper: --no-python numactl …",
         value="MODE",
     ),
     _unused(

@@ -265,7 +265,7 @@ class GroupCheck:
             )
             # Not in parallel: the checks would find the survey's open ports in use.
             await doing("measuring the links", self._survey(examiners))
-        both_ways = self._spec.backend != "muster" or any(node.has_gpus for node in nodes)
+        both_ways = any(node.has_gpus for node in nodes)
         self._findings += judge_links(self._links, both_ways=both_ways)
         self._apart = partitioned_hosts(self._links, both_ways=both_ways)
         if self._many:

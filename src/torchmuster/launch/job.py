@@ -8,7 +8,6 @@ from typing import Literal
 from torchmuster.errors import Impossible
 
 Device = Literal["auto", "gpu", "cpu"]
-Backend = Literal["muster", "c10d", "etcd-v2"]
 
 USUAL_PORT = 29400
 # A name that begins with a dash would be an option to ssh, or to a program that ssh passes it to.
@@ -48,7 +47,6 @@ class Limits:
 
     join_s: float = 120.0  # for all hosts to join the node registry
     reach_s: float = 5.0  # for one host to reach another's port
-    rendezvous_s: float = 120.0  # for the ranks to connect to the store
     lost_after_s: float = 10.0  # without a heartbeat, until a host is declared lost
     return_s: float = 5.0  # for a lost host to rejoin, if the others can continue without it
     grace_s: float = 30.0  # between asking ranks to stop and killing them
@@ -71,7 +69,8 @@ class JobSpec:
     command: tuple[str, ...]
     typed: tuple[str, ...] = ("run",)
     flags: tuple[str, ...] = ()
-    module: bool = False
+    module: bool = False  # the first word is a module (python -m)
+    program: bool = False  # the first word is a program that is no Python script
     folder: str
     device: Device = "auto"
     ranks: int | None = None
@@ -81,14 +80,11 @@ class JobSpec:
     hosts: tuple[Host, ...] = ()
     port: int | None = None
     address: str | None = None
-    backend: Backend = "muster"
-    endpoint: str | None = None  # of the rendezvous service, for etcd
     max_restarts: int = 0  # in a row, without a newer checkpoint between them
     min_nodes: int | None = None  # the run continues with this many hosts; None: all are needed
     spares: int = 0  # the last hosts wait, and replace hosts that fail
     checkpoints: str | None = None  # where its ranks save and resume; None: not known to do so
     resume_with: tuple[str, ...] = ()  # arguments that a restart adds to the script's
-    keep_logs: bool | None = None  # on the ranks' hosts; None: with many hosts
     hosts_return: bool = False  # a host that its scheduler stops is replaced, and the run continues
     job_uid: str = ""  # of the scheduler's job, if it starts this command on every host
     environment: dict[str, str] = field(default_factory=dict)

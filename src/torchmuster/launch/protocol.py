@@ -110,6 +110,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     token: Token  # in the environment of every process of the run, so that all of them can be found
     command: tuple[str, ...]  # the script and its arguments
     module: bool  # the first argument of the command is a module (python -m)
+    program: bool = False  # the command is a program that is no Python script
     folder: str  # the working directory
     device: str  # auto, gpu, cpu
     ranks: Ranks | None  # None: one for each device
@@ -117,13 +118,10 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     share: bool = False
     wait_s: float = 0.0
     environment: dict[str, str] = {}
-    logs: str | None = None  # where the ranks' logs go; None: a folder of the node agent's own
-    keep_logs: bool = False  # the logs stay there: only rank 0's output and first errors are sent
     alone: bool = True  # this is the only host
     lost_after_s: float | None = None  # without a heartbeat, the launcher is declared lost
     typed: tuple[str, ...] = ("run",)  # arguments after "muster", up to the script: for messages
-    run: str | None = None  # the run folder: a host that can access it writes its heartbeats there
-    warm: bool = False  # import torch now, in the process that later starts the ranks
+    run: str | None = None  # the run folder: each host writes its logs and heartbeats there
 
 
 class Listen(Message, frozen=True, kw_only=True, tag="listen"):
@@ -157,13 +155,9 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     nodes: Integer
     first_rank: Integer
     world_size: Integer
-    backend: str  # muster, c10d, etcd-v2
-    endpoint: str  # HOST:PORT of the rendezvous
     address: str  # of the first host, reachable from all hosts
     port: Integer
-    local_address: str
     interface: str | None  # None: the libraries choose (single host)
-    timeout_s: float
     max_restarts: Integer
     first_step: Integer = 0  # the step that the user's script resumes from, if known
 
@@ -185,13 +179,6 @@ class DumpStacks(Message, frozen=True, kw_only=True, tag="dump-stacks"):
     """Request stack dumps and flight recorder dumps from these ranks."""
 
     ranks: tuple[Integer, ...]
-
-
-class SendLog(Message, frozen=True, kw_only=True, tag="send-log"):
-    """Request the end of a rank's log."""
-
-    rank: Integer
-    most_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 
 
 class StartSidecar(Message, frozen=True, kw_only=True, tag="start-sidecar"):
@@ -247,7 +234,7 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     devices: tuple[str, ...]
     reasons: tuple[str, ...]
     fingerprint: Fingerprint | None  # None if this is the only host
-    logs: str = ""  # the folder in which the ranks' logs stay; "": they are sent
+    logs: str = ""  # the folder of the ranks' logs on this host
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="listening"):
@@ -326,16 +313,6 @@ class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
     text: str
 
 
-class LogEnd(Message, frozen=True, kw_only=True, tag="log-end"):
-    """The end of a rank's log; ``problem`` if it cannot be read."""
-
-    rank: Integer
-    path: str
-    size_bytes: Integer = 0  # of the whole log
-    text: str = ""
-    problem: str = ""
-
-
 class StackDump(Message, frozen=True, kw_only=True, tag="stack-dump"):
     """All evidence about this host's ranks has been sent."""
 
@@ -352,7 +329,6 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
         Integer, ...
     ] = ()  # the ranks that had not stopped when the grace period was over
     asked: str = ""  # the signal by which this node agent, and not the launcher, was asked to stop
-    log_bytes: Integer = 0  # of the logs that stay on this host
 
 
 class SidecarStarted(Message, frozen=True, kw_only=True, tag="sidecar-started"):
@@ -376,7 +352,6 @@ ToAgent = Annotated[
     | Stop
     | Signal
     | DumpStacks
-    | SendLog
     | StartSidecar
     | Relay
     | Alive
@@ -396,7 +371,6 @@ FromAgent = Annotated[
     | TrainingMetrics
     | Evidence
     | StackDump
-    | LogEnd
     | Ended
     | SidecarStarted
     | Relay

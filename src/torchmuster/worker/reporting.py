@@ -59,7 +59,7 @@ def flops_of_batch(model: nn.Module) -> Callable[[Any], float] | None:
 
 def transformer_size(model: nn.Module) -> TransformerSize | None:
     """Return the size of a transformers language model; None if the formula does not fit it."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)
     if layers is None or heads is None or config.is_encoder_decoder:
@@ -67,8 +67,9 @@ def transformer_size(model: nn.Module) -> TransformerSize | None:
     if any("expert" in name for name, _ in model.named_parameters()):
         return None
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    embedding = model.get_input_embeddings()
-    output = model.get_output_embeddings()
+    transformer: Any = model
+    embedding = transformer.get_input_embeddings()
+    output = transformer.get_output_embeddings()
     only_looked_up = None  # the input embedding, unless it is the output layer too
     if output is None or output.weight is not embedding.weight:
         only_looked_up = embedding.weight

@@ -32,9 +32,8 @@ _TRAINING_S = 0.6
 _TRAINING = "stress.kill_matrix.struck_training"
 _TESTS = Path(__file__).parents[2]
 _MODULES = {
-    "torchmuster.launch.node.reaper": "reaper",
+    "torchmuster.launch.node.supervisor": "supervisor",
     "torchmuster.launch.node": "node agent",
-    "torchmuster.launch.node.elastic_agent": "agent",
 }
 
 
@@ -220,7 +219,7 @@ class _Run:
             here = [one for role, one in everybody if role != "launcher"]
             return here if any(role == "node agent" for role, _ in everybody) else []
         wanted = f"rank {rank}" if "rank" in kill.victim else kill.victim
-        of_an_attempt = wanted == "agent" or "rank" in wanted
+        of_an_attempt = wanted == "store" or "rank" in wanted
         return [
             one
             for role, one in everybody
@@ -246,6 +245,8 @@ class _Run:
             for module, role in _MODULES.items():
                 if module in words:
                     return role
+            if any(word.endswith("/launch/node/store.py") for word in words):
+                return "store"
             if any(word.endswith("/launch/rank/start.py") for word in words):
                 return f"rank {process.environ().get('RANK')}"
             if process.pid == self._command.process.pid:

@@ -55,7 +55,6 @@ Run = Callable[..., Result]
         (["--env", "NOT_SET_HERE", "train.py"], "NOT_SET_HERE=VALUE"),
         (["--max-restarts", "-1", "train.py"], "launch.max_restarts"),
         (["--max-restarts", "many", "train.py"], "launch.max_restarts"),
-        (["--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-endpoint HOST:2379"),
         (["--set", "nope=1", "train.py"], "--set nope:"),
         (["--resume-with", "--from '{path}", "train.py"], "no closing quotation"),
         (["--resume-with", " ", "train.py"], "--resume_from {path}"),
@@ -131,9 +130,8 @@ def test_a_dry_run_shows_the_exact_command_for_this_machine(
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[0] == "this machine: 2 ranks"
-    assert "      --nproc-per-node=2 \\" in lines
-    assert "      --rdzv-endpoint=127.0.0.1:PORT \\" in lines
-    assert f'"logs": "{own_machine}/runs/RUN/logs"' in result.out
+    assert "    MASTER_PORT=PORT" in lines
+    assert "    WORLD_SIZE=2" in lines
     assert "train.py --lr 1e-4" in result.out
     assert "    TORCHMUSTER_RUN_TOKEN=TOKEN" in lines
     # How many threads there are differs from machine to machine.
@@ -146,11 +144,11 @@ def test_a_dry_run_as_json_has_the_same(run: Run) -> None:
     (machine,) = told["machines"]
     assert machine["ranks"] == 2
     command = machine["command"]
-    assert command[:3] == [sys.executable, "-m", "torchmuster.launch.node.elastic_agent"]
+    assert command[:2] == [sys.executable, "-u"]
     assert command[-1] == "train.py"
-    assert machine["reached_by"] == [sys.executable, "-m", "torchmuster.launch.node"]
+    assert machine["reached_by"] == [sys.executable, "-m", "torchmuster.launch.node.supervisor"]
     later = told["settled_later"]
-    assert {"PORT", "RUN", "TOKEN", "SOCKET"} <= set(later)
+    assert {"PORT", "RUN", "TOKEN", "NODE_AGENT"} <= set(later)
     assert "ADDRESS" not in later
 
 
@@ -162,18 +160,17 @@ def test_a_dry_run_for_many_machines_shows_ssh_and_each_share(run: Run) -> None:
     assert [one["ranks"] for one in told["machines"]] == [None, 4, 2]
     assert second["reached_by"][-2:] == [
         "ana@b",
-        "exec '/opt/my py' -m torchmuster.launch.node",
+        "exec '/opt/my py' -m torchmuster.launch.node.supervisor",
     ]
     for place, machine in enumerate((first, second, third)):
         words = machine["command"]
         assert words[0] == "/opt/my py"
-        assert "--nnodes=3" in words
-        assert "--rdzv-endpoint=ADDRESS:PORT" in words
-        (conf,) = [word for word in words if word.startswith("--rdzv-conf=")]
-        assert conf.startswith(f"--rdzv-conf=rank={place},")
-        assert ("socket=SOCKET" in conf) == (place == 0)
-    assert "--nproc-per-node=RANKS" in first["command"]
-    assert "--nproc-per-node=4" in second["command"]
+        variables = machine["environment"]
+        assert (variables["GROUP_RANK"], variables["GROUP_WORLD_SIZE"]) == (str(place), "3")
+        assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("ADDRESS", "PORT")
+    assert (first["environment"]["RANK"], second["environment"]["RANK"]) == ("0", "FIRST_RANK")
+    assert first["environment"]["LOCAL_WORLD_SIZE"] == "RANKS"
+    assert second["environment"]["LOCAL_WORLD_SIZE"] == "4"
     assert first["environment"]["GLOO_SOCKET_IFNAME"] == "INTERFACE"
     assert "OMP_NUM_THREADS" not in first["environment"]
     assert told["max_restarts"] == 3
@@ -182,8 +179,7 @@ def test_a_dry_run_for_many_machines_shows_ssh_and_each_share(run: Run) -> None:
 def test_known_counts_make_a_known_world_size(run: Run) -> None:
     told = plan(run("--dry-run", "--json", "--hosts", "a:1,b:4", "train.py"))
     for machine in told["machines"]:
-        settings = next(word for word in machine["command"] if word.startswith("{"))
-        assert json.loads(settings)["world_size"] == 5
+        assert machine["environment"]["WORLD_SIZE"] == "5"
 
 
 def test_a_dry_run_hides_secrets_and_shows_what_is_passed_on(run: Run) -> None:
@@ -235,12 +231,9 @@ def test_variables_that_all_hosts_need_are_forwarded(
 ) -> None:
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")  # of one host's GPU
-    monkeypatch.setenv("UCX_LOG_LEVEL", "info")  # hosts that joined would refuse the whole job
-    for joined in (False, True):
-        chosen = job_flags._environment([], joined=joined)
-        assert chosen[name] == "1"
-        assert "HSA_OVERRIDE_GFX_VERSION" not in chosen
-        assert ("UCX_LOG_LEVEL" in chosen) is not joined
+    chosen = job_flags._environment([])
+    assert chosen[name] == "1"
+    assert "HSA_OVERRIDE_GFX_VERSION" not in chosen
 
 
 def test_settings_from_a_file_and_the_environment(run: Run, own_machine: Path) -> None:

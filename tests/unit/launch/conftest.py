@@ -1,7 +1,7 @@
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.launch.node import attempt, node_agent, reaper, sidecar
+from torchmuster.launch.node import attempt, node_agent, sidecar
 
 
 @pytest.fixture
@@ -12,6 +12,5 @@ def patient_agent(monkeypatch: pytest.MonkeyPatch) -> None:
         (node_agent, "_GONE_WITHIN_S"),
         (attempt, "_KILL_WITHIN_S"),
         (sidecar, "_GONE_WITHIN_S"),
-        (reaper, "_GO_WITHIN_S"),
     ):
         monkeypatch.setattr(place, name, GIVE_UP_S)

@@ -43,13 +43,9 @@ _START = protocol.Start(
     nodes=1,
     first_rank=0,
     world_size=1,
-    backend="muster",
-    endpoint="",
     address="",
     port=1,
-    local_address="",
     interface=None,
-    timeout_s=1,
     max_restarts=1,
 )
 _STARTED = protocol.Started(attempt=1, pid=1)

@@ -344,7 +344,7 @@ def test_a_machine_that_is_lost_after_a_rank_failed_is_not_the_cause() -> None:
 
 def test_an_agent_that_failed_itself_is_named_with_its_error(snapshot: SnapshotAssertion) -> None:
     words = (
-        "torchrun's agent exited with code 1\nW UserWarning: Failed to initialize NumPy: No module "
+        "the ranks' store exited with code 1\nW UserWarning: Failed to initialize NumPy: No module "
         "named 'numpy'\nTraceback (most recent call last):\nImportError: libcudart.so.12: cannot open"
     )
     finding = judged(ended("a", words=words))
@@ -355,13 +355,10 @@ def test_an_agent_that_failed_itself_is_named_with_its_error(snapshot: SnapshotA
 
 
 def test_agents_that_were_ended_are_not_to_blame() -> None:
-    signal = (
-        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 5 got signal: 15"
-    )
     finding = judged(
-        ended("a", words=f"torchrun's agent exited with code 1\n{signal}", at_s=100.2),
-        ended("b", words="torchrun's agent was killed by SIGKILL", at_s=100.0),
-        ended("c", words="torchrun's agent was killed by SIGKILL", at_s=107.0),
+        ended("a", words="the ranks were stopped by SIGTERM", at_s=100.2),
+        ended("b", words="the ranks' store exited with code -9", at_s=100.0),
+        ended("c", words="the ranks' store exited with code -9", at_s=107.0),
     )
     assert finding.name == "agent-failed"
     assert finding.what.startswith("b ")

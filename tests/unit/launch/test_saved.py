@@ -41,7 +41,7 @@ def machine(
         [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS))],
         [machine(rank(0, 75, WORDS), rank(1, -15))],  # on its way out it was told once more
         [machine(rank(0, 143), rank(1, 75, WORDS))],
-        [machine(rank(0, 75, WORDS), words="torchrun's agent was killed by SIGTERM")],
+        [machine(rank(0, 75, WORDS), words="the ranks were stopped by SIGTERM")],
         [machine(rank(0, 75, WORDS), lost="its node agent was killed")],  # after it had told
     ],
 )

@@ -170,7 +170,7 @@ def test_a_program_that_does_not_listen_is_killed() -> None:
     asyncio.run(play_it())
 
 
-def test_a_program_that_cannot_even_be_killed_is_left_to_the_reaper(
+def test_a_program_that_cannot_even_be_killed_is_left_to_the_supervisor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def for_ever() -> int:
@@ -193,12 +193,11 @@ def test_a_program_that_cannot_even_be_killed_is_left_to_the_reaper(
     asyncio.run(play_it())
 
 
-@pytest.mark.parametrize("gone", [True, False])
-def test_ranks_are_stopped_before_a_program_is_waited_for(gone: bool) -> None:
+def test_ranks_are_stopped_before_a_program_is_waited_for() -> None:
     done: list[str] = []
 
     class Ending:
-        """Ranks, program and reaper in one: what is done with them is written down."""
+        """Ranks and program in one: what is done with them is written down."""
 
         gone = asyncio.Event()
 
@@ -208,16 +207,12 @@ def test_ranks_are_stopped_before_a_program_is_waited_for(gone: bool) -> None:
 
         async def end(self) -> bool:
             done.append("program ended")
-            return gone
-
-        def dismiss(self) -> None:
-            done.append("reaper dismissed")
+            return True
 
     async def play_it() -> None:
         agent = NodeAgent(Launcher())
-        agent._running = agent._engaged = agent._reaper = Ending()  # type: ignore[assignment]
+        agent._running = agent._engaged = Ending()  # type: ignore[assignment]
         await agent._end_all()
 
     asyncio.run(play_it())
-    assert done[:2] == ["ranks stopped", "program ended"]
-    assert done[2:] == (["reaper dismissed"] if gone else [])
+    assert done == ["ranks stopped", "program ended"]

@@ -287,7 +287,7 @@ def _reports(ends: Sequence[NodeExit]) -> list[_Report]:
             text = _said(failure)
             reports.append(_Report(host=end.host, at_s=at_s, text=text, failure=failure))
         if not end.ended.good and not end.ended.failures:
-            words = end.ended.words or "torchrun's agent exited without a message"
+            words = end.ended.words or "the node agent reported no cause"
             error = last_error(words)
             text = words.splitlines()[0] + (f": {error}" if error else "")
             reports.append(_Report(host=end.host, at_s=end.ended_s, text=text, log=words))

@@ -22,7 +22,6 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import node_handle, stopping, training_progress
 from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
 from torchmuster.launch.launcher.node_registry import NodeRegistry
-from torchmuster.launch.launcher.rank_logs import mark_restart
 from torchmuster.launch.launcher.session import Console, Session
 from torchmuster.launch.launcher.spares import Examine, SparePool, broken_hosts
 from torchmuster.launch.network.reach import name_several
@@ -481,7 +480,6 @@ class JobRunner:
                     return JobOutcome(good=False, stopped=True, saved=words)
                 if replaced:
                     await self._announce_replacement(words, after)
-                await asyncio.to_thread(mark_restart, self._logs)
                 continue
             self._history.append(self._failed(finding, before, after))
             chosen = decide_restart(self._history, max_restarts=self._spec.max_restarts)
@@ -522,7 +520,6 @@ class JobRunner:
             "noticed_unix_s": self._session.noticed_unix_s,
         }
         await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
-        await asyncio.to_thread(mark_restart, self._logs)
 
     async def _attempt(
         self, number: int, taking_in: NodeRejoin, now: training_progress.TrainingProgress

@@ -47,7 +47,6 @@ class NodeHandle:
         self._on_word: Callable[[Word], None] = lambda _: None
         self._on_sign: Callable[[Sign], None] = lambda _: None
         self._on_metrics: Callable[[protocol.TrainingMetrics], None] = lambda _: None
-        self._on_log: Callable[[protocol.LogEnd], None] = lambda _: None
         self._tasks: list[asyncio.Task[None]] = []
         self._sign: asyncio.Task[None] | None = None
 
@@ -154,13 +153,6 @@ class NodeHandle:
         """Set the callback for what rank 0 records of its script."""
         self._on_metrics = on_metrics
 
-    async def fetch_log(
-        self, rank: int, most_bytes: int, on_log: Callable[[protocol.LogEnd], None]
-    ) -> None:
-        """Request the end of a rank's log; ``on_log`` gets it."""
-        self._on_log = on_log
-        await self.channel.send(protocol.SendLog(rank=rank, most_bytes=most_bytes))
-
     async def engage(
         self, program: str, on_word: Callable[[Word], None], *, within_s: float
     ) -> None:
@@ -227,8 +219,6 @@ class NodeHandle:
                     self._on_word(message)
                 case protocol.TrainingMetrics():
                     self._on_metrics(message)
-                case protocol.LogEnd():
-                    self._on_log(message)
                 case protocol.Heartbeats() if message.attempt != self._attempt:
                     pass  # from the previous attempt
                 case protocol.Heartbeats():

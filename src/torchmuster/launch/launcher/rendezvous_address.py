@@ -25,7 +25,6 @@ class RendezvousAddress:
 
     address: str
     port: int
-    endpoint: str
     local: tuple[protocol.Address, ...]
 
 
@@ -76,21 +75,19 @@ async def choose_rendezvous_address(
     if tested is not None and (known := tested.local_addresses(nodes)) is not None:
         own = known[0].address
         listening = await _listen_rendezvous_address(nodes[0], nonce, spec.port, own)
-        return _meeting(spec, own, listening.port, known)
+        return RendezvousAddress(address=own, port=listening.port, local=known)
     ranked = len(nodes)
     nodes = [*nodes, *spares]
     head, *others = nodes
     if not others:
         listening = await _listen_rendezvous_address(head, nonce, spec.port, spec.address)
         only = listening.addresses[0]
-        return _meeting(spec, only.address, listening.port, (only,))
+        return RendezvousAddress(address=only.address, port=listening.port, local=(only,))
     assert head.record is not None
     limit_s, system = spec.limits.reach_s, head.record.system
     # First any port, because ranks use such ports; the rendezvous port last, because it stays open.
     talking = await _listen_rendezvous_address(head, nonce, 0, spec.address)
     reach.check_not_loopback(head.name, talking, spec.address, head.record.addresses)
-    if spec.endpoint is not None:
-        await _try_service(spec, nodes, _target(spec.endpoint))
     talked = await _reach_all(others, nonce, talking, limit_s)
     listening = await _listen_rendezvous_address(head, nonce, spec.port, spec.address)
     try:
@@ -118,7 +115,7 @@ async def choose_rendezvous_address(
         for (_, answer), place in zip(talked, places[1:], strict=True)
     ]
     calls += await _call_each_other(nodes, places, nonce, limit_s)
-    both_ways = spec.backend != "muster" or any(node.has_gpus for node in nodes)
+    both_ways = any(node.has_gpus for node in nodes)
     note = reach.check_reachability(
         calls, both_ways=both_ways, port=listening.port, timeout_s=limit_s
     )
@@ -128,7 +125,7 @@ async def choose_rendezvous_address(
             say(note)
     if tested is not None:
         tested.remember(nodes, local)
-    return _meeting(spec, chosen.value, listening.port, local[:ranked])
+    return RendezvousAddress(address=chosen.value, port=listening.port, local=local[:ranked])
 
 
 async def _listen_rendezvous_address(
@@ -202,28 +199,3 @@ def _with(addresses: Sequence[protocol.Address], wanted: str) -> list[protocol.A
 def _rendezvous_address_place(node: NodeHandle, end: protocol.Address) -> reach.NodeAddress:
     assert node.record is not None
     return reach.NodeAddress(name=node.name, system=node.record.system, address=end.address)
-
-
-async def _try_service(spec: JobSpec, nodes: Sequence[NodeHandle], target: protocol.Target) -> None:
-    """Have every host connect to the etcd server; torch's agents only report that it failed."""
-    limit_s = spec.limits.reach_s
-    answers = await _answers(nodes, "etcd", [target], limit_s)
-    reach.check_service("etcd", target, answers, timeout_s=limit_s)
-
-
-def _target(endpoint: str) -> protocol.Target:
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal():
-        raise Impossible(
-            f"invalid rendezvous endpoint {endpoint!r}: expected HOST:PORT",
-            fix="--rdzv-endpoint HOST:2379",
-        )
-    return protocol.Target(address=host.removeprefix("[").removesuffix("]"), port=int(port))
-
-
-def _meeting(
-    spec: JobSpec, address: str, port: int, local: tuple[protocol.Address, ...]
-) -> RendezvousAddress:
-    host = f"[{address}]" if ":" in address else address
-    endpoint = spec.endpoint or f"{host}:{port}"
-    return RendezvousAddress(address=address, port=port, endpoint=endpoint, local=local)

@@ -6,17 +6,15 @@ a timeout and reports what it is waiting for.
 """
 
 import asyncio
-import bisect
 import contextlib
 import itertools
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from torchmuster.decision import Decision
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
@@ -28,7 +26,6 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import compare_nodes, node_handle
 from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
 from torchmuster.launch.launcher.node_registry import NodeRegistry
-from torchmuster.launch.launcher.rank_logs import RankLogs
 from torchmuster.launch.launcher.rendezvous_address import (
     ReachedHosts,
     RendezvousAddress,
@@ -51,7 +48,6 @@ _END_WITHIN_S = 8.0
 _TAKEOVER_GRACE_S = 2.0
 _MACHINES_SHOWN = 16
 _DEVICES_NOTED = 16  # of each of them
-_LOOK_FOR_REQUESTS_EVERY_S = 1.0
 
 
 class Console(Protocol):
@@ -68,17 +64,6 @@ class Console(Protocol):
 
     def show(self, findings: Sequence[Finding]) -> None:
         """Print findings."""
-
-
-def logs_stay(spec: JobSpec, hosts: int) -> Decision[bool]:
-    """Return whether the ranks' logs stay on their hosts."""
-    if hosts == 1:
-        return Decision(value=False, reason="there is one host")
-    if spec.keep_logs is not None:
-        return Decision(value=spec.keep_logs, reason="requested with --logs")
-    stay = hosts > host_logs.LOGS_STAY_ABOVE
-    more = "more" if stay else "no more"
-    return Decision(value=stay, reason=f"{more} than {host_logs.LOGS_STAY_ABOVE} hosts")
 
 
 def environment_of(spec: JobSpec) -> dict[str, str]:
@@ -105,7 +90,6 @@ class Session:
         self._logs = logs
         self._run = RunFolder(Path(logs).parent)
         self._metrics = ScriptMetrics(self._run)
-        self._rank_logs = RankLogs(Path(logs), console.say)
         self.token = os.urandom(16).hex()
         self._on_phase = on_phase
         self.cause: StopCause | None = None  # of a stop request to the launcher
@@ -122,8 +106,6 @@ class Session:
         self._many = len(transport.places) > 1
         # With spares, restarts must be fast: hosts that were tested are not tested again.
         self.tested = ReachedHosts() if spec.spares else None
-        self._keep_logs = logs_stay(spec, len(transport.places))
-        self._said_logs = False
         self.waiting = WaitingMessages(console.say)
         self.registry = NodeRegistry(
             transport,
@@ -238,12 +220,6 @@ class Session:
 
     def say_reasons(self, nodes: Sequence[NodeHandle]) -> None:
         """Print the reason for each host's choice of devices, grouping hosts with the same reason."""
-        if self._keep_logs.value and not self._said_logs:
-            self._said_logs = True
-            self._console.say(
-                f"logs stay on the hosts ({self._keep_logs.reason}): rank 0's output and the first error of each host "
-                f"are shown here; for another rank: muster logs {self._run.id} --rank N"
-            )
         machines: dict[str, list[str]] = {}
         for node in nodes:
             for reason in node.prepared.reasons if node.prepared else ():
@@ -260,6 +236,7 @@ class Session:
             token=f"{node.part}.ranks",
             command=self._command if spec is self._spec else spec.command,
             module=spec.module,
+            program=spec.program,
             folder=spec.folder,
             device=spec.device,
             ranks=host_ranks or spec.ranks,
@@ -268,13 +245,10 @@ class Session:
             # A lost host keeps its device lease until it notices the loss.
             wait_s=max(spec.wait_s, 30.0) if again else spec.wait_s,
             environment=environment_of(spec),
-            logs=self._logs if alone else None,
-            keep_logs=self._keep_logs.value,
             alone=alone,
             lost_after_s=None if alone else spec.limits.lost_after_s,
             typed=spec.typed,
             run=str(self._run.path.resolve()),
-            warm=spec.spares > 0,  # restarts are frequent
         )
 
     def differences(self, nodes: Sequence[NodeHandle]) -> list[Finding]:
@@ -305,9 +279,9 @@ class Session:
         except MachineLost:
             return await self.fail(nodes)
         self._on_phase("running")
-        serving = self._serve_logs(nodes)
+        await self._note_logs(nodes)
         self._hang_monitor = hang_monitor = self._look_out(nodes)
-        async with self.waiting.telling(self._words), serving:
+        async with self.waiting.telling(self._words):
             while True:
                 await self.waiting.something_new(1.0)
                 if any(not node.ended.good if node.ended else node.lost for node in nodes):
@@ -348,14 +322,9 @@ class Session:
             tested=self.tested,
         )
 
-    @contextlib.asynccontextmanager
-    async def _serve_logs(self, nodes: Sequence[NodeHandle]) -> AsyncIterator[None]:
-        """Fetch logs that stay on the hosts when a user asks for them."""
-        if not self._keep_logs.value:
-            yield
-            return
+    async def _note_logs(self, nodes: Sequence[NodeHandle]) -> None:
+        """Record which host has which logs."""
         hosts, first_rank = [], 0
-        by_rank: list[tuple[int, NodeHandle]] = []
         for node in nodes:
             assert node.prepared is not None
             folder, ranks = node.prepared.logs, node.prepared.ranks
@@ -364,31 +333,9 @@ class Session:
                     host=node.name, first_rank=first_rank, ranks=ranks, folder=folder
                 )
             )
-            by_rank.append((first_rank, node))
             first_rank += ranks
         with contextlib.suppress(OSError):  # a full disk must not stop the run
             await asyncio.to_thread(host_logs.write_hosts, self._run, hosts)
-
-        def answer(log: protocol.LogEnd) -> None:
-            host_logs.write_fetched(self._run, log.rank, log.text or f"{log.path}: {log.problem}\n")
-
-        async def serve() -> None:
-            while True:
-                await asyncio.sleep(_LOOK_FOR_REQUESTS_EVERY_S)
-                for rank in await asyncio.to_thread(host_logs.requested_ranks, self._run):
-                    if rank >= first_rank:
-                        host_logs.write_fetched(self._run, rank, f"there is no rank {rank}\n")
-                        continue
-                    place = bisect.bisect_right(by_rank, rank, key=lambda one: one[0]) - 1
-                    node = by_rank[place][1]
-                    self._later(node.fetch_log(rank, host_logs.MOST_BYTES, answer))
-
-        task = asyncio.create_task(serve())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     def _look_out(self, nodes: Sequence[NodeHandle]) -> HangMonitor:
         return HangMonitor(
@@ -427,13 +374,9 @@ class Session:
                 nodes=len(nodes),
                 first_rank=first_ranks[place],
                 world_size=world_size,
-                backend=self._spec.backend,
-                endpoint=meeting.endpoint,
                 address=meeting.address,
                 port=meeting.port,
-                local_address=meeting.local[place].address,
                 interface=meeting.local[place].interface if self._many else None,
-                timeout_s=self._spec.limits.rendezvous_s,
                 max_restarts=self._spec.max_restarts,
                 first_step=self._first_step,
             )
@@ -462,8 +405,6 @@ class Session:
     def _output(self, rank: int, text: str) -> None:
         self._silence.heard(text)
         self._console.output(rank, text)
-        if self._many:  # on a single host, the ranks write there themselves
-            self._rank_logs.write(rank, text)
 
     # ---- ends
 
@@ -536,7 +477,6 @@ class Session:
         """Release every host; ``words`` is printed on the terminal of a node agent that joined."""
         async with self.waiting.telling(lambda: "waiting for the node agents to exit"):
             await self.registry.leave(exit_code, words)
-            await asyncio.to_thread(self._rank_logs.close)
 
     # ---- waiting
 

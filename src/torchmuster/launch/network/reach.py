@@ -287,28 +287,6 @@ def choose_address(
     return Decision(value=chosen.address, reason="; ".join([reason, *passed_over]))
 
 
-def check_service(
-    name: str,
-    target: protocol.Target,
-    answers: Answers,
-    *,
-    timeout_s: float = Limits.reach_s,
-) -> None:
-    """Raise ``Impossible`` unless every host reaches an external service."""
-    troubles = _troubles(target.address, target.port, answers)
-    # An answer from another program is expected here.
-    troubles.pop("impostor", None)
-    if troubles:
-        nodes = [node for found in troubles.values() for node in found]
-        verb = "does" if len(nodes) == 1 else "do"
-        raise Impossible(
-            f"{name_several(nodes)} {verb} not reach {name} at {target.address}:{target.port}",
-            why=_reach_message(troubles, timeout_s),
-            fix=f"start {name} there, or allow these hosts to connect to port {target.port}; the address "
-            "comes from --rdzv-endpoint",
-        )
-
-
 def problem_at(reached: protocol.Reached, target: protocol.Target) -> str:
     """Return why a host could not reach a target; "" if it did."""
     return next((one.problem for one in reached.results if one.target == target), "not-tried")

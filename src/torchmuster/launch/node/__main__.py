@@ -11,6 +11,7 @@ import sys
 import threading
 
 from torchmuster.errors import MusterError
+from torchmuster.launch.node import supervisor
 from torchmuster.launch.node.connection import AgentConnection, PipeConnection
 from torchmuster.launch.node.node_agent import NodeAgent
 
@@ -54,6 +55,7 @@ async def connect_as(place: int) -> AgentConnection:
 
 def main() -> None:
     """Serve the launcher."""
+    supervisor.serve_below()
     parser = argparse.ArgumentParser(prog="python -m torchmuster.launch.node")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--place", type=int, help="the node index; the join code is on stdin")

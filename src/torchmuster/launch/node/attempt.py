@@ -1,235 +1,33 @@
-"""One attempt of a host's ranks: start, output, stack dumps, stop and report."""
+"""One attempt of a host's ranks: start, output, heartbeats, stop and report."""
 
 import asyncio
-import codecs
 import contextlib
-import os
-import re
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-
-import psutil
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
-from torchmuster.launch.node import engines, heartbeats, process_cleanup
-from torchmuster.launch.node.engines import Engine, ExitsOfRanks, NodeShare
+from torchmuster.launch.node import failures, process_cleanup, stack_dump
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
-from torchmuster.launch.node.kept_logs import FirstError
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
-from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL
-from torchmuster.units import format_bytes
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
+from torchmuster.launch.node.ranks import NodeShare, RankExit, RankProcess, StoreProcess
 
-_CHUNK = 64 * 1024
-# A progress bar rewrites its line with carriage returns for minutes: it is shown this often.
-_PROGRESS_EVERY_S = 2.0
-
-
-class Tail:
-    """One rank's log, read from where it ended when the attempt started."""
-
-    def __init__(self, rank: int, path: Path) -> None:
-        self.rank = rank
-        self._path = path
-        self.began = path.stat().st_size if path.exists() else 0
-        self._offset = self.began
-        self._unfinished = b""
-        self._shown_s = 0.0
-
-    def read(self, now_s: float, *, last: bool = False) -> str:
-        """Return the new lines; with ``last`` also an incomplete one."""
-        data = self._new_bytes()
-        self._unfinished += data
-        whole, end, rest = self._unfinished.rpartition(b"\n")
-        if end:
-            self._unfinished = rest
-            self._shown_s = now_s
-            return _attempt_text(whole + end)
-        if len(rest) >= _CHUNK:
-            text, self._unfinished = _whole_letters(rest)
-            return f"{text}\n"
-        if last:
-            self._unfinished = b""
-            return _attempt_text(rest + b"\n") if rest else ""
-        return self._progress(now_s)
-
-    def skip(self) -> int:
-        """Skip all new lines except the last ones; return the number of skipped bytes."""
-        try:
-            behind = self._path.stat().st_size - self._offset
-        except OSError:
-            return 0
-        skipped = max(0, behind - _CHUNK)
-        if skipped:
-            self._offset += skipped
-            skipped += len(self._unfinished)
-            cut, end, self._unfinished = self._new_bytes().partition(b"\n")
-            skipped += len(cut) + len(end)
-        return skipped
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the log."""
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
-
-    def _new_bytes(self) -> bytes:
-        try:
-            with self._path.open("rb") as stream:
-                if os.fstat(stream.fileno()).st_size <= self._offset:
-                    return b""
-                stream.seek(self._offset)
-                data = stream.read(_CHUNK)
-        except OSError:  # not there yet, or its disk is gone: nothing to show
-            return b""
-        self._offset += len(data)
-        return data
-
-    def _progress(self, now_s: float) -> str:
-        states = self._unfinished.split(b"\r")
-        if len(states) < 2 or now_s - self._shown_s < _PROGRESS_EVERY_S:
-            return ""
-        self._shown_s = now_s
-        self._unfinished = states[-1]
-        shown = next((state for state in reversed(states[:-1]) if state.strip()), b"")
-        return _attempt_text(shown + b"\n") if shown else ""
-
-
-def _whole_letters(data: bytes) -> tuple[str, bytes]:
-    """Return the text, and the bytes of an incomplete character at the end."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    return decoder.decode(data), decoder.getstate()[0]
-
-
-def _attempt_text(data: bytes) -> str:
-    return data.decode("utf-8", errors="replace")
-
-
-_ANSWER_WITHIN_S = 5.0
-_SIGNAL_WITHIN_S = 1.0
-_LOOK_EVERY_S = 0.1
-_LONGEST_STACKS = 200_000
-_LONGEST_FLIGHT = 1_500_000
-_THREADS_SHOWN = 200
-_CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)", re.MULTILINE)
-
-
-async def dump_stacks(
-    records: Path, pids: dict[int, int], ranks: Iterable[int]
-) -> Iterator[protocol.Evidence]:
-    """Return the stack dumps of those of these ranks that run here; ``pids`` are their processes."""
-    asked = [rank for rank in ranks if rank in pids]
-    for rank in asked:
-        with contextlib.suppress(OSError):
-            _attempt_request(records, rank).touch()
-    silent = await _wait_attempt(
-        lambda rank: not _attempt_request(records, rank).exists(), asked, _ANSWER_WITHIN_S
-    )
-    signalled = [rank for rank in silent if _signal(pids[rank])]
-    await _wait_attempt(lambda rank: bool(_faults(records, rank)), signalled, _SIGNAL_WITHIN_S)
-    return _attempt_evidence(records, pids, asked, silent)
-
-
-async def _wait_attempt(
-    done: Callable[[int], bool], ranks: Iterable[int], within_s: float
-) -> list[int]:
-    """Wait until all ranks are done; return those that are not after ``within_s``."""
-    deadline = time.monotonic() + within_s
-    while left := [rank for rank in ranks if not done(rank)]:
-        if time.monotonic() > deadline:
-            break
-        await asyncio.sleep(_LOOK_EVERY_S)
-    return left
-
-
-def _attempt_evidence(
-    records: Path, pids: dict[int, int], asked: Iterable[int], silent: Iterable[int]
-) -> Iterator[protocol.Evidence]:
-    for rank in asked:
-        if rank in silent:
-            why = "Python code cannot run in this process, so it did not answer"
-            stacks = _faults(records, rank)
-            shown = (
-                f"its stacks, innermost call first:\n{stacks}" if stacks else "no stacks available"
-            )
-            text = (
-                f"rank {rank}, process {pids[rank]}\n{why}\n{of_this_system(pids[rank])}\n{shown}"
-            )
-            yield protocol.Evidence(rank=rank, name="stacks.txt", text=text[:_LONGEST_STACKS])
-            continue
-        stacks = _dump_text(records / f"rank-{rank}.stacks.txt")[:_LONGEST_STACKS]
-        yield protocol.Evidence(rank=rank, name="stacks.txt", text=stacks)
-        flight = _dump_text(records / f"rank-{rank}.flight.json")
-        if 0 < len(flight) <= _LONGEST_FLIGHT:
-            yield protocol.Evidence(rank=rank, name="flight.json", text=flight)
-
-
-def of_this_system(pid: int) -> str:
-    """Return the system's information on a process and its threads: state and wait channel."""
-    stat = heartbeats.look_at_process(pid)
-    if stat is None:
-        return "its process is gone"
-    lines = [f"process state: {stat.state}"]
-    with contextlib.suppress(OSError):
-        for task in sorted(Path(f"/proc/{pid}/task").iterdir())[:_THREADS_SHOWN]:
-            name, where = (
-                _dump_text(task / "comm").strip(),
-                _dump_text(task / "wchan").strip(),
-            )
-            lines.append(
-                f"thread {task.name} {name}: in {where if where not in ('', '0') else '-'}"
-            )
-    if kernel := _dump_text(Path(f"/proc/{pid}/stack")).strip():  # only root may read it
-        lines.append(f"in the kernel:\n{kernel}")
-    return "\n".join(lines)
-
-
-def _signal(pid: int) -> bool:
-    """Request the stacks by signal; only if the process handles it, as it would kill others."""
-    if STACKS_SIGNAL is None or not _is_caught(pid, STACKS_SIGNAL):
-        return False
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, STACKS_SIGNAL)
-        return True
-    return False
-
-
-def _is_caught(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal."""
-    caught = _CAUGHT.search(_dump_text(Path(f"/proc/{pid}/status")))
-    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
-
-
-def _attempt_request(records: Path, rank: int) -> Path:
-    return records / f"rank-{rank}.examine"
-
-
-def _faults(records: Path, rank: int) -> str:
-    return _dump_text(records / f"rank-{rank}.faults.txt")[-_LONGEST_STACKS:]
-
-
-def _dump_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-_FOLLOW_EVERY_S = 0.05
+_BATCH_OUTPUT_S = 0.05
+_LOOK_AT_OUTPUT_S = 1.0
+# So that one rank's output does not delay the others'.
+_PIECES_AT_A_TIME = 16
+_LAST_OUTPUT_WITHIN_S = 2.0
 _SAMPLE_EVERY_S = 1.0
 _HEARTBEATS_EVERY_S = 2.0
 _KILL_WITHIN_S = 5.0
-# How long the agent may take to exit once it has no ranks.
-_AGENT_GRACE_S = 2.0
-# So that one rank's output blocks neither the other ranks nor the shutdown.
-_PIECES_AT_A_TIME = 16
-_LAST_WORDS_WITHIN_S = 1.0
+# How long the pipes of the ranks may stay open once no process of the attempt is alive.
+_OUTPUT_WITHIN_S = 2.0
+# With more ranks than this, only the output of rank 0 is sent; the others' is in their logs.
+_MANY_RANKS = 64
 
 Send = Callable[[protocol.FromAgent], Awaitable[None]]
 
@@ -250,132 +48,242 @@ def are_moving(before: Sequence[Heartbeat], now: Sequence[Heartbeat]) -> bool:
 class RunningAttempt:
     """An attempt of this host's ranks."""
 
-    def __init__(self, share: NodeShare, engine: Engine, send: Send) -> None:
+    def __init__(
+        self,
+        share: NodeShare,
+        environment: Mapping[str, str],
+        send: Send,
+        *,
+        spare: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        """``spare`` returns the sessions whose processes are not of this attempt."""
         self._share = share
-        self._engine = engine
+        self._spare = spare
+        self._environment = environment
         self._send = send
-        self._ranks = range(share.start.first_rank, share.start.first_rank + share.ranks)
-        self._tails = [Tail(rank, share.logs / f"rank-{rank}.log") for rank in self._ranks]
+        self._store: StoreProcess | None = None
+        self._ranks: list[RankProcess] = []
         self._memory = MemoryWatch.begin()
         self._peaks = MemoryPeaks()
-        self._heartbeats = HeartbeatReader(share.records, self._ranks)
-        self._told: tuple[Heartbeat, ...] = ()  # the heartbeats of the last message
-        self._first_error = FirstError()
-        self._metrics = MetricsReader(share.records, 0) if 0 in self._ranks else None
+        self._heartbeats = HeartbeatReader(share.records, share.rank_numbers)
+        self._sent_heartbeats: tuple[Heartbeat, ...] = ()
+        self._metrics = MetricsReader(share.records, 0) if 0 in share.rank_numbers else None
         self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
-        self._stopping = asyncio.Event()
-        self._deadline_s = 0.0
+        self._new_output = asyncio.Event()
+        self._failed_first = False  # a rank failed before any request to stop
+        self._stop_requested = False
+        self._kill_at_s: float | None = None
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._beyond_kill = asyncio.Event()  # the ranks were killed, but some do not exit
         self._asked = ""
         self._killed: tuple[int, ...] = ()
         self.gone = asyncio.Event()  # none of its processes is alive
         self.told = asyncio.Event()  # the launcher has received the report
 
     async def start(self) -> protocol.Started:
-        """Start the ranks; return the message for the launcher."""
-        pid = await self._engine.start()
-        return protocol.Started(attempt=self._share.start.attempt, pid=pid)
+        """Start the ranks, and on the first host their store; return the message for the launcher."""
+        share = self._share
+        loop = asyncio.get_running_loop()
+        if share.socket is not None and share.has_store_process:
+            self._store = await StoreProcess.start(share, self._environment)
+        for local_rank in range(share.ranks):
+            rank = await RankProcess.start(share, local_rank, self._environment)
+            rank.output.notify(loop, self._new_output)
+            self._ranks.append(rank)
+        return protocol.Started(attempt=share.start.attempt, pid=self._ranks[0].pid)
 
     def stop(self, grace_s: float, asked: str = "") -> None:
         """Ask the ranks to stop, and kill them after the grace period. A later call can only shorten it.
 
         ``asked`` is the signal of a request that did not come from the launcher.
         """
-        deadline = time.monotonic() + grace_s
-        if self._stopping.is_set():
-            self._deadline_s = min(self._deadline_s, deadline)
-            return
-        self._deadline_s = deadline
-        if self._engine.kill_at_s is None:  # else a rank had failed before
+        if not self._failed_first and not self._stop_requested:
             self._asked = asked
-        self._engine.terminate()
-        self._stopping.set()
+        self._stop_requested = True
+        self._end_within(grace_s)
+
+    def pid_of(self, rank: int) -> int:
+        """Return the process id of a rank that runs here."""
+        return self._ranks[rank - self._share.start.first_rank].pid
 
     def pass_on(self, name: str) -> None:
         """Send a signal to the ranks, and only to them."""
-        for pid in engines.rank_pids(self._share.records).values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.Signals[name])
+        for rank in self._ranks:
+            rank.send_signal(signal.Signals[name])
 
     def warn(self, name: str) -> None:
         """Send a scheduler's warning to the ranks that handle it; it would kill the others."""
         number = signal.Signals[name]
-        for pid in engines.rank_pids(self._share.records).values():
-            if _is_caught(pid, number):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+        for rank in self._ranks:
+            if rank.handles(number):
+                rank.send_signal(number)
 
     async def examine(self, message: protocol.DumpStacks) -> None:
         """Send the stack dumps of the requested ranks."""
-        pids = engines.rank_pids(self._share.records)
-        for evidence in await dump_stacks(self._share.records, pids, message.ranks):
+        ranks = [rank for rank in self._ranks if rank.rank in message.ranks]
+        for evidence in await stack_dump.dump_stacks(self._share.records, ranks):
             await self._send(evidence)
 
     async def watch(self) -> protocol.Ended:
-        """Return when no process of this attempt is alive and all its output has been sent."""
+        """Return when no process of this attempt is alive and its output has been sent."""
         over = asyncio.Event()
-        following = asyncio.ensure_future(self._follow(over))
-        killer = asyncio.ensure_future(self._kill_when_time_is_up())
-        waiting = asyncio.ensure_future(self._engine.wait())
-        try:
-            await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-        finally:
-            killer.cancel()
+        reporting = [
+            asyncio.create_task(self._send_output(over)),
+            asyncio.create_task(self._send_signs(over)),
+        ]
+        waiting = asyncio.create_task(self._wait_for_ranks())
+        await asyncio.wait({waiting, *reporting}, return_when=asyncio.FIRST_COMPLETED)
+        for task in reporting:
+            if task.done():  # it has failed, and its error ends the attempt
+                task.result()
+        trouble = await waiting
         left = await asyncio.to_thread(
-            process_cleanup.kill_processes, self._share.token, within_s=_KILL_WITHIN_S
+            process_cleanup.end_attempt,
+            self._share.prepare.token,
+            within_s=_KILL_WITHIN_S,
+            spare=self._spare(),
         )
         if not left:
             self.gone.set()
+        await asyncio.to_thread(self._wait_for_output)
         over.set()
-        await following
-        return self._verdict(waiting.result(), left)
+        await asyncio.gather(*reporting)
+        if left:
+            trouble.append(f"processes that could not be killed: {left}")
+        return self._report(trouble)
 
-    async def _follow(self, over: asyncio.Event) -> None:
-        """Send the ranks' output. Blocks if the launcher no longer reads."""
-        sampled_s = told_s = 0.0
+    def _end_within(self, grace_s: float) -> None:
+        """Send SIGTERM, once, and kill what is alive after the grace period."""
+        kill_at_s = time.monotonic() + grace_s
+        if self._kill_at_s is None:
+            for rank in self._ranks:
+                rank.terminate()
+        elif kill_at_s >= self._kill_at_s:
+            return
+        self._kill_at_s = kill_at_s
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        self._kill_timer = asyncio.get_running_loop().call_later(grace_s, self._kill)
+
+    def _kill(self) -> None:
+        living = [rank for rank in self._ranks if rank.is_alive]
+        self._killed = tuple(rank.rank for rank in living)
+        for rank in living:
+            rank.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+        asyncio.get_running_loop().call_later(_KILL_WITHIN_S, self._beyond_kill.set)
+
+    async def _wait_for_ranks(self) -> list[str]:
+        """Wait until all ranks have exited, and stop the others when one fails; return other trouble."""
+        trouble = []
+        stores = set()
+        if self._store is not None:
+            stores = {asyncio.create_task(self._store.wait())}
+        waiting = {asyncio.create_task(rank.wait()) for rank in self._ranks}
+        stuck = asyncio.create_task(self._beyond_kill.wait())
+        while waiting and not stuck.done():
+            done, _ = await asyncio.wait(
+                {*waiting, *stores, stuck}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done & stores:
+                stores = set()
+                assert self._store is not None
+                trouble.append(self._store.failure(self._share.records))
+                self._end_after_failure()
+            if any(rank.exit is not None and rank.exit.code != 0 for rank in self._ranks):
+                self._end_after_failure()
+            waiting -= done
+        for task in (*waiting, *stores, stuck):
+            task.cancel()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        if self._store is not None:
+            await self._store.end()
+        return trouble
+
+    def _end_after_failure(self) -> None:
+        self._failed_first = self._failed_first or not self._stop_requested
+        if self._kill_at_s is None:
+            self._end_within(float(self._environment[GRACE_VARIABLE]))
+
+    def _wait_for_output(self) -> None:
+        deadline_s = time.monotonic() + _OUTPUT_WITHIN_S
+        for rank in self._ranks:
+            rank.output.ended.wait(max(0.0, deadline_s - time.monotonic()))
+
+    async def _send_output(self, over: asyncio.Event) -> None:
+        """Send the ranks' new lines; waits while the launcher does not read."""
         while not over.is_set():
+            for rank in self._shown_ranks:
+                for _ in range(_PIECES_AT_A_TIME):
+                    if not await self._send_piece(rank):
+                        break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), _FOLLOW_EVERY_S)
-            now = time.monotonic()
-            await self._forward(now)
-            if now - sampled_s > _SAMPLE_EVERY_S:
-                sampled_s = now
-                self._peaks.sample(engines.rank_pids(self._share.records).values())
-            if now - told_s > _HEARTBEATS_EVERY_S:
-                told_s = now
-                await self._tell_heartbeats()
-                await self._tell_metrics()
-        await self._tell_metrics()
-        await self._forward_the_rest()
+                await asyncio.wait_for(self._new_output.wait(), _LOOK_AT_OUTPUT_S)
+            self._new_output.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), _BATCH_OUTPUT_S)
+        # What a slow launcher does not take soon is only in the logs.
+        deadline_s = time.monotonic() + _LAST_OUTPUT_WITHIN_S
+        for rank in self._shown_ranks:
+            while await self._send_piece(rank, last=True):
+                if time.monotonic() > deadline_s:
+                    rank.output.skip_to_end()
 
-    async def _tell_heartbeats(self) -> None:
+    @property
+    def _shown_ranks(self) -> Sequence[RankProcess]:
+        if self._share.start.world_size <= _MANY_RANKS:
+            return self._ranks
+        return [rank for rank in self._ranks if rank.rank == 0]
+
+    async def _send_piece(self, rank: RankProcess, *, last: bool = False) -> bool:
+        text = rank.output.take(last=last)
+        if text:
+            await self._send(protocol.Output(rank=rank.rank, text=text))
+        return bool(text)
+
+    async def _send_signs(self, over: asyncio.Event) -> None:
+        """Send heartbeats and what rank 0 recorded, and sample the ranks' memory."""
+        sent_s = 0.0
+        while not over.is_set():
+            self._peaks.sample(rank.pid for rank in self._ranks if rank.is_alive)
+            if time.monotonic() - sent_s > _HEARTBEATS_EVERY_S:
+                sent_s = time.monotonic()
+                process_cleanup.reap_orphans()
+                await self._send_heartbeats()
+                await self._send_metrics()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), _SAMPLE_EVERY_S)
+        await self._send_metrics()
+
+    async def _send_heartbeats(self) -> None:
         # In a thread: finding a rank's children means reading all processes of the host.
         heartbeats = await asyncio.to_thread(self._heartbeats.read)
         stopping = self._stopping_now()
-        if heartbeats or stopping:
-            attempt, run = self._share.start.attempt, self._run
-            moving = run is not None and not stopping and are_moving(self._told, heartbeats)
-            self._told = heartbeats
-            message = protocol.Heartbeats(
+        if not heartbeats and stopping is None:
+            return
+        attempt, run = self._share.start.attempt, self._run
+        moving = (
+            run is not None and stopping is None and are_moving(self._sent_heartbeats, heartbeats)
+        )
+        self._sent_heartbeats = heartbeats
+        message = protocol.Heartbeats(
+            attempt=attempt,
+            heartbeats=heartbeats[:1] if moving else heartbeats,
+            moving=moving,
+            kept=run is not None,
+            stopping=stopping,
+        )
+        await self._send(message)
+        if heartbeats and run is not None:
+            await asyncio.to_thread(
+                node_records.write_node_ranks,
+                run,
+                host=socket.gethostname(),
                 attempt=attempt,
-                heartbeats=heartbeats[:1] if moving else heartbeats,
-                moving=moving,
-                kept=run is not None,
-                stopping=stopping,
+                heartbeats=heartbeats,
             )
-            await self._send(message)
-            if heartbeats and run is not None:
-                host = socket.gethostname()
-                await asyncio.to_thread(
-                    node_records.write_node_ranks,
-                    run,
-                    host=host,
-                    attempt=attempt,
-                    heartbeats=heartbeats,
-                )
 
-    async def _tell_metrics(self) -> None:
+    async def _send_metrics(self) -> None:
         """Send what rank 0 recorded, if it runs here."""
         if self._metrics is None:
             return
@@ -385,102 +293,38 @@ class RunningAttempt:
 
     def _stopping_now(self) -> protocol.Stopping | None:
         """Return the ranks that were asked to stop and have not, and how long they have left."""
-        asked = self._deadline_s if self._stopping.is_set() else None
-        kill_at = [at_s for at_s in (asked, self._engine.kill_at_s) if at_s is not None]
-        if not kill_at:
+        if self._kill_at_s is None:
             return None
-        left_s = max(0.0, min(kill_at) - time.monotonic())
-        ranks = engines.living_ranks(self._share.records)
-        return protocol.Stopping(ranks=ranks, left_s=left_s, asked=self._asked)
+        living = tuple(rank.rank for rank in self._ranks if rank.is_alive)
+        left_s = max(0.0, self._kill_at_s - time.monotonic())
+        return protocol.Stopping(ranks=living, left_s=left_s, asked=self._asked)
 
-    async def _kill_when_time_is_up(self) -> None:
-        await self._stopping.wait()
-        alone_s: float | None = None  # when the agent lost its last rank
-        while (now := time.monotonic()) < self._deadline_s:
-            alone_s = None if self._some_rank_lives() else alone_s or now
-            if alone_s is not None and now - alone_s > _AGENT_GRACE_S:
-                break  # it waits for other hosts, possibly for minutes
-            await asyncio.sleep(min(self._deadline_s - now, 0.1))
-        self._killed = engines.living_ranks(self._share.records)
-        await asyncio.to_thread(
-            process_cleanup.kill_processes, self._share.token, within_s=_KILL_WITHIN_S
+    def _report(self, trouble: Sequence[str]) -> protocol.Ended:
+        share = self._share
+        # Then ranks that ended by our signals have not failed.
+        stopped = bool(trouble) or (self._stop_requested and not self._failed_first)
+        failing = [rank for rank in self._ranks if not (stopped and _ended_by_us(rank.exit))]
+        failed = failures.failures_of(
+            failing, share.records, self._memory, self._peaks, hosts=share.start.nodes
         )
-
-    def _some_rank_lives(self) -> bool:
-        started = engines.rank_pids(self._share.records)
-        return len(started) < len(self._ranks) or bool(engines.living_ranks(self._share.records))
-
-    async def _forward(self, now_s: float) -> None:
-        for tail in self._tails:
-            for _ in range(_PIECES_AT_A_TIME):
-                text = tail.read(now_s)
-                await self._tell_output(tail.rank, text)
-                if text.count("\n") <= 1:  # newer output is not urgent
-                    break
-
-    async def _tell_output(self, rank: int, text: str) -> None:
-        if text and self._share.prepare.keep_logs and rank != 0:
-            text = self._first_error.look(rank, text)
-        if text:
-            await self._send(protocol.Output(rank=rank, text=text))
-
-    async def _forward_the_rest(self) -> None:
-        """Send the remaining output, however long it takes: the files are deleted with the node agent.
-
-        After a stop request, or if the launcher has the logs, only the last part of a very long output.
-        """
-        deadline_s: float | None = None
-        for tail in self._tails:
-            while text := tail.read(time.monotonic(), last=True):
-                await self._tell_output(tail.rank, text)
-                why = self._why_leave_out(tail.rank)
-                if why and deadline_s is None:
-                    deadline_s = time.monotonic() + _LAST_WORDS_WITHIN_S
-                if deadline_s is None or time.monotonic() < deadline_s:
-                    continue
-                if skipped := tail.skip():
-                    words = f"… {format_bytes(skipped)} more{why}\n"
-                    await self._send(protocol.Output(rank=tail.rank, text=words))
-
-    def _why_leave_out(self, rank: int) -> str:
-        if self._share.prepare.logs is not None or self._share.prepare.keep_logs:
-            return f": see {self._share.logs}/rank-{rank}.log"
-        return ", not sent because of the stop request" if self._stopping.is_set() else ""
-
-    def _verdict(self, exits: ExitsOfRanks, left: list[psutil.Process]) -> protocol.Ended:
-        pids = engines.rank_pids(self._share.records)
-        failures = engines.read_failure_files(
-            self._share.records,
-            self._share.logs,
-            self._ranks,
-            exits=exits.failed,
-            evidence={
-                rank: self._memory.explain(one.pid, one.code, self._peaks)
-                for rank, one in exits.failed.items()
-            },
-            peaks={
-                rank: peak
-                for rank, pid in pids.items()
-                if (peak := self._peaks.of(pid)) is not None
-            },
-            began={tail.rank: tail.began for tail in self._tails},
-            hosts=self._share.start.nodes,
-        )
-        words = exits.words
-        if left:
-            words += f"\nprocesses that could not be killed: {[one.pid for one in left]}"
+        words = list(trouble)
+        if stopped and not failed and not trouble:
+            words.append("the ranks were stopped by SIGTERM")
+        finished = failures.ranks_finished(share.records, share.rank_numbers) if failed else []
         ended = protocol.Ended(
-            attempt=self._share.start.attempt,
-            good=not (failures or words),
-            failures=tuple(failures),
-            finished=tuple(engines.ranks_finished(self._share.records, self._ranks))
-            if failures
-            else (),
-            words=words,
-            killed=self._killed or self._engine.killed,
+            attempt=share.start.attempt,
+            good=not (failed or words),
+            failures=tuple(failed),
+            finished=tuple(finished),
+            words="\n".join(words),
+            killed=self._killed,
             asked=self._asked,
-            log_bytes=sum(tail.size_bytes for tail in self._tails)
-            if self._share.prepare.keep_logs
-            else 0,
         )
-        return engines.fitting_failures(ended)
+        return failures.fitting(ended)
+
+
+def _ended_by_us(rank_exit: RankExit | None) -> bool:
+    """Return whether a rank ended by the signals with which we stop it."""
+    if rank_exit is None:
+        return True
+    return rank_exit.code in (-signal.SIGTERM, -getattr(signal, "SIGKILL", signal.SIGTERM))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.launch.network import firewall
+from torchmuster.launch.node import supervisor
 from torchmuster.launch.node.node_agent import NodeAgent
 from torchmuster.launch.schedulers.node_group import FINAL, NodeGroup
 from torchmuster.launch.transports.join import certificate
@@ -26,6 +27,7 @@ def serve_group(
 
     Without a launcher for ``patience_s``, it is 75: the scheduler may start this node again.
     """
+    supervisor.continue_supervised()
 
     async def work() -> int:
         code = await _serve(group, root, patience_s, say)

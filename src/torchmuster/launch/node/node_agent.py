@@ -18,20 +18,12 @@ import msgspec
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network import interfaces, listening, reach
-from torchmuster.launch.node import device_lease, kept_logs, process_cleanup
-from torchmuster.launch.node.agent_folder import create_agent_folder, hold_agent_folder
+from torchmuster.launch.node import device_lease, log_folder, process_cleanup, supervisor
 from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.connection import AgentConnection
-from torchmuster.launch.node.engines import (
-    NodeShare,
-    agent_environment,
-    engine_for,
-    job_environment,
-)
 from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, USUAL_GRACE_S
-from torchmuster.launch.node.reaper import Reaper
+from torchmuster.launch.node.ranks import NodeShare, host_environment
 from torchmuster.launch.node.sidecar import Sidecar
-from torchmuster.launch.node.warm_agent import WarmAgent, WarmEngine
 from torchmuster.redaction import printable
 
 _ALIVE_EVERY_S = 2.0
@@ -42,8 +34,6 @@ _UNREACHABLE_GRACE_S = 2.0
 _SILENT_AT_FIRST_S = 12.0
 # Ranks that cannot even be killed are left behind after this long.
 _GONE_WITHIN_S = 5.0
-# The process for the next restart imports torch once the ranks have started, so that it does not slow them down.
-_WARM_AFTER_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -89,11 +79,7 @@ class NodeAgent:
         self._ending = False  # because of a signal
         self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
         self._turn = asyncio.Lock()  # serialises starting and stopping of ranks
-        self._reaper: Reaper | None = None
-        self._warm: WarmAgent | None = None  # for the next attempt
-        self._warm_count = 0
-        self._folder = create_agent_folder()
-        self._folder_lock = hold_agent_folder(self._folder)
+        self._folder = folder_of_node()
         self._tasks: set[asyncio.Task[None]] = set()
         self.words = ""  # why it exited, for this terminal
         self.signalled = False  # a signal to this process was the cause
@@ -195,8 +181,6 @@ class NodeAgent:
                     self._do(self._pass_on(message))
                 case protocol.DumpStacks():
                     self._do(self._examine(message))
-                case protocol.SendLog():
-                    self._do(self._send_log(message))
                 case protocol.StartSidecar():
                     self._do(self._engage(message))
                 case protocol.Relay() if self._engaged is not None:
@@ -232,8 +216,6 @@ class NodeAgent:
             self._job.prepare = message
             await self._tell_prepared()
             return
-        if self._reaper is None:
-            self._reaper = Reaper(message.token, self._folder)
         loop = asyncio.get_running_loop()
 
         def on_wait(error: MusterError) -> None:
@@ -241,10 +223,7 @@ class NodeAgent:
             asyncio.run_coroutine_threadsafe(waiting, loop)
 
         held = await asyncio.to_thread(device_lease.lease_devices, message, on_wait)
-        logs = Path(message.logs) if message.logs else self._folder / "logs"
-        if message.keep_logs:
-            logs = await asyncio.to_thread(kept_logs.kept_folder, message.run_id)
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = await asyncio.to_thread(log_folder.create, message.run, message.run_id)
         self._job = _AgentJob(prepare=message, holding=held, logs=logs)
         interfaces.check_socket_variables(
             {**os.environ, **message.environment},
@@ -252,35 +231,6 @@ class NodeAgent:
             gpus=held.held is not None,
         )
         await self._tell_prepared()
-        await self._warm_up()
-
-    async def _warm_up(self) -> None:
-        """Start a process that has torch imported when the next attempt starts, if there is none."""
-        async with self._turn:
-            if self._job is not None and self._warms and self._warm is None:
-                # Out of memory or files: the next attempt then starts a process of its own.
-                with contextlib.suppress(OSError):
-                    self._warm = await self._begin_warm()
-
-    @property
-    def _warms(self) -> bool:
-        return self._job is not None and self._job.prepare.warm and self._system == "linux"
-
-    async def _begin_warm(self) -> WarmAgent:
-        assert self._job is not None
-        prepare, held = self._job.prepare, self._job.holding
-        # Its own token: the end of an attempt kills only the processes of that attempt.
-        token = f"{prepare.token}.{self._warm_count}"
-        log = self._folder / f"warm-{self._warm_count}.log"
-        self._warm_count += 1
-        variables = job_environment(prepare, os.environ, held.variables, held.threads, token=token)
-        return await WarmAgent.begin(
-            prepare.command, prepare.folder, variables, token=token, log=log
-        )
-
-    async def _warm_up_later(self) -> None:
-        await asyncio.sleep(_WARM_AFTER_S)
-        await self._warm_up()
 
     async def _tell_prepared(self) -> None:
         assert self._job is not None
@@ -296,7 +246,7 @@ class NodeAgent:
                 devices=held.devices,
                 reasons=held.reasons,
                 fingerprint=code,
-                logs=str(self._job.logs) if prepare.keep_logs else "",
+                logs=str(self._job.logs),
             )
         )
 
@@ -341,40 +291,34 @@ class NodeAgent:
             else:  # it was open only for the reachability test
                 await self._port.close()
             self._port = None
-        listener = self._socket
-        if message.backend != "muster" and listener is not None:
-            listener.close()  # the other rendezvous backends open their own
-            listener = None
         records = self._folder / f"attempt-{message.attempt}"
         records.mkdir()
-        warm, self._warm = self._warm, None
-        if self._warms and (warm is None or not warm.is_alive):
-            warm = await self._begin_warm()  # it imports torch once for itself and the ranks
+        listener, self._socket = self._socket, None
+        prepare, held = self._job.prepare, self._job.holding
         share = NodeShare(
-            prepare=self._job.prepare,
+            prepare=prepare,
             start=message,
-            ranks=self._job.holding.ranks,
+            ranks=held.ranks,
             logs=self._job.logs,
             records=records,
             socket=None if listener is None else listener.fileno(),
-            own_token=warm.token if warm is not None else "",
+            system=self._system,
         )
-        base = agent_environment(
-            share, os.environ, self._job.holding.variables, self._job.holding.threads
-        )
+        environment = host_environment(prepare, os.environ, held.variables, held.threads)
         if message.interface:
-            base |= interfaces.socket_variables(message.interface, base)
-        engine = WarmEngine(share, base, warm) if warm else engine_for(share, base, self._system)
-        running = RunningAttempt(share, engine, self._send)
-        started = await running.start()
-        if listener is not None:
-            listener.close()  # the agent has its own copy; when it exits, the port is free
-            self._socket = None
+            environment |= interfaces.socket_variables(message.interface, environment)
+        running = RunningAttempt(share, environment, self._send, spare=self._sidecar_session)
+        try:
+            started = await running.start()
+        finally:
+            if listener is not None:
+                listener.close()  # the store has its own copy; when it exits, the port is free
         self._running = running
         self._do(self._watch(running))
-        if self._warms:
-            self._do(self._warm_up_later())
         return started
+
+    def _sidecar_session(self) -> tuple[int, ...]:
+        return () if self._engaged is None else (self._engaged.pid,)
 
     async def _watch(self, running: RunningAttempt) -> None:
         try:
@@ -382,7 +326,7 @@ class NodeAgent:
         except Exception as error:  # after any error, no process may keep running unwatched
             assert self._job is not None
             token = self._job.prepare.token
-            await asyncio.to_thread(process_cleanup.kill_processes, token, within_s=_GONE_WITHIN_S)
+            await asyncio.to_thread(process_cleanup.end_attempt, token, within_s=_GONE_WITHIN_S)
             words = f"the node agent failed: {type(error).__name__}: {error}"
             ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
         self._running = None
@@ -412,17 +356,7 @@ class NodeAgent:
             await self._running.examine(message)
         await self._send(protocol.StackDump())
 
-    async def _send_log(self, message: protocol.SendLog) -> None:
-        if self._job is not None:
-            await self._send(
-                await asyncio.to_thread(
-                    kept_logs.end_of_log, self._job.logs, message.rank, message.most_bytes
-                )
-            )
-
     async def _engage(self, message: protocol.StartSidecar) -> None:
-        if self._reaper is None:
-            self._reaper = Reaper(message.token, self._folder)
         if self._engaged is not None:
             await self._engaged.end()
         self._engaged = await Sidecar.begin(message, self._send)
@@ -431,8 +365,6 @@ class NodeAgent:
     async def _say_alive(self) -> None:
         while True:
             await asyncio.sleep(_ALIVE_EVERY_S)
-            if self._reaper is not None:
-                self._reaper.see_to_it()
             if time.monotonic() - self._sent_s > _ALIVE_EVERY_S / 2:
                 await self._send(protocol.Alive())
 
@@ -464,24 +396,25 @@ class NodeAgent:
         await self._turn.acquire()  # never released: nothing starts any more
         if self._running is not None:
             self._running.stop(self._last_grace_s)
-        ended = self._engaged is None or await self._engaged.end()
+        if self._engaged is not None:
+            await self._engaged.end()
         if self._running is not None:
-            try:
+            with contextlib.suppress(TimeoutError):  # the supervisor keeps trying
                 gone_within_s = self._last_grace_s + _GONE_WITHIN_S
                 await asyncio.wait_for(self._running.gone.wait(), gone_within_s)
-            except TimeoutError:
-                ended = False  # the reaper keeps trying
         await self._forget_port()
-        if self._warm is not None:
-            await self._warm.close()
         if self._job is not None:
             self._job.holding.release()
-        if self._reaper is not None and ended:
-            self._reaper.dismiss()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._folder_lock is not None:
-            os.close(self._folder_lock)
         await self._end.close()
+
+
+def folder_of_node() -> Path:
+    """Return the folder that the supervisor has created for this node agent, or create one."""
+    folder = os.environ.pop(supervisor.FOLDER_VARIABLE, None)
+    if folder is not None:
+        return Path(folder)
+    return supervisor.NodeFolder().path
 
 
 def _in_short(ended: protocol.Ended, why: Exception) -> protocol.Ended:

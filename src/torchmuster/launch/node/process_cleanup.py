@@ -1,22 +1,62 @@
-"""Find and kill every process of a run, however it was started.
+"""Find and end every process of a run, however it was started.
 
-Each process of a run inherits a token in its environment: the agent, the ranks, their data loaders, and
-processes that a script starts, even in another session. Only a process that clears its environment cannot be
-found.
+On Linux a node agent adopts its descendants (``supervisor.py``), so it finds them all. Elsewhere, and for commands that
+clean up after others, each process of a run has a token in its environment: the ranks, their data loaders, and processes
+that a script starts, even in another session. Only a process that clears its environment has none.
 """
 
 import contextlib
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import psutil
+
+from torchmuster.launch.node import supervisor
 
 TOKEN_VARIABLE = "TORCHMUSTER_RUN_TOKEN"  # noqa: S105  # a variable's name
 # How long ranks that are asked to stop may take; torch's elastic agent reads this variable too.
 GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"
 _LOOK_AGAIN_S = 0.02
+
+
+def end_attempt(token: str, *, within_s: float, spare: Collection[int] = ()) -> list[int]:
+    """Kill what the ranks of an attempt have left; return the processes that are still alive after ``within_s``.
+
+    Processes in the node agent's own session are its helpers, and those in the sessions ``spare`` belong to others.
+    """
+    if sys.platform != "linux":
+        return [process.pid for process in kill_processes(token, within_s=within_s)]
+    deadline_s = time.monotonic() + within_s
+    while True:
+        left = [process.pid for process in _below(spare) if process.state != "Z"]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not left or time.monotonic() > deadline_s:
+            reap_orphans()
+            return left
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def reap_orphans() -> None:
+    """Collect the exit codes of adopted processes. Children of this process lead their sessions, and are not touched."""
+    if sys.platform != "linux":
+        return
+    for process in _below(()):
+        is_own_zombie = process.state == "Z" and process.parent == os.getpid()
+        if is_own_zombie and process.pid != process.session:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def _below(spare: Collection[int]) -> list[supervisor.Process]:
+    own = {os.getsid(0), *spare}
+    return [
+        process for process in supervisor.descendants(os.getpid()) if process.session not in own
+    ]
 
 
 def processes_of(token: str, *, owner: int | None = None) -> list[psutil.Process]:
@@ -46,12 +86,12 @@ def signal_processes(processes: Iterable[psutil.Process], number: signal.Signals
 
 
 def kill_processes(
-    token: str, *, within_s: float, spare: int | None = None, owner: int | None = None
+    token: str, *, within_s: float, owner: int | None = None
 ) -> list[psutil.Process]:
-    """Kill every process of a run except ``spare``; return those that are still alive after ``within_s``."""
+    """Kill every process of a run; return those that are still alive after ``within_s``."""
     deadline = time.monotonic() + within_s
     while True:
-        left = [process for process in processes_of(token, owner=owner) if process.pid != spare]
+        left = processes_of(token, owner=owner)
         signal_processes(left, signal.SIGKILL)
         if not left or time.monotonic() > deadline:
             return left

@@ -3,9 +3,8 @@
 Run by its path, with settings as JSON and then the command. It uses only the standard library, so that
 failures are reported whatever is installed on the host. It
 
-- is killed when its parent (torchrun's agent) exits,
-- writes everything the script prints to the rank's own log,
-- writes a record of its process, and of an uncaught exception, for the node agent,
+- is killed when its parent, the node agent, exits,
+- writes a record of an uncaught exception for the node agent,
 - sends the node agent a heartbeat every second,
 - records the steps, losses and checkpoints of a script that is not torchmuster's own,
 - refuses to run in a group whose world size differs from the launcher's.
@@ -30,16 +29,15 @@ _PR_SET_PDEATHSIG = 1
 # Where this rank's error is recorded (None: this process is not a rank of muster run), and when it occurred.
 _error_file: Path | None = None
 _rank_pid = 0
-_first_error = (
-    0  # its id: the error itself would keep its frames, and so the tensors in them, alive
-)
-_failed_unix_s = 0.0
+# The attribute of an error that says when it was recorded. A reference to the error would keep its frames, and so the
+# tensors in them, alive.
+_RECORDED = "_torchmuster_recorded"
+_handled_errors = 0  # by the script; a new error raised from a handled one has its own time
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere the node agent cleans up)."""
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when ``parent`` exits (Linux; elsewhere the supervisor cleans up)."""
     if sys.platform == "linux":
-        parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it exited before the call
             os._exit(137)
@@ -50,19 +48,12 @@ def main() -> None:
     global _error_file, _rank_pid
     settings = json.loads(sys.argv[1])
     command = sys.argv[2:]
-    die_with_parent()
+    die_with(settings["parent"])
     rank = int(os.environ["RANK"])
     records = Path(settings["records"])
     _error_file, _rank_pid = records / f"rank-{rank}.error.json", os.getpid()
     # This file runs by its path; who imports it in this process gets this module, which knows the rank.
     sys.modules.setdefault("torchmuster.launch.rank.start", sys.modules[__name__])
-    write_record(records / f"rank-{rank}.json", {"pid": os.getpid(), "at_unix_s": time.time()})
-    try:
-        _write_to(Path(settings["logs"]) / f"rank-{rank}.log")
-    except OSError as error:  # reported to the node agent, as there is no log
-        error.__traceback__ = None
-        record_error(error)
-        raise
     faulthandler.enable()
     if int(os.environ["WORLD_SIZE"]) != settings["world_size"]:
         sys.exit(
@@ -73,10 +64,6 @@ def main() -> None:
     _begin_heartbeat(rank, records)
     if not (settings["module"] and command[0].startswith("torchmuster.")):
         _begin_recording(rank, records, settings["world_size"], settings["first_step"])
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(settings["attempt"])
-    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(settings["max_restarts"])
-    # The agent's own value differs (elastic_agent.py); this is torchrun's.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     try:
         run_command(command, module=settings["module"])
     except BaseException as error:
@@ -98,18 +85,20 @@ def record_error(error: BaseException) -> None:
     Called where an error is first seen, as what follows may not return or may abort the process. A later call
     about the same error replaces the record, but not its time.
     """
-    global _first_error, _failed_unix_s
     if _error_file is None or os.getpid() != _rank_pid:  # a forked child has its own errors
         return
-    if _first_error not in map(id, _chain(error)):
-        _first_error, _failed_unix_s = id(error), time.time()
-    write_record(_error_file, {**_describe(error), "at_unix_s": _failed_unix_s})
+    records = [getattr(cause, _RECORDED, None) for cause in _chain(error)]
+    times = [record[1] for record in records if record is not None and record[0] == _handled_errors]
+    at_unix_s = min(times) if times else time.time()
+    with contextlib.suppress(Exception):  # a class may forbid it
+        setattr(error, _RECORDED, (_handled_errors, at_unix_s))
+    write_record(_error_file, {**_describe(error), "at_unix_s": at_unix_s})
 
 
 def forget_error() -> None:
     """Delete the record of an error that the script has handled."""
-    global _first_error
-    _first_error = 0
+    global _handled_errors
+    _handled_errors += 1
     if _error_file is not None and os.getpid() == _rank_pid:
         _error_file.unlink(missing_ok=True)
 
@@ -141,16 +130,6 @@ def _finished(rank: int, records: Path) -> None:
     """Record that the script finished; other ranks may still need it."""
     forget_error()
     write_record(records / f"rank-{rank}.finished.json", {"at_unix_s": time.time()})
-
-
-def _write_to(log: Path) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
 
 
 def _begin_heartbeat(rank: int, records: Path) -> None:

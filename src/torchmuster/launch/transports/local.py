@@ -108,7 +108,7 @@ class PipeChannel:
         self._words = (self._words + data.decode(errors="replace"))[-_KEPT_WORDS:]
 
 
-NODE_AGENT = ("-m", "torchmuster.launch.node")
+NODE_AGENT = ("-m", "torchmuster.launch.node.supervisor")
 
 
 class LocalTransport:

@@ -23,13 +23,9 @@ START = protocol.Start(
     nodes=2,
     first_rank=1,
     world_size=2,
-    backend="muster",
-    endpoint="127.0.0.1:29400",
     address="127.0.0.1",
     port=29400,
-    local_address="127.0.0.1",
     interface=None,
-    timeout_s=60.0,
     max_restarts=0,
 )
 

@@ -1,4 +1,4 @@
-"""The way ranks are started on Windows, where torchrun's agent cannot run, tried on this system."""
+"""Ranks as on Windows, where rank 0 has the store, tried on this system."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
-print("sum", total.item(), os.environ.get("TORCHELASTIC_RUN_ID", "no agent"), flush=True)
+print("sum", total.item(), os.environ["TORCHELASTIC_USE_AGENT_STORE"], flush=True)
 if "fail" in sys.argv and dist.get_rank() == 1:
     raise ValueError("no data on rank 1")
 dist.barrier()
@@ -52,11 +52,11 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_two_ranks_meet_without_an_agent(own_machine: Path) -> None:
+def test_ranks_meet_at_the_store_of_rank_0(own_machine: Path) -> None:
     done = run(own_machine)
     assert done.returncode == 0, done
     for rank in (0, 1):
-        assert "sum 3.0 no agent" in said_by(rank, done.stdout)
+        assert "sum 3.0 False" in said_by(rank, done.stdout)
 
 
 @pytest.mark.nightly

@@ -1,7 +1,10 @@
-"""Ranks without torchrun's agent, as on Windows: started, listened to and ended by the node agent itself."""
+"""Ranks as a node agent starts, hears and ends them."""
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -9,13 +12,14 @@ import pytest
 
 from agent_attempt import Attempt
 from patience import GIVE_UP_S
+from torchmuster.launch import protocol
 from torchmuster.launch.node import attempt as running_module
-from torchmuster.launch.node import engines, process_cleanup
-from torchmuster.launch.node.engines import DirectEngine, TorchrunEngine, engine_for
+from torchmuster.launch.node import process_cleanup, supervisor
+from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 
 MEETING = """\
 import os, socket, sys
-keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "USE_LIBUV")
+keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 print(" ".join(f"{key}={os.environ[key]}" for key in keys), sys.argv[1:], flush=True)
 """
 ONE_FAILS = """\
@@ -33,6 +37,21 @@ time.sleep(600)
 """
 
 
+@contextlib.contextmanager
+def adopted_orphans() -> Iterator[Callable[[], list[int]]]:
+    """Make this process the parent of orphans, as a node agent is, and yield what lists the living ones."""
+    supervisor.adopt_orphans()
+
+    def left() -> list[int]:
+        below = supervisor.descendants(os.getpid())
+        return [process.pid for process in below if process.state != "Z"]
+
+    try:
+        yield left
+    finally:
+        ctypes.CDLL(None).prctl(36, 0)
+
+
 @pytest.fixture
 def tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The runs of a test; at its end no process of theirs may be left, however long each took to die."""
@@ -43,25 +62,18 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         assert process_cleanup.processes_of(token) == []
 
 
-def test_only_windows_does_without_torchrun(tmp_path: Path) -> None:
-    share = Attempt(tmp_path, "").share
-    assert isinstance(engine_for(share, {}, "win32"), DirectEngine)
-    assert isinstance(engine_for(share, {}, "linux"), TorchrunEngine)
-    assert isinstance(engine_for(share, {}, "darwin"), TorchrunEngine)
-
-
 def test_every_rank_is_told_who_it_is(tmp_path: Path, tokens: list[str]) -> None:
     async def go() -> None:
         attempt = Attempt(tmp_path, MEETING)
         tokens.append(attempt.token)
-        running = attempt.running("win32")
+        running = attempt.running()
         await running.start()
         ended = await running.watch()
         assert (ended.good, ended.failures, ended.words) == (True, (), "")
         for local_rank, rank in enumerate((4, 5)):
             expected = (
                 f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE=6 LOCAL_WORLD_SIZE=2 "
-                "MASTER_ADDR=10.0.0.1 USE_LIBUV=0 ['--lr', '1']\n"
+                "MASTER_ADDR=10.0.0.1 ['--lr', '1']\n"
             )
             assert attempt.output()[rank] == expected
             assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == expected
@@ -75,7 +87,7 @@ def test_the_first_that_fails_ends_the_others_and_is_named(
     async def go() -> None:
         attempt = Attempt(tmp_path, ONE_FAILS)
         tokens.append(attempt.token)
-        running = attempt.running("win32")
+        running = attempt.running()
         await running.start()
         ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
         assert not ended.good
@@ -92,7 +104,7 @@ def test_ranks_that_ignore_the_end_are_killed_after_the_grace(
     async def go() -> None:
         attempt = Attempt(tmp_path, STUBBORN)
         tokens.append(attempt.token)
-        running = attempt.running("win32")
+        running = attempt.running()
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
@@ -120,13 +132,13 @@ pathlib.Path("got").write_text(str(len(got)))
     async def go() -> None:
         attempt = Attempt(tmp_path, script)
         tokens.append(attempt.token)
-        running = attempt.running("win32")
+        running = attempt.running()
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
         running.stop(GIVE_UP_S)
         running.stop(GIVE_UP_S)
-        pid = engines.rank_pids(attempt.share.records)[5]
+        pid = running.pid_of(5)
         while psutil.pid_exists(pid):  # it fails, for which the others are stopped as well
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
@@ -149,7 +161,7 @@ def test_a_rank_that_fails_while_another_ignores_the_end_does_not_wait_for_ever(
     async def go() -> None:
         attempt = Attempt(tmp_path, script)
         tokens.append(attempt.token)
-        running = attempt.running("win32")
+        running = attempt.running()
         await running.start()
         ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
         assert [one.error for one in ended.failures if one.rank == 5] == ["ValueError: no data"]
@@ -170,7 +182,7 @@ def test_a_signal_is_passed_on_to_the_ranks(tmp_path: Path, tokens: list[str]) -
     async def go() -> None:
         attempt = Attempt(tmp_path, script)
         tokens.append(attempt.token)
-        running = attempt.running("win32")
+        running = attempt.running()
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
@@ -199,7 +211,7 @@ def test_a_warning_does_not_kill_a_rank_without_a_handler(
     async def go() -> None:
         attempt = Attempt(tmp_path, script)
         tokens.append(attempt.token)
-        running = attempt.running("win32")
+        running = attempt.running()
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
@@ -216,7 +228,7 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path, tokens: list[str]) 
     async def go() -> None:
         attempt = Attempt(tmp_path, STUBBORN)
         tokens.append(attempt.token)
-        running = attempt.running("win32")
+        running = attempt.running()
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
@@ -229,5 +241,150 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path, tokens: list[str]) 
         assert listening == []
         running.stop(0.0)
         await asyncio.wait_for(watching, GIVE_UP_S)
+
+    asyncio.run(go())
+
+
+# Rank 4 ignores requests to stop and says that it got one; rank 5 then dies without a word of its own.
+ONE_DIES = """\
+import os, pathlib, signal, time
+if os.environ["RANK"] == "4":
+    signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+    pathlib.Path("ready").touch()
+    while True: time.sleep(600)
+while not pathlib.Path("ready").exists(): time.sleep(0.01)
+os.kill(os.getpid(), signal.{signal})
+"""
+ENDS_EARLY = """\
+import os, pathlib, time
+if os.environ["RANK"] == "5":
+    os._exit(0)
+while not pathlib.Path("go").exists(): time.sleep(0.01)
+"""
+
+
+def failed(ended: protocol.Ended) -> list[tuple[int, int]]:
+    """Return which ranks failed and with which exit code, the first first."""
+    in_order = sorted(ended.failures, key=lambda failure: -failure.ago_s)
+    return [(failure.rank, failure.exit_code) for failure in in_order]
+
+
+async def until_asked(attempt: Attempt) -> None:
+    while "asked to end" not in attempt.output().get(4, ""):
+        attempt.changed.clear()
+        await asyncio.wait_for(attempt.changed.wait(), GIVE_UP_S)
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGKILL", -9), ("SIGSEGV", -11)])
+def test_failing_rank_is_named_and_others_are_killed_after_grace(
+    tmp_path: Path, tokens: list[str], signal: str, code: int
+) -> None:
+    async def go() -> None:
+        attempt = Attempt(tmp_path, ONE_DIES.replace("{signal}", signal))
+        tokens.append(attempt.token)
+        running = attempt.running(**{GRACE_VARIABLE: "1"})
+        await running.start()
+        ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
+        assert failed(ended) == [(5, code), (4, -9)]
+        assert (ended.words, ended.killed) == ("", (4,))
+
+    asyncio.run(go())
+
+
+def test_stop_during_grace_does_not_hide_the_failure(tmp_path: Path, tokens: list[str]) -> None:
+    async def go() -> None:
+        attempt = Attempt(tmp_path, ONE_DIES.replace("{signal}", "SIGKILL"))
+        tokens.append(attempt.token)
+        running = attempt.running(**{GRACE_VARIABLE: "100"})
+        await running.start()
+        watching = asyncio.create_task(running.watch())
+        await until_asked(attempt)
+        running.stop(0.5)  # as the launcher does when another host has failed as well
+        ended = await asyncio.wait_for(watching, GIVE_UP_S)
+        assert failed(ended)[0] == (5, -9)
+
+    asyncio.run(go())
+
+
+def test_ranks_that_end_as_asked_have_not_failed(tmp_path: Path, tokens: list[str]) -> None:
+    async def go() -> None:
+        attempt = Attempt(tmp_path, "import time\nprint('waiting', flush=True)\ntime.sleep(600)\n")
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        watching = asyncio.create_task(running.watch())
+        await attempt.until_both_spoke()
+        running.stop(100.0)
+        ended = await asyncio.wait_for(watching, GIVE_UP_S)
+        assert (ended.good, failed(ended)) == (False, [])
+        assert "SIGTERM" in ended.words
+
+    asyncio.run(go())
+
+
+def test_exit_code_0_ends_no_other_rank(tmp_path: Path, tokens: list[str]) -> None:
+    async def go() -> None:
+        attempt = Attempt(tmp_path, ENDS_EARLY)
+        tokens.append(attempt.token)
+        running = attempt.running(**{GRACE_VARIABLE: "0"})
+        await running.start()
+        watching = asyncio.create_task(running.watch())
+        pid = running.pid_of(5)
+        while psutil.pid_exists(pid):
+            await asyncio.sleep(0.01)
+        done, _ = await asyncio.wait({watching}, timeout=1.0)  # it would be ended at once
+        assert not done
+        (tmp_path / "go").touch()
+        ended = await asyncio.wait_for(watching, GIVE_UP_S)
+        assert (ended.good, ended.failures) == (True, ())
+
+    asyncio.run(go())
+
+
+def test_rank_ends_by_its_exit_not_by_its_pipe(tmp_path: Path, tokens: list[str]) -> None:
+    """A grandchild without a session, a parent or an environment keeps the pipe open."""
+    script = """\
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execve("/bin/sleep", ["sleep", "600"], {})
+    os._exit(0)
+os.wait()
+print("done", flush=True)
+"""
+
+    async def go() -> None:
+        attempt = Attempt(tmp_path, script)
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
+        assert ended.good
+        assert attempt.output() == {4: "done\n", 5: "done\n"}
+
+    with adopted_orphans() as left:
+        asyncio.run(go())
+        assert left() == []
+
+
+def test_record_of_torch_is_read(tmp_path: Path, tokens: list[str]) -> None:
+    """What torch's ``@record`` writes, as a program that is no Python script may."""
+    script = """\
+import json, os
+from pathlib import Path
+message = {"message": "RuntimeError: no data", "extraInfo": {"py_callstack": "Traceback …", "timestamp": "1"}}
+Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+os._exit(3)
+"""
+
+    async def go() -> None:
+        attempt = Attempt(tmp_path, script)
+        tokens.append(attempt.token)
+        running = attempt.running()
+        await running.start()
+        ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
+        errors = {failure.error for failure in ended.failures if failure.exit_code == 3}
+        assert errors == {"RuntimeError: no data"}
 
     asyncio.run(go())
