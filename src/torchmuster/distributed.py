@@ -221,10 +221,10 @@ def benchmark_matmul(
     """Multiply two square float32 matrices; return ``seconds`` and ``tflops`` of one product.
 
     It warms up first and synchronizes the device. ``iterations`` is the number of samples:
-    ``seconds`` is their median, and ``noise`` its relative uncertainty. ``muster bench matmul``
-    covers all sizes and dtypes, and shows the share of the GPU's peak.
+    ``seconds`` is their median, and ``noise`` half of their interquartile range relative to it.
+    ``muster bench matmul`` covers all sizes and dtypes, and compares GPU and CPU.
     """
-    from torchmuster.bench.probes import matmul
+    from torchmuster.bench import matmul
 
     return matmul.benchmark_matmul(device, size, iterations)
 

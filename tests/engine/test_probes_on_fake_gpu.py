@@ -16,9 +16,8 @@ from fake_accelerator import FakeAccelerator
 from fake_gpu_tensors import FakeGpu
 from made_up_worlds import made_up_world
 from torchmuster import distributed
-from torchmuster.bench.matmul import MatmulRequest
-from torchmuster.bench.probes import attention, clock, loader, memory, step_recorder, trace_file
-from torchmuster.bench.probes import matmul as products
+from torchmuster.bench import memory, precision, timing
+from torchmuster.bench.probes import step_recorder, trace_file
 from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.probes import collectives, matmul, torch_at_work
 from torchmuster.diagnose.rank_record import Values
@@ -85,121 +84,53 @@ def waits(accelerator: FakeAccelerator) -> list[Any]:
 # ---- bench
 
 
-def test_a_turn_is_timed_between_two_waits_for_the_device(accelerator: FakeAccelerator) -> None:
-    clock.interleaved(
-        {"turn": lambda: accelerator.note("turn")},
-        device=GPU,
-        rounds=3,
-        clock=itertools.count().__next__,
-        warm_up_s=0.0,
-    )
-    names = [call.name for call in accelerator.calls]
-    assert set(waits(accelerator)) == {GPU}
-    assert (names[0], names[-1]) == ("synchronize", "synchronize")
-    assert names[-3:] == ["synchronize", "turn", "synchronize"]
-    assert names.count("synchronize") == 2 * names.count("turn")
-
-
 @pytest.mark.parametrize(
-    ("device", "hip", "capability", "types"),
+    ("device", "hip", "capability", "expected"),
     [
-        (GPU, None, (8, 0), ("float32", "tf32", "bfloat16", "float16")),
-        (GPU, None, (7, 5), ("float32", "float16")),
-        (GPU, "6.4", (9, 4), ("float32", "bfloat16", "float16")),
-        (XPU, None, None, ("float32", "bfloat16", "float16")),
+        (GPU, None, (8, 0), ["fp32", "tf32", "bf16", "fp16"]),
+        (GPU, None, (7, 5), ["fp32", "fp16"]),
+        (GPU, "6.4", (9, 4), ["fp32", "bf16", "fp16"]),
+        (XPU, None, None, ["fp32", "bf16", "fp16"]),
     ],
 )
-def test_each_gpu_has_its_own_dtypes(
+def test_each_gpu_has_its_own_precisions(
     device: torch.device,
     hip: str | None,
     capability: tuple[int, int] | None,
-    types: tuple[str, ...],
+    expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", {GPU: capability}.__getitem__)
-    found, missing = clock.number_types(device)
-    assert found == types
-    assert set(found) | set(missing) == {"float32", "tf32", "bfloat16", "float16"}
+    assert precision.precisions(device) == expected
 
 
 def test_devices_have_the_drivers_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device.index}")
-    assert clock.device_name(GPU) == step_recorder._name_of(GPU) == "H100 3"
+    assert step_recorder._name_of(GPU) == "H100 3"
     assert collectives._device_name(GPU) == "H100 3"
-    assert clock.device_name(torch.device("mps")) == "mps"
 
 
-def test_automatic_is_the_first_accelerator(accelerator: FakeAccelerator) -> None:
-    assert clock.device_of("auto") == FIRST
-    assert clock.device_of("cpu") == torch.device("cpu")
-
-
-def test_products_are_measured_on_the_gpu_and_then_on_the_cpu(
-    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    measured: list[tuple[torch.device, str]] = []
-
-    def on(device: torch.device, shapes: Any, types: tuple[str, ...], request: Any) -> list[Any]:
-        measured.extend((device, one) for one in types)
-        return []
-
-    monkeypatch.setattr(products, "_on", on)
-    answer = products.time_products(MatmulRequest(device="auto", shapes=()))
-    assert (answer.device, answer.device_name, answer.missing_types) == ("cuda:0", "A100", {})
-    assert measured == [
-        *((FIRST, one) for one in ("float32", "tf32", "bfloat16", "float16")),
-        *((torch.device("cpu"), one) for one in ("float32", "bfloat16")),
-    ]
+def test_a_bench_measures_on_the_first_accelerator(accelerator: FakeAccelerator) -> None:
+    assert timing.device_for("gpu") == FIRST
+    assert timing.device_for("cpu") == torch.device("cpu")
 
 
 def test_a_calls_peak_is_what_it_adds_on_its_device(allocator: Allocator) -> None:
     allocator.use(GPU, live=5, peak=1000)  # a peak of before
     allocator.use(FIRST, live=7, peak=5000)
-    assert attention._peak_bytes(lambda: allocator.use(GPU, live=5, peak=65), GPU) == 60
-    attention._give_back(GPU)
-    attention._give_back(torch.device("cpu"))
-    assert allocator.emptied == 1
+    assert timing.peak_bytes(lambda: allocator.use(GPU, live=5, peak=65), GPU) == 60
 
 
-def test_a_recompute_mode_is_measured_with_an_empty_cache_and_by_its_lowest_peak(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "_show_memory", lambda built, look: look())
-    trial = memory._Trial(SimpleNamespace(), SimpleNamespace(), WORLD)  # type: ignore[arg-type]
-    trial.built = SimpleNamespace(optimizer=SimpleNamespace(state={0: {}}))  # type: ignore[assignment]
-    peaks = itertools.chain([90, 70], itertools.repeat(80))
-    monkeypatch.setattr(trial, "_step", lambda way: allocator.use(GPU, live=10, peak=next(peaks)))
-    assert trial._peak("none") == (70, 180)
-    assert allocator.emptied == 1
-    trial.forget()
-    assert allocator.emptied == 2
-    assert not hasattr(trial, "built")
-
-
-def test_a_batch_is_copied_from_pageable_and_from_pinned_memory(
-    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[tuple[int, torch.device]] = []
-
-    def move(batch: Any, device: torch.device) -> None:
-        copied.append((id(batch["tokens"]), device))
-
-    monkeypatch.setattr(loader, "move_to_device", move)
-    monkeypatch.setattr(
-        loader, "interleaved", lambda turns, **more: {name: (turns[name](),) for name in turns}
-    )
-    with FakeGpu(accelerator, monkeypatch):
-        batch = {"tokens": torch.arange(8, device=GPU)}
-        ordinary, pinned = loader.to_device(batch, WORLD, rounds=1)
-    assert len(ordinary) == len(pinned) == 1
-    assert accelerator.pinned == [64]
-    assert {device for _, device in copied} == {GPU}
-    assert len({tensor for tensor, _ in copied}) == 2
-    loader._wait_for(GPU)
-    assert waits(accelerator)[-1] == GPU
+def test_a_stage_on_a_gpu_has_the_allocators_figures(allocator: Allocator) -> None:
+    allocator.use(GPU, live=5, peak=1000)
+    recorder = memory.StageRecorder(GPU)
+    with recorder:
+        with recorder.stage("forward"):
+            allocator.use(GPU, live=25, peak=45)
+        with recorder.stage("backward"):
+            allocator.use(GPU, live=15, peak=35)
+    assert recorder.stages == [("forward", 0, 40, 20), ("backward", 20, 30, 10)]
 
 
 @pytest.mark.parametrize(("kind", "activity"), [("cuda", "CUDA"), ("xpu", "XPU"), ("mps", None)])

@@ -1,318 +1,203 @@
-"""Times of messages between ranks, by operation and size, on one or several hosts.
+"""``muster bench collectives``: latency and bandwidth between ranks by operation and message size."""
 
-Each time is the time of the slowest rank, for which all others wait. (nccl-tests reports the mean over the
-ranks by default.)
-"""
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import contextlib
-import dataclasses
-import sys
-import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, TypeVar
+from torchmuster.bench import show
+from torchmuster.bench.result import Report, Row, Table
+from torchmuster.finding import Finding, Status
+from torchmuster.pages.charts import Axis, amount_text, line_chart
 
-import msgspec
+if TYPE_CHECKING:
+    pass
 
-from torchmuster.bench.probing import run_probe
-from torchmuster.bench.record import Series
-from torchmuster.errors import ExitCode, Impossible, MusterError
-from torchmuster.finding import Finding
-from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.launch_job import launch_job
-from torchmuster.launch.transports.ssh import SshTransport
-from torchmuster.runfolder import RunFolder, create_run_folder
-
-MARK = "torchmuster-answer "
-TO_OUTPUT = "-"  # instead of a folder for answers
-T = TypeVar("T")
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
+SLOW_S = 1.0  # larger messages of this operation are left out after one that takes longer
+SAMPLES = 5
+SAMPLE_S = 0.05  # each sample repeats the message for about so long
 
 
-class _Listening(TerminalConsole):
-    """A console that collects output and findings, and prints the launcher's messages."""
+def measure(device: str, sizes: Sequence[int]) -> list[Row]:
+    """Time the operations on all ranks, and compare every value that arrives.
 
-    def __init__(self, run: RunFolder, say: Callable[[str], None]) -> None:
-        super().__init__(run)
-        self._say = say
-        self.texts: dict[int, str] = defaultdict(str)
-        self.findings: tuple[Finding, ...] = ()
-
-    @contextlib.contextmanager
-    def speaking(self) -> Iterator[None]:
-        """Do not show the ranks' output."""
-        yield
-
-    def world(self, size: int) -> None:
-        """Do nothing."""
-
-    def say(self, text: str) -> None:
-        """Print which hosts have joined and which are missing."""
-        self._say(text)
-
-    def output(self, rank: int, text: str) -> None:
-        """Collect the output: an answer may arrive in pieces."""
-        self.texts[rank] += text
-
-    def show(self, findings: Sequence[Finding]) -> None:
-        """Collect the findings."""
-        self.findings += tuple(findings)
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-
-def run_probe_on_machines(
-    spec: JobSpec,
-    request: object,
-    answer: type[T],
-    *,
-    python: str | None = None,
-    doing: str,
-    say: Callable[[str], None] = lambda _: None,
-) -> list[T]:
-    """Run a probe module on the hosts of a job, and return the answers by rank.
-
-    The job's command is the module alone. Its ``main`` gets the request as JSON, and ``-`` instead
-    of a folder: then it answers with :func:`print_answer`.
+    Sizes are bytes of the whole message, as in nccl-tests. A sample is the time of the slowest rank.
     """
-    (program,) = spec.command
-    words = (program, msgspec.json.encode(request).decode(), TO_OUTPUT)
-    spec = dataclasses.replace(spec, command=words, module=True)
-    transport = SshTransport(
-        spec.hosts, python or sys.executable, lost_after_s=spec.limits.lost_after_s
+    from torchmuster.train.world import join_world
+
+    rows = []
+    with join_world("cpu" if device == "cpu" else "auto") as world:
+        for operation in OPERATIONS:
+            for size in sorted(sizes):
+                row = measure_message(operation, size, world)
+                rows.append(row)
+                if row.median_s > SLOW_S:
+                    break
+    return rows
+
+
+def measure_message(operation: str, size: int, world: Any) -> Row:
+    """Send messages of one size; called on all ranks.
+
+    All ranks agree on the number of messages in a sample, by the slowest of three trial messages. Every
+    rank compares its values; the row has the sum of the wrong ones of all ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from torchmuster.bench import timing
+
+    def on_all_ranks(value: float, combine: dist.ReduceOp.RedOpType) -> float:
+        tensor = torch.tensor(value, device=world.device, dtype=torch.float32)
+        dist.all_reduce(tensor, combine)
+        return float(tensor)
+
+    ranks = world.world_size
+    elements = max(1, size // 4 // ranks) * ranks
+    call, wrong_values = message(operation, elements, world)
+    call()
+    wrong = on_all_ranks(wrong_values(), dist.ReduceOp.SUM)
+    timer = timing.timer(call)
+    dist.barrier()
+    once_s = on_all_ranks(timer.timeit(3).mean, dist.ReduceOp.MAX)
+    number = max(1, round(SAMPLE_S / once_s))
+    samples = []
+    for _ in range(SAMPLES):
+        dist.barrier()
+        samples.append(on_all_ranks(timer.timeit(number).mean, dist.ReduceOp.MAX))
+    size_bytes = 4 * elements
+    factor = bus_factor(operation, ranks)
+    row = Row(
+        labels={"operation": operation, "bytes": size_bytes, "ranks": ranks}, seconds=tuple(samples)
     )
-    with tempfile.TemporaryDirectory(prefix="muster-bench-") as place:
-        run = create_run_folder(Path(place), spec.name)
-        console = _Listening(run, say)
-        code = launch_job(spec, transport, run, lambda _: console)
-    if code == ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt
-    if code in (ExitCode.TERMINATED, ExitCode.KILLED):
-        raise SystemExit(code)
-    if code != ExitCode.GOOD:
-        raise _failed(doing, console.findings)
-    found = answers_in(console.texts, answer)
-    if not found or len(found) != len(console.texts):
-        raise MusterError(
-            f"{doing} failed",
-            why=f"only {len(found)} of {len(console.texts)} ranks returned a result",
-            fix="try again; no result was saved",
-        )
-    return found
+    row.figures["wrong_values"] = wrong
+    row.figures["bus_bytes_s"] = factor * size_bytes / row.median_s
+    return row
 
 
-def print_answer(text: str) -> None:
-    """Print this rank's answer, for a rank on another host."""
-    sys.stdout.write(f"{MARK}{text}\n")
-    sys.stdout.flush()
+def message(
+    operation: str, elements: int, world: Any
+) -> "tuple[Callable[[], None], Callable[[], int]]":
+    """Return a call of the operation, and a count of the wrong values that it leaves.
+
+    Inputs are not changed, so each call gives the same values.
+    """
+    import torch
+    import torch.distributed as dist
+
+    ranks, rank = world.world_size, world.global_rank
+    total = ranks * (ranks + 1) // 2
+    whole = torch.zeros(elements, device=world.device)
+    part = torch.full((elements // ranks,), rank + 1.0, device=world.device)
+    inputs = torch.full((elements,), rank + 1.0, device=world.device)
+
+    def all_reduce() -> None:
+        whole.copy_(inputs)
+        dist.all_reduce(whole)
+
+    def all_gather() -> None:
+        dist.all_gather_into_tensor(whole, part)
+
+    def reduce_scatter() -> None:
+        dist.reduce_scatter_tensor(part, inputs)
+
+    def broadcast() -> None:
+        dist.broadcast(inputs, src=0)
+
+    by_rank = torch.arange(1, ranks + 1.0, device=world.device).repeat_interleave(elements // ranks)
+    calls: dict[str, tuple[Callable[[], None], torch.Tensor, torch.Tensor]] = {
+        "all-reduce": (all_reduce, whole, torch.full_like(whole, total)),
+        "all-gather": (all_gather, whole, by_rank),
+        "reduce-scatter": (reduce_scatter, part, torch.full_like(part, total)),
+        "broadcast": (broadcast, inputs, torch.ones_like(inputs)),
+    }
+    call, result, expected = calls[operation]
+    return call, lambda: int((result != expected).sum())
 
 
-def answers_in(texts: dict[int, str], answer: type[T]) -> list[T]:
-    """Return the answers in the ranks' output, by rank; ranks without an answer are left out."""
-    found = []
-    for rank in sorted(texts):
-        lines = [line for line in texts[rank].splitlines() if line.startswith(MARK)]
-        if lines:
-            found.append(msgspec.json.decode(lines[-1].removeprefix(MARK), type=answer))
-    return found
+def bus_factor(operation: str, ranks: int) -> float:
+    """Return bus bandwidth / (bytes / time), as nccl-tests defines it.
+
+    Bus bandwidth does not depend on the number of ranks, so it compares with the link's speed.
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    if operation == "all-reduce":
+        return 2 * (ranks - 1) / ranks
+    if operation == "broadcast":
+        return 1.0
+    return (ranks - 1) / ranks
 
 
-def _failed(doing: str, findings: Sequence[Finding]) -> MusterError:
-    if not findings:
-        return MusterError(
-            f"{doing} failed", why="the cause is unknown", fix="muster check --hosts …"
-        )
-    last = findings[-1]
-    parts = (last.what, last.why, *last.evidence.splitlines())
-    seen = "\n".join(part for part in parts if part and not part.startswith("log: "))
-    return MusterError(f"{doing} failed", why=seen, fix=last.fix)
+def summarize(rows: Sequence[Row]) -> Report:
+    """Name the largest bandwidth and the smallest latency of an all-reduce.
 
-
-PROGRAM = "torchmuster.bench.probes.collectives"
-SERIES = "collective"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectivesRequest:
-    """The request to each rank."""
-
-    operations: tuple[str, ...]
-    sizes_bytes: tuple[int, ...]
-    rounds: int
-    device: Literal["cpu", "gpu"]
-    least_sample_s: float = 0.06  # shorter samples measure 10 % less if ranks share cores
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """One rank's seconds for messages of one kind and size: a sample for each round."""
-
-    operation: str
-    size_bytes: int  # as sent: the requested size, rounded down so that the ranks can share it
-    seconds: tuple[float, ...]
-    compared: int  # number of values checked on this rank
-    wrong: int  # of them
-    first_wrong: str = ""  # description of the first one
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveTimes:
-    """The result of one rank."""
-
-    rank: int
-    host: str
-    device: str
-    backend: str
-    timed: tuple[Timed, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wrong:
-    """Wrong values."""
-
-    rank: int
-    host: str
-    operation: str
-    size_bytes: int
-    wrong: int
-    compared: int
-    first: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredCollective:
-    """The times of all ranks: for each sample the slowest rank's seconds."""
-
-    hosts: tuple[str, ...]  # by rank
-    backend: str
-    device: str
-    times: Mapping[str, Mapping[int, tuple[float, ...]]]  # by operation and size
-    compared: int
-    wrong: tuple[Wrong, ...]
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return len(self.hosts)
-
-
-def check_collectives_request(asked: CollectivesRequest, *, ranks: int) -> None:
-    """Reject a request that cannot be measured, before starting anything."""
-    if ranks < 2:
-        raise Impossible(
-            "cannot measure messages between ranks with one rank",
-            why="messages need at least 2 ranks",
-            fix="--ranks 2 or more",
-        )
-    smallest = 4 * ranks
-    if min(asked.sizes_bytes) < smallest:
-        raise Impossible(
-            f"messages of {min(asked.sizes_bytes)} bytes cannot be split over {ranks} ranks",
-            why="each rank needs at least one value of 4 bytes",
-            fix=f"--smallest {smallest} or more",
-        )
-
-
-def measure_collectives(
-    asked: CollectivesRequest,
-    *,
-    ranks: int,
-    environment: dict[str, str] | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> MeasuredCollective:
-    """Measure with this number of ranks on this host."""
-    return join_rank_times(
-        run_probe(
-            PROGRAM,
-            asked,
-            CollectiveTimes,
-            ranks=ranks,
-            device=asked.device,
-            environment=environment,
-            doing="timing messages",
-            say=say,
-        )
+    All-reduce, because DDP sends gradients with it.
+    """
+    reduced = [row for row in rows if row.labels["operation"] == "all-reduce"]
+    smallest = reduced[0]
+    best = max(reduced, key=lambda row: row.figures["bus_bytes_s"])
+    enough = next(row for row in reduced if bandwidth(row) >= 0.8 * bandwidth(best))
+    conclusion = (
+        f"An all-reduce on {smallest.labels['ranks']} ranks reaches "
+        f"{amount_text(bandwidth(best), 'B/s')} of bus bandwidth, and takes "
+        f"{amount_text(smallest.median_s, 's')} for {size_text(smallest)}."
     )
-
-
-def measure_collectives_on(
-    asked: CollectivesRequest,
-    spec: JobSpec,
-    *,
-    python: str | None,
-    say: Callable[[str], None] = lambda _: None,
-) -> MeasuredCollective:
-    """Measure with the ranks of a job, on its hosts."""
-    return join_rank_times(
-        run_probe_on_machines(
-            dataclasses.replace(spec, command=(PROGRAM,)),
-            asked,
-            CollectiveTimes,
-            python=python,
-            doing="timing messages",
-            say=say,
-        )
+    advice = (
+        f"send messages of at least {size_text(enough)} (DDP: bucket_cap_mb), which reach 80 % of "
+        "the largest bandwidth; compare it with your link, and run muster check if it is lower."
     )
-
-
-def join_rank_times(answers: Sequence[CollectiveTimes]) -> MeasuredCollective:
-    """Merge the results of the ranks: the slowest rank determines each time."""
-    first = answers[0]
-    times: dict[str, dict[int, tuple[float, ...]]] = {}
-    for place, timed in enumerate(first.timed):
-        samples = zip(*(one.timed[place].seconds for one in answers), strict=True)
-        times.setdefault(timed.operation, {})[timed.size_bytes] = tuple(map(max, samples))
-    return MeasuredCollective(
-        hosts=tuple(one.host for one in answers),
-        backend=first.backend,
-        device=first.device,
-        times=times,
-        compared=sum(timed.compared for one in answers for timed in one.timed),
-        wrong=tuple(
-            Wrong(
-                rank=one.rank,
-                host=one.host,
-                operation=timed.operation,
-                size_bytes=timed.size_bytes,
-                wrong=timed.wrong,
-                compared=timed.compared,
-                first=timed.first_wrong,
+    return Report(
+        conclusion=conclusion,
+        advice=advice,
+        tables=[
+            Table(
+                title="Messages between ranks (bus bandwidth as in nccl-tests)",
+                head=("operation", "size", "time", "bus bandwidth", "wrong values"),
+                rows=[table_cells(row) for row in rows],
             )
-            for one in answers
-            for timed in one.timed
-            if timed.wrong
-        ),
+        ],
+        charts={"collectives": chart(rows)},
+        findings=[wrong_value(row) for row in rows if row.figures["wrong_values"]],
     )
 
 
-def series_of(measured: MeasuredCollective) -> tuple[Series, ...]:
-    """Return the times as series of a record; bandwidths are computed from them."""
-    return tuple(
-        Series(
-            name=SERIES,
-            unit="s",
-            better="lower",
-            samples=samples,
-            labels={"operation": operation, "size_bytes": size, "ranks": measured.ranks},
-        )
-        for operation, by_size in measured.times.items()
-        for size, samples in by_size.items()
+def bandwidth(row: Row) -> float:
+    """Return the bus bandwidth in bytes per second."""
+    return row.figures["bus_bytes_s"]
+
+
+def size_text(row: Row) -> str:
+    """Return the size of a message."""
+    return amount_text(int(row.labels["bytes"]), "B")
+
+
+def table_cells(row: Row) -> tuple[str, ...]:
+    """Return a row of the table."""
+    return (
+        str(row.labels["operation"]),
+        size_text(row),
+        amount_text(row.median_s, "s"),
+        amount_text(bandwidth(row), "B/s"),
+        f"{row.figures['wrong_values']:.0f}",
     )
 
 
-def sizes_between(smallest_bytes: int, largest_bytes: int, factor: int = 4) -> tuple[int, ...]:
-    """Return sizes from the smallest to the largest, each ``factor`` times the previous one."""
-    if not 0 < smallest_bytes <= largest_bytes:
-        raise Impossible(
-            f"no sizes between {smallest_bytes} and {largest_bytes} bytes",
-            fix="--smallest 1KiB --largest 16MiB",
-        )
-    sizes = []
-    size = smallest_bytes
-    while size < largest_bytes:
-        sizes.append(size)
-        size *= factor
-    return (*sizes, largest_bytes)
+def chart(rows: Sequence[Row]) -> str:
+    """Draw the bus bandwidth by size, a curve for each operation."""
+    return line_chart(
+        f"Messages between {rows[0].labels['ranks']} ranks",
+        Axis(title="message size", unit="B", log=True),
+        Axis(title="bus bandwidth", unit="B/s", log=True),
+        show.curves(rows, "operation", "bytes", bandwidth),
+    )
+
+
+def wrong_value(row: Row) -> Finding:
+    """Return the failure of a message with wrong values."""
+    return Finding(
+        name="collectives-wrong-values",
+        status=Status.FAILURE,
+        what=f"{row.labels['operation']} of {size_text(row)} left "
+        f"{row.figures['wrong_values']:.0f} wrong values",
+        why="a link, a GPU or the communication library changes data",
+        fix="run muster check; do not train on this host until it passes",
+    )

@@ -1,466 +1,246 @@
-"""Memory of training steps: request, answer, choice of recomputation, tables and charts."""
+"""``muster bench memory``: memory of training by stage, and what recomputing blocks saves and costs."""
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from torchmuster.bench.probing import run_probe
-from torchmuster.bench.record import Series
-from torchmuster.bench.report.report import Picture, Table
-from torchmuster.bench.statistics import estimate
-from torchmuster.decision import Decision
-from torchmuster.pages.charts import Axis, Curve, Stack, amount_text, line_chart, stacked_chart
-from torchmuster.plan.job import Candidate, Recompute, Work
-from torchmuster.plan.proof.comparison import signed_percent
-from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.plan.tracing.tracer import Found, TraceRefused
-from torchmuster.units import format_bytes
+from torchmuster.bench.result import Report, Row, Table
+from torchmuster.pages.charts import Bar, amount_text, bar_chart
 
-# Deeper models are traced only without and with full recomputation.
-_MOST_BLOCKS = 16
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
+# Name, precision, and N of recomputing every N-th block; 0: no block.
+CASES = (
+    ("fp32", "fp32", 0),
+    ("bf16", "bf16", 0),
+    ("fp32, every 4th block recomputed", "fp32", 4),
+    ("fp32, every 2nd block recomputed", "fp32", 2),
+    ("fp32, every block recomputed", "fp32", 1),
+)
+WHOLE_STEP = "step"
+FEWER_BYTES = 0.05  # a share of the peak memory that is worth a recommendation
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryForecast:
-    """Forecast peaks of recompute modes, or the reason why there are none."""
-
-    planned_bytes: dict[Recompute, int]
-    not_planned: str = ""
+StageBytes = tuple[str, int, int, int]  # name, bytes before, peak in it, bytes after
 
 
-def forecast_stages(
-    work: Work,
-    candidate: Candidate,
-    ways: Sequence[Recompute],
-    *,
-    blocks: int,
-    kernels: Literal["cpu", "cuda"],
-    look: Callable[[Sequence[TraceRequest]], Sequence[Found]],
-) -> MemoryForecast:
-    """Forecast the peaks of recompute modes; ``look`` traces the model."""
-    asked = [one for one in ways if blocks <= _MOST_BLOCKS or one in ("none", "full")]
-    requests = [
-        TraceRequest(work=work, candidate=replace(candidate, recompute=way), kernels=kernels)
-        for way in asked
-    ]
-    found = look(requests)
-    refused = next((one for one in found if isinstance(one, TraceRefused)), None)
-    if refused is not None:
-        return MemoryForecast(planned_bytes={}, not_planned=refused.what)
-    return MemoryForecast(
-        planned_bytes={
-            way: one.peak_bytes
-            for way, one in zip(asked, found, strict=True)
-            if isinstance(one, TraceRecord)
-        }
-    )
+def measure(
+    device: str, batch_size: int = 16, blocks: int = 8, width: int = 128, seconds: float = 2.0
+) -> list[Row]:
+    """Train the small GPT in fp32, in bf16, and in fp32 with every N-th block recomputed.
 
-
-# Steps within this margin count as equally fast.
-EQUALLY_FAST = 0.02
-# Smaller savings do not justify recomputation.
-_WORTH_IT = 0.1
-# Minimum distance of a knee from the straight line between no and full recomputation, relative.
-_KNEE = 0.15
-_MOST_WAYS = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecomputeMode:
-    """Memory and time of steps with some blocks recomputed."""
-
-    recompute: Recompute  # as in train.activation_checkpointing
-    blocks: int  # that are recomputed
-    peak_bytes: int | None  # peak of live memory in a step; None: out of memory
-    reserved_bytes: int | None = None  # by an accelerator's allocator; None on the CPU
-    step_s: tuple[float, ...] = ()  # of whole steps; empty if out of memory
-
-    @property
-    def needed_bytes(self) -> int | None:
-        """The memory that a device needs: reserved by its allocator, if there is one."""
-        return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
-
-    @property
-    def usual_s(self) -> float:
-        """The step time."""
-        return statistics.median(self.step_s)
-
-    @property
-    def name(self) -> str:
-        """The recomputed blocks, as text."""
-        return recompute_name(self.recompute)
-
-
-def recompute_name(recompute: Recompute) -> str:
-    """Return the recomputed blocks as text."""
-    if recompute == "none":
-        return "nothing"
-    if recompute == "selective":
-        return "selective"
-    if recompute in (1, "full"):
-        return "every block"
-    ending = {2: "2nd", 3: "3rd"}.get(int(recompute), f"{recompute}th")
-    return f"every {ending} block"
-
-
-def recompute_modes_for(blocks: int) -> list[Recompute]:
-    """Return the recompute modes to try for this number of blocks, largest saving first.
-
-    Modes with the same number of recomputed blocks count once. For deep models only some are tried.
+    A case has a row for each stage of its second step, when the optimizer has its states, and a row
+    for the whole step with its time. Bytes count from before the model was built.
     """
-    if not blocks:
-        return ["none"]
-    numbers: dict[int, int] = {}  # by number of recomputed blocks
-    for every in range(1, blocks + 1):
-        numbers.setdefault(blocks // every, every)
-    chosen = list(numbers.values())
-    while len(chosen) > _MOST_WAYS - 2:
-        chosen = [*chosen[:2], *chosen[2:][::2]]
-    return ["full" if every == 1 else every for every in chosen] + ["selective", "none"]
+    import torch
+
+    from torchmuster.bench import small_gpt, timing
+
+    place = timing.device_for(device)
+    batch = next(small_gpt.texts(batch_size)).to(place)
+    rows = []
+    calls = {}
+    figures: dict[str, dict[str, float]] = {}
+    for name, precision, every in CASES:
+        torch.manual_seed(0)
+        recorder = StageRecorder(place)
+        with recorder:
+            model = small_gpt.SmallGpt(width=width, blocks=blocks).to(place)
+            model.recompute_every = every
+            training = Training(model, precision)
+            training.step(batch, recorder)
+            training.step(batch, recorder)
+        second_step = recorder.stages[-3:]
+        for stage, before, peak, after in second_step:
+            row = Row(labels={"case": name, "recompute_every": every, "stage": stage})
+            row.figures.update(before_bytes=before, peak_bytes=peak, after_bytes=after)
+            rows.append(row)
+        calls[name] = partial(training.step, batch, StageRecorder(place))
+        figures[name] = {
+            "peak_bytes": max(peak for _, _, peak, _ in second_step),
+            "weights_gradients_states_bytes": training.fixed_bytes(),
+        }
+    samples = timing.time_calls(calls, seconds)
+    for name, _, every in CASES:
+        labels: dict[str, str | int] = {"case": name, "recompute_every": every, "stage": WHOLE_STEP}
+        rows.append(Row(labels=labels, seconds=samples[name], figures=figures[name]))
+    return rows
 
 
-def best_recompute(
-    ways: Sequence[RecomputeMode], *, limit_bytes: int | None
-) -> Decision[RecomputeMode] | None:
-    """Choose the fastest mode within the limit, or the knee without one; None: nothing fits."""
-    ran = [one for one in ways if one.peak_bytes is not None]
-    if limit_bytes is not None:
-        return _within(limit_bytes, [one for one in ran if (one.needed_bytes or 0) <= limit_bytes])
-    if not ran:
-        return None
-    simplest = min(ran, key=lambda one: (one.blocks, one.recompute == "selective"))
-    if simplest.recompute != "none":
-        chosen = fastest_recompute(ran)
-        return Decision(
-            value=chosen,
-            reason="the fastest mode that fits on this device; without recomputation it runs out "
-            "of "
-            "memory",
-        )
-    return _knee(ran, simplest)
+class Training:
+    """A model with AdamW, whose steps report their stages.
+
+    Weights are float32 in both precisions; bf16 computes with autocast, so it has smaller activations
+    and the same weights, gradients and states.
+    """
+
+    def __init__(self, model: "nn.Module", precision: str) -> None:
+        import torch
+
+        self.model = model
+        self.precision = precision
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(self, batch: "torch.Tensor", recorder: "StageRecorder") -> None:
+        """Make a step with its stages."""
+        import torch
+
+        with recorder.stage("forward"):
+            reduced = self.precision == "bf16"
+            with torch.autocast(batch.device.type, torch.bfloat16, enabled=reduced):
+                loss = self.model(batch)
+        with recorder.stage("backward"):
+            loss.backward()
+        with recorder.stage("optimizer step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def fixed_bytes(self) -> int:
+        """Return the bytes of weights, gradients and AdamW's two moments, whatever the batch is."""
+        return 4 * sum(parameter.nbytes for parameter in self.model.parameters())
 
 
-def fastest_recompute(ways: Sequence[RecomputeMode]) -> RecomputeMode:
-    """Return the fastest mode; among equals the one that recomputes least."""
-    quickest = estimate(min(ways, key=lambda one: one.usual_s).step_s)
-    enough_s = max(quickest.high, quickest.median * (1 + EQUALLY_FAST))
-    equal = [one for one in ways if one.usual_s <= enough_s]
-    return min(equal, key=lambda one: (one.blocks, one.usual_s))
+class StageRecorder:
+    """Records live bytes before, during and after each stage, while it is entered as a context.
 
+    On a GPU these are the allocator's figures. On a CPU the profiler reports every allocation.
+    """
 
-def _within(limit_bytes: int, fitting: Sequence[RecomputeMode]) -> Decision[RecomputeMode] | None:
-    if not fitting:
-        return None
-    chosen = fastest_recompute(fitting)
-    return Decision(
-        value=chosen,
-        reason=f"the fastest of {len(fitting)} modes within {format_bytes(limit_bytes)}: "
-        f"{_figures(chosen)}",
-    )
+    def __init__(self, device: "torch.device") -> None:
+        self.device = device
+        self.stages: list[StageBytes] = []
+        self._recording = False
+        self._begin_bytes = 0
 
+    def __enter__(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
 
-def _knee(ways: Sequence[RecomputeMode], nothing: RecomputeMode) -> Decision[RecomputeMode]:
-    """Choose the mode with a favourable trade-off of memory and time, if there is one."""
-    assert nothing.peak_bytes is not None
-    least = min(ways, key=lambda one: one.peak_bytes or 0)
-    saved = nothing.peak_bytes - (least.peak_bytes or 0)
-    if saved < _WORTH_IT * nothing.peak_bytes:
-        return Decision(
-            value=nothing,
-            reason=f"recomputation saves at most {saved / nothing.peak_bytes * 100:.0f} % "
-            f"of {format_bytes(nothing.peak_bytes)} ({least.name})",
-        )
-    slowest_s = max(one.usual_s for one in ways) - nothing.usual_s
-    if slowest_s <= EQUALLY_FAST * nothing.usual_s:
-        return Decision(
-            value=least,
-            reason=f"it saves the most, and no mode is slower by more than "
-            f"{EQUALLY_FAST * 100:.0f} %; {_against(least, nothing)}",
-        )
-
-    def advantage(one: RecomputeMode) -> float:
-        gained = (nothing.peak_bytes or 0) - (one.peak_bytes or 0)
-        return gained / saved - (one.usual_s - nothing.usual_s) / slowest_s
-
-    knee = max(ways, key=advantage)
-    noise = max(estimate(one.step_s).noise * one.usual_s for one in (knee, nothing)) / slowest_s
-    if advantage(knee) > max(_KNEE, noise):
-        return Decision(
-            value=knee,
-            reason=f"the knee of the curve: {_against(knee, nothing)}; further savings cost "
-            f"disproportionately more time",
-        )
-    return Decision(
-        value=nothing,
-        reason="if the memory is sufficient: no mode saves much memory for little time "
-        f"({least.name}: {_against(least, nothing)}); --limit SIZE finds the fastest mode that "
-        "fits",
-    )
-
-
-def _against(one: RecomputeMode, other: RecomputeMode) -> str:
-    assert one.peak_bytes is not None
-    assert other.peak_bytes is not None
-    less, more = 1 - one.peak_bytes / other.peak_bytes, one.usual_s / other.usual_s - 1
-    return (
-        f"{format_bytes(one.peak_bytes)} instead of {format_bytes(other.peak_bytes)} "
-        f"({-less * 100:+.0f} %) for {more * 100:+.0f} % time"
-    )
-
-
-def _figures(one: RecomputeMode) -> str:
-    return f"{format_bytes(one.needed_bytes or 0)}, {one.usual_s * 1000:.0f} ms per step"
-
-
-PROGRAM = "torchmuster.bench.probes.memory"
-# Uses of memory, in order of allocation; the last one is the remainder.
-PARTS = ("parameters", "gradients", "optimizer states", "activations and others")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryRequest:
-    """The request to a rank."""
-
-    work: Work
-    candidate: Candidate  # in one process; its precision is replaced by the requested one
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
-    device: Literal["auto", "cpu"]
-    rounds: int  # of timed steps; each has one step of each mode
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTaken:
-    """Memory of tensors in one stage of a step."""
-
-    name: str  # model built, forward, loss, backward, optimizer step
-    step: int  # 1, 2; 0 before the first
-    micro_batch: int  # 1, 2; 0 outside of them
-    before_bytes: int
-    peak_bytes: int  # peak within the stage
-    after_bytes: int
-    parts: Mapping[str, int]  # after the stage, by PARTS
-
-    @property
-    def title(self) -> str:
-        """The stage as text."""
-        micro = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
-        return f"step {self.step}: {self.name}{micro}" if self.step else self.name
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfPrecision:
-    """The stages of the first two steps in one precision; none if memory ran out."""
-
-    precision: str
-    stages: tuple[StageTaken, ...]
-
-    @property
-    def highest(self) -> StageTaken | None:
-        """The stage with the most memory in the second step, which is like all later steps."""
-        second = [one for one in self.stages if one.step == 2]
-        return max(second, key=lambda one: one.peak_bytes, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryAnswer:
-    """The result of a rank."""
-
-    rank: int
-    device: str
-    limit_bytes: int | None  # memory of the device, or limit of this process
-    precision: Literal["fp32", "bf16", "fp16"]  # of the recompute modes
-    precision_reason: str
-    parameter_count: int
-    blocks: int  # repeated layers of the model
-    stages: tuple[OfPrecision, ...]  # that of the recompute modes first
-    ways: tuple[RecomputeMode, ...]  # largest saving first
-
-
-def measure_memory(
-    request: MemoryRequest, *, device: Literal["cpu", "gpu"], say: Callable[[str], None]
-) -> MemoryAnswer:
-    """Measure memory and time of a few real steps in a separate process."""
-    (answer,) = run_probe(
-        PROGRAM,
-        request,
-        MemoryAnswer,
-        device=device,
-        folder=request.work.folder,
-        doing="measuring memory",
-        say=say,
-    )
-    return answer
-
-
-_GIVEN_BACK = "freed by the end of the stage"
-_UNKNOWN = "-"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredMemory:
-    """The measurement and the forecast."""
-
-    answer: MemoryAnswer
-    model: str  # display name
-    micro_batch_size: int
-    limit_bytes: int | None  # memory limit of a step; None: no limit
-    planned_bytes: Mapping[Recompute, int]  # of the modes with a forecast
-    not_planned: str = ""  # why there is no forecast
-
-    @property
-    def nothing(self) -> RecomputeMode | None:
-        """The steps without recomputation; None if out of memory."""
-        return next(
-            (one for one in self.answer.ways if one.recompute == "none" and one.step_s), None
-        )
-
-
-def memory_tables(measured: MeasuredMemory) -> Iterator[Table]:
-    """Return the tables of the stages and of the recompute modes."""
-    answer = measured.answer
-    main, *others = answer.stages
-    beside = {(one.step, one.micro_batch, one.name): one for of in others for one in of.stages}
-    other = others[0].precision if others else ""
-    yield Table(
-        title=f"memory by stage, {main.precision}, micro-batch {measured.micro_batch_size}",
-        head=("stage", "before", "peak", "after", *_short_parts(), f"peak {other}"),
-        rows=tuple(
-            (
-                one.title,
-                *map(format_bytes, (one.before_bytes, one.peak_bytes, one.after_bytes)),
-                *map(format_bytes, one.parts.values()),
-                _memory_size(beside.get((one.step, one.micro_batch, one.name))),
+        self._recording = True
+        if self.device.type != "cpu":
+            self._begin_bytes = int(torch.accelerator.memory_allocated(self.device))
+        else:
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
             )
-            for one in main.stages
-        ),
-        note="Bytes of tensors. Parameters, gradients, states and the rest are measured after a "
-        "stage.",
+            self._profile.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._recording = False
+        if self.device.type == "cpu":
+            self._profile.stop()
+            self._read_profile()
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record a stage; does nothing outside the context."""
+        import torch
+        from torch.profiler import record_function
+
+        if not self._recording:
+            yield
+        elif self.device.type == "cpu":
+            with record_function(f"stage: {name}"):
+                yield
+        else:
+            accelerator = torch.accelerator
+            before = int(accelerator.memory_allocated(self.device)) - self._begin_bytes
+            accelerator.reset_peak_memory_stats(self.device)
+            yield
+            peak = int(accelerator.max_memory_allocated(self.device)) - self._begin_bytes
+            after = int(accelerator.memory_allocated(self.device)) - self._begin_bytes
+            self.stages.append((name, before, peak, after))
+
+    def _read_profile(self) -> None:
+        """Add up the allocations before and in each stage.
+
+        The profiler reports each allocation with its time, and each stage as a range of time.
+        """
+        from torchmuster.bench import timing
+
+        allocations = sorted(timing.allocations(self._profile))
+        for name, begin_ns, end_ns in timing.recorded_ranges(self._profile, "stage: "):
+            before = sum(size for time_ns, size in allocations if time_ns < begin_ns)
+            live = peak = before
+            for time_ns, size in allocations:
+                if begin_ns <= time_ns < end_ns:
+                    live += size
+                    peak = max(peak, live)
+            self.stages.append((name, before, peak, live))
+
+
+def summarize(rows: Sequence[Row]) -> Report:
+    """Name the stage with the peak, and the recompute frequency with the lowest peak."""
+    steps = [row for row in rows if row.labels["stage"] == WHOLE_STEP]
+    plain = steps[0]
+    recomputed = [row for row in steps if row.labels["recompute_every"]]
+    lowest = min(recomputed, key=lambda row: row.figures["peak_bytes"])
+    saved = 1 - lowest.figures["peak_bytes"] / plain.figures["peak_bytes"]
+    slower = lowest.median_s / plain.median_s - 1
+    fixed = plain.figures["weights_gradients_states_bytes"] / plain.figures["peak_bytes"]
+    conclusion = (
+        f"The small GPT needs {amount_text(plain.figures['peak_bytes'], 'B')} in fp32; weights, "
+        f"gradients and optimizer states are {fixed:.0%} of it. With {lowest.labels['case']}, the "
+        f"peak is {saved:.0%} lower and the time of a step changes by {slower:+.0%}."
     )
-    if not answer.blocks:
-        return
-    plain = measured.nothing
-    yield Table(
-        title=f"savings of recomputation, {answer.blocks} blocks, {answer.precision}",
-        head=("recomputed", "blocks", "peak", "forecast", "step time", "±", "memory", "time"),
-        rows=tuple(_memory_row(one, plain, measured.planned_bytes) for one in answer.ways),
-        note="Selective keeps the results of matrix products, convolutions and attention.",
+    advice = (
+        f"if your model does not fit, set train.activation_checkpointing: "
+        f"{lowest.labels['recompute_every']}."
     )
-
-
-def _short_parts() -> tuple[str, ...]:
-    return ("parameters", "gradients", "states", "rest")
-
-
-def _memory_size(stage: StageTaken | None) -> str:
-    return _UNKNOWN if stage is None else format_bytes(stage.peak_bytes)
-
-
-def _memory_row(
-    way: RecomputeMode, plain: RecomputeMode | None, planned: Mapping[Recompute, int]
-) -> tuple[str, ...]:
-    forecast = planned.get(way.recompute)
-    known = _UNKNOWN if forecast is None else format_bytes(forecast)
-    if way.peak_bytes is None:
-        nothing = (_UNKNOWN,) * 3
-        return way.name, str(way.blocks), "does not fit", known, *nothing, _UNKNOWN
-    took = estimate(way.step_s)
-    less = more = _UNKNOWN
-    if plain is not None and plain.peak_bytes is not None:
-        less = signed_percent(way.peak_bytes / plain.peak_bytes)
-        more = signed_percent(took.median / plain.usual_s)
-    return (
-        *(way.name, str(way.blocks), format_bytes(way.peak_bytes), known),
-        *(amount_text(took.median, "s"), f"{took.noise * 100:.0f} %", less, more),
-    )
-
-
-def memory_pictures(measured: MeasuredMemory) -> Iterator[Picture]:
-    """Draw the stages, and peak over time."""
-    answer = measured.answer
-    main, *others = answer.stages
-    bars = [Stack(name=one.title, parts=_at_peak(one)) for one in main.stages]
-    bars += [
-        Stack(name=f"{of.precision}, {one.title}", parts=_at_peak(one))
-        for of in others
-        for one in of.stages
-        if one.step == 2
-    ]
-    if bars:
-        yield Picture(
-            title="memory by stage",
-            svg=stacked_chart("Peak memory of each stage, and what remains after it", "B", bars),
-            caption=f"In {main.precision}"
-            + "".join(f", and below it the second step in {of.precision}" for of in others)
-            + ". All later steps are like the second one.",
-        )
-    curve = [one for one in answer.ways if one.peak_bytes is not None and one.step_s]
-    if len(curve) > 1:
-        yield Picture(
-            title="peak and time",
-            svg=line_chart(
-                "Peak memory of a step by step time",
-                Axis(title="step time", unit="s"),
-                Axis(title="peak", unit="B"),
-                _curves(measured, curve),
+    if saved < FEWER_BYTES:
+        advice = "do not recompute blocks at this batch size; it saves almost nothing."
+    stages = [row for row in rows if row.labels["stage"] != WHOLE_STEP]
+    return Report(
+        conclusion=conclusion,
+        advice=advice,
+        tables=[
+            Table(
+                title="Stages of a step",
+                head=("case", "stage", "before", "peak", "after"),
+                rows=[stage_cells(row) for row in stages if not row.labels["recompute_every"]],
             ),
-            caption="Points further to the right recompute more. Lower and further left is better.",
-        )
-
-
-def _at_peak(stage: StageTaken) -> dict[str, float]:
-    parts: dict[str, float] = dict(stage.parts)
-    parts[_GIVEN_BACK] = max(stage.peak_bytes - stage.after_bytes, 0)
-    return parts
-
-
-def _curves(measured: MeasuredMemory, ways: list[RecomputeMode]) -> list[Curve]:
-    numbered = sorted(
-        (one for one in ways if one.recompute != "selective"), key=lambda one: one.blocks
+            Table(
+                title="Whole step",
+                head=("case", "peak", "step", "saved"),
+                rows=[step_cells(row, plain) for row in steps],
+            ),
+        ],
+        charts={"memory-by-stage": stage_chart(stages), "memory-recomputed": step_chart(steps)},
     )
-    curves = [
-        Curve(
-            name="every n-th block",
-            points=[(one.usual_s, one.peak_bytes or 0) for one in numbered],
-        )
-    ]
-    curves += [
-        Curve(name="selective", points=[(one.usual_s, one.peak_bytes or 0)])
-        for one in ways
-        if one.recompute == "selective"
-    ]
-    planned = [one for one in numbered if one.recompute in measured.planned_bytes]
-    if planned:
-        points = [(one.usual_s, measured.planned_bytes[one.recompute]) for one in planned]
-        curves.append(Curve(name="forecast", points=points, dashed=True))
-    return curves
 
 
-def memory_series(measured: MeasuredMemory) -> Iterator[Series]:
-    """Return the series of the record."""
-    for of in measured.answer.stages:
-        for one in of.stages:
-            yield Series(
-                name="stage_peak",
-                unit="B",
-                better="lower",
-                samples=(float(one.peak_bytes),),
-                labels={
-                    "precision": of.precision,
-                    "step": one.step,
-                    "micro_batch": one.micro_batch,
-                    "stage": one.name,
-                },
-            )
-    for way in measured.answer.ways:
-        labels: dict[str, str | int | float] = {"recompute": str(way.recompute)}
-        if way.peak_bytes is not None:
-            yield Series(
-                name="peak",
-                unit="B",
-                better="lower",
-                samples=(float(way.peak_bytes),),
-                labels=labels,
-            )
-        if way.step_s:
-            yield Series(name="step", unit="s", better="lower", samples=way.step_s, labels=labels)
+def stage_cells(row: Row) -> tuple[str, ...]:
+    """Return a row of the first table."""
+    figures = [
+        amount_text(row.figures[f"{time}_bytes"], "B") for time in ("before", "peak", "after")
+    ]
+    return (str(row.labels["case"]), str(row.labels["stage"]), *figures)
+
+
+def step_cells(row: Row, plain: Row) -> tuple[str, ...]:
+    """Return a row of the second table."""
+    saved = 1 - row.figures["peak_bytes"] / plain.figures["peak_bytes"]
+    peak = amount_text(row.figures["peak_bytes"], "B")
+    return str(row.labels["case"]), peak, amount_text(row.median_s, "s"), f"{saved:.0%}"
+
+
+def stage_chart(stages: Sequence[Row]) -> str:
+    """Draw the peak of each stage in fp32 and bf16."""
+    bars = []
+    for row in stages:
+        if not row.labels["recompute_every"]:
+            name = f"{row.labels['case']}: {row.labels['stage']}"
+            bars.append(Bar(name=name, value=row.figures["peak_bytes"]))
+    return bar_chart("Small GPT: peak memory by stage of a training step", "B", bars)
+
+
+def step_chart(steps: Sequence[Row]) -> str:
+    """Draw the peak of a step by recompute frequency, with its time."""
+    bars = []
+    for row in steps:
+        peak = row.figures["peak_bytes"]
+        label = f"{amount_text(peak, 'B')}, {amount_text(row.median_s, 's')}"
+        bars.append(Bar(name=str(row.labels["case"]), value=peak, label=label))
+    return bar_chart("Small GPT: peak memory and time of a training step", "B", bars)

@@ -1,416 +1,330 @@
-"""Training precision: request to a process with torch, its answer and the report."""
+"""``muster bench precision``: train in fp32, tf32, bf16 and fp16; compare speed, memory and loss.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+Two more models are unstable on purpose: the gradients of one and the activations of the other are
+larger than fp16 can hold (65504).
+"""
 
-from torchmuster.bench import stability
-from torchmuster.bench.environment import Environment
-from torchmuster.bench.probing import run_probe
-from torchmuster.bench.record import BenchRecord, Json, Series
-from torchmuster.bench.report.report import Picture, Report, Table
-from torchmuster.bench.stability import Course
-from torchmuster.bench.statistics import Estimate, estimate
-from torchmuster.decision import Decision
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+from torchmuster.bench.result import Report, Row, Table
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Axis, Bar, Curve, amount_text, bar_chart, line_chart
-from torchmuster.plan.job import Work
-from torchmuster.units import format_bytes
+from torchmuster.pages.charts import Bar, amount_text, bar_chart
 
-PROGRAM = "torchmuster.bench.probes.precision"
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-SMALL_GPT = Work(
-    build="torchmuster.bench.probes.small_gpt:make_small_gpt",
-    dataset="torchmuster.bench.probes.small_gpt:make_learnable_rows",
-    loss="language_model",
-)
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionRequest:
-    """The training, its number of steps and of timed rounds."""
-
-    device: Literal["auto", "cpu"]
-    work: Work
-    micro_batch_size: int
-    steps: int  # trained in each precision from the same weights, with the same data
-    rounds: int  # of timed steps
-    study: bool  # whether to train the deliberately unstable models as well
-    warm_up_s: float = 0.2
+STABLE = "small GPT"
+LARGE_GRADIENTS = "large gradients"
+LARGE_ACTIVATIONS = "large activations"
+LOSS_LIMIT = 0.01  # a relative difference to fp32 up to this counts as equal
+FASTER = 1.05  # a precision must be this many times as fast as fp32 to be recommended
+UNSTABLE_STEPS = 40
+GROW_SCALE_AFTER = 10  # steps; GradScaler's default of 2000 would never be reached here
+SAMPLES, FEATURES, WIDTH, LAYERS = 64, 16, 64, 6
+TARGET_SIZE = 100.0  # makes gradients whose product with the first loss scale exceeds 65504
+GROWTH_PER_LAYER = 8.0  # 8 ** 6 exceeds 65504
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrecisionRun:
-    """A training run in one precision."""
+def measure(
+    device: str, steps: int = 60, batch_size: int = 8, blocks: int = 8, seconds: float = 2.0
+) -> list[Row]:
+    """Train the small GPT in each precision from the same weights on the same texts.
 
-    precision: str
-    step_s: tuple[float, ...]
-    peak_bytes: int  # peak of tensors on the device, in a step
-    losses: tuple[float | None, ...]  # of each step; None: not finite
-    held_loss: float | None  # after the last step, on held-out samples
-    output_error: (
-        float | None
-    )  # of the first outputs against float64: norm of the difference over the norm
-    skipped: int  # attempts of a step that were skipped because of non-finite gradients
-    scale: float | None = None  # loss scale at the end, if used
-    trouble: str = ""  # the first step that failed for another reason than the loss scale
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionAnswer:
-    """The answer of the process; fp32 comes first."""
-
-    device: str
-    device_name: str
-    parameter_count: int
-    ways: tuple[PrecisionRun, ...]
-    missing: Mapping[str, str]  # precisions that this device does not support, and why
-    other_order_loss: float | None  # of fp32 with the same data in another order
-    courses: tuple[Course, ...] = ()  # of the deliberately unstable models
-
-
-def measure_precision(
-    request: PrecisionRequest, *, device: Literal["cpu", "gpu"], say: Callable[[str], None]
-) -> PrecisionAnswer:
-    """Train and time in a separate process."""
-    (answer,) = run_probe(
-        PROGRAM,
-        request,
-        PrecisionAnswer,
-        device=device,
-        folder=request.work.folder,
-        doing="training in each precision",
-        say=say,
-    )
-    return answer
-
-
-# Instructions that speed up 16-bit products, by their names in /proc/cpuinfo.
-_UNITS = {
-    "bf16": {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "BF16 of Arm"},
-    "fp16": {"amx_fp16": "AMX", "avx512_fp16": "AVX-512 FP16", "asimdhp": "FP16 of Arm"},
-}
-
-
-def units_of_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, tuple[str, ...]] | None:
-    """Return this CPU's units for bf16 and fp16, possibly none; None if unknown."""
-    try:
-        with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
-            flags = next(
-                (set(one.split()) for one in lines if one.startswith(("flags", "Features"))), None
-            )
-    except OSError:
-        return None
-    if flags is None:
-        return None
-    return {
-        kind: tuple(name for flag, name in known.items() if flag in flags)
-        for kind, known in _UNITS.items()
-    }
-
-
-_WORTH = 1.1  # minimum speed-up over fp32
-_AS_GOOD = 0.95  # bf16 is preferred from this share of fp16's speed on: it needs no loss scale
-_ALLOWED_DIFFERENCE = 0.01  # of the loss, if another order of the data changes it less
-
-Units = Mapping[str, Sequence[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedPrecision:
-    """A precision compared with fp32."""
-
-    way: PrecisionRun
-    step_s: Estimate
-    gain: float  # times as fast
-    gain_low: float  # lower bound given the noise
-    memory_share: float
-    loss_difference: float | None  # as a share of fp32's loss; None: one of them is not finite
-
-
-def compare_precisions(answer: PrecisionAnswer) -> list[ComparedPrecision]:
-    """Compare every precision with fp32, which is the first."""
-    plain = answer.ways[0]
-    plain_s = estimate(plain.step_s)
-    found = []
-    for way in answer.ways:
-        step_s = estimate(way.step_s)
-        found.append(
-            ComparedPrecision(
-                way=way,
-                step_s=step_s,
-                gain=plain_s.median / step_s.median,
-                gain_low=plain_s.low / step_s.high,
-                memory_share=way.peak_bytes / plain.peak_bytes,
-                loss_difference=difference(way.held_loss, plain.held_loss),
-            )
-        )
-    return found
-
-
-def difference(one: float | None, other: float | None) -> float | None:
-    """Return the relative difference of two losses; None if one is not finite."""
-    return None if one is None or not other else one / other - 1
-
-
-def allowed_difference(answer: PrecisionAnswer) -> float:
-    """Return the allowed difference from fp32's loss: the effect of another data order."""
-    changed = difference(answer.other_order_loss, answer.ways[0].held_loss)
-    return max(_ALLOWED_DIFFERENCE, abs(changed or 0.0))
-
-
-def choose_fastest_precision(answer: PrecisionAnswer, units: Units | None) -> Decision[str]:
-    """Choose the fastest precision that trains as well as fp32; fp32 if none gains enough.
-
-    ``units`` are the CPU's 16-bit units; None on accelerators, or if unknown.
+    Then time steps of all precisions in turns, and train the unstable models. Memory is the peak of
+    building the model and two steps.
     """
-    allowed = allowed_difference(answer)
-    compared = compare_precisions(answer)
-    refused: list[str] = []
-    good: dict[str, ComparedPrecision] = {}
-    for one in compared[1:]:
-        name = one.way.precision
-        if one.way.trouble or one.loss_difference is None:
-            refused.append(f"{name} gave non-finite values")
-        elif abs(one.loss_difference) > allowed:
-            refused.append(f"{name}'s loss differs by {one.loss_difference:+.1%}")
-        elif one.gain < _WORTH:
-            refused.append(f"{name} is {one.gain:.2g} times as fast{_no_unit(name, units)}")
-        elif one.gain_low <= 1.0:
-            refused.append(f"{name} is {one.gain:.2g} times as fast, which may be noise")
-        else:
-            good[name] = one
-    refused += [f"{name}: {why}" for name, why in answer.missing.items()]
-    beside = f"; {'; '.join(refused)}" if refused else ""
-    if not good:
-        return Decision(value="fp32", reason=f"no other precision gains enough here{beside}")
-    best = max(good.values(), key=lambda one: one.gain)
-    if "bf16" in good and good["bf16"].gain >= _AS_GOOD * best.gain:
-        best = good["bf16"]
-    return Decision(
-        value=best.way.precision,
-        reason=f"{best.gain:.2g} times as fast as fp32 with {best.memory_share:.0%} of its memory; after "
-        f"{len(best.way.losses)} steps its loss differs by {best.loss_difference:+.2%} (allowed: "
-        f"{allowed:.2%}){beside}",
-    )
+    from torchmuster.bench import small_gpt, timing
 
-
-def _no_unit(name: str, units: Units | None) -> str:
-    if units is None or name not in units:
-        return ""
-    known = ", ".join(units[name])
-    if known:
-        return f" (this CPU's hardware support: {known})"
-    return " (this CPU has no hardware support for it)"
-
-
-_NOISY = 0.1
-
-
-def precision_report(
-    request: PrecisionRequest,
-    answer: PrecisionAnswer,
-    *,
-    where: Decision[str],
-    units: Units | None,
-    environment: Environment,
-    settings: Mapping[str, Json],
-    date: str,
-    took_s: float,
-) -> Report:
-    """Return the report of the measurement."""
-    compared = compare_precisions(answer)
-    chosen = choose_fastest_precision(answer, units)
-    name = environment.cpu if answer.device == "cpu" else answer.device_name
-    tables, pictures = (
-        [_precision_table(request, answer, compared)],
-        [*_precision_pictures(compared)],
-    )
-    if answer.courses:
-        tables.append(stability.stability_table(answer.courses))
-        pictures += stability.stability_pictures(answer.courses)
-    return Report(
-        bench="precision",
-        question=f"in which precision should {_precision_model(request, answer)} be trained on {name}?",
-        findings=(
-            *_precision_findings(answer, compared, chosen),
-            *stability.stability_findings(answer.courses),
-        ),
-        choices=(Decision(value=f"measured on {name}", reason=where.reason), chosen),
-        tables=tuple(tables),
-        pictures=tuple(pictures),
-        record=BenchRecord(
-            bench="precision",
-            date=date,
-            settings=settings,
-            environment=environment,
-            series=tuple(_precision_series(request, answer)),
-            facts={
-                "device": answer.device_name,
-                "chosen": chosen.value,
-                "why": chosen.reason,
-                "units_of_cpu": None if units is None else {k: list(v) for k, v in units.items()},
-                "held_loss": {one.precision: one.held_loss for one in answer.ways},
-                "other_order_loss": answer.other_order_loss,
-                "output_error": {one.precision: one.output_error for one in answer.ways},
-                "skipped": {one.precision: one.skipped for one in answer.ways},
-                "not_measured": dict(answer.missing),
-                "unstable_models": [
-                    {
-                        "model": one.case,
-                        "precision": one.precision,
-                        "losses": list(one.losses),
-                        "scales": list(one.scales),
-                        "lost_steps": list(one.skipped),
-                        "first_not_finite": one.culprit or None,
-                    }
-                    for one in answer.courses
-                ],
-            },
-        ),
-        took_s=took_s,
-    )
-
-
-def _precision_model(request: PrecisionRequest, answer: PrecisionAnswer) -> str:
-    work = request.work
-    named = work.model_name_or_path or work.build or "the model"
-    if named.startswith("torchmuster."):
-        named = "a small GPT"
-    return f"{named} ({answer.parameter_count / 1e6:.3g} million parameters)"
-
-
-def _precision_series(request: PrecisionRequest, answer: PrecisionAnswer) -> Iterator[Series]:
-    for way in answer.ways:
-        labels = {"precision": way.precision}
-        yield Series(name="step", unit="s", better="lower", samples=way.step_s, labels=labels)
-        yield Series(
-            name="tensors at the peak",
-            unit="B",
-            better="lower",
-            samples=(float(way.peak_bytes),),
-            labels=labels,
-        )
-
-
-def _precision_findings(
-    answer: PrecisionAnswer, compared: Sequence[ComparedPrecision], chosen: Decision[str]
-) -> Iterator[Finding]:
-    allowed = allowed_difference(answer)
-    for one in compared:
-        name = one.way.precision
-        if one.way.trouble:
-            yield Finding(
-                name=f"precision-{name}-not-finite",
-                status=Status.WARNING,
-                what=f"{name}: {one.way.trouble}",
-                why="fp16 overflows above 65504" if name == "fp16" else "",
-                fix="use bf16, which has the range of fp32"
-                if name == "fp16"
-                else "run muster train: it names the layer and the samples that cause this",
-            )
-        elif one.loss_difference is not None and abs(one.loss_difference) > allowed:
-            yield Finding(
-                name=f"precision-{name}-other-loss",
-                status=Status.WARNING,
-                what=f"{name}: after {len(one.way.losses)} steps the loss differs by "
-                f"{one.loss_difference:+.1%} from the fp32 loss",
-                why=f"another order of the same data changes it by {_of_order(answer)}",
-                fix="train longer in both precisions before deciding",
-            )
-    noise = max(one.step_s.noise for one in compared)
-    if noise > _NOISY:
-        yield Finding(
-            name="precision-noisy",
-            status=Status.WARNING,
-            what=f"the noise of the step time is ±{noise:.0%}",
-            why="other processes use the host, or its clock frequency changes",
-            fix="measure again on an idle host",
-        )
-    yield Finding(
-        name="precision",
-        status=Status.OK,
-        what=f"train.precision: {chosen.value}"
-        if chosen.value != "tf32"
-        else "train.precision: fp32, with torch.set_float32_matmul_precision('high')",
-    )
-
-
-def _of_order(answer: PrecisionAnswer) -> str:
-    changed = difference(answer.other_order_loss, answer.ways[0].held_loss)
-    return "?" if changed is None else f"{changed:+.2%}"
-
-
-def _precision_table(
-    request: PrecisionRequest, answer: PrecisionAnswer, compared: Sequence[ComparedPrecision]
-) -> Table:
+    place = timing.device_for(device)
+    batches = [batch.to(place) for batch in islice(small_gpt.texts(batch_size), steps)]
+    held_out = next(small_gpt.texts(4 * batch_size, seed=1)).to(place)
+    build = partial(small_gpt.SmallGpt, blocks=blocks)
     rows = []
-    for one in compared:
-        way, change = one.way, one.loss_difference
-        rows.append(
-            (
-                way.precision,
-                f"{amount_text(one.step_s.median, 's')} ±{one.step_s.noise:.0%}",
-                f"{one.gain:.2f}",
-                format_bytes(way.peak_bytes),
-                f"{one.memory_share:.0%}",
-                "not finite" if way.held_loss is None else f"{way.held_loss:.4g}",
-                "?" if change is None else f"{change:+.2%}",
-                "?" if way.output_error is None else f"{way.output_error:.1e}",
-                str(way.skipped),
-            )
+    calls = {}
+    for precision in precisions(place):
+        training = train(place, precision, build, batches)
+        two_steps = partial(train, place, precision, build, batches[:2])
+        calls[precision] = partial(training.step, batches[0])
+        figures = {
+            "loss": training.loss(held_out),
+            "peak_bytes": timing.peak_bytes(two_steps, place),
+            "skipped": training.skipped,
+        }
+        labels: dict[str, str | int] = {"model": STABLE, "precision": precision}
+        rows.append(Row(labels=labels, figures=figures))
+    samples = timing.time_calls(calls, seconds)
+    rows = [replace(row, seconds=samples[str(row.labels["precision"])]) for row in rows]
+    for model in (LARGE_GRADIENTS, LARGE_ACTIVATIONS):
+        for precision in calls:
+            rows.append(measure_unstable(place, model, precision))
+    return rows
+
+
+def precisions(device: "torch.device") -> list[str]:
+    """Return the precisions that a device can train in; tf32 from NVIDIA's Ampere on."""
+    import torch
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ["fp32", "bf16", "fp16"]
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return ["fp32", "fp16"]
+    return ["fp32", "tf32", "bf16", "fp16"]
+
+
+class Training:
+    """Weights in float32; autocast and, in fp16, a ``GradScaler``.
+
+    The scaler multiplies the loss, so that small gradients do not become zero in fp16. It leaves a step
+    with Inf or NaN out and halves its scale, and doubles it after ``GROW_SCALE_AFTER`` good steps.
+    """
+
+    def __init__(
+        self, device: "torch.device", precision: str, build: "Callable[[], nn.Module]"
+    ) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        self.device = device
+        self.precision = precision
+        self.model = build().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scaler = torch.amp.GradScaler(
+            device.type, enabled=precision == "fp16", growth_interval=GROW_SCALE_AFTER
         )
-    random = " of random tokens" if request.work.dataset is None else ""
-    return Table(
-        title=f"the same {request.steps} steps from the same weights, {request.micro_batch_size} samples each",
-        head=(
-            *("precision", "step", "speed-up", "tensors", "of fp32", "loss"),
-            *("difference", "outputs", "lost"),
-        ),
-        rows=tuple(rows),
-        note=f"loss: after the last step, on held-out samples{random}; with another order of the "
-        "data the "
-        f"loss of fp32 differs by {_of_order(answer)}. outputs: relative difference of the first "
-        "outputs "
-        "from float64. lost: attempts of a step whose gradients overflowed; the step is repeated "
-        "with a "
-        "smaller loss scale.",
+        self.skipped = 0  # steps whose gradients were not finite
+
+    def step(self, *batch: "torch.Tensor") -> float:
+        """Make a step, and return its loss."""
+        with self.arithmetic():
+            loss = self.model(*batch)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)  # leaves a step with Inf or NaN out
+        self.scaler.update()
+        if self.scaler.get_scale() < before:
+            self.skipped += 1
+        return float(loss.detach())
+
+    def loss(self, *batch: "torch.Tensor") -> float:
+        """Return the loss without training."""
+        import torch
+
+        with torch.no_grad(), self.arithmetic():
+            return float(self.model(*batch))
+
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Compute in this precision."""
+        import torch
+
+        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        try:
+            reduced = self.precision in ("bf16", "fp16")
+            with torch.autocast(self.device.type, dtype, enabled=reduced):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def train(
+    device: "torch.device",
+    precision: str,
+    build: "Callable[[], nn.Module]",
+    batches: "Sequence[torch.Tensor]",
+) -> Training:
+    """Build a training and make a step with each batch."""
+    training = Training(device, precision, build)
+    for batch in batches:
+        training.step(batch)
+    return training
+
+
+def measure_unstable(device: "torch.device", name: str, precision: str) -> Row:
+    """Train an unstable model; return its skipped steps, loss scales and first bad tensor.
+
+    Gradients that overflow are cured by a smaller scale. Activations that overflow are not: the loss is
+    not finite whatever the scale is.
+    """
+    import torch
+
+    training = Training(device, precision, lambda: unstable_model(name))
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator).to(device)
+    targets = TARGET_SIZE * inputs[:, :1]
+    figures = {"first_scale": training.scaler.get_scale()}
+    problem = ""
+    for step in range(UNSTABLE_STEPS):
+        bad_module = first_bad_module(training, inputs, targets)
+        skipped = training.skipped
+        loss = training.step(inputs, targets)
+        if not problem and bad_module is not None:
+            problem = f"step {step}: the output of {bad_module} is Inf or NaN"
+        elif not problem and training.skipped > skipped:
+            problem = f"step {step}: the scaled gradients are Inf or NaN"
+    figures["last_scale"] = training.scaler.get_scale()
+    figures["skipped"] = training.skipped
+    if math.isfinite(loss):
+        figures["loss"] = loss
+    labels: dict[str, str | int] = {"model": name, "precision": precision}
+    return Row(labels=labels, figures=figures, problem=problem)
+
+
+def unstable_model(name: str) -> "nn.Module":
+    """Return a model that computes its loss from inputs and targets."""
+    from torch import nn
+    from torch.nn.functional import mse_loss
+
+    class Unstable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = [FEATURES, *[WIDTH] * LAYERS]
+            self.layers = nn.Sequential()
+            for width_in, width_out in pairwise(sizes):
+                layer = nn.Linear(width_in, width_out)
+                if name == LARGE_ACTIVATIONS:
+                    nn.init.normal_(layer.weight, std=GROWTH_PER_LAYER * math.sqrt(2 / width_in))
+                self.layers.extend([layer, nn.ReLU()])
+            self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+
+        def forward(self, inputs: "torch.Tensor", targets: "torch.Tensor") -> "torch.Tensor":
+            return mse_loss(self.head(self.layers(inputs)).float(), targets)
+
+    return Unstable()
+
+
+def first_bad_module(training: Training, *batch: "torch.Tensor") -> str | None:
+    """Return the name of the first module with a non-finite output; None if all are finite.
+
+    "First" is in the order of the forward, so it is the cause, not what it spread to.
+    """
+    bad: list[str] = []
+
+    def hook_for(name: str) -> "Callable[[nn.Module, object, torch.Tensor], None]":
+        def check(module: "nn.Module", inputs: object, output: "torch.Tensor") -> None:
+            if not output.isfinite().all():
+                bad.append(name)
+
+        return check
+
+    handles = []
+    for name, module in training.model.named_modules():
+        handles.append(module.register_forward_hook(hook_for(name)))
+    training.loss(*batch)
+    for handle in handles:
+        handle.remove()
+    return next(iter(bad), None)
+
+
+def summarize(rows: Sequence[Row]) -> Report:
+    """Recommend the fastest precision whose loss is that of fp32."""
+    stable = {str(row.labels["precision"]): row for row in rows if row.seconds}
+    fp32 = stable["fp32"]
+    usable = [row for row in stable.values() if same_loss(row, fp32)]
+    best = min(usable, key=lambda row: row.median_s)
+    faster = fp32.median_s / best.median_s
+    memory = best.figures["peak_bytes"] / fp32.figures["peak_bytes"]
+    name = best.labels["precision"]
+    if best is fp32 or faster < FASTER:
+        conclusion = "No smaller precision trains the small GPT faster than fp32 here."
+        advice = "train in fp32 (train.precision: fp32) on this device."
+    else:
+        conclusion = (
+            f"{name} trains the small GPT {faster:.2g} times as fast as fp32, with "
+            f"{memory:.0%} of its peak memory, and its loss is within {LOSS_LIMIT:.0%}."
+        )
+        advice = f"set train.precision: {name}, and compare the loss of your own model with fp32."
+    return Report(
+        conclusion=conclusion,
+        advice=advice,
+        tables=[
+            Table(
+                title="The small GPT, trained on the same texts",
+                head=(
+                    "precision",
+                    "step",
+                    "speed-up",
+                    "peak memory",
+                    "loss",
+                    "loss to fp32",
+                    "skipped",
+                ),
+                rows=[stable_cells(row, fp32) for row in stable.values()],
+            ),
+            Table(
+                title="Unstable models (no speed)",
+                head=("model", "precision", "skipped steps", "loss scale", "last loss"),
+                rows=[unstable_cells(row) for row in rows if not row.seconds],
+            ),
+        ],
+        charts={"precision": chart(list(stable.values()))},
+        findings=[problem_note(row) for row in rows if row.problem],
     )
 
 
-def _precision_pictures(compared: Sequence[ComparedPrecision]) -> Iterator[Picture]:
-    yield Picture(
-        title="step time",
-        svg=bar_chart(
-            "Training step time",
-            "s",
-            [
-                Bar(
-                    name=one.way.precision,
-                    value=one.step_s.median,
-                    low=one.step_s.low,
-                    high=one.step_s.high,
-                    label=f"{amount_text(one.step_s.median, 's')} ({one.gain:.2f}x)",
-                )
-                for one in compared
-            ],
-        ),
-        caption="Interleaved measurement; the line is the 95 % interval of the median.",
+def same_loss(row: Row, fp32: Row) -> bool:
+    """Return whether the held-out loss equals that of fp32; a NaN does not."""
+    return abs(row.figures["loss"] / fp32.figures["loss"] - 1) <= LOSS_LIMIT
+
+
+def stable_cells(row: Row, fp32: Row) -> tuple[str, ...]:
+    """Return a row of the first table."""
+    return (
+        str(row.labels["precision"]),
+        amount_text(row.median_s, "s"),
+        f"{fp32.median_s / row.median_s:.2f}",
+        amount_text(row.figures["peak_bytes"], "B"),
+        f"{row.figures['loss']:.4f}",
+        f"{row.figures['loss'] / fp32.figures['loss'] - 1:+.2%}",
+        f"{row.figures['skipped']:.0f}",
     )
-    yield Picture(
-        title="losses",
-        svg=line_chart(
-            "Losses from the same weights with the same data",
-            Axis(title="step"),
-            Axis(title="loss"),
-            [
-                Curve(name=one.way.precision, points=points)
-                for one in compared
-                if (
-                    points := [(float(i), x) for i, x in enumerate(one.way.losses) if x is not None]
-                )
-            ],
-        ),
-        caption="Where curves coincide, the precision does not affect the training.",
+
+
+def unstable_cells(row: Row) -> tuple[str, ...]:
+    """Return a row of the second table."""
+    scale = "-"
+    if row.labels["precision"] == "fp16":
+        scale = f"{row.figures['first_scale']:g} to {row.figures['last_scale']:g}"
+    loss = "not finite"
+    if "loss" in row.figures:
+        loss = f"{row.figures['loss']:.4g}"
+    return (
+        str(row.labels["model"]),
+        str(row.labels["precision"]),
+        f"{row.figures['skipped']:.0f} of {UNSTABLE_STEPS}",
+        scale,
+        loss,
+    )
+
+
+def chart(rows: Sequence[Row]) -> str:
+    """Draw the time of a step, a bar for each precision."""
+    bars = []
+    for row in rows:
+        memory = amount_text(row.figures["peak_bytes"], "B")
+        label = f"{amount_text(row.median_s, 's')}, {memory}"
+        bars.append(Bar(name=str(row.labels["precision"]), value=row.median_s, label=label))
+    return bar_chart("Small GPT: time of a training step, and peak memory", "s", bars)
+
+
+def problem_note(row: Row) -> Finding:
+    """Return the note of the first Inf or NaN of an unstable model."""
+    fix = "GradScaler halves its scale after such a step; bf16 needs no scale"
+    if "loss" not in row.figures:
+        fix = "train in bf16, which has the range of float32, or normalize the activations"
+    return Finding(
+        name="precision-overflow",
+        status=Status.NOTE,
+        what=f"{row.labels['model']} in {row.labels['precision']}: {row.problem}",
+        why="fp16 holds numbers up to 65504",
+        fix=fix,
     )

@@ -1,4 +1,4 @@
-"""``muster bench``: benchmark this machine, with results that can be compared."""
+"""``muster bench``: benchmark this host, and compare two records."""
 
 import argparse
 import importlib
@@ -6,58 +6,55 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torchmuster.cli import output, parsers
-from torchmuster.decision import Decision
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import exit_code
 
-if TYPE_CHECKING:
-    from torchmuster.bench.report.report import Report
-
-# The module of each benchmark, and its line in the help. The module has add_arguments(parser) and
-# run(options), and imports slow modules in run.
 BENCHES = {
-    "matmul": ("torchmuster.cli.benches.matmul", "matrix products: FLOP/s by size and dtype"),
-    "precision": ("torchmuster.cli.benches.precision", "fp32, tf32, bf16, fp16: speed and accuracy"),
-    "attention": ("torchmuster.cli.benches.attention", "attention backends by sequence length"),
-    "memory": ("torchmuster.cli.benches.memory", "memory by stage; activation checkpointing"),
-    "data": ("torchmuster.cli.benches.data", "data loading: workers, prefetching, pinning"),
-    "collectives": ("torchmuster.cli.benches.collectives", "collectives by operation and size"),
-    "scaling": ("torchmuster.cli.benches.scaling", "speed-up and efficiency on 1, 2, 4, … ranks"),
-    "compare": ("torchmuster.cli.benches.compare", "compare two results: better, worse or within noise"),
-}  # fmt: skip
-_EXAMPLES = (
+    "matmul": "matrix products: TFLOPS by size and dtype, GPU against CPU",
+    "precision": "fp32, tf32, bf16, fp16: speed, memory, loss and overflow",
+    "attention": "attention implementations by sequence length",
+    "memory": "memory of training by stage; activation checkpointing",
+    "data": "data loading by number of workers",
+    "collectives": "latency and bandwidth between ranks",
+    "scaling": "training on 1, 2, 4 ranks: throughput and efficiency",
+    "compare": "compare two records: medians, quartiles, ratio",
+}
+EXAMPLES = (
     "muster bench matmul                    speed of matrix products",
-    "muster bench collectives --ranks 4     latency and bandwidth between ranks",
-    "muster bench compare before after      better, worse, or within the noise",
+    "muster bench scaling --ranks 1,2,4     throughput by number of ranks",
+    "muster bench compare before after      slower, faster, or within noise",
 )
-_WIDTH = 100
+LARGEST_NUMBER = 10**7  # more is a typo
+SCREEN_WIDTH = 100
+
+Device = Literal["cpu", "gpu"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one subcommand for each benchmark."""
-    parsers.show_examples(parser, _EXAMPLES)
-    parts = parser.add_subparsers(title="benchmarks", metavar="BENCH")
-    for name, (module, summary) in BENCHES.items():
-        sub = parsers.add_action(parts, name, summary)
-        bench: Any = importlib.import_module(module)
-        bench.add_arguments(sub)
-        sub.set_defaults(run=bench.run)
+    """Add one subcommand for each bench; ``cli/benches`` has its flags and its ``run``."""
+    parsers.show_examples(parser, EXAMPLES)
+    subcommands = parser.add_subparsers(title="benchmarks", metavar="BENCH")
+    for name, summary in BENCHES.items():
+        subparser = parsers.add_action(subcommands, name, summary)
+        module: Any = importlib.import_module(f"torchmuster.cli.benches.{name}")
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every benchmark: device, duration and output."""
+    """Add the flags of every bench that measures."""
     parser.add_argument(
         "--device",
         choices=("cpu", "gpu"),
         help="device to measure on (default: a GPU if there is one)",
     )
-    parser.add_argument("--quick", action="store_true", help="measure fewer cases; takes seconds")
+    parser.add_argument("--quick", action="store_true", help="measure less; takes seconds")
     parser.add_argument(
         "--out",
         type=Path,
@@ -67,74 +64,96 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parsers.add_json_flag(parser)
 
 
-def device_of(options: argparse.Namespace) -> Decision[Literal["cpu", "gpu"]]:
-    """Return the device to measure on, and the reason."""
+def numbers(text: str, lowest: int = 1) -> list[int]:
+    """Parse a comma list of whole numbers: ``128,256``."""
+    try:
+        values = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        values = []
+    if not values or values[0] < lowest or values[-1] > LARGEST_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers from {lowest} on; write for example 1,2,4"
+        )
+    return values
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that a process started here would see."""
     from torchmuster.devices import snapshot  # not for --help
-    from torchmuster.devices.model import label_all
     from torchmuster.devices.visibility import visible
 
-    seen = visible(snapshot.take_snapshot().accelerators, os.environ).devices
-    if options.device == "gpu" and not seen:
+    return len(visible(snapshot.take_snapshot().accelerators, os.environ).devices)
+
+
+def device_for(options: argparse.Namespace) -> Device:
+    """Return the device to measure on: ``--device``, or a GPU if there is one."""
+    gpus = visible_gpus()
+    if options.device == "gpu" and not gpus:
         raise Impossible(
             "cannot measure on a GPU",
             why="no GPU is visible here",
             fix="leave out --device to measure on the CPU, or run muster doctor",
         )
-    if options.device is not None:
-        return Decision(value=options.device, reason="set by --device")
-    if seen:
-        return Decision(value="gpu", reason=f"visible: {label_all(seen)}")
-    return Decision(value="cpu", reason="no GPU is visible here")
+    if options.device == "cpu" or not gpus:
+        return "cpu"
+    return "gpu"
 
 
-def finish(report: "Report", options: argparse.Namespace) -> ExitCode:
-    """Save a report, print it, and return the exit code of its findings.
+def run_bench(
+    name: str,
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    *,
+    device: Device,
+    ranks: Sequence[int] = (1,),
+    measuring: str = "",
+) -> ExitCode:
+    """Measure on each number of ranks, summarize, save and print; return the findings' exit code.
 
-    Adds a finding if the machine was busy with other processes.
+    ``torchmuster.bench.NAME`` has ``summarize``, and ``measure`` unless ``measuring`` names another
+    module.
     """
-    from torchmuster.bench import record  # not for --help
-    from torchmuster.bench.environment import disturbance
-    from torchmuster.bench.report.report import bench_screen, save_report
+    from torchmuster.bench import result, show  # not for --help
+    from torchmuster.bench.ranks import measure_on_ranks
 
-    disturbed = disturbance(report.record.environment)
-    if disturbed is not None:
-        report = replace(report, findings=(*report.findings, disturbed))
-    folder = options.out or new_folder(report.bench)
-    page = save_report(report, folder)
+    module: Any = importlib.import_module(f"torchmuster.bench.{name}")
+    rows = []
+    for count in ranks:
+        output.say(f"measuring on the {device.upper()} ({count} ranks)")
+        rows += measure_on_ranks(
+            measuring or module.__name__, settings, ranks=count, device=device, say=output.say
+        )
+    report = module.summarize(rows)
+    record = result.Record(
+        bench=name,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        host=result.describe_host(),
+        settings={"device": device, "ranks": list(ranks), **settings},
+        rows=tuple(rows),
+        conclusion=report.conclusion,
+        advice=report.advice,
+    )
+    folder = options.out or new_folder(name)
+    files = show.save(report, record, folder)
     if options.json:
-        document = json.loads(record.encode_record(report.record))
-        document["findings"] = [one.as_json() for one in report.findings]
-        document["kept"] = str(folder)
+        document = json.loads(result.encode_record(record))
+        document["findings"] = [finding.as_json() for finding in report.findings]
+        document["folder"] = str(folder)
         output.print_json(document)
     else:
-        width = min(shutil.get_terminal_size().columns, _WIDTH)
-        output.print_coloured(
-            bench_screen(report, width=width, colour=output.wants_colour(sys.stdout))
-        )
-        output.print_text(f"\nsaved in {folder}: {page.name}, {record.FILE}")
+        width = min(shutil.get_terminal_size().columns, SCREEN_WIDTH)
+        colour = output.wants_colour(sys.stdout)
+        output.print_coloured(show.screen(report, width=width, colour=colour))
+        output.print_text(f"\nsaved in {folder}: {', '.join(files)}")
     return exit_code(report.findings)
 
 
-def now() -> str:
-    """Return the current time in the format of records."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def new_folder(bench: str) -> Path:
-    """Return the default folder for a benchmark's output, which does not exist yet."""
-    stem = f"bench/{bench}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder, number = Path(stem), 1
+def new_folder(name: str) -> Path:
+    """Return the default folder for the results, which does not exist yet."""
+    stem = f"bench/{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(stem)
+    number = 1
     while folder.exists():
         number += 1
         folder = Path(f"{stem}-{number}")
     return folder
-
-
-_MOST = 10**7  # more is a typo
-
-
-def size(text: str) -> int:
-    """Parse a size; raise an error with an example if it is invalid."""
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 1024")
-    return int(text)

@@ -58,7 +58,7 @@ def _three(value: float) -> str:
 
 
 _MOST_OF_THE_DATA = 14  # up to this many values are used as ticks
-_NARROW = 1.15  # labels of closer ticks would overlap
+_NARROW = 14  # pixels; labels of closer ticks would overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,8 @@ def logarithmic_scale(values: Sequence[float], start: float, end: float) -> Scal
     if high <= low:
         low, high = low / 2, high * 2
     length = math.log(high / low)
-    apart = all(later / earlier >= _NARROW for earlier, later in itertools.pairwise(values))
+    step = min((math.log(b / a) for a, b in itertools.pairwise(values)), default=length)
+    apart = step / length * abs(end - start) >= _NARROW
     own = apart and 1 < len(values) <= _MOST_OF_THE_DATA
     return Scale(
         place=lambda value: start + math.log(max(value, low / 1e6) / low) / length * (end - start),
@@ -218,7 +219,9 @@ def line_chart(
 ) -> str:
     """Draw curves over a common x axis, with the intervals of their points if given."""
     names = [curve.name for curve in curves if curve.name]
-    right = width - (156 if names else 24)
+    right = width - 24.0
+    if names:
+        right = width - max(156, 48 + _LETTER * max(map(len, names)))
     bottom = _TOP + height
     across = _scale(x, [one[0] for curve in curves for one in curve.points], _LEFT + 12, right)
     ends = [value for curve in curves for value in (*(curve.low or ()), *(curve.high or ()))]

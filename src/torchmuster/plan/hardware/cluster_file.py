@@ -12,11 +12,11 @@
     links:
       within: {bandwidth: 450GB/s, latency_s: 2e-6}    # between two GPUs of a machine
       between: {bandwidth: 400Gbit/s, latency_s: 4e-6} # of one GPU, to other machines
-    check: runs/20260102-check/check.json  # measured links: muster check, or bench collectives
+    check: runs/20260102-check/check.json  # links that muster check measured
     price: 2.50             # per GPU and hour
 
 Everything except ``card`` is optional; the catalogue has the defaults. ``check`` is a check.json of
-``muster check`` or a record.json of ``muster bench collectives``.
+``muster check``.
 """
 
 import dataclasses
@@ -54,8 +54,6 @@ def read_measured_links(
         # Two ranks measure with the whole network; in training the GPUs of a machine share it,
         # unless each has its own.
         share = cards_per_machine if network_is_shared else 1
-        if "record" in document:
-            return _of_bench(document["record"], share, f"measured by muster bench ({path})")
         ranks = {one["rank"]: one for one in document["ranks"]}
         pairs = [
             (one["host"] == ranks[pair["peer"]]["host"], pair)
@@ -70,10 +68,7 @@ def read_measured_links(
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{path} is neither a check.json of muster check "
-            "nor a record.json of muster bench collectives"
-        ) from error
+        raise ValueError(f"{path} is not a check.json of muster check") from error
     source = f"measured by muster check ({path})"
     within = _slowest((pair for near, pair in pairs if near), 1, source)
     between = _slowest((pair for near, pair in pairs if not near), share, source)
@@ -81,17 +76,6 @@ def read_measured_links(
     return MeasuredLinks(
         within=within, between=between or _slowest(machines, cards_per_machine, source)
     )
-
-
-def _of_bench(record: Mapping[str, Any], share: int, source: str) -> MeasuredLinks:
-    """Return the slowest link of the ring in which every rank sent to the next."""
-    line, near = (
-        record["facts"]["lines"]["send-receive"],
-        len(set(record["settings"]["hosts"])) == 1,
-    )
-    ring = {"bytes_per_s": line["bytes_s"], "latency_s": line["latency_s"]}
-    link = _slowest([ring], 1 if near else share, source)
-    return MeasuredLinks(within=link if near else None, between=None if near else link)
 
 
 def _slowest(pairs: Iterable[Mapping[str, Any]], share: int, source: str) -> Link | None:

@@ -116,6 +116,6 @@ LESSON = Lesson(
     "Communication "
     "overlaps with backward, so it is visible only if it takes longer than backward. muster bench "
     "scaling "
-    "measures 1, 2, 4 ranks and shows where the rest of the time goes.",
+    "measures 1, 2, 4 ranks and names the bottleneck.",
     counts=True,
 )

@@ -99,7 +99,7 @@ LESSON = Lesson(
     on_gpus="scaled_dot_product_attention uses FlashAttention or cuDNN there: 2 to 4 times as "
     "fast at long "
     "sequences, memory linear in the length. With a GPU, torch.cuda.max_memory_allocated() shows the peak; "
-    "muster plan predicts whether a training run fits, and muster bench memory measures which blocks "
-    "to recompute.",
+    "muster plan predicts whether a training run fits, and muster bench memory measures what "
+    "recomputing blocks saves.",
     counts=True,
 )

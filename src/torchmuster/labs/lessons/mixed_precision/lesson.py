@@ -98,6 +98,6 @@ LESSON = Lesson(
     on_gpus="Tensor cores compute 16-bit products at least twice as fast; activations take half the memory. "
     "Expect about "
     "2x, about half of the activations' memory and a loss within 1 %. fp16 needs the scaler, bf16 (from Ampere on) "
-    "does not. muster bench precision measures your model in all of them.",
+    "does not. muster bench precision measures a small GPT in all of them.",
     counts=True,
 )
