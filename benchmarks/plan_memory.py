@@ -24,9 +24,9 @@ from peak_memory.cases import Case, chosen, drawn
 from peak_memory.table import as_table
 from peak_memory.truth import STEADY, Truth
 
+from torchmuster.plan import estimate
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
-from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.proof.verification import RealSteps
+from torchmuster.plan.proof.real_ranks import RealSteps
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Tracer, TraceRefused
 
@@ -61,7 +61,7 @@ def predict(case: Case, tracer: Tracer, folder: Path) -> dict[str, Any]:
     """Return what is predicted without running anything, or why it cannot be."""
     work, candidate = case.work(folder), case.candidate()
     whole = TraceRequest(work=work, candidate=candidate, kernels="cpu")
-    asked = memory.trace_requests(work, candidate, kernels="cpu")
+    asked = estimate.trace_requests(work, candidate, kernels="cpu")
     first, *rest = tracer.records([whole, *asked])
     records = [one for one in rest if isinstance(one, TraceRecord)]
     if isinstance(first, TraceRefused) or len(records) < len(rest):
@@ -69,16 +69,15 @@ def predict(case: Case, tracer: Tracer, folder: Path) -> dict[str, Any]:
         return {"refused": f"{refused.what}; {refused.why}"}
     records += [
         one
-        for one in tracer.records(memory.further_requests(records))
+        for one in tracer.records(estimate.further_requests(records))
         if isinstance(one, TraceRecord)
     ]
-    planned = memory.predict_memory(records, candidate, hardware=_HERE)
+    planned = estimate.predict_memory(records, candidate, hardware=_HERE)
     return {
         "traced_bytes": first.peak_bytes,
         "planned_bytes": planned.tensor_bytes,
-        "first_traced_bytes": first.first_step_peak_bytes,
         "parameters": first.parameter_count,
-        "peak_in": f"{planned.where.phase}: {planned.where.operation}" if planned.where else "",
+        "peak_in": planned.peak_at,
     }
 
 
@@ -89,7 +88,7 @@ def run(cases: Sequence[Case], out: Path, folder: Path, *, seed: int | None) -> 
     print(f"{len(cases)} cases, {len(cases) - len(missing)} of them done already", file=sys.stderr)
     if not missing:
         return
-    with Truth(folder) as truth, Tracer(cache=folder / "traces", workers=2) as tracer:
+    with Truth(folder) as truth, Tracer(cache=folder / "traces") as tracer:
         for number, case in enumerate(missing, start=1):
             begun_s = time.monotonic()
             line = {"name": case.name, "case": asdict(case), "seed": seed}

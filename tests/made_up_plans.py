@@ -1,24 +1,18 @@
-"""Models, hardware and forecasts that do not exist, so that decisions can be tested without a trace."""
+"""A model and hardware that do not exist: its traces follow from arithmetic, so plans need no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import pytest
+from dataclasses import dataclass, field, replace
 
 from torchmuster.decision import Decision
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.memory.forecast import Memory
-from torchmuster.plan.record import Peak, Shape, TraceRecord, TraceRequest
+from torchmuster.plan.record import Cost, Part, Peak, Shape, TraceRecord, TraceRequest
 from torchmuster.plan.request import PlanRequest
-from torchmuster.plan.timing import forecast as timing
-from torchmuster.plan.timing.forecast import StepTime
-from torchmuster.plan.timing.rates import CATALOGUED
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 WORK = Work(build="made_up:model", sequence_length=1024)
+ONE = ShardLayout(copies=1, shards=1)
 CARD = Gpu(
     name="made-up",
     memory_bytes=80 * GiB,
@@ -28,6 +22,9 @@ CARD = Gpu(
 )
 FAST = Link(latency_s=1e-6, bytes_s=400e9, source="made up")
 SLOW = Link(latency_s=1e-5, bytes_s=25e9, source="made up")
+# Activations that stay, and flops of a step in forwards, by recompute mode.
+_STAYS = {"none": 1.0, "selective": 0.5, "full": 0.1}
+_FORWARDS = {"none": 3.0, "selective": 3.1, "full": 4.0}
 
 
 def hardware(*, machines: int = 1, cards: int = 8, memory_gib: float = 80) -> Hardware:
@@ -43,137 +40,95 @@ def hardware(*, machines: int = 1, cards: int = 8, memory_gib: float = 80) -> Ha
 
 
 def question(on: Hardware | None = None, **changes: object) -> PlanRequest:
-    """Return a question with nothing fixed."""
-    asked = PlanRequest(
+    """Return a request with nothing fixed."""
+    request = PlanRequest(
         work=WORK,
         hardware=on or hardware(),
         precision=Decision(value="bf16", reason="bf16: made-up has it"),
     )
-    return replace(asked, **changes)  # type: ignore[arg-type]
+    return replace(request, **changes)  # type: ignore[arg-type]
 
 
-def record(
-    request: TraceRequest, *, parameters: int = 7_000_000_000, blocks: int = 32
-) -> TraceRecord:
-    """Return a record of a model of equal blocks; its peaks and times are not looked at."""
-    rows = 8192
-    shape = Shape(
-        name="block.weight",
-        shape=(rows, parameters // blocks // rows),
-        dtype="float32",
-        trained=True,
-        block=0,
-        copies=blocks,
-    )
-    return TraceRecord(
-        request=request,
-        torch="2.13",
-        blocks_traced=request.blocks or blocks,
-        blocks=blocks,
-        blocks_alike=True,
-        parameters=(shape,),
-        parameter_count=parameters,
-        trained_count=parameters,
-        samples_per_micro_batch=request.candidate.micro_batch_size,
-        tokens_per_sample=1024,
-        states={},
-        first_step_peak_bytes=1,
-        peaks=(),
-        timeline=(),
-        host_bytes=0,
-    )
+def fsdp(ranks: int = 8, **changes: object) -> Candidate:
+    """Return full shards over a number of ranks."""
+    layout = ShardLayout(copies=1, shards=ranks)
+    return Candidate(strategy="fsdp", layout=layout, precision="bf16", **changes)  # type: ignore[arg-type]
 
 
 @dataclass
 class MadeUpModel:
-    """A model whose memory and time are simple sums; counts what is traced."""
+    """A model of 32 equal blocks: its states, activations and flops are linear in the blocks."""
 
     parameters: int = 7_000_000_000
-    sample_gib: float = 6.0  # activations of one sample, nothing computed again
-    sample_s: float = 0.05  # computing of one sample
+    sample_gib: float = 10.0  # activations of a sample, without recomputation
     blocks: int = 32
-
-    def __post_init__(self) -> None:
-        self.traced: list[TraceRequest] = []
+    traced: list[TraceRequest] = field(default_factory=list)
 
     def look(self, requests: Sequence[TraceRequest]) -> list[TraceRecord]:
-        """Stand for the tracer."""
+        """Return the records of requests."""
         self.traced += requests
-        return [record(one, parameters=self.parameters, blocks=self.blocks) for one in requests]
+        return [self.record(request) for request in requests]
 
-    def memory(
-        self, records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
-    ) -> Memory:
-        """Stand for memory.predict."""
-        kept = {"none": 1.0, "selective": 0.5, "full": 0.1}[str(candidate.recompute)]
-        states = 0 if candidate.cpu_offload else 16 * self.parameters // candidate.layout.shards
-        gathered = 0 if candidate.reshard else 2 * self.parameters
-        activations = int(kept * self.sample_gib * candidate.micro_batch_size * GiB)
-        tensors = states + gathered + activations
-        host = 16 * self.parameters // candidate.layout.shards if candidate.cpu_offload else 0
-        return Memory(
-            tensor_bytes=tensors,
-            by_category={"parameters": states + gathered, "activations": activations},
-            where=Peak(
-                phase="backward",
-                micro_batch=0,
-                block=31,
-                after_block=None,
-                peak_bytes=tensors,
-                by_category={},
-                operation="aten.mm",
-                module="block",
+    def record(self, request: TraceRequest) -> TraceRecord:
+        """Return the record of a request."""
+        candidate, work = request.candidate, request.work
+        share = (request.blocks or self.blocks) / self.blocks
+        trained = 1.0 if work.lora_rank is None else 0.01
+        item = 4.0
+        if work.torch_dtype == "bfloat16":
+            item = 2.0
+        if work.load_in_4bit:
+            item = 0.5
+        weights = self.parameters * share * item
+        states = (weights + 3 * trained * 4 * self.parameters * share) / candidate.layout.shards
+        mode = str(candidate.recompute)
+        samples = self.sample_gib * GiB * _STAYS[mode] * share * candidate.micro_batch_size
+        on_device = 0 if candidate.cpu_offload else states
+        forward = 2 * self.parameters * share * 1024 * candidate.micro_batch_size
+        sent = {}
+        if candidate.layout.shards > 1:
+            sent["shards"] = round(4 * self.parameters * share)
+        elif candidate.layout.copies > 1:
+            sent["all"] = round(8 * self.parameters * share)
+        cost = Cost(
+            operations=100,
+            flops={"bfloat16": round(_FORWARDS[mode] * forward)},
+            forward_flops=round(forward),
+            moved_bytes=0,
+            sent_bytes=sent,
+        )
+        update = Cost(
+            operations=1,
+            flops={},
+            forward_flops=0,
+            moved_bytes=round(on_device),
+            sent_bytes={},
+        )
+        parts: dict[Part, Cost] = {"first": cost, "last": cost, "update": update}
+        rows = 8192
+        columns = self.parameters // self.blocks // rows
+        dtype = {4.0: "float32", 2.0: "bfloat16", 0.5: "nf4"}[item]
+        peak = Peak(
+            phase="backward",
+            micro_batch=0,
+            block=None,
+            after_block=None,
+            peak_bytes=round(on_device + samples),
+            by_category={"parameters": round(on_device), "activations": round(samples)},
+        )
+        return TraceRecord(
+            request=request,
+            blocks_traced=request.blocks or self.blocks,
+            blocks=self.blocks,
+            blocks_alike=True,
+            parameters=(
+                Shape(shape=(rows, columns), dtype=dtype, trained=trained == 1.0, block=0),
             ),
-            reserved_bytes=None,
-            outside=(),
-            total_bytes=int(1.02 * tensors),
-            low_bytes=tensors,
-            high_bytes=int(1.05 * tensors),
-            host_bytes=host * min(candidate.layout.ranks, hardware.cards_per_machine),
-            save_host_bytes=12 * self.parameters // hardware.machines,
-            save_bytes=12 * self.parameters,
-            origin="made up",
+            parameter_count=self.parameters,
+            trained_count=round(self.parameters * trained),
+            tokens_per_sample=1024,
+            input_bytes=8192,
+            host_bytes=round(states) if candidate.cpu_offload else 0,
+            peaks=(peak,),
+            costs=parts,
         )
-
-    def time(
-        self,
-        records: Sequence[TraceRecord],
-        candidate: Candidate,
-        *,
-        hardware: Hardware,
-        rates: object,
-    ) -> StepTime:
-        """Stand for timing.predict."""
-        again = {"none": 1.0, "selective": 1.05, "full": 1.33}[str(candidate.recompute)]
-        portions = candidate.micro_batch_size * candidate.accumulation
-        compute = again * self.sample_s * portions
-        layout = candidate.layout
-        link = hardware.within if layout.ranks <= hardware.cards_per_machine else hardware.between
-        gathers = {"single": 0, "ddp": 0, "fsdp": 2 if candidate.reshard else 1}
-        near = hardware.within if layout.shards <= hardware.cards_per_machine else hardware.between
-        sent = candidate.accumulation * gathers[candidate.strategy] * 2 * self.parameters
-        sent_s = sent / near.bytes_s + (layout.ranks > 1) * 2 * self.parameters / link.bytes_s
-        exposed = max(sent_s - 0.5 * compute, 0.0) + 10.0 * candidate.cpu_offload
-        per_s = candidate.global_batch_size / (compute + exposed)
-        return StepTime(
-            step_s=compute + exposed,
-            compute_s=compute,
-            communication_s=sent_s,
-            exposed_s=exposed,
-            model_flops=1e12,
-            mfu=0.4,
-            samples_per_s=per_s,
-            tokens_per_s=1024 * per_s,
-            origin="made up",
-        )
-
-    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> "MadeUpModel":
-        """Take the place of the forecasts."""
-        monkeypatch.setattr(memory, "predict_memory", self.memory)
-        monkeypatch.setattr(memory, "check_records", lambda records, traced: None)
-        monkeypatch.setattr(timing, "predict_time", self.time)
-        return self
-
-
-RATES = CATALOGUED
-ONE = ShardLayout(copies=1, shards=1)

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import msgspec
 
-from torchmuster.plan.proof.verification import RealSteps
+from torchmuster.plan.proof.real_ranks import RealSteps
 from torchmuster.runfolder import write_atomically
 
 _BENCHMARKS = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmuster.plan.memory.allocator import ALLOCATOR_SETTING
+from torchmuster.cli.train import ALLOCATOR_SETTING
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity
 
 from fake_accelerator import FakeAccelerator
@@ -22,11 +21,11 @@ from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.probes import collectives, matmul, torch_at_work
 from torchmuster.diagnose.rank_record import Values
 from torchmuster.launch.probes import process_group
-from torchmuster.plan.probes import batch_trial, rates, real_steps
+from torchmuster.plan.probes import real_steps
 from torchmuster.plan.probes.live_storage import Taken, tensor_memory
 from torchmuster.prove.probes import fingerprints
 from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, text_hash
-from torchmuster.units import GiB, MiB
+from torchmuster.units import GiB
 
 pytestmark = pytest.mark.engine
 
@@ -161,33 +160,13 @@ def test_tensor_memory_is_the_allocators_and_a_reading_ends_a_peak(allocator: Al
         assert look() == Taken(live_bytes=10, peak_bytes=10)
 
 
-def test_a_trial_on_a_gpu_reports_the_memory_that_torch_reserved(allocator: Allocator) -> None:
-    allocator.use(GPU, live=1, peak=50)
-    assert batch_trial._device_peak(GPU) == 100
-    assert batch_trial._device_memory(GPU) == 13 * GiB
-
-
 def test_a_real_step_ends_when_the_device_has_finished(accelerator: FakeAccelerator) -> None:
     built = SimpleNamespace(world=WORLD, train=lambda number: accelerator.note("train", number))
-    assert real_steps._real_steps_timed(built, 4) >= 0  # type: ignore[arg-type]
+    assert real_steps._timed(built, 4) >= 0  # type: ignore[arg-type]
     assert [(call.name, call.argument) for call in accelerator.calls] == [
         ("train", 4),
         ("synchronize", GPU),
     ]
-
-
-def test_rates_are_of_large_tensors_in_the_gpus_dtypes(
-    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rates, "_MEASURE_S", 0.0)
-    fake_clock = SimpleNamespace(perf_counter=map(float, itertools.count()).__next__)
-    monkeypatch.setattr(rates, "time", fake_clock)  # a second for each turn
-    with FakeTensorMode():
-        found = rates.measure_rates(WORLD)
-    assert found.flops == dict.fromkeys(("float32", "bfloat16", "float16"), 2.0 * 8192**3)
-    assert found.bandwidth_bytes_s == 3 * 512 * MiB
-    assert (found.new_memory_bytes_s, found.slow_operations) == (None, {})
-    assert set(waits(accelerator)) == {GPU}
 
 
 # ---- diagnose and launch

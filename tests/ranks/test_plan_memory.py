@@ -13,8 +13,8 @@ from syrupy.assertion import SnapshotAssertion
 from nightly import nightly_except
 from torchmuster.errors import MusterError
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.proof import verification
-from torchmuster.plan.proof.verification import RealSteps
+from torchmuster.plan.proof import real_ranks
+from torchmuster.plan.proof.real_ranks import RealSteps
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Tracer
 
@@ -150,7 +150,7 @@ def test_what_is_traced_with_lora_is_what_real_ranks_take(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cases, _ = benchmark_modules
     work, candidate = _described(cases, name, tmp_path)
-    with Tracer(cache=None, workers=1) as tracer:
+    with Tracer(cache=None) as tracer:
         (record,) = tracer.records([TraceRequest(work=work, candidate=candidate, kernels="cpu")])
     assert isinstance(record, TraceRecord), record
     peak = max(measured(name))
@@ -183,7 +183,7 @@ def test_what_is_traced_is_what_real_ranks_take(
         )
         for case in asked.values()
     ]
-    with Tracer(cache=None, workers=2) as tracer:
+    with Tracer(cache=None) as tracer:
         traced = tracer.records(requests)
     refused = [one for one in traced if not isinstance(one, TraceRecord)]
     assert not refused
@@ -204,17 +204,16 @@ def test_real_steps_tell_memory_and_time_of_every_rank(
     cases, _ = benchmark_modules
     name = "shards, tied embeddings, all recomputed"
     case = cases.Case(**CASES[name])
-    told = verification.run_real_steps(
-        case.work(tmp_path), case.candidate(), ranks=2, device="cpu", steps=2
-    )
+    told = real_ranks.run_real_steps(case.work(tmp_path), case.candidate(), steps=2).ranks
     assert [one.rank for one in told] == [0, 1]
     assert {one.device for one in told} == {"cpu"}
     for one, peak in zip(told, measured(name), strict=True):
         # What is followed in Python agrees with what torch's allocator gave out, in steady state.
         assert one.peak_bytes == pytest.approx(peak, rel=EXACT)
-        assert len(one.peaks_bytes) == verification.FOLLOWED
+        assert len(one.peaks_bytes) == real_ranks.FOLLOWED
         assert len(one.step_s) == 2
         assert min(one.step_s) > 0
+        assert one.loss is not None
         assert 0 < one.loss < 100
         assert one.reserved_bytes is None
 
@@ -227,7 +226,7 @@ def test_a_rank_that_fails_says_why(
     case = cases.Case(**CASES["one process, grouped attention"])
     work = replace(case.work(tmp_path), sequence_length=100_000)
     with pytest.raises(MusterError) as caught:
-        verification.run_real_steps(work, case.candidate(), ranks=1, device="cpu", steps=1)
+        real_ranks.run_real_steps(work, case.candidate(), steps=1)
     assert caught.value.what == snapshot
     assert "data.sequence_length is 100000" in caught.value.why
     assert "512 positions" in caught.value.why

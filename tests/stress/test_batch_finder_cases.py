@@ -2,14 +2,16 @@
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from batch_size_cases import LARGEST, SMALL, cases, write_model
+from made_up_plans import hardware
 from rank_group import RunRanks
 from rank_programs.batch_sizes import candidate_for
-from torchmuster.plan.proof.trials import Trials, find_largest_batch
+from torchmuster.plan.proof.trials import find_batch_size
 
 pytestmark = [pytest.mark.stress, pytest.mark.ranks, pytest.mark.timeout(3600)]
 CASES = int(os.environ.get("BATCH_CASES", "1"))  # at full length: BATCH_CASES=20
@@ -26,15 +28,18 @@ def test_the_right_answer_in_every_case(own_machine: Path, run_ranks: RunRanks) 
         work = large if number // 6 % 2 else small
         case = draws[work]("ddp" if number % 2 else "fsdp", ranks, random_numbers)
         start = max(case.right + random_numbers.choice([0, 0, 1, -1, 4]), 1)
-        trials = Trials(
-            work=work,
-            candidate=candidate_for(case.strategy, ranks),
+        cpu = hardware(cards=ranks)
+        found, trials = find_batch_size(
+            work,
+            candidate_for(case.strategy, ranks),
+            hardware=replace(cpu, card=replace(cpu.card, kind="cpu")),
+            start=start,
+            most=LARGEST,
             limits_bytes=case.limits_bytes,
         )
-        found = find_largest_batch(trials, start=start, most=LARGEST)
         allowed = (size for size in (1, 2, 4, 8, LARGEST, start) if size <= case.right)
         right = max(allowed)
-        size, count = found.value.micro_batch_size, len(found.value.trials)
+        size, count = found, len(trials)
         print(
             f"{number + 1} of {CASES}: {Path(work.folder).name} samples, {case}: {size}, right {right}, from {start} in {count} trials",
             flush=True,

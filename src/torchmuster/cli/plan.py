@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import math
 import os
 import shlex
@@ -9,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.config import add_setting_flags, settings_from
@@ -18,21 +18,14 @@ from torchmuster.config.here import looks_like_path
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.config.written import settings_yaml
-from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status, exit_code
 from torchmuster.launch.job import parse_hosts
-from torchmuster.plan import planning
 from torchmuster.plan.answer import Answer, as_settings, line_to_paste
-from torchmuster.plan.hardware import cluster_file as hardware_given
-from torchmuster.plan.hardware import here
-from torchmuster.plan.hardware.catalogue import Hardware
-from torchmuster.plan.job import Work
-from torchmuster.plan.report.page import plan_json, plan_page
-from torchmuster.plan.report.terminal import plan_text
+from torchmuster.plan.hardware import described, here
+from torchmuster.plan.report import plan_json, plan_text
 from torchmuster.plan.request import PlanRequest, request_from_settings
-from torchmuster.plan.search.candidates import Look
-from torchmuster.plan.timing.rates import Rates, usual_rates
+from torchmuster.plan.search import Look, make_plan
 from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.runfolder import write_atomically
@@ -46,13 +39,11 @@ def is_here(options: argparse.Namespace) -> bool:
 
 def refuse_contradictions(options: argparse.Namespace) -> None:
     """Reject flags that contradict each other, and files that cannot be written."""
-    for flag, does in (("calibrate", "measures"), ("find_batch_size", "runs on")):
-        if getattr(options, flag) and not is_here(options):
-            raise Impossible(
-                f"--{flag.replace('_', '-')} {does} this machine, but the plan is for "
-                f"{options.hardware}",
-                fix="leave out one of the two",
-            )
+    if options.find_batch_size and not is_here(options):
+        raise Impossible(
+            f"--find-batch-size runs on this machine, but the plan is for {options.hardware}",
+            fix="leave out one of the two",
+        )
     # --verify runs its steps here on --ranks, also for a plan of other hardware.
     for flag in ("num_gpus", "gpu_ids", *(() if options.verify else ("ranks",))):
         if getattr(options, flag) is not None and not is_here(options):
@@ -61,9 +52,8 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
                 f"{options.hardware}",
                 fix="leave out one of the two; give the number of GPUs in --hardware: 8xH100",
             )
-    for path in (options.write, options.html):
-        if path is not None:
-            _refuse_to_write(path)
+    if options.write is not None:
+        _refuse_to_write(options.write)
     both = options.write is not None and options.config is not None
     if both and options.write.resolve() == options.config.resolve():
         raise Impossible(
@@ -88,6 +78,11 @@ def refuse_missing_model(resolved: Resolved) -> None:
     name = resolved.settings.model.model_name_or_path
     if name is None:
         return
+    if importlib.util.find_spec("transformers") is None:
+        raise Impossible(
+            f"{name} is a Hugging Face model, and transformers is not installed",
+            fix="pip install 'torchmuster[transformers]'",
+        )
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         why = "it contains no config.json"
@@ -103,21 +98,20 @@ def refuse_missing_model(resolved: Resolved) -> None:
 
 
 def with_remarks(answer: Answer, resolved: Resolved) -> Answer:
-    """Return the answer with additional findings; a cost that cannot be computed is left out."""
+    """Return the answer with additional findings."""
     findings = [*answer.findings, *_of_data(resolved), *_of_hosts(resolved, answer)]
-    asked, time = answer.asked, answer.chosen.value.time
-    if asked.tokens is not None and time is not None and time.tokens_per_s is None:
+    tokens = answer.asked.tokens
+    if tokens is not None and answer.hours is None:
         findings.append(
             Finding(
                 name="no-cost",
                 status=Status.NOTE,
-                what=f"the time for {asked.tokens:.3g} tokens is unknown",
-                why="the number of tokens per sample of this model is unknown",
-                fix="leave out --tokens, and divide your number of samples by the samples/s above",
+                what=f"the time for {tokens:.3g} tokens is unknown",
+                why="the speed, or the number of tokens per sample, is unknown",
+                fix="leave out --tokens",
             )
         )
-        asked = dataclasses.replace(asked, tokens=None)
-    return dataclasses.replace(answer, asked=asked, findings=tuple(findings))
+    return dataclasses.replace(answer, findings=tuple(findings))
 
 
 def _of_data(resolved: Resolved) -> Iterator[Finding]:
@@ -165,9 +159,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster plan``."""
     parser.description = (
         f"{parser.description}\nTraces a few layers of the model without its weights and without a GPU, "
-        "predicts memory and time of\nevery configuration, and reports the fastest that fits, the "
-        "reason, and what would change it.\nSettings that you give are fixed; the plan searches over "
-        "the others."
+        "predicts memory within a\nband and, roughly, the time of configurations from simple to complex, and "
+        "reports the best that fits.\nSettings that you give are fixed; the plan searches over the "
+        "others."
     )
     parsers.show_examples(
         parser,
@@ -202,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         default="here",
         metavar="WHAT",
-        help="8xH100, 2x8xA100-80GB, a cluster file, or: here (default: here, this machine)",
+        help="8xH100, 2x8xA100-80GB, or: here (default: here, this machine)",
     )
     on.add_argument(
         "--ranks", type=count, metavar="N", help="number of ranks on this machine's CPU"
@@ -221,9 +215,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="find the largest micro-batch size for the plan, with trial runs here",
     )
-    how.add_argument("--calibrate", action="store_true", help="measure this machine's rates first")
     how.add_argument("--write", type=Path, metavar="FILE", help="write settings for muster train")
-    how.add_argument("--html", type=Path, metavar="FILE", help="write the report as HTML")
+    how.add_argument(
+        "--details", action="store_true", help="show all candidates, parts and sources"
+    )
     how.add_argument("--no-cache", action="store_true", help="trace again, and cache nothing")
     parsers.add_json_flag(how)
     parser.set_defaults(run=_run_plan)
@@ -257,16 +252,16 @@ def _run_plan(options: argparse.Namespace) -> int:
     resolved = settings_from(options)
     refuse_missing_model(resolved)
     with _tracer(options) as tracer:
-        asked, rates = _question(options, resolved, tracer.records)
-        answer = with_remarks(planning.make_plan(asked, tracer.records, rates=rates), resolved)
+        asked = _question(options, resolved)
+        answer = with_remarks(make_plan(asked, tracer.records), resolved)
         candidate = answer.chosen.value.candidate
         settings = _settings(options, resolved, answer)
         beside = {flag.path: flag.text for flag in options.set}
         config = None if options.config is None else str(options.config)
         line = line_to_paste(settings, beside, candidate, asked, config=config)
-        _write(options, answer, settings, line)
+        _write(options, settings)
         if not options.json:
-            _show_plan(answer, line)
+            _show_plan(answer, line, details=options.details)
         found = _prove(options, answer, tracer.records)
     if options.json:
         document = plan_json(answer, line=line, settings=settings)
@@ -295,62 +290,30 @@ def _settings(options: argparse.Namespace, resolved: Resolved, answer: Answer) -
     return {**as_settings(candidate, answer.asked), "distributed.gpu_ids": "null"}
 
 
-def _question(
-    options: argparse.Namespace, resolved: Resolved, look: Look
-) -> tuple[PlanRequest, Rates]:
-    """Return the plan request, and the rates to predict times with."""
+def _question(options: argparse.Namespace, resolved: Resolved) -> PlanRequest:
     if is_here(options):
         hardware = here.hardware_from_settings(resolved.settings, ranks=options.ranks)
     else:
-        hardware = hardware_given.parse_hardware(options.hardware)
+        hardware = described.parse_hardware(options.hardware)
     if options.price is not None:
         hardware = dataclasses.replace(hardware, price_per_card_hour=options.price)
     folder = str(Path.cwd())
-    # Reject what cannot be planned before measuring.
-    asked = request_from_settings(resolved, hardware, folder=folder, tokens=options.tokens)
-    if not is_here(options):
-        return asked, usual_rates(hardware.card.kind)
-    hardware, rates = _as_measured(options, hardware, asked.work, look)
-    return request_from_settings(resolved, hardware, folder=folder, tokens=options.tokens), rates
-
-
-def _as_measured(
-    options: argparse.Namespace, hardware: Hardware, work: Work, look: Look
-) -> tuple[Hardware, Rates]:
-    """Return this machine with its measured rates, from now or from an earlier calibration."""
-    # Imported on use: these modules can launch ranks, which most plans do not.
-    from torchmuster.plan.timing import calibration, fitting
-
-    found = None if options.no_cache else calibration.saved_calibration(cache_folder())
-    if options.calibrate:
-        device: Literal["cpu", "gpu"] = "cpu" if hardware.card.kind == "cpu" else "gpu"
-        # More ranks than cores share cores; measure also with at most one rank per core.
-        numbers = sorted({1, min(hardware.cards, usable_cores().value), hardware.cards})
-        found = calibration.measure_calibration(numbers, device=device, say=output.say)
-        output.say("timing real steps with a few blocks of the model")
-        found = fitting.fit_here(found, work, hardware, look, say=output.say)
-        if not options.no_cache:
-            calibration.save_calibration(found, cache_folder())
-    return calibration.as_known(found, hardware)
+    return request_from_settings(resolved, hardware, folder=folder, tokens=options.tokens)
 
 
 def _tracer(options: argparse.Namespace) -> Tracer:
     return Tracer(cache=None if options.no_cache else cache_folder(), say=output.say)
 
 
-def _show_plan(answer: Answer, line: str) -> None:
+def _show_plan(answer: Answer, line: str, *, details: bool) -> None:
     width = min(shutil.get_terminal_size().columns, _WIDTH)
-    output.print_coloured(
-        plan_text(answer, line=line, width=width, colour=output.wants_colour(sys.stdout))
-    )
+    colour = output.wants_colour(sys.stdout)
+    text = plan_text(answer, line=line, width=width, colour=colour, details=details)
+    output.print_coloured(text)
 
 
-def _write(
-    options: argparse.Namespace, answer: Answer, settings: Mapping[str, str], line: str
-) -> None:
-    """Write the files that were requested: the plan's settings and the HTML page."""
-    if options.html is not None:
-        write_atomically(options.html, plan_page(answer, line=line))
+def _write(options: argparse.Namespace, settings: Mapping[str, str]) -> None:
+    """Write the plan's settings, if requested."""
     if options.write is None:
         return
     chosen = [Flag(flag="muster plan", path=path, text=value) for path, value in settings.items()]
@@ -362,42 +325,28 @@ def _write(
 
 def _prove(options: argparse.Namespace, answer: Answer, look: Look) -> list[Finding]:
     """Compare the plan with real steps on this machine, if requested."""
-    found: list[Finding] = []
-    if options.verify:
-        from torchmuster.plan.proof import verification
+    from torchmuster.plan.proof import trials, verification
 
+    findings: list[Finding] = []
+    if options.verify:
         machine = answer.asked.hardware
         if not is_here(options):
             machine = here.hardware_here(ranks=options.ranks)
         output.say("running real steps on this machine")
-        found += verification.verify_plan(answer, here=machine, look=look, say=output.say).findings
+        findings += verification.verify_plan(answer, here=machine, look=look, say=output.say)
     if options.find_batch_size:
-        found.append(_find_batch_size(options, answer, look))
-    return found
-
-
-def _find_batch_size(options: argparse.Namespace, answer: Answer, look: Look) -> Finding:
-    from torchmuster.plan.proof import trials
-
-    best, asked = answer.chosen.value.candidate, answer.asked
-    most = None
-    if asked.global_batch_size is not None:
-        most = math.ceil(asked.global_batch_size / best.layout.ranks)
-    decided = trials.find_batch_size(
-        asked.work,
-        best,
-        hardware=asked.hardware,
-        start=trials.expected_memory(asked, best, look=look, most=most),
-        most=most,
-        say=output.say,
-    )
-    size, fix = decided.value.micro_batch_size, ""
-    if size is not None:
-        fix = trials.trial_advice(size, best, global_batch_size=asked.global_batch_size)
-    return Finding(
-        name="batch-size",
-        status=Status.FAILURE if size is None else Status.OK,
-        what=decided.reason,
-        fix=fix,
-        evidence="\n".join(map(str, decided.value.trials)),
-    )
+        asked, candidate = answer.asked, answer.chosen.value.candidate
+        samples = None
+        if asked.global_batch_size is not None:
+            samples = math.ceil(asked.global_batch_size / candidate.layout.ranks)
+        size, tried = trials.find_batch_size(
+            asked.work,
+            candidate,
+            hardware=asked.hardware,
+            start=candidate.micro_batch_size,
+            samples=samples,
+            say=output.say,
+        )
+        finding = trials.batch_size_finding(size, tried, candidate, samples=samples)
+        findings.append(finding)
+    return findings

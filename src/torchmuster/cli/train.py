@@ -34,15 +34,13 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.history.run_state import SILENT_AFTER_S
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.node import process_cleanup
-from torchmuster.plan import planning
 from torchmuster.plan.answer import Answer, as_settings
 from torchmuster.plan.hardware import here
 from torchmuster.plan.hardware.catalogue import Hardware
-from torchmuster.plan.hardware.cluster_file import describe_hardware
-from torchmuster.plan.memory.allocator import ALLOCATOR_SETTING
+from torchmuster.plan.hardware.described import describe_hardware
 from torchmuster.plan.proof.comparison import Promise
 from torchmuster.plan.request import request_from_settings
-from torchmuster.plan.timing import calibration
+from torchmuster.plan.search import make_plan
 from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.redaction import HIDDEN
@@ -96,12 +94,13 @@ def _refuse_other_machines(options: argparse.Namespace, resolved: Resolved) -> N
 
 
 def _answer(resolved: Resolved, hardware: Hardware) -> Answer:
-    hardware, rates = calibration.as_known(calibration.saved_calibration(cache_folder()), hardware)
     asked = request_from_settings(resolved, hardware, folder=str(Path.cwd()))
     with Tracer(cache=cache_folder(), say=output.say) as tracer:
-        return planning.make_plan(asked, tracer.records, rates=rates)
+        return make_plan(asked, tracer.records)
 
 
+# torch's segments that can grow: less memory is lost between tensors of changing sizes.
+ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 # These may change when a run is resumed; all others define the training.
 _MAY_CHANGE = (
     *("distributed.", "launch.", "checkpoint.every", "checkpoint.keep"),

@@ -1,4 +1,4 @@
-"""The result of a plan: forecast candidates, the chosen one, and what would change the choice."""
+"""The result of a plan: forecast candidates, the chosen one, and the settings that train with it."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from torchmuster.decision import Decision
 from torchmuster.devices.request import GpuId
 from torchmuster.finding import Finding
-from torchmuster.plan.hardware.catalogue import Hardware
+from torchmuster.plan.estimate import Memory, StepTime
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.memory.forecast import Memory
 from torchmuster.plan.request import PlanRequest
-from torchmuster.plan.timing.forecast import StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +18,9 @@ class Forecast:
 
     candidate: Candidate
     memory: Memory
-    time: StepTime | None  # None: the model could not be traced
+    time: StepTime | None  # None: no rates are known for this device
     spare_bytes: int  # of a GPU, above the high end of the band; negative: this much is missing
     host_spare_bytes: int | None  # of a machine; None: its memory is unknown
-    samples_per_s: float | None
-
-    @property
-    def could_fit(self) -> bool:
-        """Whether it fits at the low end of the band."""
-        band_bytes = self.memory.high_bytes - self.memory.low_bytes
-        return self.spare_bytes + band_bytes >= 0
 
     @property
     def fits(self) -> bool:
@@ -37,20 +28,29 @@ class Forecast:
         return self.spare_bytes >= 0 and (self.host_spare_bytes or 0) >= 0
 
     @property
-    def is_tight(self) -> bool:
-        """Whether it fits at the low end of the band, but not at the high end."""
+    def missing_bytes(self) -> int:
+        """What a GPU or its host lacks at the expected use; 0 or less: it probably fits."""
         band_bytes = self.memory.high_bytes - self.memory.total_bytes
-        return not self.fits and self.spare_bytes + band_bytes >= 0
+        return max(-self.spare_bytes - band_bytes, -(self.host_spare_bytes or 0))
+
+    @property
+    def probably_fits(self) -> bool:
+        """Whether it fits at the expected use."""
+        return self.missing_bytes <= 0
+
+    @property
+    def samples_per_s(self) -> float:
+        """The speed of all ranks; 0 if it is unknown."""
+        return 0.0 if self.time is None else self.time.samples_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassedOver:
-    """A candidate that was skipped because of a bound, and why."""
+class Skipped:
+    """A candidate that was not traced."""
 
     name: str
     why: str
     needs_bytes: int | None = None  # least memory of a GPU, if memory was the reason
-    of_states: bool = False  # these are weights, gradients and moments alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,9 @@ class Offer:
     """LoRA or QLoRA: it needs less memory, and trains less than full training."""
 
     name: str
-    rank: int
-    forecast: Forecast  # of the preferred candidate; of the nearest one if none fits
+    forecast: Forecast  # the preferred one that fits, else the nearest
     settings: Mapping[str, str]  # to add to the request, by their paths
-    trained_count: int | None
-    parameter_count: int | None
-    asked: PlanRequest
+    trained_count: int
 
     @property
     def flags(self) -> str:
@@ -73,20 +70,33 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The chosen candidate, the others, and what would change the choice."""
+    """The chosen candidate and the others."""
 
     asked: PlanRequest
     chosen: Decision[Forecast]
-    runner_up: Decision[Forecast] | None  # its reason says why it was not chosen
-    table: tuple[Forecast, ...]  # the best of each candidate, the fastest that fits first
-    passed_over: tuple[PassedOver, ...]
-    would_change: tuple[str, ...]
+    table: tuple[Forecast, ...]  # the best micro-batch of each candidate, in order of preference
+    skipped: tuple[Skipped, ...]
     offers: tuple[Offer, ...]  # where full training fits only with CPU offload
     findings: tuple[Finding, ...]
-    parameter_count: int | None
+    parameter_count: int
     tokens_per_sample: int | None
-    sources: tuple[tuple[str, str], ...]  # of each kind of figure: memory, time, GPU, links
-    took_s: float = 0.0
+    traces: int
+
+    @property
+    def hours(self) -> float | None:
+        """Hours for the requested number of tokens; None if it or the speed is unknown."""
+        time = self.chosen.value.time
+        if self.asked.tokens is None or time is None or time.tokens_per_s is None:
+            return None
+        return self.asked.tokens / time.tokens_per_s / 3600
+
+    @property
+    def price(self) -> float | None:
+        """The price of these hours on the GPUs that are used."""
+        hourly = self.asked.hardware.price_per_card_hour
+        if self.hours is None or hourly is None:
+            return None
+        return self.hours * hourly * self.chosen.value.candidate.layout.ranks
 
 
 def candidate_name(candidate: Candidate) -> str:
@@ -102,13 +112,8 @@ def candidate_name(candidate: Candidate) -> str:
 
 def recompute_of(candidate: Candidate) -> str:
     """Return how activations are kept, as shown to users."""
-    how = candidate.recompute
-    return f"every {how}." if isinstance(how, int) else how
-
-
-def short_name(candidate: Candidate) -> str:
-    """Return the name of a strategy with its recompute mode."""
-    return f"{candidate_name(candidate)} with recompute {recompute_of(candidate)}"
+    mode = candidate.recompute
+    return f"every {mode}." if isinstance(mode, int) else mode
 
 
 def as_settings(
@@ -119,16 +124,20 @@ def as_settings(
     ``gpu_ids`` are the requested GPUs; only as many as the candidate uses are set.
     """
     chosen: dict[str, str] = {}
+    layout, here = candidate.layout, asked.hardware.cards_per_machine
     if candidate.strategy != "single":
         chosen["distributed.strategy"] = candidate.strategy
     if candidate.strategy == "fsdp":
-        chosen["distributed.fsdp_sharding_strategy"] = _sharding(candidate)
-        if candidate.layout.copies > 1 and candidate.layout.shards != _per_machine(asked.hardware):
-            chosen["distributed.fsdp_shard_size"] = str(candidate.layout.shards)
+        sharding = "full_shard" if candidate.reshard else "shard_grad_op"
+        if layout.copies > 1:
+            sharding = "hybrid_shard"
+            if layout.shards != here:
+                chosen["distributed.fsdp_shard_size"] = str(layout.shards)
+        chosen["distributed.fsdp_sharding_strategy"] = sharding
     if candidate.cpu_offload:
         chosen["distributed.fsdp_cpu_offload"] = "true"
     if asked.hardware.card.kind != "cpu":
-        on_machine = min(candidate.layout.ranks, asked.hardware.cards_per_machine)
+        on_machine = min(layout.ranks, here)
         chosen["distributed.num_gpus"] = str(on_machine)
         if gpu_ids is not None:
             chosen["distributed.gpu_ids"] = ",".join(map(str, gpu_ids[:on_machine]))
@@ -140,30 +149,20 @@ def as_settings(
     return chosen
 
 
-def _sharding(candidate: Candidate) -> str:
-    if candidate.layout.copies > 1:
-        return "hybrid_shard"
-    return "full_shard" if candidate.reshard else "shard_grad_op"
-
-
-def _per_machine(hardware: Hardware) -> int:
-    return hardware.cards_per_machine
-
-
 def line_to_paste(
     settings: Mapping[str, str],
-    given: Mapping[str, str],
+    flags: Mapping[str, str],
     candidate: Candidate,
     asked: PlanRequest,
     *,
     config: str | None,
 ) -> str:
-    """Return the train command; ``given`` are the plan's flags in addition to the file."""
-    words = ["muster", "train"]
+    """Return the train command; ``flags`` are the plan's own, in addition to the file."""
+    command = ["muster", "train"]
     if config is not None:
-        words += ["--config", config]
+        command += ["--config", config]
     if asked.hardware.card.kind == "cpu":
-        words += ["--device", "cpu", "--ranks", str(candidate.layout.ranks)]
-    for path, value in {**given, **settings}.items():
-        words += ["--set", f"{path}={value}"]
-    return shlex.join(words)
+        command += ["--device", "cpu", "--ranks", str(candidate.layout.ranks)]
+    for path, value in {**flags, **settings}.items():
+        command += ["--set", f"{path}={value}"]
+    return shlex.join(command)

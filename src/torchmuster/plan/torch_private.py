@@ -48,10 +48,6 @@ NAMES = (
         "prevent DDP from rebuilding its buckets after the first step, which reads tensor values",
     ),
     PrivateName(
-        "torch.utils._pytree.tree_leaves", "find the tensors among an operation's arguments"
-    ),
-    PrivateName("torch.utils._pytree.tree_map", "replace the arguments of an operation"),
-    PrivateName(
         "torch.UntypedStorage._cdata", "distinguish storages, including those without memory"
     ),
     PrivateName("torch.nn.Module._parameters", "replace a parameter by one without memory"),
@@ -72,7 +68,6 @@ NAMES = (
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
         "count the FLOPs and memory of attention's backward",
     ),
-    PrivateName("torch.ops.aten._safe_softmax", "measure the temporary memory of softmax"),
     PrivateName(
         "torch.ops.aten._native_batch_norm_legit",
         "correct the dtype of the statistics of batch normalization",
@@ -80,11 +75,6 @@ NAMES = (
     PrivateName("torch.ops.c10d._allgather_base_", "count the bytes of an all-gather"),
     PrivateName("torch.ops.c10d._reduce_scatter_base_", "count the bytes of a reduce-scatter"),
     PrivateName("torch.ops.aten._unsafe_view", "identify this operation, which moves no memory"),
-    PrivateName("torch.ops.aten._foreach_zero_", "identify this operation, which reads no memory"),
-    PrivateName(
-        "torch.ops.aten._foreach_copy_",
-        "identify this operation, which does not read what it overwrites",
-    ),
 )
 require(NAMES)
 
@@ -96,9 +86,8 @@ from torch._subclasses.fake_tensor import (  # noqa: E402
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as with_memory  # noqa: E402
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
-__all__ = ["FakeTensorMode", "tree_leaves", "tree_map", "with_memory"]
+__all__ = ["FakeTensorMode", "with_memory"]
 
 # Raised if something depends on tensor values, or has no rule for tensors without memory.
 CANNOT_FOLLOW = (
@@ -110,11 +99,9 @@ CANNOT_FOLLOW = (
 READ_VALUE = _aten._local_scalar_dense.default
 ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-SAFE_SOFTMAX = _aten._safe_softmax.default
 BATCH_NORM = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
-# Operations by name: those that move no memory, and those that do not read what they overwrite.
+# Operations that move no memory, by name.
 MOVE_NOTHING = ("_unsafe_view",)
-OVERWRITE = ("_foreach_zero_", "_foreach_copy_")
 
 # Collectives by name.
 ALL_GATHER, REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"

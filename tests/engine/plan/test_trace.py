@@ -21,9 +21,10 @@ from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.real_steps import real_steps
 from torchmuster.plan.probes.trace import answer, trace
-from torchmuster.plan.proof.verification import RealSteps
-from torchmuster.plan.record import Allocation, TracedCollective, TraceRecord, TraceRequest
+from torchmuster.plan.proof.real_ranks import RealSteps
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.torch_private import single_allocations
+from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.train.strategies.sharding import ShardLayout
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers"), pytest.mark.slow]
@@ -140,7 +141,6 @@ def llama(tmp_path: Path) -> Work:
 def replaced_for_a_while() -> tuple[object, ...]:
     return (
         torch.UntypedStorage.resize_,
-        torch.get_rng_state,
         torch.rms_norm,
         torch.nn.Module._apply,
         functional.scaled_dot_product_attention,
@@ -194,18 +194,18 @@ def test_batch_normalization_of_what_autocast_made_is_followed(own: Work) -> Non
 def test_what_is_tied_stays_so_in_another_type(own: Work) -> None:
     work = built_by("tied", own, torch_dtype="bfloat16")
     record = trace(TraceRequest(work=work, candidate=single()))
-    assert record.states["parameters"] == record.states["gradients"] == 16 * 4000 * 2
+    assert record.peaks[0].by_category["parameters"] == 16 * 4000 * 2
     assert record.parameter_count == 16 * 4000
 
 
 def weights_taken_by_real_backward(output: torch.Tensor, weight: torch.Tensor) -> int:
-    """Return how many times a weight's size is taken, where no mode looks on: that changes how gradients are added up."""
+    """Return how many times a weight's size is allocated, without a mode, which would change it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         output.sum().backward()  # type: ignore[no-untyped-call]
     return max(accumulate(single_allocations(seen))) // (weight.numel() * weight.itemsize)
 
 
-def test_a_gradient_is_added_to_where_it_lies_unless_it_is_a_view(own: Work) -> None:
+def test_a_gradient_is_added_to_in_place_unless_it_is_a_view(own: Work) -> None:
     x, weight = torch.zeros(1, 16), torch.zeros(16, 4000, requires_grad=True)
     transposed = weight.detach().T.contiguous().requires_grad_()
     used = x @ weight + x.relu() @ weight
@@ -215,13 +215,14 @@ def test_a_gradient_is_added_to_where_it_lies_unless_it_is_a_view(own: Work) -> 
         "tied": weights_taken_by_real_backward(tied, transposed),
     }
     assert expected == {"used_twice": 2, "tied": 3}
+    weights = 16 * 4000 * 4
     for name, times in expected.items():
         for kernels in KERNELS:
             work = built_by(name, own, optimizer="sgd")
             record = trace(TraceRequest(work=work, candidate=single(), kernels=kernels))
-            largest = max(one.peak_bytes for one in record.peaks if one.phase == "backward")
-            gradients = largest - record.states["parameters"] - record.states["optimizer"]
-            assert gradients // record.states["parameters"] == times, (name, kernels)
+            largest = max(peak.peak_bytes for peak in record.peaks if peak.phase == "backward")
+            states = 2 * weights  # and the momentum
+            assert (largest - states) // weights == times, (name, kernels)
 
 
 def test_parameters_that_ddp_would_wait_for_are_named(
@@ -252,127 +253,95 @@ def fsdp(copies: int, shards: int, **more: Any) -> Candidate:
     )
 
 
-def collectives(record: TraceRecord) -> list[TracedCollective]:
-    return [one.collective for one in record.timeline if one.collective is not None]
-
-
-@pytest.mark.nightly
-def test_ranks_that_do_not_exist_share_the_states(llama: Work) -> None:
-    alone = trace(TraceRequest(work=llama, candidate=single(), blocks=3))
-    record = trace(TraceRequest(work=llama, candidate=fsdp(1, 8), blocks=3))
-    assert record.blocks_traced == 3
-    assert record.blocks == 4
-    assert record.blocks_alike
-    assert alone.states["parameters"] == alone.states["gradients"]
-    # 300 rows of the vocabulary are no multiple of 8: rank 0 has 38 of them, twice
-    padding = 2 * (38 * 8 - 300) * 64 * 4
-    for name in ("parameters", "gradients"):
-        assert record.states[name] == (alone.states[name] + padding) // 8
-    per_block = [one for one in collectives(record) if one.kind == "all_gather"]
-    assert len(per_block) == 1 + 3 + 3  # the rest once, each block in forward and backward
-    reduced = [one for one in collectives(record) if one.kind == "reduce_scatter"]
-    assert len(reduced) == 1 + 3
-    assert {one.ranks for one in (*per_block, *reduced)} == {8}
-    assert not any(one.between_copies for one in collectives(record))
-    # gloo gathers and scatters by way of a copy
-    assert any(one.operation.startswith("c10d.") for one in record.peaks)
-    assert sum(one.moved_bytes for one in reduced) == 8 * record.states["gradients"]
-    assert record.parameter_count == sum(
-        torch.Size(one.shape).numel() * (one.copies if one.block == 0 else 1)
-        for one in record.parameters
-        if one.block in (None, 0)
-    )
-
-
-@pytest.mark.nightly
-def test_copies_reduce_among_themselves_in_the_last_micro_batch_alone(llama: Work) -> None:
-    record = trace(TraceRequest(work=llama, candidate=fsdp(4, 2, accumulation=2)))
-    between = [
-        one
-        for one in record.timeline
-        if one.collective is not None and one.collective.between_copies
-    ]
-    assert {(one.collective and one.collective.ranks, one.micro_batch) for one in between} == {
-        (4, 1)
-    }
-    assert len(between) == 1 + 4
-    scattered = [one for one in collectives(record) if one.kind == "reduce_scatter"]
-    assert len(scattered) == 2 * (1 + 4)
-
-
-def test_ddp_keeps_its_gradients_and_reduces_all_of_them_once(llama: Work) -> None:
-    candidate = Candidate(strategy="ddp", layout=ShardLayout(copies=4, shards=1), accumulation=2)
-    record = trace(TraceRequest(work=llama, candidate=candidate))
-    reduced = [
-        one for one in collectives(record) if (one.kind, one.dtype) == ("all_reduce", "float32")
-    ]
-    assert sum(one.moved_bytes for one in reduced) == record.states["gradients"]
-    assert {one.ranks for one in reduced} == {4}
-    before = record.peaks[0]
-    assert before.phase == "forward"
-    assert before.by_category["gradients"] == record.states["gradients"], "buckets stay"
-    # The first micro-batch's are there beside the buckets, until the second's are.
-    ends = [peak.by_category for peak in record.peaks if peak.phase == "backward"]
-    assert ends[0]["gradients"] > record.states["gradients"]
-    assert max(one["gradients"] for one in ends) == 2 * record.states["gradients"]
-    assert all(one.get("temporaries", 0) < record.states["gradients"] / 4 for one in ends)
-
-
-@pytest.mark.nightly
-def test_peaks_are_told_by_phase_and_block_with_what_they_are_made_of(llama: Work) -> None:
-    candidate = single(micro_batch_size=8, recompute="full")
-    record = trace(TraceRequest(work=llama, candidate=candidate))
-    places = [(one.phase, one.block) for one in record.peaks]
-    for phase, order in (("forward", range(4)), ("backward", reversed(range(4)))):
-        assert [block for name, block in places if name == phase and block is not None] == list(
-            order
-        )
-    for peak in record.peaks:
-        assert sum(peak.by_category.values()) == peak.peak_bytes
-        assert peak.by_category["parameters"] >= record.states["parameters"]
-        assert peak.by_category["optimizer"] == record.states["optimizer"]
-    by_phase = {one.phase: one for one in record.peaks}
-    assert by_phase["loss"].by_category["logits"] >= 8 * 32 * 300 * 4
-    assert by_phase["update"].by_category["gradients"] == record.states["gradients"]
-    inner = next(one for one in record.peaks if (one.phase, one.block) == ("forward", 2))
-    assert inner.module.startswith("model.layers.2")
-    again = [one for one in record.timeline if one.recomputed]
-    assert {one.block for one in again} == {0, 1, 2, 3}
-    forward = [one for one in record.timeline if one.phase == "forward" and one.block == 1]
-    flops = [sum(one.flops for s in part for one in s.operations) for part in (forward, again)]
-    last_product = 2 * 8 * 32 * 160 * 64  # its result is not needed, so torch stops before it
-    assert flops[1] == 4 * (flops[0] - last_product)
+def forward_flops(record: TraceRecord) -> int:
+    return record.costs["last"].forward_flops
 
 
 def test_flops_are_those_of_the_matrix_products(own: Work) -> None:
-    candidate = single(micro_batch_size=8)
-    record = trace(TraceRequest(work=own, candidate=candidate))
+    record = trace(TraceRequest(work=own, candidate=single(micro_batch_size=8)))
     products = 16 * 64 + 5 * 2 * 64 * 256 + 64 * 10
-    forward = [one for one in record.timeline if one.phase == "forward"]
-    assert sum(one.flops for part in forward for one in part.operations) == 2 * 8 * products
-    backward = [one for one in record.timeline if one.phase == "backward"]
-    assert sum(one.flops for part in backward for one in part.operations) == 4 * 8 * products
+    assert forward_flops(record) == 2 * 8 * products
+    assert sum(record.costs["last"].flops.values()) == 6 * 8 * products
 
 
-def test_cuda_fuses_norms_and_no_optimizer_takes_room_for_all_parameters(own: Work) -> None:
+@pytest.mark.nightly
+def test_full_recomputation_repeats_the_forward_of_the_blocks(llama: Work) -> None:
+    none, full = (
+        trace(TraceRequest(work=llama, candidate=single(micro_batch_size=8, recompute=mode)))
+        for mode in ("none", "full")
+    )
+    more = sum(full.costs["last"].flops.values()) - sum(none.costs["last"].flops.values())
+    assert 0.5 * forward_flops(none) < more < forward_flops(none)
+    assert full.peak_bytes < none.peak_bytes
+
+
+@pytest.mark.nightly
+def test_shards_take_their_part_of_the_states(llama: Work) -> None:
+    alone = trace(TraceRequest(work=llama, candidate=single(), blocks=3))
+    record = trace(TraceRequest(work=llama, candidate=fsdp(1, 8), blocks=3))
+    assert (record.blocks_traced, record.blocks, record.blocks_alike) == (3, 4, True)
+    # 300 rows of the vocabulary are no multiple of 8: rank 0 has 38 of them, twice
+    padding = 2 * (38 * 8 - 300) * 64 * 4
+    states = [one.peaks[0].by_category["optimizer"] for one in (alone, record)]
+    assert states[1] == pytest.approx((states[0] + 2 * padding) / 8, rel=1e-3)
+    # Gathered in forward and backward, reduced once, in float32.
+    weights = alone.peaks[0].by_category["parameters"] + padding
+    assert record.costs["last"].sent_bytes["shards"] == pytest.approx(3 * weights, rel=0.2)
+
+
+@pytest.mark.nightly
+def test_copies_of_shards_reduce_in_the_last_micro_batch(llama: Work) -> None:
+    record = trace(TraceRequest(work=llama, candidate=fsdp(4, 2, accumulation=2)))
+    assert "copies" not in record.costs["first"].sent_bytes
+    assert record.costs["last"].sent_bytes["copies"] > 0
+    assert record.costs["first"].sent_bytes["shards"] > 0
+
+
+def test_ddp_reduces_its_gradients_once(llama: Work) -> None:
+    candidate = Candidate(strategy="ddp", layout=ShardLayout(copies=4, shards=1), accumulation=2)
+    record = trace(TraceRequest(work=llama, candidate=candidate))
+    weights = record.peaks[0].by_category["parameters"]
+    assert record.costs["last"].sent_bytes["all"] == pytest.approx(2 * weights, rel=0.01)
+    assert record.costs["first"].sent_bytes.get("all", 0) < 0.01 * weights
+
+
+@pytest.mark.nightly
+def test_peaks_have_phase_block_and_categories(llama: Work) -> None:
+    record = trace(TraceRequest(work=llama, candidate=single(micro_batch_size=8)))
+    stages = [(peak.phase, peak.block) for peak in record.peaks]
+    for phase, order in (("forward", range(4)), ("backward", reversed(range(4)))):
+        blocks = [block for name, block in stages if name == phase and block is not None]
+        assert blocks == list(order)
+    for peak in record.peaks:
+        assert sum(peak.by_category.values()) == peak.peak_bytes
+        assert peak.by_category["optimizer"] >= 2 * peak.by_category["parameters"] * 0.99
+    loss = next(peak for peak in record.peaks if peak.phase == "loss")
+    assert loss.by_category["logits"] >= 8 * 32 * 300 * 4
+
+
+def test_cuda_fuses_norms_and_updates_without_a_copy_of_all_parameters(own: Work) -> None:
     candidate = single(micro_batch_size=64)
     cpu, cuda = (
         trace(TraceRequest(work=own, candidate=candidate, kernels=kernels)) for kernels in KERNELS
     )
-    peaks = [
-        {one.phase: one for one in record.peaks}["loss"].by_category["activations"]
+    activations = [
+        next(peak for peak in record.peaks if peak.phase == "loss").by_category["activations"]
         for record in (cpu, cuda)
     ]
-    assert peaks[1] < peaks[0]
-    updating = [
-        next(one for one in record.peaks if one.phase == "update") for record in (cpu, cuda)
+    assert activations[1] < activations[0]
+
+
+def attention_peaks(work: Work) -> list[int]:
+    return [
+        trace(
+            TraceRequest(work=work, candidate=single(precision="bf16"), kernels=kernels)
+        ).peak_bytes
+        for kernels in KERNELS
     ]
-    assert updating[1].by_category["temporaries"] < cuda.states["parameters"]
-    assert updating[0].by_category["temporaries"] < cpu.states["parameters"]
 
 
 @pytest.mark.nightly
-def test_cuda_drops_out_in_one_operation_and_within_attention(tmp_path: Path) -> None:
+def test_cuda_drops_out_within_attention(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "gpt2").mkdir()
     config = {
@@ -385,20 +354,61 @@ def test_cuda_drops_out_in_one_operation_and_within_attention(tmp_path: Path) ->
     }
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config))
     work = Work(model_name_or_path="gpt2", sequence_length=128, folder=str(tmp_path))
-    cpu, cuda = (
-        trace(TraceRequest(work=work, candidate=single(precision="bf16"), kernels=kernels))
-        for kernels in KERNELS
-    )
-    on_cpu, on_cuda = (
-        {one.name for part in record.timeline if part.block is not None for one in part.operations}
-        for record in (cpu, cuda)
-    )
-    by_pairs_of_tokens = {"aten.bmm", "aten.bernoulli_"}
-    assert by_pairs_of_tokens <= on_cpu
-    assert not by_pairs_of_tokens & on_cuda
-    assert "aten.native_dropout" in on_cuda
+    cpu, cuda = attention_peaks(work)
     pairs = 2 * 4 * 128 * 128  # of tokens, in all blocks and heads: the CPU keeps 13 bytes for each
-    assert cpu.peak_bytes - cuda.peak_bytes > 8 * pairs
+    assert cpu - cuda > 8 * pairs
+
+
+ATTENDING = """
+from functools import partial
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+import helper_NAME
+
+class Attending(nn.Module):
+    def __init__(self, attend):
+        super().__init__()
+        self.layer, self.attend = nn.Linear(16, 64), attend
+
+    def forward(self, x):
+        x = self.layer(x).view(len(x), 4, 64 // 4, 1).expand(-1, -1, -1, 16) + 0.0
+        x = x.repeat(1, 1, 16, 1)
+        return self.attend(x, x, x, dropout_p=0.5).flatten(1)[:, :10]
+
+def by_name():
+    return Attending(lambda *a, **k: scaled_dot_product_attention(*a, **k))
+
+def by_helper():
+    return Attending(helper_NAME.attend)
+
+def by_attribute():
+    return Attending(partial(scaled_dot_product_attention))
+
+def samples():
+    return [(torch.zeros(16), 3)]
+"""
+
+
+def test_attention_imported_by_name_is_planned_as_cudas(tmp_path: Path) -> None:
+    name = tmp_path.name.replace("-", "_")
+    (tmp_path / f"attending_{name}.py").write_text(ATTENDING.replace("NAME", name))
+    (tmp_path / f"helper_{name}.py").write_text(
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+        "def attend(*args, **kwargs):\n    return sdpa(*args, **kwargs)\n"
+    )
+    module = f"attending_{name}"
+    traced = {}
+    for build in ("by_name", "by_helper", "by_attribute"):
+        work = Work(build=f"{module}:{build}", dataset=f"{module}:samples", folder=str(tmp_path))
+        request = TraceRequest(work=work, candidate=single(), kernels="cuda")
+        traced[build] = trace(request)
+    assert traced["by_name"].peak_bytes == traced["by_helper"].peak_bytes
+    assert traced["by_name"].warnings == ()
+    # A function that an object keeps cannot be patched: the plan warns.
+    assert traced["by_attribute"].peak_bytes > traced["by_name"].peak_bytes
+    (warning,) = traced["by_attribute"].warnings
+    assert "Attending keeps scaled_dot_product_attention" in warning
 
 
 @pytest.mark.nightly
@@ -408,39 +418,33 @@ def test_what_is_offloaded_is_the_hosts(llama: Work) -> None:
         for offload in (False, True)
     )
     assert kept.host_bytes == 0
-    assert offloaded.host_bytes == sum(
-        offloaded.states[name] for name in ("parameters", "gradients", "optimizer")
-    )
-    spared = kept.states["parameters"] + kept.states["optimizer"]
-    assert kept.peak_bytes - offloaded.peak_bytes >= spared - 4096
+    states = kept.peaks[0].by_category["parameters"] + kept.peaks[0].by_category["optimizer"]
+    assert offloaded.host_bytes == pytest.approx(states * 4 / 3, rel=0.01)
+    assert kept.peak_bytes - offloaded.peak_bytes >= states - 4096
 
 
 @pytest.mark.nightly
-def test_the_log_gives_back_what_it_takes_and_knows_streams(llama: Work, tmp_path: Path) -> None:
-    request = TraceRequest(work=llama, candidate=fsdp(1, 2), keep_log=True, kernels="cuda")
-    record = trace(request, logs=tmp_path / "logs")
-    assert record.log is not None
-    assert trace(request, logs=tmp_path / "logs").log != record.log, "a log is never written over"
-    lines = Path(record.log).read_bytes().splitlines()
-    events = [msgspec.json.decode(line, type=Allocation) for line in lines]
-    marks = [one.mark for one in events if one.kind == "mark"]
-    assert "step 0" in marks
-    assert "forward 0 3" in marks
-    live, highest, held = 0, 0, dict[int, int]()
-    for one in events[events.index(next(e for e in events if e.mark == "step 1")) :]:
-        assert one.kind != "take" or one.size_bytes > 0
-    for one in events:
-        if one.kind == "take":
-            assert one.number not in held
-            held[one.number] = one.size_bytes
-            live += one.size_bytes
-        elif one.kind == "give":
-            assert held.pop(one.number) == one.size_bytes
-            live -= one.size_bytes
-        highest = max(highest, live)
-    # The first step has no states of the optimizer yet, so it never needs more.
-    assert highest == record.peak_bytes >= record.first_step_peak_bytes
-    assert {one.stream for one in events} == {"compute", "gather", "reduce"}
+@pytest.mark.parametrize(
+    ("optimizer", "least", "most"),
+    [("adamw", 2, 2.1), ("muon", 1, 2), ("adafactor", 0, 0.2), ("adamw_8bit", 0.5, 2)],
+)
+def test_the_states_of_every_optimizer_are_traced(
+    llama: Work, optimizer: str, least: float, most: float
+) -> None:
+    work = replace(llama, optimizer=optimizer)
+    begin = trace(TraceRequest(work=work, candidate=single(), kernels="cuda")).peaks[0].by_category
+    assert least <= begin.get("optimizer", 0) / begin["parameters"] <= most
+
+
+def test_what_user_code_writes_to_descriptor_1_does_not_reach_the_answers(tmp_path: Path) -> None:
+    code = MODELS.replace('print("a model may print")', "os.system('echo from a child process')")
+    name = f"loud_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(f"import os\nos.system('echo at import'){code}")
+    work = Work(build=f"{name}:make", dataset=f"{name}:samples", folder=str(tmp_path))
+    with Tracer(cache=None) as tracer:
+        request = TraceRequest(work=work, candidate=single(micro_batch_size=2))
+        (record,) = tracer.records([request])
+    assert isinstance(record, TraceRecord), record
 
 
 def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAssertion) -> None:
@@ -453,27 +457,8 @@ def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAsser
     assert caught.value.why.startswith("aten._local_scalar_dense.default (.item(), ")
     assert caught.value.what == snapshot
     assert caught.value.fix == snapshot
-    told = answer(msgspec.json.encode(request), None)
+    told = answer(msgspec.json.encode(request))
     assert told["refused"]["what"] == caught.value.what
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("optimizer", "least", "most"),
-    [("adamw", 2, 2.1), ("muon", 1, 2), ("adafactor", 0, 0.2), ("adamw_8bit", 0.5, 2)],
-)
-def test_the_states_of_every_optimizer_are_traced(
-    llama: Work, optimizer: str, least: float, most: float
-) -> None:
-    work = replace(llama, optimizer=optimizer)
-    states = trace(TraceRequest(work=work, candidate=single(), kernels="cuda")).states
-    assert least <= states["optimizer"] / states["parameters"] <= most
-
-
-def test_many_shards_are_not_traced(llama: Work, snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible, match="128 shards") as refused:
-        trace(TraceRequest(work=llama, candidate=fsdp(1, 128)))
-    assert refused.value == snapshot
 
 
 def test_what_is_broken_is_told_with_its_own_words(own: Work) -> None:
@@ -481,7 +466,7 @@ def test_what_is_broken_is_told_with_its_own_words(own: Work) -> None:
         work=replace(own, build="no_such_module:make"),
         candidate=single(),
     )
-    told = answer(msgspec.json.encode(request), None)
+    told = answer(msgspec.json.encode(request))
     assert "no module 'no_such_module'" in told["refused"]["what"]
 
 

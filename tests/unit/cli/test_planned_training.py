@@ -26,7 +26,7 @@ CARDS = tuple(
 @pytest.fixture
 def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
     """Follow a plan with made-up forecasts on a machine with eight cards."""
-    model = MadeUpModel(parameters=100_000_000).stand_in(monkeypatch)
+    model = MadeUpModel(parameters=100_000_000, sample_gib=0.1)
 
     class NoTracer:
         def __init__(self, **_: object) -> None:

@@ -68,7 +68,7 @@ def test_an_unknown_card_is_refused_with_those_that_are_near() -> None:
         catalogue.gpu_named("H1000")
     assert caught.value.what == "H1000 is not in the GPU catalogue"
     assert "closest: H100" in caught.value.why
-    assert "cluster file" in caught.value.fix
+    assert "use one of these" in caught.value.fix
     assert catalogue.find_gpu("H1000") is None
 
 

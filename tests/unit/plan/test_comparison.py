@@ -51,10 +51,10 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, snapshot: SnapshotAssertion)
             "samples may run out of memory; a step takes 500 ms, planned 2 s (-75.0 %)",
         ),
         (
-            3.0,
+            4.0,
             None,
-            "memory is not measured on the CPU; muster plan --verify measures it; a step takes 3 s, "
-            "planned 2 s (+50.0 %), slower than planned: the shares in the step line show what it "
+            "memory is not measured on the CPU; muster plan --verify measures it; a step takes 4 s, "
+            "planned 2 s (+100.0 %), slower than planned: the shares in the step line show what it "
             "waits for",
         ),
     ],

@@ -1,91 +1,49 @@
-"""What the reports of a plan say beside its figures, over models that are simple sums."""
+"""A plan on one screen: the choice and its band first; the details and JSON have everything."""
 
-import dataclasses
+import json
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
-from made_up_plans import RATES, MadeUpModel, hardware, question
-from torchmuster.plan.answer import Answer
-from torchmuster.plan.hardware.catalogue import Hardware
-from torchmuster.plan.job import Candidate
-from torchmuster.plan.planning import make_plan
-from torchmuster.plan.report.page import plan_json, plan_page
-from torchmuster.plan.report.terminal import plan_table, plan_text
-from torchmuster.plan.timing.rates import CATALOGUED, ON_CPU
+from made_up_plans import MadeUpModel, hardware, question
+from torchmuster.plan.report import plan_json, plan_text, seconds_text, short_number
+from torchmuster.plan.search import make_plan
+
+ANSWER = make_plan(question(hardware(), tokens=10**12), MadeUpModel(sample_gib=30).look)
 
 
-def planned(
-    monkeypatch: pytest.MonkeyPatch, on: Hardware | None = None, *, origin: str = "made up"
-) -> Answer:
-    model = MadeUpModel().stand_in(monkeypatch)
-    answer = make_plan(question(on), model.look, rates=RATES, simulate=False)
-    rows = []
-    for one in answer.table:
-        assert one.time is not None
-        rows.append(dataclasses.replace(one, time=dataclasses.replace(one.time, origin=origin)))
-    return dataclasses.replace(answer, table=tuple(rows))
+def test_choice_and_band_are_in_the_first_three_of_at_most_twenty_lines() -> None:
+    lines = plan_text(ANSWER, line="muster train").splitlines()
+    assert len(lines) <= 20
+    assert lines[0].startswith("chosen  fsdp over 8 GPUs, micro-batch ")
+    assert "(band " in lines[0]
+    assert lines[1].startswith("speed   rough: ")
+    assert "tokens/s (band " in lines[1]
+    assert lines[-1] == "  muster train"
+    assert any(line.startswith("total ") for line in lines)
 
 
-def test_how_far_times_may_be_off_is_said_once_beside_the_table(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said = "published runs reached 0.55 to 1.31 times these speeds"
-    usual = planned(monkeypatch, origin=CATALOGUED.source)
-    assert plan_text(usual, line="").count(said) == 1
-    assert plan_page(usual, line="").count(said) == 1
-    for other in (ON_CPU.source, "measured on somewhere"):
-        assert said not in plan_text(planned(monkeypatch, origin=other), line="")
+def test_details_have_the_parts_of_the_memory_and_their_sources() -> None:
+    text = plan_text(ANSWER, line="muster train", details=True)
+    for words in ("activations", "x tensors", "NCCL", "skipped ddp: ", "a checkpoint takes"):
+        assert words in text
 
 
-def test_rows_of_one_way_are_told_apart_by_their_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = planned(monkeypatch, hardware(machines=2))
-    one = answer.table[0]
-    ways = [
-        Candidate(strategy="fsdp", layout=dataclasses.replace(one.candidate.layout, **layout))
-        for layout in ({"copies": 1, "shards": 16}, {"copies": 1, "shards": 8})
-    ]
-    rows = tuple(dataclasses.replace(one, candidate=way) for way in ways)
-    _, shown = plan_table(dataclasses.replace(answer, table=rows))
-    assert [row[0] for row in shown] == ["fsdp", "fsdp over 8"]
+def test_json_has_everything() -> None:
+    document = json.loads(json.dumps(plan_json(ANSWER, line="muster train", settings={"a": "b"})))
+    assert document["fits"] is True
+    assert document["chosen"]["name"] == "fsdp"
+    assert document["chosen"]["memory"]["low_bytes"] < document["chosen"]["memory"]["high_bytes"]
+    assert document["settings"] == {"a": "b"}
+    assert document["hours"] > 0
 
 
-def test_rows_that_a_screen_has_no_room_for_are_counted(
-    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    answer = planned(monkeypatch)
-    assert "--json" not in plan_text(answer, line="")
-    many = dataclasses.replace(answer, table=answer.table[:1] * 12)
-    (rest,) = [line for line in plan_text(many, line="").splitlines() if "--json" in line]
-    assert "2 more rows" in rest
-    assert rest == snapshot
+@pytest.mark.parametrize(
+    ("amount", "text"), [(0.0123, "0.012"), (58_761, "59,000"), (8.03e9, "8.03 B"), (1.0, "1")]
+)
+def test_forecasts_have_two_digits(amount: float, text: str) -> None:
+    assert short_number(amount) == text
 
 
-def test_waiting_for_others_is_said_of_what_is_chosen(
-    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    answer = planned(monkeypatch)
-    best = answer.chosen.value
-    assert best.time is not None
-    time = dataclasses.replace(best.time, compute_s=3.0, step_s=4.0)
-    chosen = dataclasses.replace(answer.chosen, value=dataclasses.replace(best, time=time))
-    answer = dataclasses.replace(answer, chosen=chosen)
-    (said,) = [
-        line for line in plan_text(answer, line="").splitlines() if "efficiency 75 %" in line
-    ]
-    assert said == snapshot
-    assert said.removeprefix("scaling ") in plan_page(answer, line="")
-    document = plan_json(answer, line="", settings={})
-    assert document["chosen"]["scaling_efficiency"] == 0.75
-    MadeUpModel(parameters=1_000_000_000).stand_in(monkeypatch)
-    alone = planned(monkeypatch, hardware(cards=1, memory_gib=288))
-    assert "efficiency" not in plan_text(alone, line="")
-
-
-def test_a_cpu_has_ranks_and_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    on = hardware(cards=2)
-    on = dataclasses.replace(on, card=dataclasses.replace(on.card, kind="cpu", name="a CPU"))
-    answer = planned(monkeypatch, on)
-    for shown in (plan_text(answer, line=""), plan_page(answer, line="")):
-        assert "GPU" not in shown
-        assert "rank" in shown
+def test_times_have_two_digits() -> None:
+    assert seconds_text(0.1234) == "120 ms"
+    assert seconds_text(1.26) == "1.3 s"

@@ -1,112 +1,177 @@
-"""Which ways there are, and how they become settings that a training takes."""
+"""Which configuration is chosen, what is refused and offered; the traces are made up."""
+
+from dataclasses import replace
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
-from made_up_plans import hardware, question
-from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import resolve_settings
+from made_up_plans import WORK, MadeUpModel, fsdp, hardware, question
 from torchmuster.errors import Impossible
-from torchmuster.plan.answer import as_settings, candidate_name
+from torchmuster.plan import search
+from torchmuster.plan.answer import Answer, Forecast, candidate_name
+from torchmuster.plan.estimate import Memory
+from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.search.candidates import batch_splits, device_spreads
-from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
+from torchmuster.plan.request import PlanRequest
+from torchmuster.train.strategies.sharding import ShardLayout
+from torchmuster.units import GiB
+
+HUB = replace(WORK, build=None, model_name_or_path="owner/name")
 
 
-def names(**asked: object) -> list[str]:
-    return [
-        f"{candidate_name(one)} ({one.layout.ranks})"
-        for one in device_spreads(question(asked.pop("on", None), **asked))  # type: ignore[arg-type]
-    ]
+def plan(request: PlanRequest, model: MadeUpModel | None = None) -> Answer:
+    return search.make_plan(request, (model or MadeUpModel()).look)
 
 
-def test_one_card_has_two_ways() -> None:
-    assert names(on=hardware(cards=1)) == ["single (1)", "fsdp + offload (1)"]
+def chosen(answer: Answer) -> Candidate:
+    return answer.chosen.value.candidate
 
 
-def test_a_machine_has_the_ways_of_its_cards_and_one_card_alone() -> None:
-    assert names() == [
-        *("single (1)", "ddp (8)", "fsdp (8)", "shard_grad_op (8)", "fsdp + offload (8)"),
-    ]
+def test_a_small_model_is_copied() -> None:
+    answer = plan(question(), MadeUpModel(parameters=1_000_000_000, sample_gib=1))
+    assert candidate_name(chosen(answer)) == "ddp"
+    assert chosen(answer).recompute == "none"
+    assert chosen(answer).layout.ranks == 8
 
 
-def test_machines_can_share_copies_in_all_sizes_that_divide_evenly() -> None:
-    found = [one for one in names(on=hardware(machines=6)) if "offload" not in one]
-    assert found == [
-        *("single (1)", "ddp (48)", "ddp (8)"),
-        *("fsdp (48)", "shard_grad_op (48)"),
-        *("hybrid 2 x 24 (48)", "hybrid 3 x 16 (48)", "hybrid 6 x 8 (48)"),
-        *("fsdp (8)", "shard_grad_op (8)"),
-    ]
+def test_one_gpu_needs_no_strategy() -> None:
+    answer = plan(question(hardware(cards=1)), MadeUpModel(parameters=1_000_000_000, sample_gib=1))
+    assert candidate_name(chosen(answer)) == "single"
 
 
-def test_what_is_fixed_leaves_the_rest_open() -> None:
-    many = hardware(machines=4)
-    assert names(on=many, strategy="ddp") == ["ddp (32)"]
-    assert names(on=many, shard_size=4, cpu_offload=False) == [
-        "hybrid 8 x 4 (32)",
-        "hybrid 2 x 4 (8)",
-    ]
-    assert names(on=many, sharding="shard_grad_op") == ["shard_grad_op (32)", "shard_grad_op (8)"]
-    assert names(on=hardware(cards=1), strategy="fsdp", cpu_offload=False) == [
-        *("fsdp (1)", "shard_grad_op (1)"),
-    ]
+def test_states_that_do_not_fit_are_sharded() -> None:
+    answer = plan(question())
+    assert candidate_name(chosen(answer)) == "fsdp"
+    assert [skipped.name for skipped in answer.skipped] == ["ddp"]
+    assert "its states alone need 104 GiB" in answer.skipped[0].why
+    assert "ddp" in answer.chosen.reason
 
 
-def test_a_size_of_shards_that_was_asked_for_is_taken_once() -> None:
-    many = hardware(machines=96)
-    assert names(on=many, shard_size=24, cpu_offload=False) == ["hybrid 32 x 24 (768)"]
-    for machines in (1, 6, 96):
-        for size in (None, 8, 16, 24):
-            if size is None or machines * 8 % size == 0:
-                found = device_spreads(question(hardware(machines=machines), shard_size=size))
-                assert len(found) == len(set(found)), (machines, size)
-    assert names(on=many, shard_size=768, cpu_offload=False) == [
-        *("fsdp (768)", "shard_grad_op (768)"),
-    ]
+def test_activations_are_recomputed_only_where_they_do_not_fit() -> None:
+    assert chosen(plan(question(), MadeUpModel(sample_gib=10))).recompute == "none"
+    assert chosen(plan(question(), MadeUpModel(sample_gib=50))).recompute == "selective"
+    assert chosen(plan(question(), MadeUpModel(sample_gib=300))).recompute == "full"
 
 
-def test_contradictions_are_refused_with_what_was_fixed(snapshot: SnapshotAssertion) -> None:
+def test_the_search_stops_when_simple_candidates_fit() -> None:
+    model = MadeUpModel(sample_gib=50)
+    plan(question(), model)
+    modes = {request.candidate.recompute for request in model.traced}
+    assert modes == {"none", "selective"}
+    assert len(model.traced) <= 8
+
+
+def test_several_machines_keep_shards_within_a_machine() -> None:
+    answer = plan(question(hardware(machines=4)))
+    assert candidate_name(chosen(answer)) == "hybrid 4 x 8"
+
+
+def test_offload_is_the_last_resort_and_comes_with_offers() -> None:
+    small = question(hardware(cards=2, memory_gib=24), work=HUB)
+    answer = plan(small, MadeUpModel(sample_gib=16))
+    assert chosen(answer).cpu_offload
+    assert answer.chosen.value.fits
+    assert [offer.name for offer in answer.offers] == ["LoRA", "QLoRA"]
+    lora, qlora = answer.offers
+    assert lora.flags == "--set model.lora_rank=16 --set model.torch_dtype=bfloat16"
+    assert qlora.flags.endswith("--set model.load_in_4bit=true")
+    assert not lora.forecast.candidate.cpu_offload
+    assert qlora.forecast.candidate.strategy == "ddp"
+    assert lora.trained_count == 70_000_000
+
+
+def test_what_fits_nowhere_says_what_is_missing_and_what_helps() -> None:
+    request = question(hardware(cards=2, memory_gib=24), work=HUB, cpu_offload=False)
     with pytest.raises(Impossible) as refused:
-        names(strategy="ddp", cpu_offload=True)
-    assert "cpu_offload True" in refused.value.why
-    assert refused.value == snapshot
+        plan(request, MadeUpModel(sample_gib=10))
+    assert refused.value.what.startswith("this training does not fit on 2 GPUs with 24.0 GiB")
+    assert "its states alone need 52.2 GiB" in refused.value.why
+    assert "--set model.load_in_4bit=true" in refused.value.fix
 
 
-def test_micro_batches_are_powers_of_two_and_divisors_of_a_ranks_part() -> None:
-    spread = Candidate(strategy="ddp", layout=ShardLayout(copies=8, shards=1))
-    sizes = [
-        (one.micro_batch_size, one.accumulation)
-        for one in batch_splits(spread, question(global_batch_size=96))
-    ]
-    assert sizes == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (8, 2), (12, 1)]
-    fixed = question(global_batch_size=96, micro_batch_size=5)
-    assert [(one.micro_batch_size, one.accumulation) for one in batch_splits(spread, fixed)] == [
-        (5, 3)
-    ]
-    open_end = [one.micro_batch_size for one in batch_splits(spread, question())]
-    assert open_end == [1, 2, 4, 8], "no more than muster train gives a rank by itself"
-    given = question(micro_batch_size=48)
-    assert [one.micro_batch_size for one in batch_splits(spread, given)] == [48]
+def test_more_gpus_are_computed() -> None:
+    request = question(hardware(memory_gib=15), cpu_offload=False, recompute="full")
+    with pytest.raises(Impossible) as refused:
+        plan(request, MadeUpModel(sample_gib=10))
+    assert "GiB too much" in refused.value.why
+    assert "16 x made-up (--hardware 2x8xmade-up)" in refused.value.fix
 
 
-@pytest.mark.parametrize("one", device_spreads(question(hardware(machines=4))), ids=candidate_name)
-def test_a_way_becomes_settings_that_lay_the_model_out_so(one: Candidate) -> None:
-    asked = question(hardware(machines=4))
-    chosen = as_settings(one, asked)
-    flags = [Flag(flag="plan", path=path, text=text) for path, text in chosen.items()]
-    settings = resolve_settings(flags=flags).settings
-    assert settings.train.global_batch_size == one.global_batch_size
-    assert settings.train.micro_batch_size == one.micro_batch_size
-    ranks = one.layout.ranks
-    if ranks < 32:
-        assert settings.distributed.num_gpus == min(ranks, 8)
-    if one.strategy == "fsdp":
-        sharding = Sharding(
-            kind=settings.distributed.fsdp_sharding_strategy,
-            shard_size=settings.distributed.fsdp_shard_size,
-            cpu_offload=settings.distributed.fsdp_cpu_offload,
-        )
-        machines = [8] * (ranks // 8)
-        assert choose_layout(sharding, ranks_of_machines=machines).value == one.layout
-        assert sharding.cpu_offload == one.cpu_offload
+def test_what_may_not_fit_is_chosen_with_a_warning() -> None:
+    answer = plan(question(hardware(memory_gib=33), recompute="none", cpu_offload=False))
+    assert not answer.chosen.value.fits
+    assert answer.chosen.value.probably_fits
+    assert "tight" in [finding.name for finding in answer.findings]
+
+
+def test_the_request_is_kept() -> None:
+    fixed = question(
+        strategy="fsdp", sharding="shard_grad_op", recompute="full", micro_batch_size=3
+    )
+    candidate = chosen(plan(fixed))
+    assert candidate_name(candidate) == "shard_grad_op"
+    assert (candidate.recompute, candidate.micro_batch_size) == ("full", 3)
+    with pytest.raises(Impossible, match="no strategy for 8 GPUs"):
+        plan(question(strategy="ddp", shard_size=4))
+
+
+def test_a_global_batch_is_divided_among_ranks() -> None:
+    answer = plan(question(global_batch_size=96), MadeUpModel(sample_gib=5))
+    candidate = chosen(answer)
+    assert candidate.micro_batch_size * candidate.accumulation == 12
+    assert not [finding for finding in answer.findings if finding.name == "uneven-batch"]
+    assert "uneven-batch" in [one.name for one in plan(question(global_batch_size=97)).findings]
+
+
+def test_no_speed_is_forecast_on_a_cpu() -> None:
+    machine = hardware(cards=2)
+    cpu: Hardware = replace(machine, card=replace(machine.card, kind="cpu"))
+    answer = plan(question(cpu), MadeUpModel(parameters=10_000_000, sample_gib=0.01))
+    assert answer.chosen.value.time is None
+    assert chosen(answer).micro_batch_size == 8
+    assert "not-timed" in [finding.name for finding in answer.findings]
+
+
+def forecast(candidate: Candidate, *, step_s: float, spare_gib: float) -> Forecast:
+    whole = 80 * GiB
+    high = whole - int(spare_gib * GiB)
+    memory = Memory(
+        tensor_bytes=high,
+        by_category={},
+        peak_at="backward",
+        outside=(),
+        total_bytes=high,
+        low_bytes=high,
+        high_bytes=high,
+        host_bytes=0,
+        checkpoint_bytes=0,
+    )
+    time = search.estimate.StepTime(
+        step_s=step_s,
+        compute_s=step_s,
+        communication_s=0.0,
+        mfu=None,
+        samples_per_s=8 / step_s,
+        tokens_per_s=None,
+    )
+    return Forecast(
+        candidate=candidate,
+        memory=memory,
+        time=time,
+        spare_bytes=whole - high,
+        host_spare_bytes=None,
+    )
+
+
+def test_a_margin_of_memory_is_preferred_over_five_percent_of_speed() -> None:
+    tight = forecast(fsdp(), step_s=1.0, spare_gib=0.7)
+    roomy = forecast(fsdp(recompute="selective"), step_s=1.04, spare_gib=20)
+    assert search.in_preference([tight, roomy])[0] is roomy
+    slow = forecast(fsdp(recompute="full"), step_s=1.2, spare_gib=40)
+    assert search.in_preference([tight, slow])[0] is tight
+
+
+def test_of_equally_fast_ones_the_simplest_is_preferred() -> None:
+    copies = replace(fsdp(), strategy="ddp", layout=ShardLayout(copies=8, shards=1))
+    simple = forecast(copies, step_s=1.04, spare_gib=20)
+    complex_one = forecast(fsdp(), step_s=1.0, spare_gib=20)
+    assert search.in_preference([complex_one, simple])[0] is simple

@@ -1,137 +1,62 @@
-"""What a trial of a micro-batch is made of: where it begins, how a step is cut, what its ranks may take."""
+"""The largest micro-batch, from trials that are made up."""
 
-import re
-import threading
-from collections.abc import Sequence
-
-import msgspec
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
-from made_up_plans import FAST, SLOW, WORK, MadeUpModel, question
-from patience import GIVE_UP_S
+from made_up_plans import fsdp, hardware
 from torchmuster.errors import Impossible
-from torchmuster.plan.hardware.catalogue import Gpu, Hardware
-from torchmuster.plan.job import Candidate
-from torchmuster.plan.memory import forecast as memory
-from torchmuster.plan.memory.forecast import Memory
-from torchmuster.plan.proof import fresh_ranks, trials
-from torchmuster.plan.proof.fresh_ranks import RankOutput
-from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.plan.tracing.tracer import TraceRefused
-from torchmuster.train.strategies.sharding import ShardLayout
-from torchmuster.units import GiB, MiB
-
-FSDP = Candidate(strategy="fsdp", layout=ShardLayout(copies=1, shards=8), precision="bf16")
-DDP = Candidate(strategy="ddp", layout=ShardLayout(copies=2, shards=1), micro_batch_size=8)
-ON_CPU = Hardware(
-    card=Gpu(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=None, kind="cpu"),
-    machines=1,
-    cards_per_machine=2,
-    within=FAST,
-    between=SLOW,
+from torchmuster.finding import Status
+from torchmuster.plan.proof.real_ranks import Outcome, RankSteps
+from torchmuster.plan.proof.trials import (
+    Trial,
+    batch_size_finding,
+    largest_batch,
+    limit_on_cpu,
+    with_size,
 )
+from torchmuster.units import GiB
 
 
-@pytest.mark.parametrize("planned", [1, 3, 8])
-def test_each_size_is_computed_from_its_own_traces(
-    planned: int, monkeypatch: pytest.MonkeyPatch
+def trial(size: int, *, fits: bool) -> Trial:
+    rank = RankSteps(rank=0, device="cuda:0", peaks_bytes=(GiB,), limit_bytes=2 * GiB)
+    return Trial(micro_batch_size=size, outcome=Outcome(ranks=(rank,), ran_out=not fits))
+
+
+@pytest.mark.parametrize(
+    ("largest", "start", "most", "size", "tried"),
+    [
+        (4, 4, None, 4, [4, 8]),
+        (10, 4, None, 8, [4, 8, 16]),
+        (3, 8, None, 2, [8, 4, 2]),
+        (0, 2, None, None, [2, 1]),
+        (9, 4, 6, 6, [4, 6]),
+        (99, 6, 6, 6, [6]),
+    ],
+)
+def test_trials_go_up_or_down_from_the_plan(
+    largest: int, start: int, most: int | None, size: int | None, tried: list[int]
 ) -> None:
-    model = MadeUpModel(sample_gib=8.0)
-
-    def predict(
-        records: Sequence[TraceRecord], candidate: Candidate, *, hardware: Hardware
-    ) -> Memory:
-        sizes = {one.request.candidate.micro_batch_size for one in records}
-        assert (sizes == {1}) == (candidate.micro_batch_size == 1)
-        return model.memory(records, candidate, hardware=hardware)
-
-    monkeypatch.setattr(memory, "predict_memory", predict)
-    one = trials.with_size(FSDP, planned, samples=None)
-    # 13 GiB of states and 8 for each sample: eight would just fit into 80 GiB.
-    assert trials.expected_memory(question(), one, look=model.look) == 8
-    assert trials.expected_memory(question(), one, look=model.look, most=6) == 6
-
-
-def test_where_the_arithmetic_does_not_reach_trials_begin_with_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(requests: Sequence[TraceRequest]) -> list[TraceRefused]:
-        return [TraceRefused(what="cannot be followed")] * len(requests)
-
-    three = trials.with_size(FSDP, 3, samples=None)
-    assert trials.expected_memory(question(), three, look=refuse) == 3
-
-    def impossible(*args: object, **more: object) -> Memory:
-        raise Impossible("cannot be computed")
-
-    monkeypatch.setattr(memory, "predict_memory", impossible)
-    assert trials.expected_memory(question(), three, look=MadeUpModel().look) == 3
-
-
-def test_a_step_is_cut_as_the_training_cuts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[tuple[int, int]] = []
-
-    def run(program: str, request: str, *, doing: str, **more: object) -> RankOutput:
-        asked = msgspec.json.decode(request, type=trials.TrialRequest).candidate
-        tried.append((asked.accumulation, asked.micro_batch_size))
-        assert doing == f"trying {asked.accumulation} x {asked.micro_batch_size} samples"
-        fits = asked.micro_batch_size < 4
-        texts = {
-            rank: f'{{"rank": {rank}, "ran_out": {str(not fits).lower()}}}' for rank in range(2)
-        }
-        return RankOutput(texts=texts, trouble=None)
-
-    monkeypatch.setattr(fresh_ranks, "run_fresh_ranks", run)
-    found = trials.find_batch_size(
-        WORK, DDP, hardware=ON_CPU, start=8, most=8, limits_bytes=[GiB, GiB]
+    found, trials = largest_batch(
+        lambda size: trial(size, fits=size <= largest), start=start, most=most
     )
-    assert tried == [(1, 8), (2, 4), (4, 2)]
-    assert found.value.micro_batch_size == 2
+    assert found == size
+    assert [one.micro_batch_size for one in trials] == tried
 
 
-def test_settings_that_go_together_are_advised_together() -> None:
-    assert trials.trial_advice(4, DDP, global_batch_size=16) == "--set train.micro_batch_size=4"
-    assert trials.trial_advice(4, DDP, global_batch_size=None) == (
-        "--set train.micro_batch_size=4 --set train.global_batch_size=8"
-    )
+def test_the_finding_has_the_settings() -> None:
+    trials = [trial(4, fits=True), trial(8, fits=False)]
+    finding = batch_size_finding(4, trials, fsdp(micro_batch_size=2), samples=None)
+    assert finding.fix == "--set train.micro_batch_size=4 --set train.global_batch_size=32"
+    assert "micro-batch 8: out of memory of 2.0 GiB on rank 0" in finding.evidence
+    assert "micro-batch 4: fits; rank 0 uses 1.0 GiB of 2.0 GiB" in finding.evidence
+    assert batch_size_finding(None, trials, fsdp(), samples=None).status is Status.FAILURE
 
 
-def test_ranks_on_the_cpu_share_what_is_free_and_are_more_than_their_tensors(
-    snapshot: SnapshotAssertion,
-) -> None:
-    limit = trials.limit_on_cpu(DDP, ON_CPU, free_bytes=10 * GiB)
-    assert limit == int(4.5 * GiB) - 600 * MiB
-    with pytest.raises(Impossible) as refused:
-        trials.limit_on_cpu(DDP, ON_CPU, free_bytes=GiB)
-    assert refused.value == snapshot
+def test_accumulation_follows_a_fixed_number_of_samples() -> None:
+    assert with_size(fsdp(), 3, samples=8).accumulation == 3
 
 
-def test_long_runs_are_heard_of(
-    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    monkeypatch.setattr(fresh_ranks, "_SAY_EVERY_S", 0.001)
-    said: list[str] = []
-    heard = threading.Event()
-
-    def say(text: str) -> None:
-        said.append(text)
-        heard.set()
-
-    def launch(*args: object) -> int:
-        assert heard.wait(GIVE_UP_S)
-        return 0
-
-    monkeypatch.setattr(fresh_ranks, "launch_job", launch)
-    fresh_ranks.run_fresh_ranks(
-        "program",
-        "{}",
-        ranks=2,
-        device="cpu",
-        folder=".",
-        name="trial",
-        doing="real steps",
-        say=say,
-    )
-    assert "2 ranks" in said[0]
-    assert re.sub(r"\d+ s\b", "TIME", said[0]) == snapshot
+def test_ranks_share_the_free_memory_of_a_host() -> None:
+    cpu = hardware(cards=2)
+    assert 0 < limit_on_cpu(fsdp(2), cpu, free_bytes=32 * GiB) < 16 * GiB
+    with pytest.raises(Impossible, match="not enough memory"):
+        limit_on_cpu(fsdp(2), cpu, free_bytes=GiB)

@@ -91,7 +91,6 @@ class KnownGpu:
     network_is_shared: bool  # by the whole machine; otherwise every GPU has its own
     words: tuple[str, ...]  # all of them occur in the driver's name of the GPU
     cards_per_machine: int = 8
-    said: tuple[str, ...] = ()  # remarks on forecasts for it, as sentences for the user
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +142,6 @@ def _catalogue_known(
     *,
     source: str = _NOT_LOOKED_UP,
     kind: str = "cuda",
-    said: tuple[str, ...] = (),
 ) -> KnownGpu:
     types = ("float32", "float16", "bfloat16")
     flops = {
@@ -168,7 +166,6 @@ def _catalogue_known(
         network_is_shared=join.shared,
         words=tuple(words.split()),
         cards_per_machine=join.cards,
-        said=said,
     )
 
 
@@ -237,11 +234,6 @@ _ALL: tuple[KnownGpu, ...] = (
     _catalogue_known(
         *("B200", 178.35, (75, 2250, 2250), 7700, _NVLINK5, "b200 180gb 192gb"),
         source="NVIDIA's HGX table, as quoted by others",
-        # torchao's Llama 8B (benchmarks/results/plan-published.md).
-        said=(
-            "the one published B200 training run that was compared (on power-limited GPUs) reached "
-            "55 % of these rates, so the forecast speed may be up to 1.8 times too high",
-        ),
     ),
     _catalogue_known(
         *("GH200", 94.5, (67, 989.4, 989.4), 4000, _GRACE, "gh200 96gb 480gb"),
@@ -319,5 +311,5 @@ def _catalogue_unknown(name: str) -> Impossible:
     return Impossible(
         f"{name} is not in the GPU catalogue",
         why=f"{near}the catalogue has: {', '.join(known_gpus())}",
-        fix="use one of these, or write its memory and rates into a cluster file",
+        fix="use one of these, or run muster plan on a machine that has it",
     )

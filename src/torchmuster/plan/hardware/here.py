@@ -97,7 +97,7 @@ def _on_cpu(node: Node, ranks: int, cores: int) -> Hardware:
         raise Impossible(
             "cannot plan for this machine",
             why="its memory size could not be read",
-            fix="name the hardware: muster plan --hardware 8xH100, or a cluster file",
+            fix="name the hardware: muster plan --hardware 8xH100",
         )
     return Hardware(
         card=Gpu(
@@ -145,7 +145,7 @@ def _on_cards(node: Node, devices: Sequence[Device]) -> Hardware:
         known.within if known and _as_usual(known, node, devices) else _PCIE for known in listed
     ]
     card = _least(cards)
-    said = [sentence for known in listed if known for sentence in known.said]
+    said = []
     if len({one.name for one in cards}) > 1:
         said.append(
             f"{card.name} differ: the plan assumes the smallest memory and the lowest rates for all"
@@ -169,7 +169,7 @@ def _card(device: Device, known: catalogue.KnownGpu | None) -> Gpu:
         raise Impossible(
             f"cannot plan for {device.name}",
             why="its memory could not be read, and it is not in the catalogue",
-            fix="write its memory into a cluster file",
+            fix="name a similar GPU: muster plan --hardware NAME",
         )
     rates = f"rates from {known.card.source}" if known else "rates unknown"
     return Gpu(

@@ -5,11 +5,14 @@ measured on a GPU.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -18,7 +21,10 @@ _ROUNDED = 128  # positions of a row that flash attention computes at once
 
 @contextmanager
 def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
-    """Use single fused operations inside the ``with`` where CUDA does; no change for the CPU."""
+    """Use single fused operations inside the ``with`` where CUDA does; no change for the CPU.
+
+    Modules that imported a function by name are patched, too.
+    """
     if kernels == "cpu":
         yield
         return
@@ -61,15 +67,44 @@ def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
         dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]  # its mask is of bools
         return dropped
 
-    torch.rms_norm = fused  # type: ignore[assignment]
-    functional.scaled_dot_product_attention = attention_in_one
-    functional.dropout = dropout_in_one
+    replacements = {id(before): fused, id(attention): attention_in_one, id(dropout): dropout_in_one}
+    patched: list[tuple[Any, str, Any]] = []
+    for module in (torch, functional, *_modules_outside_torch()):
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements:
+                patched.append((module, name, value))
+    for module, name, value in patched:
+        setattr(module, name, replacements[id(value)])
     try:
         yield
     finally:
-        torch.rms_norm = before
-        functional.scaled_dot_product_attention = attention
-        functional.dropout = dropout
+        for module, name, value in patched:
+            setattr(module, name, value)
+
+
+def _modules_outside_torch() -> list[ModuleType]:
+    """Return the loaded modules, in which a model's code may have imported a function by name."""
+    modules = []
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] != "torch":
+            modules.append(module)
+    return modules
+
+
+def unpatched_functions(model: nn.Module) -> Iterator[str]:
+    """Yield a warning for each function that the model keeps in an object, where no patch reaches it."""
+    functions = (functional.scaled_dot_product_attention, functional.dropout, torch.rms_norm)
+    for module in model.modules():
+        values = [*vars(module).values(), *vars(type(module)).values()]
+        for value in values:
+            function = getattr(value, "func", value)  # of a functools.partial
+            function = getattr(function, "__func__", function)  # of a staticmethod
+            for known in functions:
+                if function is known:
+                    yield (
+                        f"{type(module).__name__} keeps {known.__name__} in an attribute: it is "
+                        "planned with the CPU's kernel, which needs more memory"
+                    )
 
 
 def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:

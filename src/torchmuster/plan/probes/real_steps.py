@@ -6,48 +6,94 @@ slows a step down.
 
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
-from torchmuster.plan.probes.live_storage import Look, tensor_memory
+from torchmuster.plan.probes.live_storage import LiveStorages, Look, tensor_memory
 from torchmuster.plan.proof.fresh_ranks import leave_answer
-from torchmuster.plan.proof.verification import FOLLOWED, RankSteps, RealSteps
+from torchmuster.plan.proof.real_ranks import FOLLOWED, RankSteps, RealSteps
+from torchmuster.train.out_of_memory import is_out_of_memory
 from torchmuster.train.world import World, join_world
+from torchmuster.units import format_bytes
+
+# A collective returns before gloo's threads have freed their send buffers. They need less than a
+# millisecond if a core is free.
+_FREED_WITHIN_S = 2.0
 
 
-def real_steps(steps: RealSteps, world: World) -> RankSteps:
+class LimitedStorages(LiveStorages):  # type: ignore[no-untyped-call]
+    """Raise an out-of-memory error where tensors exceed a limit: a CPU's kernel kills instead."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(on_host=True)
+        self._limit_bytes = limit_bytes
+
+    def see(self, storage: torch.UntypedStorage, category: str | None = None) -> None:
+        """Count a storage with its current size; raise if the limit is exceeded."""
+        super().see(storage, category)
+        until_s = time.monotonic() + _FREED_WITHIN_S
+        while self.live_bytes > self._limit_bytes:
+            if time.monotonic() > until_s:
+                raise torch.OutOfMemoryError(
+                    f"out of memory. Tried to allocate {storage.nbytes()} bytes. This rank may use "
+                    f"{format_bytes(self._limit_bytes)}"
+                )
+            time.sleep(0.001)
+
+
+def real_steps(request: RealSteps, world: World) -> RankSteps:
     """Run the steps, on all ranks."""
-    with tensor_memory(world.device) as look:
-        built = build_step(steps.work, steps.candidate, world, blocks=steps.blocks)
-        peaks = tuple(_peak(look, partial(built.train, number)) for number in range(FOLLOWED))
-    step_s = tuple(_real_steps_timed(built, FOLLOWED + number) for number in range(steps.timed))
+    rank, device = world.global_rank, world.device
+    limit_bytes = None
+    if request.limits_bytes is not None:
+        limit_bytes = request.limits_bytes[rank]
+    elif device.type != "cpu":
+        limit_bytes = int(torch.accelerator.get_memory_info(device)[1])
+    try:
+        with _memory(device, limit_bytes) as look:
+            built = build_step(request.work, request.candidate, world, blocks=request.blocks)
+            peaks = []
+            for number in range(FOLLOWED):
+                look()
+                built.train(number)
+                peaks.append(look().peak_bytes)
+        step_s = tuple(_timed(built, FOLLOWED + number) for number in range(request.timed))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return RankSteps(rank=rank, device=str(device), ran_out=str(error), limit_bytes=limit_bytes)
     reserved = None
-    if world.device.type != "cpu":
-        reserved = int(torch.accelerator.max_memory_reserved(world.device))
+    if device.type != "cpu":
+        reserved = int(torch.accelerator.max_memory_reserved(device))
     return RankSteps(
-        rank=world.global_rank,
-        device=str(world.device),
-        peaks_bytes=peaks,
+        rank=rank,
+        device=str(device),
+        peaks_bytes=tuple(peaks),
         reserved_bytes=reserved,
+        limit_bytes=limit_bytes,
         step_s=step_s,
-        loss=_real_steps_loss(built),
+        loss=_loss(built) if request.timed else None,
     )
 
 
-def _peak(look: Look, work: Callable[[], object]) -> int:
-    """Run a function and return the peak of tensor memory on the device meanwhile."""
-    look()
-    work()
-    return look().peak_bytes
+@contextmanager
+def _memory(device: torch.device, limit_bytes: int | None) -> Iterator[Look]:
+    if device.type != "cpu" or limit_bytes is None:
+        with tensor_memory(device) as look:
+            yield look
+        return
+    with tensor_memory(device, LimitedStorages(limit_bytes)) as look:
+        yield look
 
 
-def _real_steps_timed(built: BuiltStep, number: int) -> float:
+def _timed(built: BuiltStep, number: int) -> float:
     device = built.world.device
     if built.world.world_size > 1:
         dist.barrier()  # so that no rank's time includes waiting for others to start
@@ -58,7 +104,7 @@ def _real_steps_timed(built: BuiltStep, number: int) -> float:
     return time.perf_counter() - begun_s
 
 
-def _real_steps_loss(built: BuiltStep) -> float:
+def _loss(built: BuiltStep) -> float:
     """Return the mean loss of one more micro-batch, over all ranks."""
     with torch.no_grad():
         loss, count = built.loss_of(built.batch())
@@ -67,12 +113,18 @@ def _real_steps_loss(built: BuiltStep) -> float:
 
 def main() -> None:
     """Read the request, run the steps, and write the answer."""
-    request, answers = sys.argv[1:]
-    steps = msgspec.json.decode(Path(request).read_bytes(), type=RealSteps)
-    with join_world(steps.device) as world:
-        found = real_steps(steps, world)
-    leave_answer(answers, found.rank, msgspec.json.encode(found).decode())
+    request_path, answers = sys.argv[1:]
+    request = msgspec.json.decode(Path(request_path).read_bytes(), type=RealSteps)
+    with join_world(request.device) as world:
+        measured = real_steps(request, world)
+        leave_answer(answers, measured.rank, msgspec.json.encode(measured).decode())
+        if measured.ran_out:
+            # The others wait in a collective: the launcher stops them when this rank exits.
+            sys.exit(f"rank {measured.rank} ran out of memory: {measured.ran_out}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        freeze_objects()

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
 from torchmuster.plan.probes.build_step import BuiltStep
-from torchmuster.plan.record import PhaseName, TracedCollective
+from torchmuster.plan.record import PhaseName
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.weights import own_name
@@ -26,24 +26,25 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """Track the current stage of a training step, and notify a listener when it changes."""
+    """The current stage of a training step; ``changing`` is called before and after a change."""
 
-    def __init__(self, changed: Callable[[Stage], None]) -> None:
+    def __init__(self, changing: Callable[[], None]) -> None:
         self.now = Stage()
         self.module = ""  # the innermost one that computes
-        self._changed = changed
-        self._around: list[str] = []
+        self._changing = changing
+        self._outer_modules: list[str] = []
 
     def begin(self, phase: PhaseName, micro_batch: int = 0) -> None:
         """Record the start of a phase."""
-        self._around.clear()
+        self._outer_modules.clear()
         self.module = ""
         self._go(Stage(phase=phase, micro_batch=micro_batch))
 
     def _go(self, stage: Stage) -> None:
         if stage != self.now:
+            self._changing()
             self.now = stage
-            self._changed(stage)
+            self._changing()
 
     def _enter(self, block: int, phase: PhaseName) -> None:
         if self.now.phase == phase:
@@ -56,22 +57,22 @@ class Stages:
     @contextmanager
     def followed(self, built: BuiltStep) -> Iterator[None]:
         """Track the training steps inside the ``with``."""
-        names = {id(one): own_name(name) for name, one in built.model.named_modules()}
+        names = {id(module): own_name(name) for name, module in built.model.named_modules()}
 
-        def inward(module: nn.Module, args: Any) -> None:
-            self._around.append(self.module)
+        def entered(module: nn.Module, args: Any) -> None:
+            self._outer_modules.append(self.module)
             self.module = names.get(id(module), self.module)
 
-        def outward(module: nn.Module, args: Any, output: Any) -> None:
-            if self._around:
-                self.module = self._around.pop()
+        def left(module: nn.Module, args: Any, output: Any) -> None:
+            if self._outer_modules:
+                self.module = self._outer_modules.pop()
 
         def computed(module: nn.Module, args: Any, output: Any) -> None:
             self._go(Stage(phase="loss", micro_batch=self.now.micro_batch))
 
         with ExitStack() as stack:
-            stack.callback(hooks.register_module_forward_pre_hook(inward).remove)
-            stack.callback(hooks.register_module_forward_hook(outward, always_call=True).remove)
+            stack.callback(hooks.register_module_forward_pre_hook(entered).remove)
+            stack.callback(hooks.register_module_forward_hook(left, always_call=True).remove)
             stack.callback(built.model.register_forward_hook(computed).remove)
             for number, block in enumerate(repeated_blocks(built.model)):
                 self._follow_block(number, block, stack)
@@ -87,82 +88,46 @@ class Stages:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._enter(number, "forward")
-            for one in _differentiated((args, kwargs)):
-                one.register_hook(lambda _: self._leave(number, "backward"))  # type: ignore[no-untyped-call]
+            for tensor in _differentiated((args, kwargs)):
+                tensor.register_hook(lambda _: self._leave(number, "backward"))  # type: ignore[no-untyped-call]
 
         def result(module: nn.Module, args: Any, output: Any) -> None:
-            for one in _differentiated(output):
-                one.register_hook(lambda _: self._enter(number, "backward"))  # type: ignore[no-untyped-call]
+            for tensor in _differentiated(output):
+                tensor.register_hook(lambda _: self._enter(number, "backward"))  # type: ignore[no-untyped-call]
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._leave(number, "forward")
 
-        stack.callback(
-            block.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
-        )
+        before_hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        stack.callback(before_hook.remove)
         stack.callback(block.register_forward_hook(result, prepend=True).remove)
         stack.callback(block.register_forward_hook(after).remove)
 
     def of_step(self, step: Step) -> Step:
         """Return the step, whose micro-batches report the start of their forward."""
 
-        def told() -> Iterator[MicroBatch]:
+        def reported() -> Iterator[MicroBatch]:
             micro_batches = iter(step)
             for number in range(step.rounds):
                 self.begin("forward", number)
                 yield next(micro_batches)
 
-        return replace(step, micro_batches=told())
+        return replace(step, micro_batches=reported())
 
 
 def _differentiated(tree: Any) -> Iterator[torch.Tensor]:
+    for tensor in tensors_of(tree):
+        if tensor.requires_grad:
+            yield tensor
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries, such as a model's output."""
     if isinstance(tree, torch.Tensor):
-        if tree.requires_grad:
-            yield tree
+        yield tree
     elif isinstance(tree, dict):
-        for one in tree.values():
-            yield from _differentiated(one)
+        for value in tree.values():
+            yield from tensors_of(value)
     elif isinstance(tree, tuple | list):
-        for one in tree:
-            yield from _differentiated(one)
-
-
-class Sized(NamedTuple):
-    """A storage changes its size: allocated, freed, or resized."""
-
-    number: int
-    size_bytes: int
-    operation: str
-    module: str
-
-
-class Done(NamedTuple):
-    """An operation that was run."""
-
-    name: str
-    dtype: str
-    flops: int
-    moved_bytes: int
-    made_bytes: int
-    recomputed: bool
-
-
-Event = Sized | Done | TracedCollective | Stage
-
-
-@dataclass(slots=True)
-class Storage:
-    """The properties of a storage."""
-
-    made_in: Stage
-    stream: Literal["compute", "gather", "reduce"] = "compute"
-    collective: bool = False  # used by a collective
-    recomputed: bool = False  # created while a forward was recomputed
-
-
-@dataclass(slots=True)
-class AllocationLog:
-    """The events, in order."""
-
-    events: list[Event] = field(default_factory=list)
-    storages: list[Storage] = field(default_factory=list)  # by number
+        for value in tree:
+            yield from tensors_of(value)

@@ -7,14 +7,13 @@ import msgspec
 
 from torchmuster import untrusted
 from torchmuster.errors import Impossible
+from torchmuster.plan.estimate import TIME_BAND
 from torchmuster.plan.job import Candidate
 from torchmuster.runfolder import write_atomically
 from torchmuster.units import format_bytes
 
 FILE = "plan.json"
 COMPARED_AFTER = 3  # steps: the first ones create the optimizer's states and warm up
-# Step times on a busy machine vary by this much from one minute to the next.
-TIME_BAND = 0.25
 MEMORY_BAND = 0.05
 
 
@@ -85,7 +84,7 @@ def _of_time(promise: Promise, measured: MeasuredRun) -> list[str]:
         f"a step takes {step_seconds(measured.step_s)}, planned {step_seconds(promise.step_s)} "
         f"({signed_percent(ratio)})"
     )
-    if ratio > 1 + TIME_BAND:
+    if ratio > TIME_BAND:
         words += ", slower than planned: the shares in the step line show what it waits for"
     return [words]
 

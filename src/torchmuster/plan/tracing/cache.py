@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from torchmuster.units import GiB
 # Packages that determine, besides the request, the operations of a training.
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "torchmuster")
 _MOST_FILES = 2000  # of a package: a folder with more is not a model's
-MOST_BYTES = 2 * GiB  # of cached records and logs
+MOST_BYTES = GiB  # of cached records
 
 
 _MOST_RECORD_BYTES = 64 * 2**20
@@ -30,48 +29,33 @@ _decode_record = msgspec.json.Decoder(TraceRecord).decode
 
 
 class TraceCache:
-    """Cache records and their logs in a folder; damaged or outdated entries are ignored."""
+    """Cache records in a folder; damaged or outdated entries are ignored."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "traces"
         self._contents: dict[Work, bytes] = {}
 
     def get(self, request: TraceRequest) -> TraceRecord | None:
-        """Return the cached record for this request, with or without its log; None if missing."""
+        """Return the cached record for this request; None if missing."""
         try:
             record = untrusted.read_typed(self._path(request), _decode_record, _MOST_RECORD_BYTES)
         except (OSError, untrusted.Unreadable):
             return None
-        if with_log(record.request) != with_log(request):
-            return None
-        if request.keep_log and (record.log is None or not Path(record.log).is_file()):
-            return None
-        return as_asked(request, record)
+        return record if record.request == request else None
 
-    def put(self, record: TraceRecord) -> TraceRecord:
-        """Store a record with its log atomically; return it with the new path of the log.
-
-        A failed write to the disk is not an error.
-        """
-        path = self._path(record.request)
-        try:
+    def put(self, record: TraceRecord) -> None:
+        """Store a record atomically; a failed write to the disk is not an error."""
+        with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if record.log is not None:
-                # Named like its record: the same request may be for another model later.
-                log = path.with_suffix(".jsonl")
-                Path(record.log).replace(log)
-                record = replace(record, log=str(log))
-            write_atomically(path, msgspec.json.encode(record).decode(), durable=False)
-        except OSError:
-            pass
-        return record
+            text = msgspec.json.encode(record).decode()
+            write_atomically(self._path(record.request), text, durable=False)
 
     def forget_oldest(self) -> None:
         """Delete the oldest entries until the total size is within the limit."""
-        found = [(path, path.stat()) for path in self.folder.glob("*")]
-        found.sort(key=lambda one: one[1].st_mtime_ns)
-        too_much = sum(status.st_size for _, status in found) - MOST_BYTES
-        for path, status in found:
+        entries = [(path, path.stat()) for path in self.folder.glob("*")]
+        entries.sort(key=lambda entry: entry[1].st_mtime_ns)
+        too_much = sum(status.st_size for _, status in entries) - MOST_BYTES
+        for path, status in entries:
             if too_much <= 0:
                 return
             path.unlink(missing_ok=True)
@@ -80,20 +64,10 @@ class TraceCache:
     def _path(self, request: TraceRequest) -> Path:
         if request.work not in self._contents:
             self._contents[request.work] = contents_of(request.work)
-        digest = hashlib.blake2b(msgspec.json.encode(with_log(request)), digest_size=16)
+        digest = hashlib.blake2b(msgspec.json.encode(request), digest_size=16)
         digest.update(versions())
         digest.update(self._contents[request.work])
         return self.folder / f"{digest.hexdigest()}.json"
-
-
-def with_log(request: TraceRequest) -> TraceRequest:
-    """Return the same request with the allocation log, which changes nothing else in a trace."""
-    return request if request.keep_log else replace(request, keep_log=True)
-
-
-def as_asked(request: TraceRequest, record: TraceRecord) -> TraceRecord:
-    """Return a record with a log as the answer to a request that may not want the log."""
-    return record if request.keep_log else replace(record, request=request, log=None)
 
 
 @cache
@@ -112,20 +86,32 @@ def versions() -> bytes:
 
 
 def contents_of(work: Work) -> bytes:
-    """Return a digest of the files that define the model: its config.json, or its Python code."""
+    """Return a digest of the files that define the training: configurations and Python code."""
     digest = hashlib.blake2b(digest_size=16)
     folder = Path(work.folder)
+    paths: list[Path] = []
     if work.model_name_or_path is not None:
-        config = folder / Path(work.model_name_or_path).expanduser() / "config.json"
-        with suppress(OSError):  # a name on the hub has no files here
-            digest.update(config.read_bytes())
-    for name in (work.build, work.dataset, work.loss):
+        paths.append(folder / Path(work.model_name_or_path).expanduser() / "config.json")
+        paths += _hub_configurations(work.model_name_or_path)
+    for name in (work.build, work.dataset, work.loss, work.optimizer):
         if name is not None and ":" in name:
-            for path in _code_of(name.partition(":")[0], folder):
-                with suppress(OSError):
-                    digest.update(str(path).encode())
-                    digest.update(path.read_bytes())
+            paths += _code_of(name.partition(":")[0], folder)
+    for path in paths:
+        with suppress(OSError):
+            digest.update(path.read_bytes())
+            digest.update(str(path).encode())
     return digest.digest()
+
+
+def _hub_configurations(name: str) -> list[Path]:
+    """Return the files that determine a model of the hub, as far as the hub's cache has them.
+
+    The path of a snapshot contains its revision; ``refs`` names the revision that is used.
+    """
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache_of_hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    repository = cache_of_hub / f"models--{name.replace('/', '--')}"
+    return sorted([*repository.glob("refs/*"), *repository.glob("snapshots/*/config.json")])
 
 
 def _code_of(module: str, folder: Path) -> Iterator[Path]:

@@ -1,1 +1,0 @@
-"""Memory that a training run needs on a device and on its host."""

@@ -1,0 +1,208 @@
+"""Print a plan: choice and band first, at most 20 lines; ``--details`` and ``--json`` have the rest."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchmuster.diagnose.report.terminal import aligned_columns
+from torchmuster.finding import render
+from torchmuster.plan import estimate
+from torchmuster.plan.answer import Answer, Forecast, Offer, candidate_name, recompute_of
+from torchmuster.plan.hardware.described import describe_hardware
+from torchmuster.plan.search import offer_text
+from torchmuster.redaction import harmless
+from torchmuster.units import GiB, MiB, format_bytes, plural
+
+_ROWS = 5  # of the table without --details
+_AMOUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
+
+
+def plan_text(
+    answer: Answer, *, line: str, width: int = 100, colour: bool = False, details: bool = False
+) -> str:
+    """Return the report; ``line`` is the command that trains with the chosen candidate."""
+    best, card = answer.chosen.value, answer.asked.hardware.card
+    parts = [
+        harmless(f"chosen  {answer.chosen.reason}"),
+        f"speed   {speed_text(best)}",
+        f"for     {question_text(answer)}",
+        "",
+        *_table(answer, None if details else _ROWS),
+    ]
+    if answer.hours is not None:
+        price = "" if answer.price is None else f", {short_number(answer.price)} in total"
+        parts.append(f"total   {short_number(answer.hours)} hours{price}")
+    for offer in answer.offers:
+        parts += [f"offer   {offer_text(offer, card.noun)}", f"        {offer.flags}"]
+    if details:
+        parts += ["", *_details(answer)]
+    if answer.findings:
+        parts += ["", render(answer.findings, width=width, colour=colour)]
+    hosts = -(-best.candidate.layout.ranks // answer.asked.hardware.cards_per_machine)
+    on_hosts = f", on {hosts:,} machines" if hosts > 1 else ""
+    return "\n".join([*parts, "", f"train with this plan{on_hosts}:", f"  {line}"])
+
+
+def question_text(answer: Answer) -> str:
+    """Return the request in one line."""
+    asked = answer.asked
+    parts = [
+        str(asked.work.model_name_or_path or asked.work.build),
+        f"{short_number(answer.parameter_count)} parameters",
+    ]
+    if answer.tokens_per_sample is not None:
+        parts.append(f"{answer.tokens_per_sample:,} tokens per sample")
+    if asked.global_batch_size is not None:
+        parts.append(f"global batch {asked.global_batch_size:,}")
+    return harmless(f"{', '.join(parts)}, on {describe_hardware(asked.hardware)}")
+
+
+def speed_text(forecast: Forecast) -> str:
+    """Return the speed with two digits and its band."""
+    time = forecast.time
+    if time is None:
+        return "unknown for this device; measure it there: muster plan --verify"
+    speed, unit = time.samples_per_s, "samples/s"
+    if time.tokens_per_s is not None:
+        speed, unit = time.tokens_per_s, "tokens/s"
+    low, high = speed / estimate.TIME_BAND, speed * estimate.TIME_BAND
+    mfu = "" if time.mfu is None else f", MFU {time.mfu:.0%}".replace("%", " %")
+    return (
+        f"rough: {short_number(speed)} {unit} (band {short_number(low)} to {short_number(high)}), "
+        f"{seconds_text(time.step_s)} per step{mfu}"
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Format the time of a step with two significant digits."""
+    if seconds < 1:
+        return f"{float(f'{seconds * 1000:.2g}'):g} ms"
+    return f"{float(f'{seconds:.2g}'):,g} s"
+
+
+def short_number(amount: float) -> str:
+    """Format a number with two digits, or three for a count: ``12,000``, ``8.03 B``."""
+    for unit, size in _AMOUNTS:
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}"
+    return f"{float(f'{amount:.2g}'):,g}"
+
+
+def _table(answer: Answer, most: int | None) -> Iterator[str]:
+    largest = max(row.memory.total_bytes for row in answer.table)
+    size, unit = (GiB, "GiB") if largest >= GiB else (MiB, "MiB")
+    rows = [
+        ("strategy", "recompute", "batch", "tensors", f"total {unit}", "at most", "fits", "step")
+    ]
+    for row in answer.table[:most]:
+        candidate, memory = row.candidate, row.memory
+        batch = str(candidate.micro_batch_size)
+        if candidate.accumulation > 1:
+            batch += f"x{candidate.accumulation}"
+        rows.append((
+            candidate_name(candidate),
+            recompute_of(candidate),
+            batch,
+            f"{memory.tensor_bytes / size:.1f}",
+            f"{memory.total_bytes / size:.1f}",
+            f"{memory.high_bytes / size:.1f}",
+            _fits_text(row, size),
+            "-" if row.time is None else seconds_text(row.time.step_s),
+        ))  # fmt: skip
+    yield from aligned_columns(rows)
+    if most is not None and len(answer.table) > most:
+        yield f"{plural(len(answer.table) - most, 'more row')}: --details"
+
+
+def _fits_text(row: Forecast, size: int) -> str:
+    if row.fits:
+        return "yes"
+    if row.probably_fits:
+        return "tight"
+    return f"-{row.missing_bytes / size:,.1f}"
+
+
+def _details(answer: Answer) -> Iterator[str]:
+    best = answer.chosen.value
+    memory = best.memory
+    yield f"memory  peak in: {memory.peak_at}"
+    for name, size, source in memory_parts(best):
+        yield f"        {name:<12} {format_bytes(size):>10}  {source}"
+    yield f"saving  a checkpoint takes {format_bytes(memory.checkpoint_bytes)} on disk"
+    if memory.host_bytes:
+        yield f"        offload keeps {format_bytes(memory.host_bytes)} in host memory"
+    if best.time is not None:
+        waiting = f"{best.time.waiting_share:.0%}".replace("%", " %")
+        yield f"speed   {waiting} of a step is spent waiting for other ranks"
+    for skipped in answer.skipped:
+        yield f"skipped {skipped.name}: {skipped.why}"
+    hardware = answer.asked.hardware
+    yield f"source  {hardware.card.name}: {hardware.card.source or 'unknown source'}"
+    for sentence in (answer.asked.precision.reason, *hardware.assumed):
+        yield f"source  {sentence}"
+    yield f"source  memory: {answer.traces} traces of a few blocks, extended to the whole model"
+
+
+def memory_parts(forecast: Forecast) -> Iterator[tuple[str, int, str]]:
+    """Yield the parts of a GPU's memory: name, bytes, source."""
+    memory = forecast.memory
+    for name, size in memory.by_category.items():
+        if size > 0:
+            yield name, size, "traced tensors"
+    outside = sum(term.size_bytes for term in memory.outside)
+    cached = memory.total_bytes - memory.tensor_bytes - outside
+    if cached > 0:
+        yield "cached", cached, f"PyTorch's allocator reserves {estimate.RESERVED:g} x tensors"
+    for term in memory.outside:
+        yield term.name, term.size_bytes, term.source
+
+
+def plan_json(answer: Answer, *, line: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return everything as a document for JSON."""
+    hardware = answer.asked.hardware
+    best = answer.chosen.value
+    return {
+        "fits": best.fits,
+        "chosen": _forecast_json(best),
+        "reason": answer.chosen.reason,
+        "candidates": [_forecast_json(row) for row in answer.table],
+        "skipped": [dataclasses.asdict(skipped) for skipped in answer.skipped],
+        "offers": [_offer_json(offer) for offer in answer.offers],
+        "findings": [finding.as_json() for finding in answer.findings],
+        "parameters": answer.parameter_count,
+        "hardware": {
+            "name": describe_hardware(hardware),
+            "card_bytes": hardware.card.memory_bytes,
+            "source": hardware.card.source,
+            "assumed": list(hardware.assumed),
+        },
+        "precision": answer.asked.precision.reason,
+        "hours": answer.hours,
+        "price": answer.price,
+        "settings": dict(settings),
+        "command": line,
+    }
+
+
+def _forecast_json(forecast: Forecast) -> dict[str, Any]:
+    memory = forecast.memory
+    low_high = [1 / estimate.TIME_BAND, estimate.TIME_BAND]
+    return {
+        "name": candidate_name(forecast.candidate),
+        "candidate": dataclasses.asdict(forecast.candidate),
+        "fits": forecast.fits,
+        "missing_bytes": max(forecast.missing_bytes, 0),
+        "memory": dataclasses.asdict(memory),
+        "time": None if forecast.time is None else dataclasses.asdict(forecast.time),
+        "time_band": low_high,
+    }
+
+
+def _offer_json(offer: Offer) -> dict[str, Any]:
+    return {
+        "name": offer.name,
+        "flags": offer.flags,
+        "settings": dict(offer.settings),
+        "trained_parameters": offer.trained_count,
+        "forecast": _forecast_json(offer.forecast),
+    }

@@ -1,1 +1,0 @@
-"""Reports of a plan: terminal, JSON and HTML page."""

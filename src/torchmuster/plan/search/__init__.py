@@ -1,1 +1,0 @@
-"""Search: the candidates to train a model, and the choice among them."""

@@ -1,1 +1,0 @@
-"""Forecast the time of a step, and the cost of a whole training run."""
