@@ -50,8 +50,7 @@ def work(tmp_path: Path) -> Work:
 
 
 def traced(work: Work, blocks: int | None) -> TraceRecord:
-    found = trace(TraceRequest(work=work, candidate=SHARDED, blocks=blocks, kernels="cuda"))
-    return found
+    return trace(TraceRequest(work=work, candidate=SHARDED, blocks=blocks, kernels="cuda"))
 
 
 @pytest.mark.parametrize("lora_rank", [None, pytest.param(4, marks=pytest.mark.nightly)])
