@@ -1,6 +1,5 @@
 """The probes on a GPU: which device they ask, how large their tensors are, and when they wait for it."""
 
-import itertools
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace

@@ -18,6 +18,7 @@ RICH = CONFIG.replace(
 ).replace("data: {", 'data: {evaluation_dataset: "own:few", ')
 NOT_HERE = {
     catalogue.TOKENS_RATE: "the loss counts no tokens",
+    catalogue.FLOP_RATE: "the formula fits only language models of transformers",
     catalogue.MFU: "nobody knows what a CPU can do at most",
     catalogue.GPU_THROTTLED: "the GPUs are well",
     catalogue.GPU_XID: "no GPU has failed",
