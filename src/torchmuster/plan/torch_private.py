@@ -137,15 +137,6 @@ def backward_under_way() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-def single_allocations(seen: torch.profiler.profile) -> list[int]:
-    """Return allocated (positive) and freed (negative) bytes, in order.
-
-    The profiler's public tables have only sums; this is the only list of single events.
-    """
-    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    return [one.nbytes() for one in events if one.name() == "[memory]"]
-
-
 @contextmanager
 def paused_in_sharding_propagation(
     pause: Callable[[], Any], go_on: Callable[[], Any]

@@ -23,7 +23,6 @@ from torchmuster.plan.probes.real_steps import real_steps
 from torchmuster.plan.probes.trace import answer, trace
 from torchmuster.plan.proof.real_ranks import RealSteps
 from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.plan.torch_private import single_allocations
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.train.strategies.sharding import ShardLayout
 
@@ -202,7 +201,9 @@ def weights_taken_by_real_backward(output: torch.Tensor, weight: torch.Tensor) -
     """Return how many times a weight's size is allocated, without a mode, which would change it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         output.sum().backward()  # type: ignore[no-untyped-call]
-    return max(accumulate(single_allocations(seen))) // (weight.numel() * weight.itemsize)
+    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return max(accumulate(sizes)) // (weight.numel() * weight.itemsize)
 
 
 def test_a_gradient_is_added_to_in_place_unless_it_is_a_view(own: Work) -> None:
