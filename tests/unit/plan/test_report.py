@@ -5,7 +5,7 @@ import json
 import pytest
 
 from made_up_plans import MadeUpModel, hardware, question
-from torchmuster.plan.report import plan_json, plan_text, seconds_text, short_number
+from torchmuster.plan.report import plan_json, plan_text, short_number
 from torchmuster.plan.search import make_plan
 
 ANSWER = make_plan(question(hardware(), tokens=10**12), MadeUpModel(sample_gib=30).look)
@@ -42,8 +42,3 @@ def test_json_has_everything() -> None:
 )
 def test_forecasts_have_two_digits(amount: float, text: str) -> None:
     assert short_number(amount) == text
-
-
-def test_times_have_two_digits() -> None:
-    assert seconds_text(0.1234) == "120 ms"
-    assert seconds_text(1.26) == "1.3 s"
