@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from patience import GIVE_UP_S
@@ -128,15 +129,12 @@ def test_store_that_ends_ends_the_run(own_machine: Path) -> None:
     lines = []
     while not any("sum 3.0" in line for line in lines):
         lines.append(run.stdout.readline())
-    subprocess.run(["pkill", "-KILL", "-f", f"store.py .*{port_in(lines)}$"], check=True)
+    below = psutil.Process(run.pid).children(recursive=True)
+    (store,) = [process for process in below if process.cmdline()[-1].endswith("/node/store.py")]
+    store.kill()
     output, _ = run.communicate(timeout=GIVE_UP_S)
     assert run.returncode == 1
     assert "the ranks' store exited with code -9" in output
-
-
-def port_in(lines: list[str]) -> str:
-    (line,) = [line for line in lines if "port" in line and "sum" in line]
-    return line.split()[-1]
 
 
 def test_environment_names_the_store(own_machine: Path) -> None:

@@ -54,14 +54,15 @@ class RunningAttempt:
         environment: Mapping[str, str],
         send: Send,
         *,
+        store: StoreProcess | None = None,
         spare: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """``spare`` returns the sessions whose processes are not of this attempt."""
+        """``store`` is that of the ranks, on the first host; ``spare`` returns the sessions of processes that are not of this attempt."""
         self._share = share
         self._spare = spare
         self._environment = environment
         self._send = send
-        self._store: StoreProcess | None = None
+        self._store = store
         self._ranks: list[RankProcess] = []
         self._memory = MemoryWatch.begin()
         self._peaks = MemoryPeaks()
@@ -81,11 +82,9 @@ class RunningAttempt:
         self.told = asyncio.Event()  # the launcher has received the report
 
     async def start(self) -> protocol.Started:
-        """Start the ranks, and on the first host their store; return the message for the launcher."""
+        """Start the ranks; return the message for the launcher."""
         share = self._share
         loop = asyncio.get_running_loop()
-        if share.socket is not None and share.has_store_process:
-            self._store = await StoreProcess.start(share, self._environment)
         for local_rank in range(share.ranks):
             rank = await RankProcess.start(share, local_rank, self._environment)
             rank.output.notify(loop, self._new_output)
@@ -187,7 +186,7 @@ class RunningAttempt:
             if done & stores:
                 stores = set()
                 assert self._store is not None
-                trouble.append(self._store.failure(self._share.records))
+                trouble.append(self._store.failure())
                 self._end_after_failure()
             if any(rank.exit is not None and rank.exit.code != 0 for rank in self._ranks):
                 self._end_after_failure()
@@ -196,8 +195,6 @@ class RunningAttempt:
             task.cancel()
         if self._kill_timer is not None:
             self._kill_timer.cancel()
-        if self._store is not None:
-            await self._store.end()
         return trouble
 
     def _end_after_failure(self) -> None:

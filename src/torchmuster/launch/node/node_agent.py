@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torchmuster.launch.node import device_lease, log_folder, process_cleanup, s
 from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.connection import AgentConnection
 from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, USUAL_GRACE_S
-from torchmuster.launch.node.ranks import NodeShare, host_environment
+from torchmuster.launch.node.ranks import NodeShare, StoreProcess, host_environment
 from torchmuster.launch.node.sidecar import Sidecar
 from torchmuster.redaction import printable
 
@@ -75,6 +75,7 @@ class NodeAgent:
         self._attempt = -1  # the last requested attempt
         self._trying: asyncio.Task[protocol.Reached] | None = None
         self._running: RunningAttempt | None = None
+        self._store: StoreProcess | None = None  # of the ranks, on the first host
         self._engaged: Sidecar | None = None
         self._ending = False  # because of a signal
         self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
@@ -301,24 +302,42 @@ class NodeAgent:
             ranks=held.ranks,
             logs=self._job.logs,
             records=records,
-            socket=None if listener is None else listener.fileno(),
             system=self._system,
         )
         environment = host_environment(prepare, os.environ, held.variables, held.threads)
         if message.interface:
             environment |= interfaces.socket_variables(message.interface, environment)
-        running = RunningAttempt(share, environment, self._send, spare=self._sidecar_session)
-        try:
-            started = await running.start()
-        finally:
-            if listener is not None:
-                listener.close()  # the store has its own copy; when it exits, the port is free
+        await self._serve_store(listener, message.address, environment, share)
+        running = RunningAttempt(
+            share, environment, self._send, store=self._store, spare=self._other_sessions
+        )
+        started = await running.start()
         self._running = running
         self._do(self._watch(running))
         return started
 
-    def _sidecar_session(self) -> tuple[int, ...]:
-        return () if self._engaged is None else (self._engaged.pid,)
+    async def _serve_store(
+        self,
+        listener: socket.socket | None,
+        address: str,
+        environment: Mapping[str, str],
+        share: NodeShare,
+    ) -> None:
+        """Have the store of the ranks here, if this is the first host, and nowhere else."""
+        if listener is None or not share.has_store_process:
+            if self._store is not None:
+                await self._store.end()
+                self._store = None
+        else:
+            if self._store is None or not self._store.is_alive:
+                self._store = await StoreProcess.start(self._folder, environment)
+            self._store.serve(listener, address)
+        if listener is not None:
+            listener.close()  # the store has its own copy
+
+    def _other_sessions(self) -> list[int]:
+        """Return the sessions of processes that outlive an attempt."""
+        return [process.pid for process in (self._engaged, self._store) if process is not None]
 
     async def _watch(self, running: RunningAttempt) -> None:
         try:
@@ -403,6 +422,8 @@ class NodeAgent:
                 gone_within_s = self._last_grace_s + _GONE_WITHIN_S
                 await asyncio.wait_for(self._running.gone.wait(), gone_within_s)
         await self._forget_port()
+        if self._store is not None:
+            await self._store.end()
         if self._job is not None:
             self._job.holding.release()
         shutil.rmtree(self._folder, ignore_errors=True)

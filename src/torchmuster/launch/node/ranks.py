@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -36,7 +37,6 @@ class NodeShare:
     ranks: int
     logs: Path
     records: Path
-    socket: int | None = None  # the listening socket of the store, on the first host
     system: str = sys.platform
 
     @property
@@ -202,39 +202,61 @@ class RankProcess:
 
 
 class StoreProcess:
-    """The process that serves the ranks' store."""
+    """The process that serves the ranks' store, for one attempt after the other."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, connection: socket.socket, log: Path
+    ) -> None:
         self._process = process
+        self._connection = connection
+        self._log = log
 
     @classmethod
-    async def start(cls, share: NodeShare, environment: Mapping[str, str]) -> "StoreProcess":
-        """Start the store on the socket that this node agent has opened."""
-        assert share.socket is not None
-        address, port = share.start.address, str(share.start.port)
-        with (share.records / "store.log").open("wb") as log:
+    async def start(cls, folder: Path, environment: Mapping[str, str]) -> "StoreProcess":
+        """Start the process; its messages go into ``folder``."""
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        path = folder / "store.log"
+        with path.open("wb") as log, theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, str(_STORE_PROGRAM), str(share.socket), address, port),
+                *(sys.executable, str(_STORE_PROGRAM)),
                 env=environment,
-                stdin=asyncio.subprocess.PIPE,
+                stdin=theirs,
                 stdout=log,
                 stderr=log,
-                pass_fds=(share.socket,),
                 start_new_session=True,
             )
-        return cls(process)
+        return cls(process, ours, path)
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also that of its session."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not exited."""
+        return self._process.returncode is None
+
+    def serve(self, listener: socket.socket, address: str) -> None:
+        """Serve a new, empty store on a socket that this node agent has opened."""
+        message = json.dumps([address, listener.getsockname()[1]]).encode()
+        with contextlib.suppress(OSError):  # it has exited, which the attempt notices
+            socket.send_fds(self._connection, [message], [listener.fileno()])
 
     async def wait(self) -> None:
         """Wait until the store exits, which it does by itself only if it fails."""
         await self._process.wait()
 
-    def failure(self, records: Path) -> str:
+    def failure(self) -> str:
         """Return why the store has exited."""
-        log = (records / "store.log").read_text(encoding="utf-8", errors="replace")
-        return f"the ranks' store exited with code {self._process.returncode}\n{log[-2000:]}"
+        log = self._log.read_text(encoding="utf-8", errors="replace")
+        return (
+            f"the ranks' store exited with code {self._process.returncode}\n{log[-2000:]}".strip()
+        )
 
     async def end(self) -> None:
         """Close the store."""
+        self._connection.close()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
