@@ -85,10 +85,14 @@ class RunningAttempt:
         """Start the ranks; return the message for the launcher."""
         share = self._share
         loop = asyncio.get_running_loop()
-        for local_rank in range(share.ranks):
-            rank = await RankProcess.start(share, local_rank, self._environment)
-            rank.output.notify(loop, self._new_output)
-            self._ranks.append(rank)
+        try:
+            for local_rank in range(share.ranks):
+                rank = await RankProcess.start(share, local_rank, self._environment)
+                rank.output.notify(loop, self._new_output)
+                self._ranks.append(rank)
+        except BaseException:  # no more processes or memory: none of them may stay
+            self._kill()
+            raise
         return protocol.Started(attempt=share.start.attempt, pid=self._ranks[0].pid)
 
     def stop(self, grace_s: float, asked: str = "") -> None:

@@ -345,7 +345,12 @@ class NodeAgent:
         except Exception as error:  # after any error, no process may keep running unwatched
             assert self._job is not None
             token = self._job.prepare.token
-            await asyncio.to_thread(process_cleanup.end_attempt, token, within_s=_GONE_WITHIN_S)
+            await asyncio.to_thread(
+                process_cleanup.end_attempt,
+                token,
+                within_s=_GONE_WITHIN_S,
+                spare=self._other_sessions(),
+            )
             words = f"the node agent failed: {type(error).__name__}: {error}"
             ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
         self._running = None

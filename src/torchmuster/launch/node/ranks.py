@@ -220,7 +220,7 @@ class StoreProcess:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, str(_STORE_PROGRAM)),
                 env=environment,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
