@@ -26,7 +26,7 @@ def test_the_command_asks_nobody_notices_a_cut_link_and_holds_nothing_the_user_g
     assert command[-3:] == [
         "--",
         "ana@b",
-        "exec '/opt/my python/bin/python3' -m torchmuster.launch.node",
+        "exec '/opt/my python/bin/python3' -m torchmuster.launch.node.supervisor",
     ]
     assert "-T" in command
     given = {word for word in command if "=" in word}
@@ -106,7 +106,7 @@ def test_many_hosts_have_room_for_their_connections(tmp_path: Path) -> None:
 )
 def test_a_path_is_one_word_to_a_remote_shell(python: str) -> None:
     remote = ssh.node_agent_command("b", python)[-1]
-    assert shlex.split(remote) == ["exec", python, "-m", "torchmuster.launch.node"]
+    assert shlex.split(remote) == ["exec", python, "-m", "torchmuster.launch.node.supervisor"]
     shown = subprocess.run(
         ["sh", "-c", remote.replace("exec", "printf '%s\\n'", 1)], capture_output=True, text=True
     )

@@ -322,19 +322,5 @@ def test_a_machine_that_listens_only_for_itself(
     assert (caught.value.what, caught.value.why) == snapshot
 
 
-def test_a_service_that_answers_is_reached_whatever_it_answers() -> None:
-    target = protocol.Target(address=ETH0.address, port=29400)
-    reach.check_service("etcd", target, [("b", reached(eth0="impostor")), ("c", reached(eth0=""))])
-
-
-def test_a_service_that_does_not_answer(snapshot: SnapshotAssertion) -> None:
-    target = protocol.Target(address=ETH0.address, port=29400)
-    by_node = [("b", reached(eth0="impostor")), ("c", reached(eth0="no-name"))]
-    with pytest.raises(Impossible) as caught:
-        reach.check_service("etcd", target, by_node)
-    assert (caught.value.what, caught.value.why) == snapshot
-    assert "10.0.0.5:29400" in caught.value.what
-
-
 def test_a_name_that_cannot_be_resolved() -> None:
     assert [one.problem for one in tried(("nobody.invalid", 1))] == ["no-name"]
