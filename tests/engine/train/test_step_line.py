@@ -59,7 +59,7 @@ def test_what_is_not_always_there_is_said_where_it_is(snapshot: SnapshotAssertio
         (
             1000e12,
             5.63,
-            "1,000 TFLOP/s (error: 563 % of the peak rate, so the peak rate or the count is wrong)",
+            "1,000 TFLOP/s (error: 563 % of the peak rate, so the peak rate or the FLOPs are wrong)",
         ),
     ],
 )

@@ -123,6 +123,10 @@ def a_run_of(
         "token": "",
         "grace_s": 1.0,
         "slurm_job": None,
+        "module": False,
+        "typed": ["run"],
+        "flags": [],
+        "resume_with": [],
     }
     run.job.write_text(json.dumps(job | changed))
     times = {"since_unix_s": 2e9, "started_unix_s": 2e9}
@@ -188,20 +192,6 @@ def test_a_user_stops_an_own_run(place: Path) -> None:
         done = muster_as(ALICE, "stop", str(run.path), "--within", "5s", where=place)
         assert done.returncode == 0, done.stderr
         assert not lives(own)
-
-
-def test_nothing_is_written_through_links_of_another_user(place: Path) -> None:
-    """A folder of Alice leads root's writes to root's own files."""
-    private = place / "private"
-    private.mkdir(mode=0o700)
-    with process_of(ALICE, place) as launcher:
-        run = a_run_of(ALICE, place, launcher)
-        hosts = [{"host": "h", "folder": "/f", "first_rank": 0, "ranks": 1}]
-        (run.logs / "hosts.json").write_text(json.dumps(hosts))
-        (run.logs / "requests").symlink_to(private)
-        done = muster_as(ROOT, "logs", str(run.path), "--rank", "0", where=place)
-    assert done.returncode == 2, done.stderr
-    assert list(private.iterdir()) == []
 
 
 def test_a_run_of_another_user_is_not_resumed(place: Path) -> None:

@@ -113,7 +113,7 @@ def test_the_slow_rank_is_named(run: RunFolder) -> None:
 
 def test_ranks_in_which_python_does_not_run(run: RunFolder) -> None:
     add_ranks(run, 12, silent_s=40.0)
-    assert "rank 0, 1, 2, 3, 4, 5, 6, 7 …" in _shown(run)
+    assert "rank 0, 1, 2, 3, 4, 5, 6, 7, …" in _shown(run)
 
 
 def test_a_run_that_failed(run: RunFolder) -> None:

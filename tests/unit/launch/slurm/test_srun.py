@@ -139,7 +139,7 @@ def test_the_launcher_listens_where_the_cluster_lets_srun_listen(
 
 
 def test_the_agents_are_started_with_this_python() -> None:
-    words = [sys.executable, "-m", "torchmuster.launch.node", "--place", "0"]
+    words = [sys.executable, "-m", "torchmuster.launch.node.supervisor", "--place", "0"]
     assert srun_command(ALLOCATION, place=0)[-5:] == words
 
 
