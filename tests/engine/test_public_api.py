@@ -18,7 +18,6 @@ from text_snapshots import TextFile
 from torchmuster import distributed
 
 STUB = Path(torchmuster.__file__).with_suffix(".pyi")
-PAGE = Path(torchmuster.__file__).parents[2] / "docs" / "generated" / "api.md"
 
 
 def test_names_and_signatures_are_frozen(snapshot: SnapshotAssertion) -> None:
@@ -64,11 +63,6 @@ def test_the_functions_of_distributed_are_there_too() -> None:
     functions = set(distributed.__all__) - {"GpuIds"}
     assert functions <= set(torchmuster.__all__)
     assert all(getattr(torchmuster, name) is getattr(distributed, name) for name in functions)
-
-
-def test_the_page_lists_every_name() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert [name for name in torchmuster.__all__ if f"`{name}`" not in page] == []
 
 
 def test_importing_the_package_imports_nothing_else() -> None:

@@ -40,5 +40,7 @@ def _train(world: World, folder: Path, settings: Mapping[str, str]) -> list[floa
 
 def _train_in(world: World, folder: Path, settings: Settings) -> None:
     # The same checks of the weights as in a fresh process, without the time that its imports take.
-    with mock.patch.object(training, "run_check", exported.check_export):
+    with mock.patch.object(
+        training, "run_check", lambda request, limit_s: exported.check_export(request)
+    ):
         training.train_from_settings(settings, world, folder)

@@ -38,7 +38,9 @@ def make_and_train(
         flags = [Flag(flag="--set", path=path, text=text) for path, text in settings.items()]
         asked = _Asked()
         # The same checks as in the fresh process, without the time that its imports take.
-        in_process = mock.patch.object(training, "run_check", exported.check_export)
+        in_process = mock.patch.object(
+            training, "run_check", lambda request, limit_s: exported.check_export(request)
+        )
         with mock.patch.object(training, "Trainer", asked), in_process:
             training.train_from_settings(
                 resolve_settings(flags=flags).settings, world, Path(run_folder)

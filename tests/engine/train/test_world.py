@@ -81,8 +81,8 @@ def test_the_error_of_a_rank_is_recorded_before_the_cleanup(tmp_path: Path) -> N
         "with join_world('cpu'):\n"
         "    raise ValueError('label 10 of 10 classes')\n"
     )
-    settings = {"logs": str(tmp_path), "records": str(tmp_path), "world_size": 1, "attempt": 0}
-    settings |= {"max_restarts": 0, "first_step": 0, "module": False}
+    settings = {"records": str(tmp_path), "world_size": 1, "first_step": 0, "module": False}
+    settings["parent"] = os.getpid()
     done = subprocess.run(
         [sys.executable, start.__file__, json.dumps(settings), "train.py"],
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHMUSTER_RECORD": "0"},

@@ -15,8 +15,9 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
-from torchmuster.launch.node import attempt, heartbeats
+from torchmuster.launch.node import heartbeats, stack_dump
 from torchmuster.launch.node.heartbeats import HeartbeatReader
+from torchmuster.launch.node.ranks import RankProcess
 
 _RANK = """\
 import ctypes, os, sys, time
@@ -172,8 +173,8 @@ def test_every_rank_shows_what_it_can(
 ) -> None:
     def examined(rank: int, *, answer_s: float, signal_s: float) -> dict[tuple[int, str], str]:
         """Wait for what must come, however late, and not for what cannot."""
-        monkeypatch.setattr(attempt, "_ANSWER_WITHIN_S", answer_s)
-        monkeypatch.setattr(attempt, "_SIGNAL_WITHIN_S", signal_s)
+        monkeypatch.setattr(stack_dump, "_ANSWER_WITHIN_S", answer_s)
+        monkeypatch.setattr(stack_dump, "_SIGNAL_WITHIN_S", signal_s)
         return asyncio.run(_examine(tmp_path, pids, (rank, 7)))
 
     ranks = [Rank(tmp_path, rank, how) for rank, how in enumerate(("asleep", "native", "stopped"))]
@@ -200,17 +201,33 @@ def test_every_rank_shows_what_it_can(
     assert {rank for rank, _ in found} == {0, 1, 2}
 
 
+class Examined(RankProcess):
+    """A process as if a node agent had started it as a rank."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank = rank
+        self._pid = pid
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._pid, number)
+
+
 async def _examine(
     records: Path, pids: dict[int, int], ranks: tuple[int, ...]
 ) -> dict[tuple[int, str], str]:
-    shown: list[protocol.Evidence] = [*await attempt.dump_stacks(records, pids, ranks)]
+    running = [Examined(rank, pids[rank]) for rank in ranks if rank in pids]
+    shown: list[protocol.Evidence] = [*await stack_dump.dump_stacks(records, running)]
     return {(one.rank, one.name): one.text for one in shown}
 
 
 def test_a_process_that_would_die_of_the_signal_does_not_get_it(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "_ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr(stack_dump, "_ANSWER_WITHIN_S", 0.1)
     found = asyncio.run(_examine(tmp_path, {0: sleeper.pid}, (0,)))
     assert f"process {sleeper.pid}\n" in found[0, "stacks.txt"]
     assert "call first" not in found[0, "stacks.txt"]
@@ -218,4 +235,4 @@ def test_a_process_that_would_die_of_the_signal_does_not_get_it(
 
 
 def test_a_process_that_has_gone_is_told_as_such(tmp_path: Path) -> None:
-    assert attempt.of_this_system(2**22 + 5) == "its process is gone"
+    assert stack_dump.of_this_system(2**22 + 5) == "its process is gone"
