@@ -181,7 +181,7 @@ def test_a_machine_that_joins_by_a_code_is_checked_like_any_other(
 ) -> None:
     lab = make_lab(2, ssh=False)
     first, second = lab.hosts
-    told = Transcript(muster_check(first, tmp_path, "--join", "2", "--quick"))
+    told = Transcript(muster_check(first, tmp_path, "--join", "--nodes", "2", "--quick"))
     line = told.wait_for("muster join ")
     joining = Transcript(
         second.popen(

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-VICTIMS = ("rank 0", "another rank", "store", "node agent", "supervisor", "launcher", "whole node")
+VICTIMS = ("rank 0", "another rank", "store", "node agent", "launcher", "whole node")
 MOMENTS = ("forward", "collective", "save", "commit", "committed", "restart", "any time", "end")
 EVENTS_OF_A_RUN = 8
 
