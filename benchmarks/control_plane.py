@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from torchmuster import __version__
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
@@ -28,13 +30,12 @@ from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.job_runner import JobRunner
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
-from torchmuster.launch.transports.channel import make_room_for
-from torchmuster.launch.transports.join.client import JoinTarget, first_to_answer
+from torchmuster.launch.transports.channel import allow_open_files
+from torchmuster.launch.transports.join.client import first_to_answer
 from torchmuster.launch.transports.join.code import JoinCode, decode_code
 from torchmuster.launch.transports.join.messages import (
     Join,
     decode_answer,
-    encode_join_message,
 )
 from torchmuster.launch.transports.join.stream import HEADER_BYTES
 from torchmuster.launch.transports.srun import SrunTransport
@@ -252,15 +253,16 @@ async def play_host(
     hosts: SimulatedHosts, index: int, code: JoinCode, at_once: asyncio.Semaphore
 ) -> None:
     """Connect as a node agent does, and answer until the launcher closes the connection."""
-    target = JoinTarget(address=code.addresses[0], port=code.port)
     async with at_once:
         give_up_s = time.monotonic() + CONNECT_WITHIN_S
-        connected = await first_to_answer([target], code.fingerprint, patience_s=60.0)
-        while isinstance(connected, list):  # the problems: on a busy machine, a handshake is slow
+        connected = await first_to_answer(code.addresses[:1], code.port, code.pin)
+        while not isinstance(
+            connected, tuple
+        ):  # the problems: on a busy machine, a handshake is slow
             if time.monotonic() > give_up_s:
-                raise ConnectionError(str(connected[0]))
+                raise ConnectionError(str(connected))
             await asyncio.sleep(1.0)
-            connected = await first_to_answer([target], code.fingerprint, patience_s=60.0)
+            connected = await first_to_answer(code.addresses[:1], code.port, code.pin)
         stream = connected[0]
         join = Join(
             protocol=protocol.PROTOCOL,
@@ -269,7 +271,7 @@ async def play_host(
             host=f"node{index:05d}",
             torchmuster=__version__,
         )
-        await stream.send(encode_join_message(join))
+        await stream.send(msgspec.json.encode(join))
         await stream.receive(protocol.MESSAGE_LIMIT, decode_answer)
 
     def send(message: protocol.FromAgent) -> None:
@@ -435,7 +437,7 @@ def main() -> None:
     if sys.argv[1:2] == [PLAY_SRUN]:
         nodes = next(word for word in sys.argv if word.startswith("--nodes="))
         count = int(nodes.removeprefix("--nodes="))
-        make_room_for(count, wanted=0)
+        allow_open_files(count)
         asyncio.run(play_srun(count))
         return
     if sys.argv[1:2] == [MEASURE_ONE]:

@@ -63,7 +63,7 @@ def handshake(data: bytes) -> None:
             reader = asyncio.StreamReader()
             reader.feed_data(data)
             reader.feed_eof()
-            connection = stream.Stream(reader)
+            connection = stream.Stream(reader, writer=None)  # type: ignore[arg-type]
             connection.abort = lambda why: None  # type: ignore[method-assign]  # there is no socket
             with contextlib.suppress(protocol.UnreadableMessage):
                 while await connection.receive(4096, decode) is not None:

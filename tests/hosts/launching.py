@@ -12,6 +12,7 @@ from typing import IO, Literal
 
 from hosts.host import Host, HostProcess
 from hosts.lab import Lab
+from hosts.namespaces import await_true
 from muster_command import muster_argv
 from patience import GIVE_UP_S
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
@@ -148,3 +149,13 @@ def _command(pid: int) -> str:
     with suppress(OSError):
         return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()}"
     return ""
+
+
+def code_of(transcript: Transcript) -> str:
+    """Return the join code that a command has printed."""
+
+    def codes() -> list[str]:
+        return re.findall(r"^  (\S{60,})$", transcript.text(), re.MULTILINE)
+
+    await_true("the code", lambda: bool(codes()))
+    return codes()[0]

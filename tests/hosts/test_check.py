@@ -13,7 +13,7 @@ from hosts.conftest import MakeLab
 from hosts.faults import NoSshd, OnlyOpenPorts, injected
 from hosts.host import Host, HostProcess
 from hosts.lab import Lab
-from hosts.launching import Transcript, leftovers, strays
+from hosts.launching import Transcript, code_of, leftovers, strays
 from hosts.machine_faults import Packages
 from hosts.namespaces import await_true
 from muster_command import muster_argv
@@ -182,11 +182,11 @@ def test_a_machine_that_joins_by_a_code_is_checked_like_any_other(
     lab = make_lab(2, ssh=False)
     first, second = lab.hosts
     told = Transcript(muster_check(first, tmp_path, "--join", "--nodes", "2", "--quick"))
-    line = told.wait_for("muster join ")
     joining = Transcript(
         second.popen(
-            muster_argv(["join", line.text.split()[-1]]),
+            muster_argv(["join"]),
             cwd=tmp_path,
+            env={"TORCHMUSTER_JOIN": code_of(told)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,6 +1,5 @@
 """``muster run --join`` and ``muster join`` between hosts that know nothing of each other: no ssh, no names."""
 
-import re
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,15 @@ import pytest
 from hosts.conftest import MakeLab
 from hosts.host import Host
 from hosts.lab import Lab
-from hosts.launching import SMOKE, SMOKE_WHEN_TOLD, Transcript, leftovers, rank_lines, strays
+from hosts.launching import (
+    SMOKE,
+    SMOKE_WHEN_TOLD,
+    Transcript,
+    code_of,
+    leftovers,
+    rank_lines,
+    strays,
+)
 from hosts.namespaces import await_true
 from muster_command import muster_argv
 from patience import GIVE_UP_S
@@ -37,14 +44,6 @@ def start(host: Host, words: list[str], cwd: Path) -> Transcript:
 def host_smoke(host: Host, cwd: Path, *words: str, nodes: int = 2) -> Transcript:
     flags = ["--join", "--nodes", str(nodes), "--device", "cpu", "--ranks", "1", *words]
     return start(host, ["run", *flags, *SMOKE], cwd)
-
-
-def code_of(transcript: Transcript) -> str:
-    def codes() -> list[str]:
-        return re.findall(r"muster join (\S+)", transcript.text("out"))
-
-    await_true("the code", lambda: bool(codes()))
-    return codes()[0]
 
 
 def smoke_lines(size: int) -> set[str]:

@@ -15,6 +15,8 @@ from torchmuster.redaction import harmless
 if TYPE_CHECKING:
     from torchmuster.launch.transports.join.code import JoinCode
 
+CODE_VARIABLE = "TORCHMUSTER_JOIN"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster join``."""
@@ -22,8 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{parser.description}\nRuns what the host sends, in this folder, as this user: join only "
         "hosts that you trust. Sends\nnothing to a host whose certificate does not match the code."
     )
-    parsers.show_examples(parser, ["muster join CODE    the line that muster run --join printed"])
-    parser.add_argument("code", metavar="CODE", help="the code that the host printed")
+    parsers.show_examples(
+        parser,
+        [
+            "muster join          asks for the code that muster run --join printed",
+            "muster join < FILE   reads it from standard input",
+        ],
+    )
+    parser.add_argument(
+        "code",
+        metavar="CODE",
+        nargs="?",
+        help=f"the code that the host printed (default: ${CODE_VARIABLE}, or standard input); other users of this "
+        "machine can see an argument",
+    )
     parser.add_argument(
         "--patience",
         type=duration,
@@ -38,24 +52,33 @@ def _run_join(options: argparse.Namespace) -> int:
     from torchmuster.launch.node import supervisor
     from torchmuster.launch.transports.join.code import decode_code
 
-    code = decode_code(options.code)
+    code = decode_code(_read_code(options.code))
     supervisor.continue_supervised()
     return asyncio.run(_join(code, options.patience))
 
 
+def _read_code(argument: str | None) -> str:
+    # The ranks, which inherit the environment, do not need it.
+    from_environment = os.environ.pop(CODE_VARIABLE, "")
+    if argument is not None:
+        _say(
+            "note: other users of this machine can see the code; without it, muster join asks for it"
+        )
+        return argument
+    if from_environment:
+        return from_environment
+    if sys.stdin.isatty():
+        return getpass.getpass("join code: ")
+    return sys.stdin.readline()
+
+
 async def _join(code: "JoinCode", patience_s: float) -> int:
-    from torchmuster.launch.network import firewall
     from torchmuster.launch.node.node_agent import NodeAgent
     from torchmuster.launch.transports.join.client import connect_to_host
 
     folder = Path.cwd()
     _say(f"joining lets the host run commands as {getpass.getuser()} in {folder}")
-    channel = await connect_to_host(
-        code,
-        on_event=_say,
-        open_firewall=firewall.open_command_anywhere,
-        patience_s=patience_s,
-    )
+    channel = await connect_to_host(code, on_event=_say, patience_s=patience_s)
     _say("joined; waiting for the host to start the run; Ctrl-C leaves")
     agent = NodeAgent(channel, folder=folder, tell=_say)
     exit_code = await agent.run()

@@ -53,35 +53,25 @@ def take_flags(options: argparse.Namespace) -> None:
 
 def transport_to_joined(options: argparse.Namespace, spec: JobSpec, stream: TextIO) -> Transport:
     """Return the transport to this machine and to those that join; the code is printed to ``stream``."""
-    from torchmuster.launch.network import interfaces
-    from torchmuster.launch.transports.hosting import HostTransport
     from torchmuster.launch.transports.join.code import JoinCode, encode_code
+    from torchmuster.launch.transports.join.transport import JoinTransport
+    from torchmuster.launch.transports.local import LocalTransport
 
     if spec.hosts:
         raise Impossible(
             "--join and --hosts (over ssh) are mutually exclusive", fix="give one of the two"
         )
-    addresses = [candidate.address for candidate in interfaces.interface_candidates()]
-    if not addresses:
-        raise Impossible(
-            "this machine has no network address",
-            why="other machines cannot join over loopback",
-            fix="connect it to a network; ip address  # shows its addresses",
-        )
     machines = options.nodes.most + spec.spares
 
     def show(code: JoinCode) -> None:
         # Only on the terminal: the code gives access and must not be logged.
-        where = (
-            "the other machine" if machines == 2 else f"each of the {machines - 1} other machines"
-        )
-        print(f"on {where}, in a folder with the same code, paste:", file=stream)
-        print(f"  muster join {encode_code(code)}", file=stream, flush=True)
+        print("on every other machine, in a folder with the same code: muster join", file=stream)
+        print("then paste this code, which lets a machine join:", file=stream)
+        print(f"  {encode_code(code)}", file=stream, flush=True)
 
-    return HostTransport(
-        socket.gethostname(),
-        nodes=machines,
-        addresses=addresses,
+    return JoinTransport(
+        local=LocalTransport(socket.gethostname()),
+        count=machines - 1,
         port=options.join_port,
         on_event=lambda words: output.say(f"muster: {words}"),
         on_code=show,

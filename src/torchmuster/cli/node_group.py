@@ -50,22 +50,14 @@ def transport_to(group: NodeGroup) -> Transport:
     """Return the transport to this node and to the others of its group."""
     from torchmuster.launch.transports.local import LocalTransport
 
+    local = LocalTransport(socket.gethostname())
     if group.nodes == 1:
-        return LocalTransport(socket.gethostname())
-    from torchmuster.launch.network import interfaces
-    from torchmuster.launch.transports.hosting import HostTransport
+        return local  # and listen on no port
+    from torchmuster.launch.transports.join.transport import JoinTransport
 
-    addresses = [one.address for one in interfaces.interface_candidates()]
-    if not addresses:
-        raise Impossible(
-            "this node has no network address",
-            why="the other nodes connect to the launcher",
-            fix="ip address  # shows its addresses",
-        )
-    return HostTransport(
-        socket.gethostname(),
-        nodes=group.nodes,
-        addresses=addresses,
+    return JoinTransport(
+        local=local,
+        count=group.nodes - 1,
         port=group.port,
         on_event=_say_of_group,
         key=group.key(),

@@ -83,6 +83,26 @@ def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[
     return [protocol.Address(address=address, interface=name) for _, address, name in found]
 
 
+def addresses_for_others() -> list[str]:
+    """Return the addresses of this host that other machines can use, best first.
+
+    Raises:
+        Impossible: it has none.
+
+    """
+    addresses = []
+    for candidate in interface_candidates():
+        if not ipaddress.ip_address(candidate.address).is_link_local:
+            addresses.append(candidate.address)
+    if not addresses:
+        raise Impossible(
+            "this machine has no network address",
+            why="other machines cannot join over loopback",
+            fix="connect it to a network; ip address  # shows its addresses",
+        )
+    return addresses
+
+
 def _order(
     one: Interface, address: ipaddress.IPv4Address | ipaddress.IPv6Address
 ) -> tuple[bool, int, int, int]:

@@ -28,7 +28,6 @@ async def _keep(place: int | None, *, is_local: bool) -> None:
 
 async def connect_as(place: int) -> AgentConnection:
     """Read the join code from standard input, and connect to the launcher as this node."""
-    from torchmuster.launch.network import firewall
     from torchmuster.launch.transports.join.client import connect_to_host
     from torchmuster.launch.transports.join.code import decode_code
 
@@ -39,7 +38,6 @@ async def connect_as(place: int) -> AgentConnection:
         decode_code(line.decode(errors="replace")),
         place=place,
         on_event=lambda words: print(words, file=sys.stderr, flush=True),
-        open_firewall=firewall.open_command_anywhere,
         patience_s=_CONNECTED_WITHIN_S,
     )
     loop = asyncio.get_running_loop()

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchmuster.errors import ExitCode, MusterError
-from torchmuster.launch.network import firewall
 from torchmuster.launch.node import supervisor
 from torchmuster.launch.node.node_agent import NodeAgent
 from torchmuster.launch.schedulers.node_group import FINAL, NodeGroup
-from torchmuster.launch.transports.join import certificate
+from torchmuster.launch.transports.join.certificate import pin_from_seed
 from torchmuster.launch.transports.join.client import HostChannel, connect_to_host
-from torchmuster.launch.transports.join.code import JoinCode, certificate_seed, join_secret
+from torchmuster.launch.transports.join.code import JoinCode
 
 _LOOK_EVERY_S, _LOOK_AT_LEAST_EVERY_S = 2.0, 30.0
 
@@ -44,11 +43,7 @@ async def _serve(
     group: NodeGroup, root: Path, patience_s: float, say: Callable[[str], None]
 ) -> int:
     key = group.key()
-    code = JoinCode(
-        secret=join_secret(key),
-        fingerprint=certificate.fingerprint_from(certificate_seed(key)),
-        port=group.port,
-    )
+    code = JoinCode(secret=key.secret, pin=pin_from_seed(key.seed), port=group.port)
     while True:
         try:
             end = await _connect(group, root, code, patience_s, say)
@@ -79,7 +74,6 @@ async def _connect(
         connect_to_host(
             code,
             on_event=say,
-            open_firewall=firewall.open_command_anywhere,
             place=group.node_rank,
             patience_s=patience_s,
             name=group.launcher,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
-from torchmuster.launch.transports.join.code import key_from
+from torchmuster.launch.transports.join.code import SharedKey, shared_key
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 NODES = "TORCHMUSTER_NNODES"
@@ -54,10 +54,10 @@ class NodeGroup:
     run_id: str | None = None  # the run folder in which a launcher that is started again resumes
     job_uid: str = ""  # of the scheduler's job: a run that ended is not repeated for the same job
 
-    def key(self) -> bytes:
+    def key(self) -> SharedKey:
         """Return the key from which the certificate and the join secret of this job come."""
         assert self.secret is not None, "a group of one node connects to nothing"
-        return key_from(f"{self.secret}\0{self.job_uid}")
+        return shared_key(f"{self.secret}\0{self.job_uid}")
 
     def earlier_run(self, root: Path) -> RunFolder | None:
         """Return the run that an earlier launcher of this group started; None if this is the first."""

@@ -12,6 +12,9 @@ from typing import Protocol
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 
+# For all other files that the launcher has open.
+_OTHER_FILES = 256
+
 
 class Channel(Protocol):
     """The launcher's end of a connection to one node agent."""
@@ -58,30 +61,20 @@ class Transport(Protocol):
         """Close everything that was opened."""
 
 
-# For all other files that the launcher has open.
-_SPARE = 256
-
-
-def make_room_for(needed: int, *, wanted: int) -> int:
-    """Raise this process's limit of open files, never lower it, so that ``needed`` more fit.
-
-    Returns how many of the additional ``wanted`` ones fit too.
-    """
+def allow_open_files(needed: int) -> None:
+    """Raise this process's limit of open files, never lower it, so that ``needed`` more fit."""
     if sys.platform == "win32":
-        return wanted
+        return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    room = sys.maxsize if hard == resource.RLIM_INFINITY else hard
-    if needed + _SPARE > room:
+    wanted = needed + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
         raise Impossible(
             f"{needed} open files are needed for connections, but the limit is {hard}",
-            why=f"each host needs several, and the launcher needs {_SPARE} more",
-            fix=f"sudo prlimit --pid $$ --nofile={needed + _SPARE}  # then rerun the command",
+            why=f"each host needs several, and the launcher needs {_OTHER_FILES} more",
+            fix=f"sudo prlimit --pid $$ --nofile={wanted}  # then rerun the command",
         )
-    target = min(needed + wanted + _SPARE, room)
-    if target > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
-    return min(wanted, max(soft, target) - needed - _SPARE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -14,7 +14,6 @@ Measured with Slurm 22.05, and relied on here:
 """
 
 import asyncio
-import ipaddress
 import os
 import random
 import re
@@ -22,14 +21,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torchmuster.errors import Impossible, NotNow
+from torchmuster.errors import NotNow
 from torchmuster.launch import protocol
-from torchmuster.launch.network import interfaces
 from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Arrive, Channel
 from torchmuster.launch.transports.join.code import encode_code
-from torchmuster.launch.transports.join.service import JoinedChannel, JoinService
+from torchmuster.launch.transports.join.transport import JoinedChannel, JoinTransport
 from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.srun_step import SrunStep
 
@@ -140,8 +138,7 @@ class SrunTransport:
         self._on_event = on_event
         self._patience_s = patience_s
         self._arrive: Arrive | None = None
-        self._service: JoinService | None = None
-        self._addresses: list[str] = []
+        self._service: JoinTransport | None = None
         self._steps: list[SrunStep] = []
         self._step_of: dict[int, SrunStep] = {}
         self._channels: dict[int, SrunChannel] = {}
@@ -155,7 +152,6 @@ class SrunTransport:
     async def open(self, arrive: Arrive) -> None:
         """Listen for the node agents, and start them on all nodes."""
         self._arrive = arrive
-        self._addresses = _addresses()
         self._service = await self._listen(await asyncio.to_thread(_allowed_ports))
         everywhere = range(len(self.places))
         await self._start(everywhere, srun_command(self._allocation, self._agent))
@@ -167,13 +163,11 @@ class SrunTransport:
         await self._service.reopen(place)
         await self._start([place], srun_command(self._allocation, self._agent, place))
 
-    async def _listen(self, ports: Sequence[int]) -> JoinService:
+    async def _listen(self, ports: Sequence[int]) -> JoinTransport:
         """Open the first of these ports that is free; any if none is given."""
         for number, port in enumerate(ports or [0], 1):
-            service = JoinService(
+            service = JoinTransport(
                 count=len(self.places),
-                first_place=0,
-                addresses=self._addresses,
                 port=port or None,
                 on_event=self._on_event,
             )
@@ -242,19 +236,6 @@ class SrunTransport:
         if self._service is not None:
             await self._service.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
-
-
-def _addresses() -> list[str]:
-    """Return the addresses at which the nodes may reach this host."""
-    found = [one.address for one in interfaces.interface_candidates()]
-    useful = [one for one in found if not ipaddress.ip_address(one).is_link_local]
-    if not useful:
-        raise Impossible(
-            "this host has no network address",
-            why="the nodes of the job connect to the launcher",
-            fix="ip address  # shows its addresses",
-        )
-    return useful
 
 
 def _allowed_ports(ask: jobs.Ask = jobs.run_slurm_command) -> list[int]:

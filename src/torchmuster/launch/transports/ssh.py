@@ -21,7 +21,7 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.job import Host, Limits
 from torchmuster.launch.network import interfaces
-from torchmuster.launch.transports.channel import Arrive, make_room_for
+from torchmuster.launch.transports.channel import Arrive, allow_open_files
 from torchmuster.launch.transports.local import NODE_AGENT, PipeChannel
 
 # sshd refuses more concurrent logins than this (MaxStartups).
@@ -113,7 +113,7 @@ class SshTransport:
 
     async def open(self, arrive: Arrive) -> None:
         """Connect to every host, at most ``AT_ONCE`` at a time."""
-        make_room_for(_FILES_EACH * len(self._hosts), wanted=0)
+        allow_open_files(_FILES_EACH * len(self._hosts))
         self._arrive = arrive
         for place in range(len(self._hosts)):
             await self.reopen(place)

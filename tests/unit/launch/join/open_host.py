@@ -1,7 +1,7 @@
 """A host that is open for machines to join, on loopback; and machines that join it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -10,44 +10,49 @@ from torchmuster.launch.transports.channel import Channel
 from torchmuster.launch.transports.join import client
 from torchmuster.launch.transports.join.client import HostChannel
 from torchmuster.launch.transports.join.code import JoinCode
-from torchmuster.launch.transports.join.service import JoinService
+from torchmuster.launch.transports.join.transport import JoinTransport
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass
 class Host:
-    """The service and everything that it told."""
+    """The transport and everything that it reported."""
 
     events: list[str] = field(default_factory=list)
     arrivals: "asyncio.Queue[tuple[int, Channel]]" = field(default_factory=asyncio.Queue)
-    service: JoinService = field(init=False)
+    transport: JoinTransport = field(init=False)
+
+    @property
+    def code(self) -> JoinCode:
+        return self.transport.code
 
 
 @asynccontextmanager
 async def open_host(
-    count: int = 1, addresses: tuple[str, ...] = (LOOPBACK,), first_place: int = 1
+    count: int = 1, addresses: tuple[str, ...] = (LOOPBACK,)
 ) -> AsyncIterator[Host]:
     host = Host()
     mishaps: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: mishaps.append(what))
-    host.service = JoinService(
-        count=count,
-        addresses=addresses,
-        first_place=first_place,
-        on_event=host.events.append,
-    )
-    await host.service.open(lambda place, channel: host.arrivals.put_nowait((place, channel)))
+    host.transport = JoinTransport(count=count, addresses=addresses, on_event=host.events.append)
+    await host.transport.open(lambda place, channel: host.arrivals.put_nowait((place, channel)))
     try:
         yield host
     finally:
-        await host.service.close()
+        await host.transport.close()
         await asyncio.sleep(0)  # callbacks of what was closed
         assert mishaps == []
 
 
-def firewall_command(port: int) -> str:
-    return f"sudo ufw allow {port}/tcp"
+def with_host(scene: Callable[[Host], Awaitable[None]], count: int = 1) -> None:
+    """Run a scene with an open host."""
+
+    async def run() -> None:
+        async with open_host(count) as host:
+            await scene(host)
+
+    asyncio.run(asyncio.wait_for(run(), 2 * GIVE_UP_S))
 
 
 async def join(
@@ -56,18 +61,19 @@ async def join(
     events: list[str] | None = None,
     patience_s: float = GIVE_UP_S,
     place: int | None = None,
+    name: str = "",
 ) -> HostChannel:
     return await client.connect_to_host(
         code,
         on_event=(events if events is not None else []).append,
-        open_firewall=firewall_command,
         place=place,
         patience_s=patience_s,
+        name=name,
     )
 
 
 async def proves_open(host: Host) -> None:
     """Let the real machine join, whatever went on before."""
-    channel = await join(host.service.code)
+    channel = await join(host.code)
     await asyncio.wait_for(host.arrivals.get(), GIVE_UP_S)
     await channel.close()

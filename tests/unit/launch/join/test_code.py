@@ -1,23 +1,28 @@
-"""Join codes: what is written comes back, and what was changed opens nothing."""
+"""Join codes and certificates: what is written comes back, and what was changed opens nothing."""
+
+import builtins
+import ssl
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmuster.errors import Impossible
+from torchmuster.launch.transports.join import certificate
 from torchmuster.launch.transports.join import code as codes
 from torchmuster.launch.transports.join.code import JoinCode
 
-EXAMPLE = JoinCode(
-    port=29400, addresses=("192.168.1.20",), secret=bytes(range(16)), fingerprint=b"f" * 16
-)
+EXAMPLE = JoinCode(port=29400, addresses=("192.168.1.20",), secret=bytes(range(16)), pin=b"f" * 16)
 
 some_codes = st.builds(
     JoinCode,
     port=st.integers(1, 65535),
     addresses=st.lists(st.ip_addresses().map(str), min_size=1, max_size=3).map(tuple),
     secret=st.binary(min_size=16, max_size=16),
-    fingerprint=st.binary(min_size=16, max_size=16),
+    pin=st.binary(min_size=16, max_size=16),
 )
 
 
@@ -25,7 +30,7 @@ some_codes = st.builds(
 def test_what_is_written_comes_back(code: JoinCode) -> None:
     text = codes.encode_code(code)
     assert codes.decode_code(f" {text}\n") == code
-    assert not text.startswith("-")  # it is an argument of muster join
+    assert not text.startswith("-")  # it may be an argument of muster join
 
 
 @given(some_codes, st.integers(1, 100))
@@ -47,7 +52,51 @@ def test_the_secret_is_not_shown() -> None:
     assert "secret" not in repr(EXAMPLE)
 
 
-def test_addresses_that_others_cannot_use_are_left_out() -> None:
-    addresses = ["fe80::1%eth0", "127.0.0.1", "10.0.0.1", "fd00::1", "10.0.1.1", "10.0.2.1"]
-    assert codes.addresses_for_code(addresses) == ("10.0.0.1", "fd00::1", "10.0.1.1")
-    assert codes.addresses_for_code(["127.0.0.1"]) == ("127.0.0.1",)
+def test_each_run_has_a_certificate_of_its_own() -> None:
+    assert certificate.make_certificate().pin != certificate.make_certificate().pin
+
+
+def test_nodes_that_share_a_text_know_secret_and_certificate_in_advance() -> None:
+    keys = [codes.shared_key(text) for text in ("battery staple", "battery stable")]
+    pins = [certificate.make_certificate(key.seed).pin for key in keys]
+    assert pins == [certificate.pin_from_seed(key.seed) for key in keys]
+    assert pins[0] != pins[1]
+    assert keys[0].secret != keys[1].secret
+
+
+def test_the_key_is_on_disk_for_a_moment_for_its_owner_alone_and_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[tuple[int, bytes]] = []
+    real = ssl.SSLContext.load_cert_chain
+
+    def look_and_load(self: ssl.SSLContext, path: str, password: bytes) -> None:
+        seen.append((Path(path).stat().st_mode & 0o777, Path(path).read_bytes()))
+        real(self, path, password=password)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", look_and_load)
+    certificate.make_certificate()
+    ((mode, content),) = seen
+    assert mode == 0o600
+    assert b"BEGIN ENCRYPTED PRIVATE KEY" in content
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_both_sides_speak_tls_1_3_only() -> None:
+    assert certificate.make_certificate().context.minimum_version is ssl.TLSVersion.TLSv1_3
+    assert certificate.client_context().minimum_version is ssl.TLSVersion.TLSv1_3
+
+
+def test_without_cryptography_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == "cryptography":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(Impossible) as caught:
+        certificate.make_certificate()
+    assert caught.value.fix == "pip install cryptography"

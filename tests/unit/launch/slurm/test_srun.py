@@ -115,7 +115,7 @@ def test_a_stranger_without_the_secret_is_not_admitted(as_srun: dict[str, str]) 
         assert service is not None
         wrong = msgspec.structs.replace(service.code, secret=bytes(16))
         with pytest.raises(Impossible):
-            await connect_to_host(wrong, place=0, on_event=events.append, open_firewall=str)
+            await connect_to_host(wrong, place=0, on_event=events.append)
         assert not arrivals
         await transport.close()
 

@@ -1,8 +1,8 @@
-"""The host's certificate: made for one run, identified by its fingerprint, never stored.
+"""The host's certificate: made for one run, identified by its pin, never stored.
 
-It is self-signed. The join code contains its fingerprint, and a joining machine identifies the host by
-that alone, independently of clocks and host names. It is a function of its seed: nodes that share a secret
-know the certificate in advance.
+It is self-signed. The join code contains its pin, the first bytes of its SHA-256, and a joining machine identifies
+the host by that alone, independently of clocks and host names. It is a function of its seed: nodes that share a
+secret know the certificate in advance.
 """
 
 import datetime
@@ -12,34 +12,31 @@ import os
 import secrets
 import ssl
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.transports.join.code import FINGERPRINT_BYTES
+from torchmuster.launch.transports.join.code import PIN_BYTES, SEED_BYTES
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-SEED_BYTES = 32
 # Clients do not check the dates, but some libraries require them.
 _FROM = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(2049, 1, 1, tzinfo=datetime.UTC)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Certificate:
-    """A server's TLS context and the fingerprint of its certificate."""
+class Certificate(NamedTuple):
+    """A server's TLS context and the pin of its certificate."""
 
-    context: ssl.SSLContext = field(repr=False)
-    fingerprint: bytes
+    context: ssl.SSLContext
+    pin: bytes
 
 
 def make_certificate(seed: bytes | None = None) -> Certificate:
     """Make the key and certificate of this seed (Ed25519), and load both into a server context. None: a random seed."""
-    key, certificate = _from_seed(secrets.token_bytes(SEED_BYTES) if seed is None else seed)
+    key, certificate = _from_seed(seed or secrets.token_bytes(SEED_BYTES))
     from cryptography.hazmat.primitives import serialization
 
     password = secrets.token_bytes(32)
@@ -47,18 +44,30 @@ def make_certificate(seed: bytes | None = None) -> Certificate:
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.BestAvailableEncryption(password),
-    ) + certificate.public_bytes(serialization.Encoding.PEM)
-    return Certificate(
-        context=_server_context(pem, password),
-        fingerprint=fingerprint_of(certificate.public_bytes(serialization.Encoding.DER)),
     )
+    pem += certificate.public_bytes(serialization.Encoding.PEM)
+    return Certificate(context=_server_context(pem, password), pin=_pin_of(certificate))
 
 
-def fingerprint_from(seed: bytes) -> bytes:
-    """Return the fingerprint of the certificate of this seed."""
-    from cryptography.hazmat.primitives import serialization
+def pin_from_seed(seed: bytes) -> bytes:
+    """Return the pin of the certificate of this seed."""
+    return _pin_of(_from_seed(seed)[1])
 
-    return fingerprint_of(_from_seed(seed)[1].public_bytes(serialization.Encoding.DER))
+
+def has_pin(certificate_der: bytes | None, pin: bytes) -> bool:
+    """Return whether this is the certificate with that pin."""
+    if certificate_der is None:
+        return False
+    return hmac.compare_digest(hashlib.sha256(certificate_der).digest()[:PIN_BYTES], pin)
+
+
+def client_context() -> ssl.SSLContext:
+    """Return a context that accepts any certificate: the caller must check ``has_pin`` before it sends anything."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
 
 
 def _from_seed(seed: bytes) -> "tuple[Ed25519PrivateKey, x509.Certificate]":
@@ -73,38 +82,21 @@ def _from_seed(seed: bytes) -> "tuple[Ed25519PrivateKey, x509.Certificate]":
         ) from error
     key = Ed25519PrivateKey.from_private_bytes(seed)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "torchmuster")])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(_FROM)
-        .not_valid_after(_UNTIL)
-        .sign(key, None)
+    builder = x509.CertificateBuilder(
+        subject_name=name,
+        issuer_name=name,
+        public_key=key.public_key(),
+        serial_number=1,
+        not_valid_before=_FROM,
+        not_valid_after=_UNTIL,
     )
-    return key, certificate
+    return key, builder.sign(key, None)
 
 
-def fingerprint_of(certificate_der: bytes) -> bytes:
-    """Return the part of the SHA-256 that join codes contain."""
-    return hashlib.sha256(certificate_der).digest()[:FINGERPRINT_BYTES]
+def _pin_of(certificate: "x509.Certificate") -> bytes:
+    from cryptography.hazmat.primitives import hashes
 
-
-def is_known(certificate_der: bytes | None, fingerprint: bytes) -> bool:
-    """Return whether this is the certificate with that fingerprint."""
-    return certificate_der is not None and hmac.compare_digest(
-        fingerprint_of(certificate_der), fingerprint
-    )
-
-
-def client_context() -> ssl.SSLContext:
-    """Return a context that accepts any certificate: the caller must check ``is_known`` before sending."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    return context
+    return certificate.fingerprint(hashes.SHA256())[:PIN_BYTES]
 
 
 def _server_context(pem: bytes, password: bytes) -> ssl.SSLContext:

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from torchmuster.launch import protocol
-from torchmuster.launch.transports.join.code import MOST_PLACES, SECRET_BYTES
+from torchmuster.launch.transports.join.code import SECRET_BYTES
 
-JOIN_LIMIT = 1024  # bytes of a join request: its sender is not known yet
+JOIN_LIMIT = 4096  # bytes of a join request: its sender is not known yet
 NAME_LIMIT = 64
+MOST_PLACES = 2**16
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=MOST_PLACES)]
 Reason = Literal["wrong-code", "no-place", "other-protocol"]
@@ -48,11 +49,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 _joins = msgspec.json.Decoder(Join)
 _answers: msgspec.json.Decoder[Welcome | Refused] = msgspec.json.Decoder(Welcome | Refused)
-
-
-def encode_join_message(message: Join | Welcome | Refused) -> bytes:
-    """Return a message as JSON."""
-    return msgspec.json.encode(message)
 
 
 def decode_join(data: bytes) -> Join:
