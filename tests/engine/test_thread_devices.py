@@ -15,7 +15,7 @@ from made_up_worlds import made_up_world
 from patience import GIVE_UP_S
 from torchmuster.diagnose.probes.in_time import in_time
 from torchmuster.launch.probes import process_group
-from torchmuster.launch.rank import heartbeat, stack
+from torchmuster.launch.rank import collectives, heartbeat
 from torchmuster.launch.rank.heartbeat import HeartbeatWriter
 from torchmuster.train.checkpointing.checkpointer import AsyncSave, Staging
 from torchmuster.train.checkpointing.storage import WriteFacts
@@ -134,8 +134,8 @@ def recorders(
     tmp_path: Path,
 ) -> Recorders:
     found = Recorders(gpus, tmp_path)
-    monkeypatch.setattr(stack, "flight_recorders", lambda: [found])
-    monkeypatch.setattr(stack, "group_names", lambda: ["0"])
+    monkeypatch.setattr(collectives, "flight_recorders", lambda: {"gloo": found})
+    monkeypatch.setattr(collectives, "group_names", lambda: ["0"])
     monkeypatch.setattr(heartbeat, "_STILL_AFTER_S", 0.0)
     return found
 

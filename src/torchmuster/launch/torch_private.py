@@ -1,7 +1,9 @@
 """The private names of torch that launch/ uses inside the ranks. Torch is never imported here."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchmuster.torch_internals import PrivateName
 
@@ -43,7 +45,7 @@ NAMES = (
     ),
     PrivateName(
         "torch._C._distributed_c10d._dump_fr_trace_json",
-        "read the flight recorder of gloo's collectives",
+        "read the flight recorder of gloo's collectives, and from torch 2.15 on of every backend's",
         without="hangs are reported without the collective that ranks wait in",
     ),
     PrivateName(
@@ -92,17 +94,44 @@ def native_wait(functions: Sequence[str]) -> str:
     return ""
 
 
-def flight_recorders() -> list[Callable[..., bytes]]:
-    """Return the functions that dump the flight recorders, NCCL's first; [] if torch has none."""
-    # If both are used, this order distinguishes gloo's groups from NCCL's of the same name.
-    recorder = sys.modules.get("torch._C._distributed_c10d")
-    found = (
-        getattr(recorder, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-    )
-    return [one for one in found if one is not None]
+def flight_recorders() -> dict[str, Callable[..., bytes]]:
+    """Return the functions that dump the flight recorders, by backend and GPU backends first; {} if torch has none.
+
+    From torch 2.15 on, each backend has its own recorder and ``nccl`` is another class, ``nccl2``; the dump of a backend
+    is asked for by name. Before, there is one recorder for NCCL and one for everything else.
+    """
+    module = sys.modules.get("torch._C._distributed_c10d")
+    nccl = getattr(module, "_dump_nccl_trace_json", None)
+    dump = getattr(module, "_dump_fr_trace_json", None)
+    recorders: dict[str, Callable[..., bytes]] = {}
+    if nccl is not None:
+        recorders["legacy nccl"] = nccl
+    if dump is None:
+        return recorders
+    # Native functions have no signature but the first line of their docstring.
+    if "backend" in str(dump.__doc__).partition("->")[0]:
+        for backend in _recording_backends():
+            recorders[backend] = functools.partial(dump, backend=backend)
+    recorders["gloo"] = dump
+    return recorders
+
+
+def _recording_backends() -> list[str]:
+    """Return the backends of this rank's groups that may have a recorder of their own, without gloo."""
+    world = _world()
+    backends: dict[str, None] = {}
+    for config in list(getattr(world, "pg_backend_config", {}).values()):
+        for part in str(config).split(","):  # cpu:gloo,cuda:nccl
+            backends[part.rpartition(":")[2]] = None
+    if "nccl" in backends:
+        backends["nccl2"] = None
+    return [backend for backend in backends if backend not in ("", "gloo", "undefined", "mpi")]
+
+
+def _world() -> Any:
+    return getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
 
 
 def group_names() -> list[str]:
     """Return the names of this rank's process groups, which are the same on all ranks; [] if unknown."""
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    return [str(name) for name in list(getattr(world, "pg_names", {}).values())]
+    return [str(name) for name in list(getattr(_world(), "pg_names", {}).values())]

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchmuster.launch.rank import stack
+from torchmuster.launch.rank import collectives, stack
 
 _EVERY_S = 1.0
 _STILL_AFTER_S = 3.0
@@ -125,7 +125,7 @@ class HeartbeatWriter:
         del frames, innermost
         told = _told_by_trainer()
         step, phase = told.get("step"), told.get("phase", "")
-        status = stack.collective_status()
+        status = collectives.read_status()
         look = self._notice_moves((status, step, phase), status, waiting=reading.waiting)
         heartbeat = {
             "rank": self._rank,
@@ -139,7 +139,7 @@ class HeartbeatWriter:
             "waiting": reading.waiting,
             "handles": handled_signals(),
             "replaced": replaced_signals(),
-            "groups": stack.groups_joined(),
+            "groups": collectives.joined_groups(),
             "begun": self._begun,
             "waits": self._waits,
             "data_share": told.get("data_share"),
@@ -166,7 +166,7 @@ class HeartbeatWriter:
         if still_s < _STILL_AFTER_S or self._looked:
             return False
         # Reading the collectives takes tens of milliseconds: once per standstill.
-        in_one = waiting or stack.some_not_done(status)
+        in_one = waiting or collectives.has_unfinished(status)
         self._looked = in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S
         return self._looked
 
@@ -174,7 +174,7 @@ class HeartbeatWriter:
         """Read the collectives that this rank has begun and waits in; return whether they could be read."""
         with self._flight_recorder() as readable:
             if readable:
-                found = stack.collective_progress(main_waits_for_thread=self._delegates)
+                found = collectives.read_progress(main_waits_for_thread=self._delegates)
                 self._begun, self._waits, self._worker = found.begun, found.waits, found.worker
         return readable
 
@@ -187,7 +187,7 @@ class HeartbeatWriter:
         if self._reading:
             yield False
             return
-        stack.use_rank_device(_recorded_device())
+        collectives.use_rank_device(_recorded_device())
         self._reading = True
         try:
             yield True
@@ -199,7 +199,7 @@ class HeartbeatWriter:
         _write(self._path.with_name(f"rank-{self._rank}.stacks.txt"), all_stacks(self._rank))
         with contextlib.suppress(Exception), self._flight_recorder() as readable:
             if readable:
-                flight = stack.dump_flight_record()
+                flight = collectives.dump_entries()
                 _write(self._path.with_name(f"rank-{self._rank}.flight.json"), flight)
 
 

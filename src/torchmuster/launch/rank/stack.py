@@ -5,175 +5,17 @@ were taken from outside (``diagnose/hang/``).
 """
 
 import itertools
-import json
 import linecache
 import os
 import re
-import sys
 import sysconfig
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchmuster.launch import torch_private
-from torchmuster.launch.torch_private import flight_recorders, group_names
-
-_ENTRIES_KEPT = 400
-_SAVES = "muster-saving"  # the thread that saves checkpoints (train/checkpointing/checkpointer.py)
-
-
-def collective_status() -> bytes:
-    """Return a value that changes whenever a collective starts or finishes; b"" if unknown."""
-    return b"".join(dump(includeCollectives=False) for dump in _dumps())
-
-
-def some_not_done(status_before: bytes) -> bool:
-    """Return whether a status contains an unfinished collective."""
-    decoder, text, place = json.JSONDecoder(), status_before.decode(), 0
-    while place < len(text):
-        content, place = decoder.raw_decode(text, place)
-        for one in content.get("pg_status", {}).values():
-            if one.get("last_enqueued_collective") != one.get("last_completed_collective"):
-                return True
-    return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveProgress:
-    """The number of the last collective of each group, and the oldest unfinished one of each group."""
-
-    begun: dict[str, int]
-    waits: list[dict[str, Any]]
-    worker: int | None  # the thread that the main thread waits for, if any
-
-
-def collective_progress(*, main_waits_for_thread: bool) -> CollectiveProgress:
-    """Return this rank's progress in its groups.
-
-    Collectives of background threads do not count, because checkpoints are saved in one. But if the main
-    thread only waits for another thread, that thread's collectives count.
-    """
-    groups = _groups()
-    beside = _threads_beside()
-    worker = _last_of(beside, groups.values()) if main_waits_for_thread else None
-    begun = dict.fromkeys(groups_joined(), 0)
-    waits = []
-    for group, entries in groups.items():
-        begun[group] = max(entry["collective_seq_id"] for entry in entries)
-        not_done = [one for one in entries if not _is_done(one)]
-        mine = [one for one in not_done if _thread(one) == worker or _thread(one) not in beside]
-        if mine:
-            waits.append(_stack_message(group, min(mine, key=lambda one: one["collective_seq_id"])))
-    return CollectiveProgress(begun=begun, waits=waits, worker=worker)
-
-
-def groups_joined() -> list[str]:
-    """Return the names of this rank's process groups; [] if unknown.
-
-    They come from torch internals; the names are the same on all ranks.
-    """
-    if not _dumps():
-        return []
-    return group_names()
-
-
-def _stack_message(group: str, entry: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "group": group,
-        "number": entry["collective_seq_id"],
-        "operation": str(entry.get("profiling_name", "")).rpartition(":")[2],
-        "shapes": " ".join(map(str, entry.get("input_sizes", ())))[:200],
-        "dtype": " ".join(dict.fromkeys(map(str, entry.get("input_dtypes", ()))))[:60],
-    }
-
-
-def use_rank_device(recorded_device: Any = None) -> None:
-    """Make this rank's GPU the current device of this thread, before the collectives are read.
-
-    Reading them queries events of the GPU. A new thread starts with GPU 0, where a query opens a context of about
-    0.5 GB. If neither the group nor ``recorded_device`` names the GPU, it is that of the local rank, as in nearly all
-    scripts.
-    """
-    torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed")
-    is_initialized = getattr(distributed, "is_initialized", None)  # torch may be half imported
-    if torch is None or is_initialized is None or not is_initialized():
-        return
-    if not any(getattr(torch, one).is_initialized() for one in ("cuda", "xpu")):
-        return
-    device = distributed.group.WORLD.bound_device_id or recorded_device  # type: ignore[union-attr]
-    if device is not None and device.type != "cpu":
-        torch.accelerator.set_device_index(device)
-    elif distributed.get_backend() != "gloo":  # type: ignore[union-attr]
-        local_rank = os.environ.get("LOCAL_RANK", "")
-        index = int(local_rank) if local_rank.isdecimal() else 0
-        torch.accelerator.set_device_index(min(index, torch.accelerator.device_count() - 1))
-
-
-def dump_flight_record() -> str:
-    """Return the recorder's last entries as its own JSON; "" if there are none."""
-    for one in _dumps():
-        content = json.loads(one())
-        if entries := content.get("entries"):
-            content["entries"] = entries[-_ENTRIES_KEPT:]
-            return json.dumps(content)
-    return ""
-
-
-def _dumps() -> Iterable[Callable[..., bytes]]:
-    # Not before the script has a group: torch must not be accessed while it is being imported.
-    distributed = sys.modules.get("torch.distributed")
-    is_initialized = getattr(distributed, "is_initialized", None)
-    if is_initialized is None or not is_initialized():
-        return []
-    return flight_recorders()
-
-
-def _groups() -> dict[str, list[dict[str, Any]]]:
-    """Return the collectives of each group, oldest first."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for number, one in enumerate(_dumps()):
-        found: dict[str, list[dict[str, Any]]] = {}
-        for entry in json.loads(one()).get("entries", ()):
-            if not entry.get("is_p2p"):
-                found.setdefault(str(entry["process_group"][0]), []).append(entry)
-        for name, entries in found.items():
-            groups[f"{name} (gloo)" if number and name in groups else name] = entries
-    return groups
-
-
-def _is_done(entry: dict[str, Any]) -> bool:
-    return bool(entry.get("retired")) or entry.get("state") == "completed"
-
-
-def _threads_beside() -> dict[int, str]:
-    """Return the names of Python's threads except the main one."""
-    main = threading.main_thread().ident
-    return {
-        one.ident: one.name
-        for one in threading.enumerate()
-        # Autograd's threads, which reduce gradients, are not Python threads.
-        if one.ident not in (main, None) and not isinstance(one, threading._DummyThread)
-    }
-
-
-def _last_of(threads: dict[int, str], groups: Iterable[list[dict[str, Any]]]) -> int | None:
-    """Return which thread started a collective last, without the thread that saves checkpoints."""
-    began = [
-        (entry.get("time_created_ns", 0), thread)
-        for entries in groups
-        for entry in entries
-        if threads.get(thread := _thread(entry), _SAVES) != _SAVES
-    ]
-    return max(began)[1] if began else None
-
-
-def _thread(entry: dict[str, Any]) -> int:
-    number = str(entry.get("thread_id"))
-    return int(number) if number.isdecimal() else 0
-
 
 # Functions of torch.distributed that return only when the other ranks call them too.
 WAITS_FOR_OTHERS = frozenset(
