@@ -215,18 +215,6 @@ NETWORK = [
         fix=FIREWALL_FIX,
     ),
     Refusal(
-        name="only the meeting port is open",
-        faults=[
-            OnlyOpenPorts(host="node1", ports=(2222, 29400)),
-            OnlyOpenPorts(host="node2", ports=(2222,)),
-        ],
-        what="node2 does not reach node1 on the ports that ranks use",
-        why="no answer in 5 s: a firewall drops the packets or the link is down "
-        "ranks use ephemeral ports; port 29400 alone is not enough",
-        fix="allow connections from node2 on node1: "
-        "sudo ufw allow from 10.77.0.12/32 to any port 32768:60999 proto tcp # Ubuntu",
-    ),
-    Refusal(
         name="the head does not have the address",
         flags=["--address", "10.77.0.12"],
         what="cannot listen on 10.77.0.12",

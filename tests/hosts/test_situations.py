@@ -140,7 +140,6 @@ SITUATIONS = [
     Situation(
         name="a firewall that lets nobody in at one host",
         faults=[OnlyOpenPorts(host="node2", ports=(2222,))],
-        says="node1 does not reach node2 on the ports that ranks use; gloo does not need that",
     ),
     Situation(name="packets are lost", faults=[Loss(percent=5)]),
     Situation(name="a long way", faults=[Delay(host="node2", round_trip_ms=100)]),

@@ -61,6 +61,9 @@ class FakeEnd:
         for message in messages:
             self.to_agent.put_nowait(message)
 
+    def hear_output(self, text: str) -> bool:
+        return any(isinstance(one, protocol.Output) and text in one.text for one in self.heard)
+
     async def hear(self, kind: type[protocol.Message]) -> protocol.Message:
         async with asyncio.timeout(GIVE_UP_S):
             while True:
@@ -213,6 +216,32 @@ def test_a_launcher_of_this_host_may_be_silent_for_long(
         it.end.say(protocol.Leave(exit_code=1, words="over"))
 
     assert Scene(tmp_path, _FOREVER).play(scene, is_local=True).words == "over"
+
+
+_SAVES = """
+import signal, sys, time
+def save(*_):
+    time.sleep(2.5)
+    open("saved", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print("here", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_ranks_may_save_when_the_launcher_falls_silent(tmp_path: Path) -> None:
+    async def scene(it: Scene) -> None:
+        it.prepare = msgspec.structs.replace(it.prepare, lost_after_s=0.5)
+        await it.started()
+        while not it.end.hear_output("here"):
+            it.end.say(protocol.Alive())
+            await asyncio.sleep(0.1)
+
+    agent = Scene(tmp_path, _SAVES).play(scene)
+    assert "no message from the launcher" in agent.words
+    assert (tmp_path / "saved").exists()
 
 
 class HeldUpClock:

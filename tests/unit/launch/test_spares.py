@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from torchmuster.finding import Finding, Status
@@ -13,7 +12,6 @@ from torchmuster.launch.history import failure_report, run_state
 from torchmuster.launch.history.run_state import SPARE_REFUSED, TAKEOVER
 from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
 from torchmuster.launch.launcher.node_registry import NodeRegistry
-from torchmuster.launch.launcher.rendezvous_address import ReachedHosts
 from torchmuster.launch.launcher.spares import (
     Candidate,
     SparePool,
@@ -94,20 +92,6 @@ def test_a_host_with_a_broken_gpu_is_replaced_but_not_one_whose_script_fails() -
     found = broken_hosts(asyncio.run(nodes()))
     assert found.keys() == {0, 2}
     assert found[2] == "no heartbeat"
-
-
-def test_only_hosts_with_the_same_addresses_count_as_tested() -> None:
-    async def story() -> None:
-        tested = ReachedHosts()
-        a, b = (NodeHandle(place, name, None, name) for place, name in enumerate("ab"))  # type: ignore[arg-type]
-        a.record, b.record = record("a"), record("b")
-        tested.remember([a], [OWN])
-        assert tested.local_addresses([a]) == (OWN,)
-        assert tested.local_addresses([a, b]) is None
-        a.record = msgspec.structs.replace(a.record, addresses=())
-        assert tested.local_addresses([a]) is None
-
-    asyncio.run(story())
 
 
 def test_the_timeline_of_a_run_shows_spares_and_takeovers() -> None:

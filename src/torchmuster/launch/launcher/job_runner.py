@@ -554,9 +554,6 @@ class JobRunner:
         session = self._session
         broken = {**self._broken, **broken_hosts(session.registry.nodes)}
         self._broken = {}
-        assert session.tested is not None
-        if len(_in_a_row(self._history)) > 1:
-            session.tested.forget()  # the cause may be a link
         await session.waiting.unless_stopped(self._spares.take_over(broken))
 
     def _failed(

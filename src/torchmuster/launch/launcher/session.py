@@ -27,7 +27,6 @@ from torchmuster.launch.launcher import compare_nodes, node_handle
 from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
 from torchmuster.launch.launcher.node_registry import NodeRegistry
 from torchmuster.launch.launcher.rendezvous_address import (
-    ReachedHosts,
     RendezvousAddress,
     choose_rendezvous_address,
 )
@@ -104,8 +103,7 @@ class Session:
         self._first_step = 0
         self._hang_monitor: HangMonitor | None = None
         self._many = len(transport.places) > 1
-        # With spares, restarts must be fast: hosts that were tested are not tested again.
-        self.tested = ReachedHosts() if spec.spares else None
+        self._address: RendezvousAddress | None = None  # of the last attempt
         self.waiting = WaitingMessages(console.say)
         self.registry = NodeRegistry(
             transport,
@@ -270,12 +268,12 @@ class Session:
             node.expect(attempt)
             node.follow_metrics(lambda told: self._metrics.add(told.attempt, told.lines))
         try:
-            spares = self.registry.spares
-            async with self.waiting.telling(lambda: "checking that the hosts can reach each other"):
-                meeting = await self.waiting.unless_stopped(self._meet(nodes, spares, attempt))
-            for spare in spares:
-                self._later(spare.stop(0.0, ""))  # closes the port that was open for the test
-            await self._start(nodes, meeting, attempt)
+            async with self.waiting.telling(lambda: "checking that all hosts reach the first one"):
+                choosing = choose_rendezvous_address(self._spec, nodes, before=self._address)
+                self._address = await self.waiting.unless_stopped(choosing)
+            if attempt == 0 and self._many:
+                self._console.say(self._address.reason)
+            await self._start(nodes, self._address, attempt)
         except MachineLost:
             return await self.fail(nodes)
         self._on_phase("running")
@@ -293,34 +291,6 @@ class Session:
                 hang_monitor.look()
                 if hang_monitor.must_end:
                     return await self.fail(nodes)
-
-    async def _meet(
-        self, nodes: Sequence[NodeHandle], spares: Sequence[NodeHandle], attempt: int
-    ) -> RendezvousAddress:
-        """Choose the rendezvous address; a spare that fails the test must not stop the others."""
-        for spare in spares:
-            spare.expect(attempt)
-        try:
-            return await self._choose_address(nodes, spares, attempt)
-        except MusterError as error:
-            if not spares or any(node.lost for node in nodes):
-                raise
-            self._console.say(f"testing the links again without the spares: {error.what}")
-        for node in nodes:
-            node.expect(attempt)
-        return await self._choose_address(nodes, (), attempt)
-
-    async def _choose_address(
-        self, nodes: Sequence[NodeHandle], spares: Sequence[NodeHandle], attempt: int
-    ) -> RendezvousAddress:
-        return await choose_rendezvous_address(
-            self._spec,
-            nodes,
-            attempt=attempt,
-            say=self._console.say,
-            spares=spares,
-            tested=self.tested,
-        )
 
     async def _note_logs(self, nodes: Sequence[NodeHandle]) -> None:
         """Record which host has which logs."""

@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.decision import Decision
@@ -17,99 +17,6 @@ from torchmuster.launch.network import firewall
 from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network.interfaces import Interface
 from torchmuster.launch.network.listening import request_line
-
-# Number of other hosts that try each host: with thousands of hosts not all pairs can be tried.
-CALLERS = 8
-_LINES_SHOWN = 4
-# The ephemeral port range of most systems; else any unprivileged port.
-_USUAL_PORTS, _ALL_PORTS = (32768, 60999), (1024, 65535)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeAddress:
-    """A host of the run: its name, its ``sys.platform``, and its address as seen by the others."""
-
-    name: str
-    system: str
-    address: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReachCall:
-    """One host's attempt to reach another on any port; ``problem`` is "" on success (see ``wire``)."""
-
-    caller: NodeAddress
-    called: NodeAddress
-    port: int
-    problem: str
-
-
-def called_by(place: int, count: int) -> list[int]:
-    """Return the host indices that one host tries: those that follow it, but not the first."""
-    following = ((place + step) % count for step in range(1, min(count, CALLERS + 1)))
-    return [one for one in following if one != 0]
-
-
-def check_reachability(
-    calls: Sequence[ReachCall], *, both_ways: bool, port: int, timeout_s: float
-) -> str:
-    """Raise ``Impossible`` if a required connection failed; else return a warning, or "".
-
-    ``both_ways`` is for NCCL. ``port`` is the rendezvous port, on which all hosts have reached the first.
-    """
-    failed = [one for one in calls if one.problem]
-    fatal = [one for one in failed if both_ways or gloo_calls(one.caller, one.called)]
-    if fatal:
-        raise _blocked(fatal, port, timeout_s)
-    if failed:
-        callers, called = (
-            _reach_names(one.caller for one in failed),
-            _reach_names(one.called for one in failed),
-        )
-        verb = "does" if len(callers) == 1 else "do"
-        return (
-            f"{name_several(callers)} {verb} not reach {name_several(called)} on the ports that ranks use; "
-            "gloo does not need that direction, but NCCL does"
-        )
-    return ""
-
-
-def gloo_calls(caller: NodeAddress, called: NodeAddress) -> bool:
-    """Return whether gloo connects from ``caller`` to ``called``."""
-    mine, theirs = (ipaddress.ip_address(one.address) for one in (caller, called))
-    return mine.version != theirs.version or mine.packed > theirs.packed
-
-
-def _blocked(fatal: Sequence[ReachCall], port: int, timeout_s: float) -> Impossible:
-    callers, called = (
-        _reach_names(one.caller for one in fatal),
-        _reach_names(one.called for one in fatal),
-    )
-    verb = "does" if len(callers) == 1 else "do"
-    lines = [
-        f"{one.caller.name} to {one.called.name} ({one.called.address}, tried port {one.port}): "
-        f"{meaning_of_errno(one.problem, timeout_s)}"
-        for one in fatal[:_LINES_SHOWN]
-    ]
-    if len(fatal) > _LINES_SHOWN:
-        lines.append(f"and {len(fatal) - _LINES_SHOWN:,} more")
-    lines.append(f"ranks use ephemeral ports; port {port} alone is not enough")
-    fixes = []
-    for one in fatal[:_LINES_SHOWN]:
-        usual = _USUAL_PORTS[0] <= one.port <= _USUAL_PORTS[1]
-        ports = _USUAL_PORTS if usual else _ALL_PORTS
-        command = firewall.open_command(one.called.system, ports, source=one.caller.address)
-        fixes.append(f"allow connections from {one.caller.name} on {one.called.name}:\n{command}")
-    return Impossible(
-        f"{name_several(callers)} {verb} not reach {name_several(called)} on the ports that ranks use",
-        why="\n".join(lines),
-        fix="\n".join(fixes),
-    )
-
-
-def _reach_names(places: Iterable[NodeAddress]) -> list[str]:
-    return list(dict.fromkeys(one.name for one in places))
-
 
 # If very many hosts connect at once, the listener drops some of them; these retry.
 _CALLS = 4
@@ -127,6 +34,21 @@ _PROBLEMS = {
     errno.EAFNOSUPPORT: "no-route",  # IPv6 is disabled here
     errno.EADDRNOTAVAIL: "no-route",  # no address of the target's family here
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeAddress:
+    """A host of the run: its name, its ``sys.platform``, and its address as seen by the others."""
+
+    name: str
+    system: str
+    address: str
+
+
+def gloo_calls(caller: NodeAddress, called: NodeAddress) -> bool:
+    """Return whether gloo connects from ``caller`` to ``called``."""
+    mine, theirs = (ipaddress.ip_address(one.address) for one in (caller, called))
+    return mine.version != theirs.version or mine.packed > theirs.packed
 
 
 async def try_all_calls(

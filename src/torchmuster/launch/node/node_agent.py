@@ -28,8 +28,8 @@ from torchmuster.redaction import printable
 
 _ALIVE_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.25
-# Without a connection to the launcher the ranks cannot save together, so they get little time.
-_UNREACHABLE_GRACE_S = 2.0
+# For the ranks of a node agent whose user pressed Ctrl-C: they cannot save without the other hosts.
+_LEAVE_GRACE_S = 2.0
 # Timeout until the launcher's Prepare message sets another one.
 _SILENT_AT_FIRST_S = 12.0
 # Ranks that cannot even be killed are left behind after this long.
@@ -78,7 +78,7 @@ class NodeAgent:
         self._store: StoreProcess | None = None  # of the ranks, on the first host
         self._engaged: Sidecar | None = None
         self._ending = False  # because of a signal
-        self._last_grace_s = _UNREACHABLE_GRACE_S  # for ranks that run when this process exits
+        self._has_left = False  # its user pressed Ctrl-C
         self._turn = asyncio.Lock()  # serialises starting and stopping of ranks
         self._folder = folder_of_node()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,6 +115,7 @@ class NodeAgent:
     def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
         self.signalled = True
         if name == "SIGINT" and self._own_terminal:
+            self._has_left = True
             self._give_up(over, "left the run after Ctrl-C", ExitCode.INTERRUPTED)
         elif self._running is None:
             self._give_up(over, name)
@@ -157,7 +158,6 @@ class NodeAgent:
             self._heard_s = time.monotonic()
             match message:
                 case None:  # the launcher was killed: its ranks save and stop
-                    self._last_grace_s = self._grace_s()
                     self._give_up(over, "the launcher is gone")
                     return
                 case protocol.Leave():
@@ -418,14 +418,14 @@ class NodeAgent:
     async def _end_all(self) -> None:
         """Stop the ranks, release the devices, and remove all files."""
         await self._turn.acquire()  # never released: nothing starts any more
+        grace_s = _LEAVE_GRACE_S if self._has_left else self._grace_s()
         if self._running is not None:
-            self._running.stop(self._last_grace_s)
+            self._running.stop(grace_s)
         if self._engaged is not None:
             await self._engaged.end()
         if self._running is not None:
             with contextlib.suppress(TimeoutError):  # the supervisor keeps trying
-                gone_within_s = self._last_grace_s + _GONE_WITHIN_S
-                await asyncio.wait_for(self._running.gone.wait(), gone_within_s)
+                await asyncio.wait_for(self._running.gone.wait(), grace_s + _GONE_WITHIN_S)
         await self._forget_port()
         if self._store is not None:
             await self._store.end()

@@ -324,3 +324,12 @@ def test_a_machine_that_listens_only_for_itself(
 
 def test_a_name_that_cannot_be_resolved() -> None:
     assert [one.problem for one in tried(("nobody.invalid", 1))] == ["no-name"]
+
+
+def test_addresses_are_compared_as_numbers_as_gloo_does() -> None:
+    greater, smaller = (
+        reach.NodeAddress(name=name, system="linux", address=f"10.0.0.{last}")
+        for name, last in (("b", 10), ("c", 3))
+    )
+    assert reach.gloo_calls(greater, smaller)  # as text, "10.0.0.3" is the greater one
+    assert not reach.gloo_calls(smaller, greater)
