@@ -22,8 +22,7 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.bench.profile.capture import read_trials
-from torchmuster.bench.profile.recording import read_facts
+from torchmuster.profile.facts import Trials, read_facts, read_json
 
 _SCRIPTS = Path(__file__).parents[1] / "tests" / "slow_scripts"
 _RECORDED = Path(__file__).parents[1] / "tests" / "recorded_profiles"
@@ -69,16 +68,8 @@ class Row:
 
 def pack(folder: Path, name: str) -> Path:
     """Write what a profile's folder holds as one small file; return where it is."""
-    facts = [
-        replace(
-            one,
-            host="vm",
-            trace=None,
-            steps=tuple(replace(step, collectives=()) for step in one.steps),
-        )
-        for one in read_facts(folder)
-    ]
-    trials, _ = read_trials(folder)
+    facts = [replace(rank, host="vm", trace=None) for rank in read_facts(folder)]
+    trials = read_json(folder / "trials.json", Trials).trials
     text = msgspec.json.encode({"facts": facts, "trials": trials})
     path = _RECORDED / f"{name}.json.gz"
     path.write_bytes(gzip.compress(text, mtime=0))

@@ -1,12 +1,10 @@
-"""Profiles of trainings that never ran: facts of ranks, and traces, from a few figures."""
+"""Profiles of trainings that never ran: facts of ranks, and events of the profiler, from a few figures."""
 
-import gzip
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from torchmuster.bench.profile.recording import RankFacts, RecordedLoader, RecordedStep
+from torchmuster.profile.facts import Loader, RankFacts, Step, Trace
 
 HEALTHY: Mapping[str, float] = {
     "data_s": 0.001,
@@ -26,23 +24,20 @@ _PHASES = (
 )
 
 
-def step(number: int, *, profiled: bool = False, **told: Any) -> RecordedStep:
+def step(number: int, *, profiled: bool = False, **told: Any) -> Step:
     """Return a step of a healthy training with differences; it is as long as its phases are."""
     phases = {**HEALTHY, **told}
     took_s = phases.pop("took_s", None) or sum(phases.get(name, 0.0) for name in _PHASES) + 0.001
-    return RecordedStep(
+    return Step(
         number=number,
         profiled=profiled,
-        begun_at_s=float(number),
         took_s=took_s,
         micro_batches=phases.pop("micro_batches", 1),
         **phases,
     )
 
 
-def rank(
-    number: int = 0, *, ranks: int = 2, steps: Sequence[RecordedStep] = (), **told: Any
-) -> RankFacts:
+def rank(number: int = 0, *, ranks: int = 2, steps: Sequence[Step] = (), **told: Any) -> RankFacts:
     """Return the facts of a rank; without steps, ten healthy ones."""
     facts: dict[str, Any] = {
         "rank": number,
@@ -53,23 +48,13 @@ def rank(
         "cores": 2,
         "ranks_here": ranks,
         "threads": 1,
-        "interop_threads": 1,
-        "epoch_minus_monotonic_s": 0.0,
         "steps": tuple(steps) or tuple(step(at) for at in range(3, 13)),
-        "loader": RecordedLoader(
-            workers=0,
-            batch_size=64,
-            samples_per_batch=64,
-            pin_memory=False,
-            prefetch_factor=None,
-            dataset="Samples",
-        ),
+        "loader": Loader(workers=0, samples_per_batch=64, dataset="Samples"),
         "parameters": 4_000_000,
-        "parameter_bytes": 16_000_000,
         "parameter_dtypes": {"float32": 4_000_000},
         "gradient_bytes": 24 * 2**20,
         "autocast": None,
-        "spread": "ddp",
+        "strategy": "ddp",
         "bucket_bytes": 25 * 2**20,
         "optimizer": "SGD",
         "flops_per_step": 10**9,
@@ -93,34 +78,29 @@ def ranks(*phases: Mapping[str, Any], steps: int = 10, **told: Any) -> list[Rank
     return found
 
 
-def event(
-    name: str, begin: float, length: float, *, cat: str = "cpu_op", thread: int = 1, **more: Any
-) -> dict[str, Any]:
-    """Return an event of a trace, in microseconds."""
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "pid": 7,
-        "tid": thread,
-        "ts": 1000.0 + begin,
-        "dur": length,
-        **more,
-    }
-
-
-def mark(name: str, begin: float, length: float, *, thread: int = 1) -> dict[str, Any]:
-    """Return a range that the recorder, or PyTorch, has marked."""
-    return event(name, begin, length, cat="user_annotation", thread=thread)
-
-
-def write_trace(path: Path, events: Sequence[Mapping[str, Any]], **header: Any) -> Path:
-    """Write a trace as the profiler does; packed if its name says so."""
-    text = json.dumps(
-        {"schemaVersion": 1, **header, "traceEvents": list(events), "traceName": "t"}, indent=1
+def trace(**told: Any) -> Trace:
+    """Return what a trace of one step shows; one second of computing if not said otherwise."""
+    return Trace(
+        **{"file": "t", "steps": 1, "on_device": False, "shares": {"compute": 1.0}, **told}
     )
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text)
-    return path
+
+
+def event(name: str, begin: float, length: float, *, thread: int = 1, **more: Any) -> Any:
+    """Return an operation as ``profile.events()`` has it, in microseconds."""
+    span = SimpleNamespace(start=begin, end=begin + length, elapsed_us=lambda: length)
+    facts = {
+        "device_type": SimpleNamespace(name="CPU"),
+        "is_user_annotation": False,
+        "self_cpu_time_total": length,
+    }
+    return SimpleNamespace(name=name, thread=thread, time_range=span, **{**facts, **more})
+
+
+def mark(name: str, begin: float, length: float, *, thread: int = 1, **more: Any) -> Any:
+    """Return a range that the recorder, or PyTorch, has marked."""
+    return event(name, begin, length, thread=thread, is_user_annotation=True, **more)
+
+
+def kernel(name: str, begin: float, length: float, **more: Any) -> Any:
+    """Return what a device did."""
+    return event(name, begin, length, thread=7, device_type=SimpleNamespace(name="CUDA"), **more)

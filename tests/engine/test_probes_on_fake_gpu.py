@@ -15,13 +15,13 @@ from fake_gpu_tensors import FakeGpu
 from made_up_worlds import made_up_world
 from torchmuster import distributed
 from torchmuster.bench import memory, precision, timing
-from torchmuster.bench.probes import step_recorder, trace_file
 from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.probes import collectives, matmul, torch_at_work
 from torchmuster.diagnose.rank_record import Values
 from torchmuster.launch.probes import process_group
 from torchmuster.plan.probes import real_steps
 from torchmuster.plan.probes.live_storage import Taken, tensor_memory
+from torchmuster.profile.probes import recorder, trace
 from torchmuster.prove.probes import fingerprints
 from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, text_hash
 from torchmuster.units import GiB
@@ -105,7 +105,7 @@ def test_each_gpu_has_its_own_precisions(
 
 def test_devices_have_the_drivers_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device.index}")
-    assert step_recorder._name_of(GPU) == "H100 3"
+    assert recorder._device_name(GPU) == "H100 3"
     assert collectives._device_name(GPU) == "H100 3"
 
 
@@ -122,13 +122,13 @@ def test_a_calls_peak_is_what_it_adds_on_its_device(allocator: Allocator) -> Non
 
 def test_a_stage_on_a_gpu_has_the_allocators_figures(allocator: Allocator) -> None:
     allocator.use(GPU, live=5, peak=1000)
-    recorder = memory.StageRecorder(GPU)
-    with recorder:
-        with recorder.stage("forward"):
+    stages = memory.StageRecorder(GPU)
+    with stages:
+        with stages.stage("forward"):
             allocator.use(GPU, live=25, peak=45)
-        with recorder.stage("backward"):
+        with stages.stage("backward"):
             allocator.use(GPU, live=15, peak=35)
-    assert recorder.stages == [("forward", 0, 40, 20), ("backward", 20, 30, 10)]
+    assert stages.stages == [("forward", 0, 40, 20), ("backward", 20, 30, 10)]
 
 
 @pytest.mark.parametrize(("kind", "activity"), [("cuda", "CUDA"), ("xpu", "XPU"), ("mps", None)])
@@ -139,14 +139,7 @@ def test_a_trace_has_the_kernels_of_the_accelerator(
         torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind)
     )
     of_kernels = [getattr(ProfilerActivity, activity)] if activity else []
-    assert trace_file._activities() == [ProfilerActivity.CPU, *of_kernels]
-
-
-def test_a_scripts_memory_is_that_of_its_gpu(
-    accelerator: FakeAccelerator, allocator: Allocator
-) -> None:
-    allocator.use(FIRST, live=1, peak=123)
-    assert step_recorder._memory_bytes() == 123
+    assert trace._activities() == [ProfilerActivity.CPU, *of_kernels]
 
 
 # ---- plan

@@ -153,21 +153,6 @@ def settings_file() -> Iterator[Parse]:
         yield read
 
 
-@contextlib.contextmanager
-def profile_trace() -> Iterator[Parse]:
-    from torchmuster.bench.profile.trace_events import TraceFile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-
-        def read(data: bytes) -> None:
-            path.write_bytes(data)
-            for _ in TraceFile(path).batches():
-                pass
-
-        yield read
-
-
 def json_lines(data: bytes) -> None:
     from torchmuster.launch.history import run_state
     from torchmuster.untrusted import json_objects
@@ -426,13 +411,5 @@ TARGETS: dict[str, Target] = {
         data_lines,
         (b'{"text":"a"}\n{"text":"b"}\n', b'"a"\n\n[1]\n', b"\xff\n"),
         (MusterError,),
-    ),
-    "profile-trace": Target(
-        profile_trace,
-        (
-            b'{"schemaVersion":1,"traceEvents":[{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":2,"args":{}}]}',
-            b"\x1f\x8b\x08\x00",
-        ),
-        (MusterError, ValueError, OSError, EOFError),
     ),
 }

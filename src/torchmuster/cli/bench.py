@@ -133,7 +133,7 @@ def run_bench(
         conclusion=report.conclusion,
         advice=report.advice,
     )
-    folder = options.out or new_folder(name)
+    folder = options.out or output.new_folder(Path("bench"), f"{name}-")
     files = show.save(report, record, folder)
     if options.json:
         document = json.loads(result.encode_record(record))
@@ -146,14 +146,3 @@ def run_bench(
         output.print_coloured(show.screen(report, width=width, colour=colour))
         output.print_text(f"\nsaved in {folder}: {', '.join(files)}")
     return exit_code(report.findings)
-
-
-def new_folder(name: str) -> Path:
-    """Return the default folder for the results, which does not exist yet."""
-    stem = f"bench/{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path(stem)
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = Path(f"{stem}-{number}")
-    return folder

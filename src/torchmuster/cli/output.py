@@ -10,10 +10,12 @@ import os
 import re
 import shutil
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from torchmuster import finding
-from torchmuster.errors import MusterError
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
@@ -107,3 +109,23 @@ def show_error(error: MusterError, *, as_json: bool) -> None:
         print_json({"findings": [one.as_json() for one in findings]})
     else:
         show_findings(findings, sys.stderr)
+
+
+def new_folder(within: Path, prefix: str = "") -> Path:
+    """Create a folder for results that is named by the time: ``bench/matmul-2026-01-31-120000``."""
+    stem = f"{prefix}{time.strftime('%Y-%m-%d-%H%M%S')}"
+    folder, number = within / stem, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            folder = within / f"{stem}-{number}"
+        except OSError as error:
+            raise Impossible(
+                f"cannot create {folder}",
+                why=error.strerror or str(error),
+                fix="pass --out with another folder, on a disk with free space",
+            ) from error
+        else:
+            return folder

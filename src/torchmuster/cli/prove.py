@@ -166,8 +166,6 @@ def _run_prove(options: argparse.Namespace) -> int:
 
 
 def _proof_request(options: argparse.Namespace) -> ProofRequest:
-    from torchmuster.bench.profile.capture import new_folder
-
     device, gpus = device_of_ranks(options)
     counts = options.ranks or (_USUAL_RANKS,)
     ranks = _USUAL_RANKS if _USUAL_RANKS in counts else max(counts)
@@ -192,7 +190,7 @@ def _proof_request(options: argparse.Namespace) -> ProofRequest:
         module=module,
         with_run_folder=config is not None,
         folder=str(Path.cwd()),
-        into=str(new_folder(options.out).absolute()),
+        into=str(output.new_folder(options.out).absolute()),
         steps=options.steps,
         ranks=ranks,
         other_ranks=tuple(count for count in counts if count != ranks),

@@ -17,7 +17,6 @@ _TAKE_A_TEXT = frozenset(
         *("--address", "--config", "--env", "--html", "--image", "--name"),
         *(
             "--namespace",
-            "--of",
             "--out",
             "--rdzv-endpoint",
             "--remote-python",

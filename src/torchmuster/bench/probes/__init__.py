@@ -1,1 +1,0 @@
-"""The measuring programs. They run in separate processes, since they import torch."""

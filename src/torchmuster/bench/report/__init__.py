@@ -1,1 +1,0 @@
-"""Bench reports: terminal output, HTML page with charts, result folder."""

@@ -1,0 +1,287 @@
+"""A profile evaluated: usual steps, shares of each rank, expected gains and the straggler.
+
+A step takes the work of its slowest rank plus the transfer for which all wait. So a saving on one
+rank helps only until another rank is the slowest, and a gain applies to the whole step, not to the
+part.
+"""
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchmuster.profile.facts import RankFacts, Step
+
+PHASES = ("data", "forward", "backward", "optimizer", "save", "reads", "other")
+SHARES: Mapping[str, str] = {
+    "compute": "compute",
+    "overlapped": "compute during communication",
+    "exposed": "waiting for communication",
+    "optimizer": "optimizer",
+    "data": "waiting for data",
+    "reads": "reading values to host",
+    "save": "saving",
+    "copies": "copies",
+    "idle": "other code, or idle",
+}
+_UNUSUAL_FROM = 1.5  # times the median step
+_STRAGGLER_STEPS = 0.75  # share of the steps in which the same rank is last
+_STRAGGLER_LATE = 0.08  # share of the step
+_WORKER_HEADROOM = 1.25
+_MOST_WORKERS = 16
+
+RanksStep = Mapping[int, Step]  # one step, by rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank:
+    """A rank that is last at the ranks' communication."""
+
+    rank: int
+    phase: str  # in which it is slower than the others
+    longer_s: float  # in that phase, per step
+    late_s: float  # after the second to last rank, per step
+    last_in: int  # number of steps in which it was last
+    of_steps: int
+    step_s: float
+
+    @property
+    def gain(self) -> float:
+        """The gain in steps/s if it were as fast as the second to last rank."""
+        return self.step_s / max(self.step_s - self.late_s, 1e-9)
+
+    @property
+    def matters(self) -> bool:
+        """Whether it is consistently the same rank, with a relevant delay."""
+        steady = self.last_in >= _STRAGGLER_STEPS * self.of_steps
+        return steady and self.late_s >= _STRAGGLER_LATE * self.step_s
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The facts of all ranks, by rank."""
+
+    facts: Sequence[RankFacts]
+
+    @cached_property
+    def steps(self) -> list[RanksStep]:
+        """The steps to evaluate: recorded by all ranks, and without the profiler if possible.
+
+        Steps delayed from outside are left out; saves are not from outside.
+        """
+        by_number: defaultdict[int, dict[int, Step]] = defaultdict(dict)
+        for facts in self.facts:
+            for step in facts.steps:
+                by_number[step.number][facts.rank] = step
+        complete = [step for step in by_number.values() if len(step) == len(self.facts)]
+        unprofiled = [step for step in complete if not step[self.facts[0].rank].profiled]
+        steps = unprofiled or complete
+        if not steps:
+            return []
+        lengths = [max(own.took_s - own.save_s for own in step.values()) for step in steps]
+        longest = _UNUSUAL_FROM * statistics.median(lengths)
+        pairs = zip(steps, lengths, strict=True)
+        return [step for step, length in pairs if length <= longest]
+
+    @cached_property
+    def step_s(self) -> float:
+        """The step time: the mean over the steps, of the slowest rank."""
+        longest = [max(own.took_s for own in step.values()) for step in self.steps]
+        return statistics.fmean(longest) if longest else 0.0
+
+    def mean_s(self, phase: str) -> float:
+        """Return the seconds of a phase, averaged over steps and ranks, without waiting."""
+        return self.mean(lambda own: own.own_s(phase))
+
+    def mean(self, value: Callable[[Step], float], rank: int | None = None) -> float:
+        """Return the mean of a value over the steps of a rank, or of all ranks."""
+        chosen: list[Step] = []
+        for step in self.steps:
+            chosen += step.values() if rank is None else [step[rank]]
+        return statistics.fmean(map(value, chosen))
+
+    @cached_property
+    def transfer_s(self) -> float:
+        """How long even the last rank waits per step: the time of the transfer itself."""
+        if len(self.facts) < 2:
+            return 0.0
+        return statistics.fmean(min(own.waited_s for own in step.values()) for step in self.steps)
+
+    @cached_property
+    def shares(self) -> list[dict[str, float]]:
+        """The seconds of a step by share, for each rank; a device's timeline counts more than the host's."""
+        return [self._shares(facts) for facts in self.facts]
+
+    def _shares(self, facts: RankFacts) -> dict[str, float]:
+        shares = dict.fromkeys(SHARES, 0.0)
+        trace = facts.trace
+        if trace is not None and trace.on_device:
+            return shares | trace.shares
+        if not self.steps:
+            return shares
+
+        def mean(name: str) -> float:
+            return self.mean(lambda own: float(getattr(own, name)), facts.rank)
+
+        passes_s = mean("forward_s") + mean("backward_s") - mean("waiting_s")
+        if trace is not None:
+            shares["overlapped"] = passes_s * trace.overlapped_part
+            shares["idle"] = passes_s * trace.unused_part
+        shares["compute"] = max(passes_s - shares["overlapped"] - shares["idle"], 0.0)
+        shares["exposed"] = mean("waited_s")
+        shares["idle"] += mean("other_s")
+        for name in ("optimizer", "data", "reads", "save"):
+            shares[name] = mean(f"{name}_s")
+        return shares
+
+    def part(self, place: int, share: str) -> float:
+        """Return a share of a rank's step, from 0 to 1."""
+        shares = self.shares[place]
+        whole_s = sum(shares.values())
+        return shares[share] / whole_s if whole_s else 0.0
+
+    @property
+    def device_places(self) -> list[int]:
+        """The places of the ranks with a device's timeline."""
+        return [place for place, facts in enumerate(self.facts) if facts.on_device]
+
+    def gain(
+        self, saved_s: Callable[[Step], float] = lambda _: 0.0, transfer_saved_s: float = 0.0
+    ) -> float:
+        """Return the gain in steps/s if each rank's own work gets shorter by these seconds."""
+        before_s = after_s = 0.0
+        for step in self.steps:
+            took_s = max(own.took_s for own in step.values())
+            work_s = max(own.took_s - own.waited_s for own in step.values())
+            left_s = max(own.took_s - own.waited_s - saved_s(own) for own in step.values())
+            before_s += took_s
+            after_s += max(took_s - (work_s - left_s) - transfer_saved_s, 1e-9)
+        return before_s / after_s if before_s else 1.0
+
+    def gain_of_phase(self, phase: str, left: float = 0.0) -> float:
+        """Return the gain if a phase took only a part of its time on every rank."""
+        places = self.device_places
+        if places:
+            least = min(self.part(place, phase) for place in places)
+            return 1 / (1 - least * (1 - left))
+        return self.gain(lambda own: own.own_s(phase) * (1 - left))
+
+    def workers_needed(self, workers: int) -> int:
+        """Return how many loader workers are needed to hide data loading."""
+        data_s = self.mean_s("data")
+        # Without workers, the training waits for each batch; workers load batches in parallel.
+        batch_s = workers * self.step_s if workers else data_s
+        rest_s = max(self.step_s - data_s, 1e-9)
+        needed = max(math.ceil(_WORKER_HEADROOM * batch_s / rest_s), workers + 1, 2)
+        return min(needed, _MOST_WORKERS)
+
+    def gain_of_workers(self, before: int, after: int) -> float:
+        """Return the gain of more loader workers, if there are cores for them."""
+
+        def saved_s(own: Step) -> float:
+            batch_s = before * own.took_s if before else own.data_s
+            still_s = max(batch_s / after - (own.took_s - own.data_s), 0.0)
+            return max(own.data_s - still_s, 0.0)
+
+        return self.gain(saved_s)
+
+    def hidden_transfer_s(self, message_bytes: int) -> float:
+        """Return how much of the transfer could overlap with the backward.
+
+        The last message cannot, and the first can start only when its gradients are ready.
+        """
+        messages = max(math.ceil(self.facts[0].gradient_bytes / message_bytes), 1)
+        backward_s = self.mean_s("backward")
+        late_s = self.transfer_s + backward_s / messages - backward_s
+        left_s = max(self.transfer_s / messages, late_s)
+        return max(self.transfer_s - left_s, 0.0)
+
+    def gain_of_batch(self, times: int) -> float:
+        """Return the least gain of a larger batch: only communication and optimizer stay constant."""
+        growing_s = max(self.step_s - self.transfer_s - self.mean_s("optimizer"), 0.0)
+        return times * self.step_s / (self.step_s + (times - 1) * growing_s)
+
+    @property
+    def messages(self) -> int | None:
+        """The number of gradient messages of a rank, given DDP's bucket size."""
+        facts = self.facts[0]
+        if facts.strategy != "ddp" or not facts.bucket_bytes or not facts.gradient_bytes:
+            return None
+        return max(math.ceil(facts.gradient_bytes / facts.bucket_bytes), 1)
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether a rank's step is limited by how fast operations can be launched."""
+        return any(facts.trace is not None and facts.trace.launch_bound for facts in self.facts)
+
+    @property
+    def profiler_factor(self) -> float | None:
+        """How many times as long a step takes with the profiler; None if no step was profiled."""
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for facts in self.facts:
+            for step in facts.steps:
+                times[step.profiled].append(step.took_s)
+        if not times[True] or not times[False]:
+            return None
+        return statistics.median(times[True]) / statistics.median(times[False])
+
+    @cached_property
+    def slow(self) -> SlowRank | None:
+        """The straggler: the rank that waits least; None with one rank, or without waiting.
+
+        With DDP every rank's backward takes equally long, since the first ranks wait in it for the
+        last one. A device waits in its collectives. This needs no synchronized clocks.
+        """
+        waited: list[dict[int, float]] = []
+        if self.device_places:
+            sent = {facts.rank: facts.trace.sent_s for facts in self.facts if facts.trace}
+            waited = [
+                dict(zip(sent, step, strict=True)) for step in zip(*sent.values(), strict=False)
+            ]
+        else:
+            for step in self.steps:
+                waited.append({rank: own.waited_s for rank, own in step.items()})
+        waiting = any(any(step.values()) for step in waited)
+        if not waiting or len(waited[0]) < 2:
+            return None
+        last = Counter(min(step, key=lambda rank: step[rank]) for step in waited)
+        rank, last_in = last.most_common(1)[0]
+        late_s = []
+        for times_s in waited:
+            rest = [seconds for other, seconds in times_s.items() if other != rank]
+            late_s.append(min(rest) - times_s[rank])
+        behind = self._behind(rank)
+        phase = max(behind, key=lambda name: behind[name])
+        return SlowRank(
+            rank=rank,
+            phase=phase,
+            longer_s=behind[phase],
+            late_s=max(statistics.fmean(late_s), 0.0),
+            last_in=last_in,
+            of_steps=len(waited),
+            step_s=self._longest_s(),
+        )
+
+    def _longest_s(self) -> float:
+        if self.device_places:
+            return max(sum(shares.values()) for shares in self.shares)
+        return self.step_s
+
+    def phase_s(self, rank: int, phase: str) -> float:
+        """Return the time of a phase on a rank, without waiting for other ranks."""
+        place = [facts.rank for facts in self.facts].index(rank)
+        if self.device_places:
+            return self.shares[place][phase]
+        return self.mean(lambda own: own.own_s(phase), rank)
+
+    def _behind(self, rank: int) -> dict[str, float]:
+        """Return by phase how much longer a rank takes than the median of the other ranks."""
+        phases = ("data", "compute") if self.device_places else PHASES
+        rest = [facts.rank for facts in self.facts if facts.rank != rank]
+        behind = {}
+        for phase in phases:
+            usual_s = statistics.median(self.phase_s(other, phase) for other in rest)
+            behind[phase] = self.phase_s(rank, phase) - usual_s
+        return behind

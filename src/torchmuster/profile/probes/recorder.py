@@ -1,0 +1,357 @@
+"""Records the time breakdown of training steps without changes to the script.
+
+A step ends with ``optimizer.step``. The phases are recorded by hooks on the calls that every
+training makes: the DataLoader's iterator, the outermost modules, backward, the optimizer,
+torch.save, and value reads.
+"""
+
+import functools
+import os
+import platform
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.profile.facts import (
+    WARM_UP_STEPS,
+    Loader,
+    ProfileRequest,
+    RankFacts,
+    Step,
+)
+from torchmuster.profile.probes.changes import AppliedChange
+from torchmuster.profile.probes.phases import ForwardPhases, Phases, first_tensor
+from torchmuster.profile.probes.trace import StepTrace
+from torchmuster.train.defaults import micro_batch_size
+from torchmuster.train.metrics.step_metrics import StepMetrics
+from torchmuster.train.torch_private import TorchDispatchMode, is_compiled_part
+from torchmuster.train.trainer import Trainer
+
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "broadcast", "reduce"),
+    *("gather", "scatter", "barrier", "all_gather_object", "broadcast_object_list"),
+    *("send", "recv"),
+)
+_READERS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
+_LOWER_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Finished(SystemExit):
+    """Raised after the last requested step; the script exits here, as with ``sys.exit(0)``."""
+
+
+class _ProductDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the dtypes in which products are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        if getattr(func, "overloadpacket", None) in flop_registry:
+            tensors = [argument for argument in args[:2] if isinstance(argument, torch.Tensor)]
+            self.seen.update(tensor.dtype for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+class StepCounter:
+    """Counts the floating-point operations of one step with ``FlopCounterMode``.
+
+    Operations compiled by ``torch.compile`` are not visible to it.
+    """
+
+    def __init__(self) -> None:
+        self._modes: list[Any] = []
+        self.flops: int | None = None
+        self.lower_dtype: str | None = None  # the 16-bit dtype of products; None: there was none
+
+    def begin(self) -> None:
+        """Start counting this thread's operations and their backward."""
+        self._modes = [_ProductDtypes(), FlopCounterMode(display=False)]
+        for mode in self._modes:
+            mode.__enter__()
+
+    def end(self) -> None:
+        """Stop counting."""
+        if not self._modes:
+            return
+        dtypes, counter = self._modes
+        counter.__exit__(None, None, None)
+        dtypes.__exit__(None, None, None)
+        self._modes = []
+        self.flops = counter.get_total_flops() or None
+        for dtype in _LOWER_DTYPES:
+            if dtypes.seen[dtype]:
+                self.lower_dtype = str(dtype).removeprefix("torch.")
+
+
+class StepRecorder:
+    """Records the steps of one rank."""
+
+    def __init__(self, request: ProfileRequest) -> None:
+        self._request = request
+        self.rank = int(os.environ.get("RANK", "0"))
+        self._phases = Phases()
+        self._trace = StepTrace(request, self.rank)
+        self._change = AppliedChange(request.change)
+        self._forward = ForwardPhases(self._phases)
+        self._counter = StepCounter()
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        self._steps: list[Step] = []
+        self._number = 0  # of steps that ended
+        self._profiled = False
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._backward_ran = False  # since the last step
+        self._making_states = False
+        self._loader: Any = None
+        self._trainer: Trainer | None = None
+        self._samples: int | None = None
+        self._bucket_bytes: int | None = None
+        self._notes: list[str] = []
+        self._parameters: list[torch.Tensor] = []
+
+    def install(self) -> None:
+        """Install the hooks."""
+        from torch.distributed import checkpoint as dcp  # slow to import, so only if needed
+        from torch.distributed.checkpoint import state_dict_saver
+
+        from torchmuster.train.checkpointing.checkpointer import Checkpointer
+
+        self._change.install()
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
+        self._forward.find()
+        self._watch_trainer()
+        self._watch_loaders()
+        self._wrap(torch.autograd, "backward", self._run_backward)  # Tensor.backward calls it
+        self._wrap(torch, "save", self._run_save)
+        self._wrap(Checkpointer, "save", self._run_save)
+        for module in (dcp, state_dict_saver):
+            self._wrap(module, "save", self._run_save)
+            self._wrap(module, "async_save", self._run_save)
+        for name in _READERS:
+            self._wrap(torch.Tensor, name, self._run_read)
+        for name in _COLLECTIVES:
+            self._wrap(dist, name, self._run_collective)
+        self._wrap(DistributedDataParallel, "__init__", self._run_ddp)
+
+    def _wrap(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
+        """Call ``run(usual, *arguments)`` instead of a function, on the training thread only."""
+        usual = getattr(owner, name)
+
+        @functools.wraps(usual)
+        def wrapped(*positional: Any, **named: Any) -> Any:
+            # Loader threads and worker processes are no part of the step.
+            if threading.get_ident() != self._thread or os.getpid() != self._process:
+                return usual(*positional, **named)
+            return run(usual, *positional, **named)
+
+        setattr(owner, name, wrapped)
+
+    def _run_backward(self, usual: Callable[..., Any], *positional: Any, **named: Any) -> None:
+        self._change.set_autocast(False)
+        try:
+            with self._phases.backward():
+                usual(*positional, **named)
+        finally:
+            self._change.set_autocast(True)
+        self._backward_ran = True
+
+    def _run_save(self, usual: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        if not self._change.is_to_save():
+            return None
+        with self._phases.inside("save"):
+            return usual(*positional, **named)
+
+    def _run_read(self, usual: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        if not self._phases.reads_count:
+            return usual(*positional, **named)
+        with self._phases.inside("reads"):
+            return usual(*positional, **named)
+
+    def _run_collective(self, usual: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        with self._phases.inside("communication"):
+            return usual(*positional, **named)
+
+    def _run_ddp(
+        self, usual: Callable[..., Any], model: Any, *positional: Any, **named: Any
+    ) -> None:
+        usual(model, *positional, **named)
+        self._bucket_bytes = int(model.bucket_bytes_cap)
+
+    def _watch_trainer(self) -> None:
+        """Record when a ``Trainer`` waits for data, and which loader it uses."""
+        phases = self._phases
+
+        def wait(usual: Callable[..., Any], metrics: StepMetrics) -> None:
+            phases.begin_wait()
+            usual(metrics)
+
+        def work(usual: Callable[..., Any], metrics: StepMetrics) -> None:
+            usual(metrics)
+            phases.end_wait()
+
+        def fit(usual: Callable[..., Any], trainer: Trainer, **named: Any) -> Any:
+            self._trainer = trainer
+            return usual(trainer, **named)
+
+        self._wrap(StepMetrics, "wait", wait)
+        self._wrap(StepMetrics, "work", work)
+        self._wrap(Trainer, "fit", fit)
+
+    def _watch_loaders(self) -> None:
+        watched: set[type] = set()
+
+        def begin(usual: Callable[..., Any], loader: Any) -> Any:
+            self._loader = loader
+            with self._phases.inside("data"):
+                iterator = usual(loader)
+            # Its class is private to torch, and only one of its base classes has the method.
+            kind = next(base for base in type(iterator).__mro__ if "__next__" in vars(base))
+            if kind not in watched:
+                watched.add(kind)
+                self._wrap(kind, "__next__", following)
+            return iterator
+
+        def following(usual: Callable[..., Any], iterator: Any) -> Any:
+            with self._phases.inside("data"):
+                batch = usual(iterator)
+            tensor = first_tensor(batch)
+            self._samples = None if tensor is None or not tensor.dim() else len(tensor)
+            return batch
+
+        self._wrap(DataLoader, "__iter__", begin)
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        # torch.distributed.checkpoint creates the states by a step with learning rate 0, before the
+        # training.
+        self._making_states = not self._backward_ran and _learns_nothing(optimizer)
+        if self._making_states:
+            return
+        if self._optimizer is None:
+            self._optimizer = optimizer
+            self._follow(optimizer)
+        self._phases.enter("optimizer")
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if threading.get_ident() != self._thread or self._making_states:
+            return
+        self._phases.leave()
+        if optimizer is not self._optimizer:
+            return  # with several optimizers, the first one's steps count
+        self._backward_ran = False
+        self._number += 1
+        if self._number > WARM_UP_STEPS:
+            self._steps.append(self._phases.end(self._number, profiled=self._profiled))
+        self._trace.after(self._number)
+        if self._number == WARM_UP_STEPS - 1:
+            self._forward.settle()
+            self._count_next_step()
+        elif self._number == WARM_UP_STEPS:
+            self._counter.end()
+        if self._number >= self._request.last_step:
+            raise Finished(0)
+        self._profiled = self._phases.marks = self._trace.before(self._number + 1)
+        self._change.before_step()
+        self._phases.begin()
+
+    def _count_next_step(self) -> None:
+        for model in self._forward.outermost.values():
+            if any(is_compiled_part(part) for part in model.modules()):
+                self._notes.append("the model is compiled: FLOPs unknown")
+                return
+        self._counter.begin()
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hook every gradient: the last one of a backward marks when this rank is ready."""
+        for group in optimizer.param_groups:
+            self._parameters += [part for part in group["params"] if part.requires_grad]
+        for parameter in self._parameters:
+            try:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _: self._phases.gradient_ready()
+                )
+            except RuntimeError as error:
+                self._notes.append(f"the time of the last gradient is unknown: {error}")
+                return
+
+    def facts(self) -> RankFacts:
+        """Write the trace, and return the facts, after the script has ended."""
+        self._phases.leave_all()
+        self._counter.end()
+        parameters, optimizer = self._parameters, self._optimizer
+        device = parameters[0].device if parameters else torch.device("cpu")
+        dtypes: Counter[str] = Counter()
+        for parameter in parameters:
+            dtypes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        gradients = [part.grad for part in parameters if part.grad is not None]
+        return RankFacts(
+            rank=self.rank,
+            ranks=int(os.environ.get("WORLD_SIZE", "1")),
+            host=platform.node(),
+            device=str(device),
+            device_name=_device_name(device),
+            cores=usable_cores().value,
+            ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            threads=torch.get_num_threads(),
+            steps=tuple(self._steps),
+            loader=self._loader_facts(),
+            parameters=sum(dtypes.values()),
+            parameter_dtypes=dict(dtypes),
+            gradient_bytes=sum(gradient.nbytes for gradient in gradients),
+            autocast=self._counter.lower_dtype,
+            strategy=self._strategy(),
+            bucket_bytes=self._bucket_bytes,
+            optimizer="" if optimizer is None else type(optimizer).__name__,
+            flops_per_step=self._counter.flops,
+            trace=self._trace.write(),
+            notes=tuple(self._notes),
+            change_unused=not self._change.used,
+        )
+
+    def _strategy(self) -> Any:
+        if self._bucket_bytes is not None:
+            return "ddp"
+        sharded = any(hasattr(part, "device_mesh") for part in self._parameters)
+        return "fsdp" if sharded else None
+
+    def _loader_facts(self) -> Loader | None:
+        loader = self._loader
+        if loader is not None:
+            workers, samples = loader.num_workers, self._samples
+        elif self._trainer is not None:
+            loader = self._trainer.loader
+            workers, samples = getattr(loader, "workers", 0), micro_batch_size(loader)
+        else:
+            return None
+        dataset = type(getattr(loader, "dataset", loader)).__name__
+        return Loader(workers=workers, samples_per_batch=samples, dataset=dataset)
+
+
+def _learns_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    # Not with Tensor.item and similar: these are hooked.
+    rates = (group["lr"] for group in optimizer.param_groups if "lr" in group)
+    return not any(torch.is_nonzero(torch.as_tensor(rate)) for rate in rates)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    return str(torch.get_device_module(device).get_device_name(device))

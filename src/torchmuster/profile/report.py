@@ -1,0 +1,176 @@
+"""A profile as terminal output and as one self-contained HTML page."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from torchmuster.diagnose.report.terminal import aligned_columns
+from torchmuster.finding import render
+from torchmuster.pages.charts import Stack, amount_text, stacked_chart
+from torchmuster.pages.frame import html_article, html_details, html_page, html_table
+from torchmuster.profile.analysis import SHARES, Profile
+from torchmuster.profile.causes import Cause, nothing_to_fix
+from torchmuster.profile.facts import RankFacts, Trial, Trials
+from torchmuster.redaction import harmless
+from torchmuster.units import plural
+
+_MOST_BARS = 64
+_MOST_COLUMNS = 6
+_MOST_OPERATIONS = 4
+_WHOLE_CAUSES = 2
+_SHOWN_FROM = 0.005  # of a step
+_SLOWER_FROM = 1.05
+_LONGEST_NAME = 60
+
+
+def screen(
+    profile: Profile,
+    causes: Sequence[Cause],
+    trials: Trials,
+    folder: Path,
+    *,
+    width: int = 100,
+    colour: bool = False,
+) -> str:
+    """Return the terminal output: what to do, where the time went, and how that was measured."""
+    findings = [cause.finding for cause in causes] or [nothing_to_fix(profile, trials.trials)]
+    blocks = [_wrapped(summary(profile), width)]
+    blocks.append(render(findings[:_WHOLE_CAUSES], width=width, colour=colour))
+    blocks += [_wrapped(f"also: {finding.what}", width) for finding in findings[_WHOLE_CAUSES:]]
+    if trials.proof is not None:
+        blocks.append(_wrapped(proof_text(causes, trials.proof), width))
+    blocks.append("\n".join(_share_table(profile)))
+    blocks.append("\n".join(_wrapped(note, width) for note in notes(profile)))
+    blocks.append(f"page and traces (ui.perfetto.dev opens them): {folder}")
+    return "\n\n".join(block for block in blocks if block)
+
+
+def summary(profile: Profile) -> str:
+    """Return one sentence about the profiled steps."""
+    facts, ranks = profile.facts[0], len(profile.facts)
+    device = "the CPU" if facts.device == "cpu" else facts.device_name
+    text = (
+        f"{plural(len(profile.steps), 'step')} of {plural(ranks, 'rank')} on {device}: "
+        f"a step takes {amount_text(profile.step_s, 's')}"
+    )
+    if not profile.step_s:
+        return text
+    samples = facts.loader.samples_per_batch if facts.loader is not None else None
+    if samples:
+        batches = max(own.micro_batches for step in profile.steps for own in step.values()) or 1
+        text += f", {amount_text(samples * batches * ranks / profile.step_s, 'samples/s')}"
+    if facts.flops_per_step:
+        text += f", {amount_text(facts.flops_per_step / profile.step_s, 'FLOP/s')} a rank"
+    return text
+
+
+def proof_text(causes: Sequence[Cause], proof: Trial) -> str:
+    """Return the predicted and the measured gain of a change."""
+    predicted = ""
+    for cause in causes:
+        if cause.change == proof.change and cause.gain is not None:
+            predicted = f"predicted {cause.gain:.2f}x, "
+    return (
+        f"applied: {proof.change}: {predicted}measured {proof.gain:.2f}x "
+        f"(from {proof.low:.2f}x to {proof.high:.2f}x in {plural(len(proof.after_s), 'run')})"
+    )
+
+
+def notes(profile: Profile) -> Iterator[str]:
+    """Yield how the figures were obtained, and what the operations show."""
+    for facts in profile.facts:
+        trace = facts.trace
+        if trace is not None and trace.top:
+            names = []
+            for operation in trace.top[:_MOST_OPERATIONS]:
+                name = textwrap.shorten(operation.name, _LONGEST_NAME, placeholder="…")
+                seconds = amount_text(operation.self_s, "s")
+                names.append(f"{name} {seconds} in {operation.calls:,.0f}")
+            yield f"operations of rank {facts.rank}: {'; '.join(names)}"
+            yield _launch_text(facts)
+            break
+    factor = profile.profiler_factor
+    if factor is not None:
+        which = "with" if profile.device_places else "without"
+        cost = "did not slow the steps down"
+        if factor > _SLOWER_FROM:
+            cost = f"makes a step {factor:.2f}x as long"
+        yield f"the shares come from steps {which} the profiler, which {cost}"
+    for facts in profile.facts:
+        for note in facts.notes:
+            yield f"rank {facts.rank}: {note}"
+
+
+def _launch_text(facts: RankFacts) -> str:
+    trace = facts.trace
+    if trace is None or not trace.calls:
+        return ""
+    verdict = "launch-bound" if trace.launch_bound else "not launch-bound"
+    return (
+        f"{verdict}: {trace.calls:,.0f} operations per step, the median takes "
+        f"{amount_text(trace.median_s, 's')}; operations under 20 µs take {trace.small_part:.0%} of "
+        "the time"
+    )
+
+
+def _seen_shares(profile: Profile) -> list[str]:
+    """Return the shares that are not 0 on every rank, the largest first."""
+    places = range(len(profile.facts))
+    largest = {name: max(profile.part(place, name) for place in places) for name in SHARES}
+    seen = [name for name in SHARES if largest[name] >= _SHOWN_FROM]
+    return sorted(seen, key=lambda name: -largest[name])
+
+
+def _share_table(profile: Profile) -> Iterator[str]:
+    """Yield the table of the first ranks and the straggler."""
+    places = list(range(len(profile.facts)))[:_MOST_COLUMNS]
+    ranks = [facts.rank for facts in profile.facts]
+    if profile.slow is not None and ranks.index(profile.slow.rank) not in places:
+        places[-1] = ranks.index(profile.slow.rank)
+    rows = [["of a step", *(f"rank {ranks[place]}" for place in places)]]
+    for name in _seen_shares(profile):
+        rows.append([SHARES[name], *(f"{profile.part(place, name):.0%}" for place in places)])
+    yield from aligned_columns(rows, right=True)
+    if len(ranks) > len(places):
+        yield f"and {len(ranks) - len(places)} more ranks on the page"
+
+
+def page(profile: Profile, causes: Sequence[Cause], trials: Trials) -> str:
+    """Return the HTML page. Data from the training is shown as text, never as markup."""
+    findings = [cause.finding for cause in causes] or [nothing_to_fix(profile, trials.trials)]
+    parts = ["<h1>muster profile</h1>", f"<p>{escape(summary(profile))}</p>"]
+    if trials.proof is not None:
+        parts.append(f"<p>{escape(proof_text(causes, trials.proof))}</p>")
+    parts += map(html_article, findings)
+    parts.append(f"<figure>{shares_chart(profile)}</figure>")
+    tried = [(trial.change.written, f"{trial.gain:.2f}x") for trial in trials.trials]
+    if tried:
+        parts.append(html_details("changes that were tried", html_table(("", "gain"), tried)))
+    for facts in profile.facts:
+        if facts.trace is None or not facts.trace.top:
+            continue
+        rows = []
+        for operation in facts.trace.top:
+            seconds = amount_text(operation.self_s, "s")
+            rows.append((seconds, f"{operation.calls:,.1f}", operation.name))
+        table = html_table(("self time per step", "calls", "operation"), rows)
+        body = f"<p>{escape(_launch_text(facts))}</p>{table}"
+        parts.append(html_details(f"operations of rank {facts.rank}", body))
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes(profile))
+    parts.append(html_details("how the figures were obtained", f"<ul>{items}</ul>", opened=True))
+    return html_page("muster profile", parts)
+
+
+def shares_chart(profile: Profile) -> str:
+    """Draw the time breakdown of a step, one bar per rank."""
+    names = _seen_shares(profile)
+    stacks = []
+    for facts, shares in list(zip(profile.facts, profile.shares, strict=True))[:_MOST_BARS]:
+        parts = {SHARES[name]: shares[name] for name in names}
+        stacks.append(Stack(name=f"rank {facts.rank}", parts=parts))
+    return stacked_chart("time breakdown of a step", "s", stacks)
+
+
+def _wrapped(sentence: str, width: int) -> str:
+    return textwrap.fill(harmless(sentence), width, break_long_words=False, break_on_hyphens=False)
