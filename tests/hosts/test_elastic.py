@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from faster_alerts import FasterAlertWatch
 from hosts.faults import HostKilled
 from hosts.killing import Kill, Run
 from hosts.lab import Lab
@@ -15,8 +16,6 @@ from hosts.namespaces import await_true
 from muster_command import muster_argv
 from torchmuster.devices.snapshot import take_snapshot
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import AlertWatch
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Sample
 
@@ -139,7 +138,7 @@ class Watched:
 
     def __init__(self, runs: Path) -> None:
         self._collector = Collector(runs, take_snapshot, all_ranks=True)
-        self._watching = AlertWatch([alert.faster(10.0) for alert in ALERTS])
+        self._watching = FasterAlertWatch(10.0)
         self._samples: list[Sample] = []
 
     def look(self) -> None:

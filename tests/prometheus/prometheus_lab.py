@@ -16,13 +16,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+from faster_alerts import RULES, write_faster_rules
 from free_port import free_port
 from patience import GIVE_UP_S
-from torchmuster.monitor.alerts.for_prometheus import rules_file
 
 PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager")
 INSTALL = "apt-get install prometheus prometheus-alertmanager"
-RULES = Path("deploy/prometheus/torchmuster-rules.yml").resolve()
 
 
 def missing() -> list[str]:
@@ -117,7 +116,7 @@ def prometheus(
     rules = RULES
     if speed != 1.0:
         rules = folder / "faster-rules.yml"
-        rules.write_text(rules_file(speed))
+        write_faster_rules(rules, speed)
     with ExitStack() as stack:
         config: dict[str, Any] = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

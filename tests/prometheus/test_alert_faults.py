@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from faster_alerts import shipped_rules
 from mlflow_stand_in import closed_port, mlflow_server
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
@@ -23,8 +24,7 @@ from patience import GIVE_UP_S
 from prometheus.prometheus_lab import await_until, prometheus
 from prometheus.watched_training import CONFIG, Training, Watchers, exporter, training
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.alerts.for_prometheus import rules_file
-from torchmuster.monitor.alerts.rules import ALERTS
+from torchmuster.monitor.alerts import ALERTS
 
 # The alerts that each test raises; together they must be all of them.
 NUMBERS = ("MusterLossSpike", "MusterLossNotANumber", "MusterSkippedSteps")
@@ -40,7 +40,7 @@ ON_HOSTS = ("MusterRanksLost",)  # tests/hosts/test_elastic.py: it takes a secon
 
 def test_every_alert_is_raised_by_a_fault_somewhere() -> None:
     tried = {*NUMBERS, *SLOWNESS, *SAVING, *RESTARTS, *SINKS, *GPUS, *XID, *MACHINE, *ON_HOSTS}
-    shipped = set(re.findall(r"alert: (\w+)", rules_file()))
+    shipped = {rule["alert"] for rule in shipped_rules()}
     assert tried == shipped
     assert {one.name for one in ALERTS} < shipped
 

@@ -1,5 +1,6 @@
 """A real Prometheus reads a real run: every metric, every query of the dashboard, alerts that arrive."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,9 @@ from patience import GIVE_UP_S
 from prometheus.prometheus_lab import Prometheus, await_until, prometheus, webhook
 from prometheus.watched_training import CONFIG, exporter, training
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.dashboard import queries
 from torchmuster.monitor.metric import Level
 
+DASHBOARD = Path("deploy/grafana/torchmuster.json").resolve()
 # What a run has besides what all have: its gradients are clipped, its losses scaled, it evaluates and saves.
 RICH = CONFIG.replace(
     "train: {", "train: {clip_norm: 1, precision: fp16, evaluate_every: 20, "
@@ -60,7 +61,10 @@ def _ranks(server: Prometheus) -> set[tuple[str, str]]:
 def _check_queries(server: Prometheus) -> None:
     """Every picture of the dashboard shows something, on a machine whose GPUs are well."""
     empty_while_well = {catalogue.GPU_THROTTLED.name, catalogue.GPU_XID.name}
-    for query in queries():
+    dashboard = json.loads(DASHBOARD.read_text())
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    assert targets
+    for query in [target["expr"] for target in targets]:
         name = query.partition("{")[0]
         if name in empty_while_well:
             continue

@@ -12,12 +12,11 @@ from typing import Any
 
 import psutil
 
+from faster_alerts import FasterAlertWatch
 from muster_command import muster_argv
 from patience import GIVE_UP_S
 from prometheus.prometheus_lab import Prometheus, await_until
 from torchmuster.devices.snapshot import take_snapshot
-from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import AlertWatch
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Metric
 from torchmuster.runfolder import RunFolder, list_runs
@@ -174,7 +173,7 @@ class Watchers:
     def __init__(self, server: Prometheus, runs: Path, speed: float) -> None:
         self._server = server
         self._collector = Collector(runs, take_snapshot)
-        self._watching = AlertWatch([alert.faster(speed) for alert in ALERTS])
+        self._watching = FasterAlertWatch(speed)
 
     def both(self) -> tuple[set[str], set[str]]:
         """Look, and return the alerts that Prometheus has raised, and those that the product has."""

@@ -14,10 +14,9 @@ from ranks.launched import Launched, launched
 from ranks.real_mlflow import needs_mlflow_server, real_mlflow_server
 from ranks.test_train_restarts import HELD, MINE, ranks_of, steps_of
 from torchmuster.launch.history import run_state
-from torchmuster.monitor.sinks import sent
-from torchmuster.monitor.sinks.sink import Wanted
+from torchmuster.monitor.sinks import read_progress
 from torchmuster.runfolder import RunFolder
-from unit.monitor.sinks.written_run import WrittenRun
+from unit.monitor.written_run import WrittenRun
 
 pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
@@ -42,14 +41,14 @@ def folder(own_machine: Path) -> Path:
 
 def _await_step(run: Launched, sink: str, step: int) -> None:
     deadline = time.monotonic() + GIVE_UP_S
-    while (far := sent.read_sent(run.run, sink)) is None or far.train.step < step:
+    while (far := read_progress(run.run, sink)) is None or far.steps.get("train", 0) < step:
         assert time.monotonic() < deadline, f"{sink} has not got step {step}\n{run}"
         time.sleep(0.05)
 
 
 def _await_trouble(run: Launched, sink: str) -> None:
     deadline = time.monotonic() + GIVE_UP_S
-    while (far := sent.read_sent(run.run, sink)) is None or not far.trouble:
+    while (far := read_progress(run.run, sink)) is None or not far.error:
         assert time.monotonic() < deadline, f"{sink} has no trouble\n{run}"
         time.sleep(0.05)
 
@@ -100,7 +99,7 @@ def test_a_real_mlflow_server_takes_a_run(
     written.steps(1, 2, 3, loss=1.5)
     with real_mlflow_server(tmp_path_factory.mktemp("mlflow")) as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        assert written.send("mlflow", Wanted(experiment="llama")) == 3
+        assert written.send("mlflow") == 3
         client = mlflow.MlflowClient(tracking_uri=uri)
         experiment = client.get_experiment_by_name("llama")
         (kept,) = client.search_runs([experiment.experiment_id])

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from faster_alerts import FasterAlertWatch
 from patience import GIVE_UP_S
 from ranks.launched import Launched, launched
 from torchmuster.devices.snapshot import take_snapshot
-from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import AlertWatch
+from torchmuster.monitor.alert_watch import AlertWatch
 from torchmuster.monitor.collecting.collector import Collector
 
 pytestmark = [pytest.mark.stress, pytest.mark.alone, pytest.mark.ranks]
@@ -59,8 +59,7 @@ class Quiet:
 
     def __init__(self, runs: Path) -> None:
         self._collector = Collector(runs, take_snapshot)
-        faster = [alert.faster(FASTER) for alert in ALERTS]
-        self._watching = {"as it is": AlertWatch(), "faster": AlertWatch(faster)}
+        self._watching = {"as it is": AlertWatch(), "faster": FasterAlertWatch(FASTER)}
         self.heard: list[str] = []
 
     def look(self) -> None:

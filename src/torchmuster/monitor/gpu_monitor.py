@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from types import TracebackType
 
 from torchmuster.devices import snapshot
@@ -17,50 +16,11 @@ from torchmuster.devices.model import Node
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
+from torchmuster.monitor.alert_watch import AlertNews, AlertWatch
 from torchmuster.monitor.collecting import collector
-from torchmuster.monitor.metric import Metric, Sample, Scope, exposition
-from torchmuster.monitor.serving import Access, Served, serving
-
-
-class TensorBoardFile:
-    """Writes named values by step. A TensorBoard thread writes the file."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise Impossible(
-                "tensorboard_folder is set, but tensorboard is not installed",
-                why=str(error),
-                fix="pip install 'torchmuster[tensorboard]', or omit tensorboard_folder",
-            ) from error
-        self._event, self._summary = Event, Summary
-        try:
-            self._writer = EventFileWriter(str(Path(folder)))
-        except OSError as error:
-            raise Impossible(
-                f"cannot write TensorBoard curves to {folder}",
-                why=error.strerror or str(error),
-                fix="choose a writable folder on a disk with free space",
-            ) from error
-
-    def write(self, numbers: Mapping[str, float], step: int) -> None:
-        """Add a point to each of these curves."""
-        values = [
-            self._summary.Value(tag=name, simple_value=number) for name, number in numbers.items()
-        ]
-        summary = self._summary(value=values)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-
-    def close(self) -> None:
-        """Flush the remaining points, if the disk permits."""
-        with suppress(Exception):
-            self._writer.close()
-
+from torchmuster.monitor.exporter import serve_metrics
+from torchmuster.monitor.metric import Metric, Sample
+from torchmuster.monitor.trackers import TensorBoard
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +37,6 @@ _KNOWN: Mapping[str, Metric] = {
     "tokens_per_s": catalogue.TOKENS_RATE,
 }
 _MOST_OTHERS = 16
-_OF_RUNS = {catalogue.RUN_PHASE, catalogue.STEP_AGE, catalogue.STEPS, *_KNOWN.values()}
 _WAIT_FOR_LOOK_S = 5.0
 
 
@@ -111,29 +70,24 @@ class GPUMonitor:
         self._every = max(1, every)
         self._look_every_s = look_every_s
         self._on_alert = on_alert
-        self._watching = AlertWatch(
-            tuple(one for one in ALERTS if _is_about(one.condition.metrics()))
-        )
+        self._watching = AlertWatch()
         self._node: Node | None = None
         self._values: dict[str, float] = {}
         self._last: tuple[int, float] | None = None  # step, when
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._board: TensorBoardFile | None = None
+        self._board: TensorBoard | None = None
         self.port: int | None = None
         self._watches = _number_in("LOCAL_RANK") == 0
         with ExitStack() as stack:
             if self._watches:
                 self._take = stack.enter_context(snapshot.listening_to_events())
                 if tensorboard_folder is not None and _number_in("RANK") == 0:
-                    self._board = TensorBoardFile(tensorboard_folder)
-                    stack.callback(self._board.close)
+                    self._board = _open_tensorboard(tensorboard_folder)
+                    stack.callback(_close_tensorboard, self._board)
                 if prometheus_port is not None:
-                    exposition([], "")  # fail now if a package is missing
                     self.port = stack.enter_context(
-                        serving(
-                            Access(port=prometheus_port), {"/metrics": Served(answer=self._answer)}
-                        )
+                        serve_metrics(self._all_samples, port=prometheus_port)
                     )
                 self._look()
                 thread = threading.Thread(target=self._watch, name="GPUMonitor", daemon=True)
@@ -189,7 +143,7 @@ class GPUMonitor:
         if self._board is None:
             return
         try:
-            self._board.write(numbers, step)
+            self._board.add(numbers, step)
         except Exception as error:  # errors of the writer thread are raised here
             self._board = None
             _log.warning("stopped writing TensorBoard curves: %s", error)
@@ -218,10 +172,9 @@ class GPUMonitor:
         except Exception:
             _log.exception("on_alert failed with: %s", text)
 
-    def _answer(self, accept: str) -> tuple[bytes, str]:
+    def _all_samples(self) -> list[Sample]:
         with self._lock:
-            samples = list(self._samples())
-        return exposition(samples, accept)
+            return list(self._samples())
 
     def _samples(self) -> Iterator[Sample]:
         """Yield the current samples, like the exporter; call with the lock held."""
@@ -245,9 +198,26 @@ class GPUMonitor:
                 yield Sample(catalogue.EVALUATION, (*self._labels, name), value)
 
 
-def _is_about(metrics: frozenset[Metric]) -> bool:
-    """Return whether an alert uses only metrics that are available here."""
-    return all(one.scope is Scope.DEVICE or one in _OF_RUNS for one in metrics)
+def _open_tensorboard(folder: str | os.PathLike[str]) -> TensorBoard:
+    try:
+        return TensorBoard(folder)
+    except ImportError as error:
+        raise Impossible(
+            "tensorboard_folder is set, but tensorboard is not installed",
+            why=str(error),
+            fix="pip install 'torchmuster[tensorboard]', or omit tensorboard_folder",
+        ) from error
+    except OSError as error:
+        raise Impossible(
+            f"cannot write TensorBoard curves to {folder}",
+            why=error.strerror or str(error),
+            fix="choose a writable folder on a disk with free space",
+        ) from error
+
+
+def _close_tensorboard(board: TensorBoard) -> None:
+    with suppress(Exception):  # a full disk
+        board.close()
 
 
 def _text_of(news: AlertNews) -> str:

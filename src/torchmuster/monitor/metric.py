@@ -1,11 +1,7 @@
-"""Metrics: name, unit, scope and labels; their text format."""
+"""Metrics: name, scope and labels."""
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torchmuster.errors import Impossible
 
 
 class MetricKind(enum.StrEnum):
@@ -32,20 +28,25 @@ class Level(enum.StrEnum):
     DEVICE = "device"  # on hosts with an accelerator whose driver reports it
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
-    """One metric: name, unit and meaning.
+    """One metric: its name, which ends in its unit, its scope and its meaning.
 
     ``labels`` are added to the labels of its scope; each has few values, listed in ``help``.
     """
 
     name: str
-    unit: str
-    help: str
     scope: Scope
-    kind: MetricKind = MetricKind.GAUGE
-    level: Level = Level.ALWAYS
+    help: str
     labels: tuple[str, ...] = ()
+    level: Level = Level.ALWAYS
+
+    @property
+    def kind(self) -> MetricKind:
+        """Whether it counts, which its name tells."""
+        if self.name.endswith("_total"):
+            return MetricKind.COUNTER
+        return MetricKind.GAUGE
 
     @property
     def all_labels(self) -> tuple[str, ...]:
@@ -60,41 +61,3 @@ class Sample:
     metric: Metric
     labels: tuple[str, ...]  # in the order of ``metric.all_labels``
     value: float
-
-
-def exposition(samples: Sequence[Sample], accept: str) -> tuple[bytes, str]:
-    """Return the text and its content type: OpenMetrics if accepted, else Prometheus."""
-    try:
-        from prometheus_client.exposition import choose_encoder
-    except ImportError as error:
-        raise Impossible(
-            "cannot serve metrics: the package prometheus_client is not installed",
-            why="it writes the Prometheus text format",
-            fix="pip install 'torchmuster[watch]'",
-        ) from error
-    encode, content_type = choose_encoder(accept)
-    return encode(_Families(samples)), content_type
-
-
-class _Families:
-    """The part of a registry that the client library uses."""
-
-    def __init__(self, samples: Iterable[Sample]) -> None:
-        self._samples = samples
-
-    def collect(self) -> Iterator[Any]:
-        by_metric: dict[Metric, list[Sample]] = {}
-        for sample in self._samples:
-            by_metric.setdefault(sample.metric, []).append(sample)
-        for metric, samples in by_metric.items():
-            yield _family(metric, samples)
-
-
-def _family(metric: Metric, samples: Sequence[Sample]) -> Any:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    made = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
-    family = made(metric.name, metric.help, labels=metric.all_labels)
-    for sample in samples:
-        family.add_metric(sample.labels, sample.value)
-    return family

@@ -7,10 +7,6 @@ from torchmuster.finding import Finding
 
 # No external resources and no scripts, whatever text from outside the page contains.
 STRICT = "default-src 'none'; style-src 'unsafe-inline'"
-# For a served page: it may run scripts from its own server, and send requests to it.
-ASKS_ITS_SERVER = (
-    f"{STRICT}; script-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'"
-)
 
 _HEAD = """\
 <!doctype html>
@@ -42,21 +38,14 @@ b.failure { color: var(--failure) } b.warning { color: var(--warning) } b.note {
 b.ok { color: var(--ok) }
 figure { margin: 1rem 0; overflow-x: auto }
 MORE</style>
-SCRIPT</head>
+</head>
 <body>
 """
 
 
-def html_page(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
-    """Return a whole page; its parts are trusted markup, ``style`` are additional CSS rules.
-
-    ``script`` is the path of a script on the same server; without it, no script may run.
-    """
-    policy = ASKS_ITS_SERVER if script else STRICT
-    head = _HEAD.replace("POLICY", policy, 1).replace("MORE", style, 1)
-    head = head.replace(
-        "SCRIPT", f'<script src="{escape(script)}" defer></script>\n' if script else "", 1
-    )
+def html_page(title: str, parts: Iterable[str], *, style: str = "") -> str:
+    """Return a whole page; its parts are trusted markup, ``style`` are additional CSS rules."""
+    head = _HEAD.replace("POLICY", STRICT, 1).replace("MORE", style, 1)
     # Text from outside is inserted last, so that it cannot contain placeholders.
     return head.replace("TITLE", escape(title), 1) + "\n".join(parts) + "\n</body>\n</html>\n"
 

@@ -1,4 +1,4 @@
-"""Reports of rank 0: step lines, the comparison with the plan, and the tracker process."""
+"""Reports of rank 0: step lines, the comparison with the plan, and the trackers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +13,7 @@ from torchmuster.config.resolve import Resolved
 from torchmuster.config.settings import Settings
 from torchmuster.errors import ConfigError, Impossible
 from torchmuster.model_flops import TransformerSize
-from torchmuster.monitor.sinks.sidecar import not_sent_finding, send_in_background
-from torchmuster.monitor.sinks.sink import wanted_by
+from torchmuster.monitor.sinks import send_in_background
 from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.proof import comparison
 from torchmuster.plan.proof.comparison import COMPARED_AFTER, MeasuredRun, Promise
@@ -155,11 +154,15 @@ def refuse_missing_sinks(resolved: Resolved, world: World) -> None:
 @contextmanager
 def start_sinks(settings: Settings, world: World, folder: Path) -> Iterator[None]:
     """Send the metrics of a run while it trains; report at its end what could not be sent."""
-    wanted = wanted_by(settings)
-    if not world.is_first or not wanted.sinks:
+    trackers = settings.metrics.sinks
+    if not world.is_first or not trackers:
         yield
         return
-    with send_in_background(folder, wanted):
+    with send_in_background(folder, trackers, settings.experiment_name) as missing:
         yield
-    for line in not_sent_finding(RunFolder(folder), wanted.sinks):
-        rank_zero_log(world, line)
+    for tracker, error in missing.items():
+        rank_zero_log(
+            world,
+            f"{tracker} is missing metrics ({error}); {RunFolder(folder).metrics} has all of them, "
+            "and a resumed run sends the rest",
+        )

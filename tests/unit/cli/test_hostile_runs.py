@@ -253,7 +253,7 @@ def steering_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("explain", "last"),
         ("explain", "last", "--json"),
         ("watch", "last", "--once"),
-        ("watch", "last", "--lines"),
+        ("watch", "last"),
         ("exporter", "--once"),
         ("logs", "last"),
         ("logs", "last", "--rank", "0"),

@@ -2,25 +2,20 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from faster_alerts import RULES, shipped_rules
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.alerts.for_prometheus import rules_file
-from torchmuster.monitor.alerts.rules import ALERTS
-from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
-from torchmuster.monitor.dashboard import dashboard
-from torchmuster.monitor.document import metrics_document
+from torchmuster.monitor.alert_watch import AlertNews, AlertWatch
+from torchmuster.monitor.alerts import ALERTS, WINDOWS_S
 from torchmuster.monitor.metric import Sample
 from unit.monitor.alert_scenarios import RUN, SCENARIOS, Scenario, Series
-
-_RULES = Path("deploy/prometheus/torchmuster-rules.yml")
 
 
 def _samples(series: tuple[Series, ...], minute: int) -> list[Sample]:
@@ -48,31 +43,6 @@ def test_an_alert_is_raised_when_it_should_be(scenario: Scenario) -> None:
     assert (scenario.alert in raised) is scenario.raised
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: f"{one.alert}: {one.why}")
-def test_a_faster_alert_is_the_same_one_in_less_time(scenario: Scenario) -> None:
-    """Seconds instead of minutes, and ages that are a sixtieth: nothing else is different."""
-    faster = AlertWatch([alert.faster(60.0) for alert in ALERTS])
-    for second in range(_minutes(scenario)):
-        samples = [
-            replace(one, value=one.value / 60) if one.metric.unit == "seconds" else one
-            for one in _samples(scenario.series, second)
-        ]
-        faster.look(samples, float(second))
-    raised = {news.alert.name for news in faster.raised}
-    assert (scenario.alert in raised) is scenario.raised
-
-
-@pytest.mark.prometheus
-@pytest.mark.parametrize("speed", [60, 700])
-def test_prometheus_takes_the_faster_rules(tmp_path: Path, speed: float) -> None:
-    path = tmp_path / "rules.yml"
-    path.write_text(rules_file(speed))
-    promtool = shutil.which("promtool")
-    assert promtool is not None
-    done = subprocess.run([promtool, "check", "rules", str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_every_alert_has_a_scenario_that_raises_it_and_one_that_does_not() -> None:
     for raised in (True, False):
         assert {one.alert for one in SCENARIOS if one.raised is raised} == {
@@ -80,25 +50,37 @@ def test_every_alert_has_a_scenario_that_raises_it_and_one_that_does_not() -> No
         }
 
 
-@pytest.mark.parametrize(
-    ("path", "make", "module"),
-    [
-        (_RULES, rules_file, "alerts.for_prometheus"),
-        (Path("deploy/grafana/torchmuster.json"), dashboard, "dashboard"),
-        (Path("docs/metrics.md"), metrics_document, "document"),
-    ],
-)
-def test_what_is_shipped_is_what_the_code_makes(
-    path: Path, make: Callable[[], str], module: str
-) -> None:
-    assert path.read_text() == make(), f"python -m torchmuster.monitor.{module} > {path}"
+def _template(text: str) -> str:
+    """Return a text with names in braces as variables of Prometheus' templates."""
+    text = text.replace("{value}", "{{ $value | humanize }}")
+    text = text.replace("{percent}", "{{ $value | humanizePercentage }}")
+    return re.sub(r"(?<!\{)\{([a-z_]+)\}(?!\})", r"{{ $labels.\1 }}", text)
+
+
+def test_the_rules_for_prometheus_are_the_same_alerts() -> None:
+    rules = {rule["alert"]: rule for rule in shipped_rules()}
+    del rules["MusterExporterDown"]  # only Prometheus can see it
+    assert list(rules) == [alert.name for alert in ALERTS]
+    for alert in ALERTS:
+        rule = rules[alert.name]
+        assert rule["labels"] == {"severity": alert.severity}
+        assert float(rule.get("for", "0s").removesuffix("s")) == alert.for_s
+        texts = {"summary": alert.summary, "why": alert.why, "fix": alert.fix}
+        assert rule["annotations"] == {
+            name: _template(text) for name, text in texts.items() if text
+        }
+        if alert.limit:
+            assert float(re.findall(r"[<>] ([\d.e+]+)(?: |$)", rule["expr"])[0]) == alert.limit
+        for metric, window_s in WINDOWS_S.items():
+            windows = re.findall(rf"{metric.name}\[(\d+)s\]", rule["expr"])
+            assert all(float(window) == window_s for window in windows)
 
 
 @pytest.mark.prometheus
 def test_prometheus_raises_the_same_alerts(tmp_path: Path) -> None:
     """promtool evaluates the shipped rules over the same series, minute by minute."""
     tests = [_as_promtool_test(one) for one in SCENARIOS]
-    content = {"rule_files": [str(_RULES.resolve())], "evaluation_interval": "1m", "tests": tests}
+    content = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
     path = tmp_path / "tests.yml"
     path.write_text(json.dumps(content))
     promtool = shutil.which("promtool")

@@ -3,28 +3,33 @@
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from torchmuster.monitor.catalogue import METRICS
-from torchmuster.monitor.metric import MetricKind, Sample, exposition
+from torchmuster.monitor.exporter import metrics_text
+from torchmuster.monitor.metric import Sample
 
 
 def test_names_follow_the_rules() -> None:
     assert len({one.name for one in METRICS}) == len(METRICS)
     for one in METRICS:
         assert re.fullmatch(r"muster_[a-z_]+", one.name)
-        assert one.name.endswith("_total") is (one.kind is MetricKind.COUNTER)
-        stem = one.name.removesuffix("_total")
-        assert not one.unit or stem.endswith(f"_{one.unit}"), one.name
         assert not one.help.endswith(".")
         assert len(set(one.all_labels)) == len(one.all_labels)
+
+
+def test_the_docs_have_every_metric_and_no_other() -> None:
+    text = Path("docs/metrics.md").read_text()
+    documented = set(re.findall(r"^\| `(muster_\w+)` ", text, re.MULTILINE))
+    assert documented == {metric.name for metric in METRICS}
 
 
 @pytest.mark.prometheus
 def test_prometheus_finds_nothing_to_complain_about() -> None:
     samples = [Sample(one, tuple("x" for _ in one.all_labels), 1.0) for one in METRICS]
-    text, _ = exposition(samples, "")
+    text = metrics_text(samples).encode()
     promtool = shutil.which("promtool")
     assert promtool is not None
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torchmuster.monitor.collecting.run_metrics import GrowingFile
+from torchmuster.monitor.collecting.growing_file import GrowingFile
 from torchmuster.runfolder import write_atomically
 
 

@@ -17,7 +17,7 @@ from made_up_runs import (
     set_state,
     write_lines,
 )
-from torchmuster.monitor.views.live_page import _live_page_parts
+from torchmuster.monitor.views import page_parts
 from torchmuster.monitor.views.run_picture import RunWatch
 from torchmuster.runfolder import RunFolder
 
@@ -67,7 +67,16 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def _shown(run: RunFolder) -> dict[str, str]:
-    parts = _live_page_parts(RunWatch(run).look(NOW))
+    picture = RunWatch(run).look(NOW)
+    parts = {
+        "head": page_parts.head_part(picture),
+        "tiles": page_parts.tiles_part(picture),
+        "alerts": page_parts.alerts_part(picture.alerts),
+        "curves": page_parts.curves_part(picture),
+        "times": page_parts.times_part(picture.shares) + page_parts.remark_part(picture),
+        "ranks": page_parts.rank_map(picture.ranks),
+        "happened": page_parts.events_part(picture),
+    }
     for part in parts.values():
         check_markup(part)
     return parts

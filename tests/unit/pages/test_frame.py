@@ -14,15 +14,11 @@ def test_a_page_may_load_and_run_nothing() -> None:
     assert page.endswith("<p>one</p>\n<p>two</p>\n</body>\n</html>\n")
 
 
-def test_a_page_that_is_served_may_run_its_servers_script_only() -> None:
-    page = frame.html_page(
-        "TITLE SCRIPT MORE POLICY", [], style=".x { color: red }\n", script="page.js"
-    )
-    assert "script-src 'self'; connect-src 'self'" in page
-    assert "unsafe-eval" not in page
-    assert page.count("<script") == 1
-    assert '<script src="page.js" defer></script>' in page
-    assert "<title>TITLE SCRIPT MORE POLICY</title>" in page
+def test_a_page_may_run_no_script_and_its_title_is_a_text() -> None:
+    page = frame.html_page("<TITLE> MORE POLICY", [], style=".x { color: red }\n")
+    assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
+    assert "<script" not in page
+    assert "<title>&lt;TITLE&gt; MORE POLICY</title>" in page
     assert ".x { color: red }" in page
 
 

@@ -28,6 +28,20 @@ from torchmuster.runfolder import RunFolder, list_runs, run_name
 # A run that has ended is exported for this long, so that its final phase is scraped.
 _TOLD_AFTER_S = 900.0
 _MOST_RUNS = 20
+# Ranks have a few series each; this is the hard limit per host.
+MOST_SERIES = 50_000
+# Requests within this time get the same response, so that frequent requests cost nothing.
+_FRESH_S = 1.0
+# How long a request waits for an earlier one.
+_WAIT_S = 5.0
+_OF_A_HEARTBEAT = {
+    "step": catalogue.RANK_STEP,
+    "silent_s": catalogue.RANK_SILENT,
+    "busy": catalogue.RANK_CPUS,
+    "memory_bytes": catalogue.RANK_MEMORY,
+    "data_share": catalogue.RANK_DATA,
+    "communication_share": catalogue.RANK_WAITING,
+}
 
 
 @dataclass(frozen=True)
@@ -153,16 +167,6 @@ class HostMetrics:
         return Sample(metric, (self._host, *labels), float(value))
 
 
-_OF_A_HEARTBEAT = {
-    "step": catalogue.RANK_STEP,
-    "silent_s": catalogue.RANK_SILENT,
-    "busy": catalogue.RANK_CPUS,
-    "memory_bytes": catalogue.RANK_MEMORY,
-    "data_share": catalogue.RANK_DATA,
-    "communication_share": catalogue.RANK_WAITING,
-}
-
-
 def rank_number(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterator[Sample]:
     """Yield the number of ranks of a run on all hosts; nothing before the first heartbeat."""
     if nodes:
@@ -177,12 +181,6 @@ def rank_samples(nodes: Sequence[NodeRanks], labels: tuple[str, ...]) -> Iterato
             for field, metric in _OF_A_HEARTBEAT.items():
                 if (value := getattr(heartbeat, field)) is not None:
                     yield Sample(metric, own, float(value))
-
-
-# Ranks have a few series each; this is the hard limit per host.
-MOST_SERIES = 50_000
-# Requests within this time get the same response, so that frequent requests cost nothing.
-_FRESH_S = 1.0
 
 
 class Collector:
@@ -210,12 +208,20 @@ class Collector:
         self._answer: tuple[float, list[Sample]] | None = None
 
     def samples(self) -> list[Sample]:
-        """Return all current samples."""
-        with self._turn:
+        """Return all current samples.
+
+        Raises :class:`TimeoutError` while an earlier request is stuck in a driver that does not
+        respond: one thread waits for the driver, however many requests come.
+        """
+        if not self._turn.acquire(timeout=_WAIT_S):
+            raise TimeoutError("the driver of a device does not respond")
+        try:
             now_unix_s = self._clock()
             if self._answer is None or not 0 <= now_unix_s - self._answer[0] < _FRESH_S:
                 self._answer = (now_unix_s, self._collect(now_unix_s))
             return self._answer[1]
+        finally:
+            self._turn.release()
 
     def _collect(self, now_unix_s: float) -> list[Sample]:
         began = time.perf_counter()

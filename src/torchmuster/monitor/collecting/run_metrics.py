@@ -3,56 +3,18 @@
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeGuard
 
-from torchmuster import untrusted
 from torchmuster.checkpoints.store import MARKER, step_of
 from torchmuster.launch.history import run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint, checkpoint_from
 from torchmuster.launch.job import is_ours
 from torchmuster.monitor import catalogue
+from torchmuster.monitor.collecting.growing_file import GrowingFile
 from torchmuster.monitor.metric import Metric, Sample
-from torchmuster.monitor.sinks.sent import read_all_sent
+from torchmuster.monitor.sinks import read_all_progress
 from torchmuster.runfolder import RunFolder
-
-# Maximum bytes per poll: a file of gigabytes is read over several polls.
-_AT_A_TIME_BYTES = 8 * 2**20
-
-
-class GrowingFile:
-    """Returns the new lines of a file; starts over if the file was rewritten."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: tuple[int, int] | None = None  # identity of the file, and the read position
-        self._read_bytes = 0
-        self.changed_unix_s: float | None = None
-        self.is_behind = False  # whether the last poll left data unread
-
-    def new_lines(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file was rewritten (earlier lines are invalid), and the new lines."""
-        try:
-            with untrusted.open_regular(self._path) as stream:
-                found = os.fstat(stream.fileno())
-                identity = (found.st_dev, found.st_ino)
-                anew = identity != self._file or found.st_size < self._read_bytes
-                if anew:
-                    self._file, self._read_bytes = identity, 0
-                stream.seek(self._read_bytes)
-                data = stream.read(_AT_A_TIME_BYTES)
-        except (OSError, untrusted.Unreadable):
-            return False, []
-        self.changed_unix_s = found.st_mtime
-        whole = data.rfind(b"\n") + 1  # the rest is being written
-        if not whole and len(data) == _AT_A_TIME_BYTES:
-            whole = len(data)  # no valid line is this long
-        self._read_bytes += whole
-        self.is_behind = len(data) == _AT_A_TIME_BYTES
-        return anew, list(untrusted.json_objects(data[:whole]))
-
 
 # Until a run has shown how often it saves.
 _USUAL_INTERVAL_S = 3600.0
@@ -250,8 +212,8 @@ class RunMetrics:
         for name, value in list(self._last_evaluation.items())[:_MOST_EVALUATED]:
             if _is_number(value):
                 yield self._sample(catalogue.EVALUATION, value, name)
-        for name, sent in read_all_sent(self._run).items():
-            yield self._sample(catalogue.SINK_FAILING, sent.failing_s(until), name)
+        for name, progress in read_all_progress(self._run).items():
+            yield self._sample(catalogue.SINK_FAILING, progress.failing_s(until), name)
 
     def _is_script(self) -> bool:
         """Return whether the run is of the user's own script; its job does not change."""

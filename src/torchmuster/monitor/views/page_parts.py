@@ -1,4 +1,4 @@
-"""The HTML parts that the live page and the report share. All texts are escaped."""
+"""The HTML parts of the report. All texts are escaped."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import failure_report, run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
-from torchmuster.monitor.alerts.watching import AlertNews
+from torchmuster.monitor.alert_watch import AlertNews
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.pages import charts

@@ -7,7 +7,7 @@ import socket
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,12 @@ from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
-from torchmuster.monitor.alerts.rules import RUN_FINISHED
-from torchmuster.monitor.alerts.watching import AlertNews, AlertWatch
+from torchmuster.monitor.alert_watch import AlertNews, AlertWatch
+from torchmuster.monitor.alerts import RUN_FINISHED
 from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
 from torchmuster.monitor.collecting import collector
-from torchmuster.monitor.collecting.run_metrics import PARTS, GrowingFile, RunMetrics
+from torchmuster.monitor.collecting.growing_file import GrowingFile
+from torchmuster.monitor.collecting.run_metrics import PARTS, RunMetrics
 from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.runfolder import RunFolder, run_name
 
@@ -161,14 +162,10 @@ class RunPicture:
 class RunWatch:
     """Polls one run."""
 
-    def __init__(
-        self, run: RunFolder, *, on_line: Callable[[dict[str, Any]], None] = lambda line: None
-    ) -> None:
-        """Observe a run; ``on_line`` is called with each step line."""
+    def __init__(self, run: RunFolder) -> None:
         self._run = run
         self._job = run_name(run)
         self._metrics = RunMetrics(run, self._job, on_steps=self._take_in)
-        self._on_line = on_line
         self._forget()
         self._events_file = GrowingFile(run.path / run_state.EVENTS)
         self._events: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
@@ -258,7 +255,6 @@ class RunWatch:
             self._count_time(line, step)
             self._note_first_step(line)
             self._remark = str(line.get("verdict") or "")
-            self._on_line(line)
 
     def _count_time(self, line: dict[str, Any], step: int) -> None:
         step_s = line.get("step_s")

@@ -12,19 +12,18 @@ from torchmuster import untrusted
 from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import Manifest, committed_manifests
-from torchmuster.finding import Finding, Status
+from torchmuster.finding import Status
 from torchmuster.launch.history.failure_report import FailureReport, failure_report_of
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import as_people_know_it
 from torchmuster.monitor import catalogue
-from torchmuster.monitor.alerts.replay import PastAlert, Replay
 from torchmuster.monitor.views import page_parts
 from torchmuster.monitor.views.page_parts import escaped_text, rank_map
 from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
 from torchmuster.pages import frame
 from torchmuster.pages.frame import html_article, html_details, html_table
 from torchmuster.redaction import harmless, printable, redact_text
-from torchmuster.runfolder import RunFolder, run_name
+from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_bytes, format_seconds
 
 # The user waits for the report at the end of a run: what is not read in time is left out with a
@@ -42,7 +41,6 @@ class _Told:
 
     picture: RunPicture
     account: FailureReport
-    past: Sequence[PastAlert]
     saved: Sequence[Manifest]
     of_script: Sequence[
         tuple[ScriptCheckpoint, Condition]
@@ -61,8 +59,7 @@ def run_report(run: RunFolder) -> str:
 
 
 def _read_run_report(run: RunFolder) -> _Told:
-    replay = Replay(run_name(run), run.id)
-    watch = RunWatch(run, on_line=replay.add)
+    watch = RunWatch(run)
     account = failure_report_of(run)
     state = account.story.state
     # In a run that has ended, the last heartbeats are those at its end.
@@ -82,7 +79,6 @@ def _read_run_report(run: RunFolder) -> _Told:
         data=_data(run),
         picture=picture,
         account=account,
-        past=replay.alerts,
         saved=saved,
         of_script=_conditions(account.story.checkpoints),
         settings=settings,
@@ -103,7 +99,7 @@ def _page(told: _Told) -> Iterator[str]:
     if not told.is_whole:
         yield f"<p>The curves end at step {_steps(picture)}: reading the rest takes too long.</p>"
     yield _section("time breakdown, whole run", _run_report_times(picture))
-    yield _section("alerts during the run", _alerts(told.past))
+    yield _section("alerts", page_parts.alerts_part(picture.alerts))
     yield _section("events", page_parts.events_part(picture))
     yield _section("evaluation", _evaluation(picture))
     yield _section("checkpoints", _checkpoints(told.saved) + _script_checkpoints(told))
@@ -148,7 +144,7 @@ def _answer(told: _Told) -> str:
     asked = "unknown: job.json is missing"
     if job:
         asked = f"muster {printable(as_people_know_it(job.typed, job.command, job.flags))}"
-    fixes = [one.fix for one in told.account.findings] + [one.fix for one in told.past]
+    fixes = [one.fix for one in told.account.findings]
     to_do = "\n".join(dict.fromkeys(one for one in (*fixes, told.picture.remark) if one))
     rows = (("command", asked), ("result", _true(told)), ("to do", to_do or "nothing"))
     cells = "".join(f"<dt>{name}</dt><dd>{escaped_text(words)}</dd>" for name, words in rows)
@@ -173,7 +169,6 @@ def _true(told: _Told) -> str:
     else:
         parts.append("no step lines")
     parts.append(_counted(int(values.get(catalogue.RUN_RESTARTS, 0)), "restart"))
-    parts.append(_counted(sum(one.times for one in told.past), "alert"))
     kept = len(told.saved) + len(told.of_script)
     parts.append(f"{_counted(kept, 'checkpoint')} kept")
     return "\n".join([*first, ", ".join(parts)])
@@ -187,29 +182,6 @@ def _run_report_times(picture: RunPicture) -> str:
     shares = {name: spent_s / whole_s for name, spent_s in picture.spent_s.items()}
     note = f"{_REST}: startup, repeated or lost steps, waiting, shutdown"
     return page_parts.times_part(shares, rest=_REST, of_s=whole_s) + f'<p class="quiet">{note}</p>'
-
-
-def _alerts(past: Sequence[PastAlert]) -> str:
-    note = (
-        '<p class="quiet">from the step lines; alerts about ranks and devices are raised only '
-        "while "
-        "muster watch or Prometheus is running</p>"
-    )
-    if not past:
-        return '<p class="quiet">none</p>' + note
-    return "".join(html_article(_finding(one)) for one in past) + note
-
-
-def _finding(one: PastAlert) -> Finding:
-    until = "the end" if one.last_step is None else f"step {one.last_step:,}"
-    often = "" if one.times == 1 else f", {one.times} times"
-    return Finding(
-        name=one.alert.name,
-        status=Status.FAILURE if one.alert.severity == "critical" else Status.WARNING,
-        what=harmless(f"{one.summary}: from step {one.first_step:,} to {until}{often}"),
-        why=one.alert.why,
-        fix=harmless(one.fix),
-    )
 
 
 def _evaluation(picture: RunPicture) -> str:

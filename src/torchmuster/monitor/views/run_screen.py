@@ -8,7 +8,7 @@ from rich.text import Text
 from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.launch.history import run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
-from torchmuster.monitor.alerts.watching import AlertNews
+from torchmuster.monitor.alert_watch import AlertNews
 from torchmuster.monitor.views.curve import curve
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture

@@ -6,28 +6,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from torchmuster.monitor.sinks.sink import Wanted
 from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
 
-# As the process beside rank 0 does; the libraries of trackers leave threads in their process.
+# In a process of its own: the libraries of trackers leave threads.
 SEND = """
 import sys
 from pathlib import Path
 
-import msgspec
-
-from torchmuster.monitor.sinks.sending import Sending
-from torchmuster.monitor.sinks.sink import Wanted, open_sink
+from torchmuster.monitor import sinks
 from torchmuster.runfolder import RunFolder
 
-run, sink = RunFolder(Path(sys.argv[1])), sys.argv[2]
-wanted = msgspec.json.decode(sys.argv[3], type=Wanted)
-sending = Sending(run, sink, lambda known: open_sink(sink, run, wanted, known))
-count = sending.send_new(last=True)
-sending.close(finished=False)
-print("sent", count)
+sender = sinks.Sender(RunFolder(Path(sys.argv[1])), sys.argv[2], "llama")
+print("sent", sender.send_new())
+sender.start()
+sender.end(finished=False)
+assert not sender.join(60.0)
 """
 
 
@@ -51,14 +44,16 @@ class WrittenRun:
         with (self.run.metrics / f"{name}.jsonl").open("a") as stream:
             stream.write(json.dumps({**line, "at_unix_s": self._now}) + "\n")
 
-    def send(self, sink: str, wanted: Wanted) -> int:
-        """Send what is new and close the sink; return the number of lines."""
-        words = [str(self.run.path), sink, msgspec.json.encode(wanted).decode()]
+    def send(self, tracker: str) -> int:
+        """Send what is new and close the tracker; return the number of rows."""
         done = subprocess.run(
-            [sys.executable, "-c", SEND, *words], capture_output=True, text=True, check=False
+            [sys.executable, "-c", SEND, str(self.run.path), tracker],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
-        return int(done.stdout.split()[-1])
+        return int(done.stdout.partition("sent ")[2].split()[0])
 
     def cut_off_after(self, step: int) -> None:
         for path in self.run.metrics.glob("*.jsonl"):

@@ -11,8 +11,8 @@ import pytest
 
 from mlflow_stand_in import mlflow_server
 from patience import GIVE_UP_S
-from torchmuster.monitor.sinks.sink import Wanted, settings_of
-from unit.monitor.sinks.written_run import WrittenRun
+from torchmuster.monitor.trackers import settings_of
+from unit.monitor.written_run import WrittenRun
 
 
 @pytest.fixture
@@ -31,12 +31,11 @@ def test_mlflow_has_one_run_that_goes_on(
     written.evaluations(2, **{"f1@5": 0.5})
     with mlflow_server() as kept:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", kept.address)
-        wanted = Wanted(experiment="llama")
-        assert written.send("mlflow", wanted) == 3
+        assert written.send("mlflow") == 3
         written.cut_off_after(1)
         written.steps(2, 3, loss=None)
-        assert written.send("mlflow", wanted) == 1
-        assert written.send("mlflow", wanted) == 0
+        assert written.send("mlflow") == 1
+        assert written.send("mlflow") == 0
     assert list(kept.experiments) == ["llama"]
     (run,) = kept.runs.values()
     assert run["name"] == written.run.id
@@ -58,12 +57,11 @@ def test_a_run_of_mlflow_is_found_again_without_its_id(
     written.steps(1, 2)
     with mlflow_server() as kept:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", kept.address)
-        wanted = Wanted()
-        written.send("mlflow", wanted)
+        written.send("mlflow")
         # It was made, and then the disk was full.
         (written.run.metrics / "sinks" / "mlflow.json").unlink()
         written.steps(3)
-        written.send("mlflow", wanted)
+        written.send("mlflow")
         assert len(kept.runs) == 1
         assert [step for step, _ in kept.points("train/loss")] == [1, 2, 3]
 
@@ -115,14 +113,16 @@ def test_wandb_offline_has_one_id_and_every_step_once(
     written.steps(1, 2, loss=1.5)
     written.evaluations(2, accuracy=0.5)
     monkeypatch.setenv("WANDB_PROJECT", "p")
-    wanted = Wanted()
-    assert written.send("wandb", wanted) == 3
+    assert written.send("wandb") == 3
     written.cut_off_after(1)
     written.steps(2, 3, loss=1.0)
-    assert written.send("wandb", wanted) == 1
+    assert written.send("wandb") == 1
     read = _read_wandb(written.run.path)
     assert {(one["id"], one["project"]) for one in read if "id" in one} == {(written.run.id, "p")}
-    history = {one["_step"]: one for one in read if "_step" in one}
+    history: dict[object, dict[str, object]] = {}
+    for one in read:
+        if "step" in one:
+            history.setdefault(one["step"], {}).update(one)
     assert set(history) == {1, 2, 3}
     assert history[2]["train/loss"] == 1.5
     assert history[2]["evaluation/accuracy"] == 0.5

@@ -1,1 +1,0 @@
-"""Alerts: conditions over metrics, evaluated by Prometheus or by Muster itself."""
