@@ -140,14 +140,9 @@ class SimulatedAgent:
             self._send(protocol.Alive())
             return
         self._moves += 40
-        is_moving = self._moves > 40
-        # A host whose ranks all move sends the heartbeat of its first rank only.
-        count = 1 if is_moving else RANKS_PER_HOST
-        heartbeats = [self._heartbeat(self._first_rank + local) for local in range(count)]
+        heartbeats = [self._heartbeat(self._first_rank + local) for local in range(RANKS_PER_HOST)]
         self._send(
-            protocol.Heartbeats(
-                attempt=self._attempt, heartbeats=tuple(heartbeats), moving=is_moving, kept=True
-            )
+            protocol.Heartbeats(attempt=self._attempt, heartbeats=tuple(heartbeats), kept=True)
         )
         if not lines:
             return

@@ -59,15 +59,15 @@ def test_a_rank_on_another_machine_is_named(lab2: Lab, tmp_path: Path) -> None:
         agent.kill()
     # Alone, a host only knows that its rank waits for the other one.
     (unseen,) = json.loads(alone.stdout)["findings"]
-    assert (alone.returncode, unseen["name"]) == (1, "ranks-not-seen"), alone
+    assert (alone.returncode, unseen["name"]) == (1, "collective-does-not-end"), alone
     told = json.loads(both.stdout)
     (finding,) = told["findings"]
-    assert (both.returncode, finding["name"]) == (1, "rank-idle"), both
+    assert (both.returncode, finding["name"]) == (1, "rank-elsewhere"), both
     assert finding["what"].startswith("rank 1 on node2 keeps the others waiting: in time.sleep ")
     assert [(one["rank"], one["host"]) for one in told["ranks"]] == [(0, "node1"), (1, "node2")]
     assert told["ranks"][1]["place"] == "train.py:6 in read"
     assert told["ranks"][0]["place"] == "train.py:8 in step"
     # A host that cannot be reached does not hide what the others show.
     names = [one["name"] for one in json.loads(away.stdout)["findings"]]
-    assert names == ["rank-idle", "host-name-unknown"], away
+    assert names == ["rank-elsewhere", "host-name-unknown"], away
     assert node2.is_up

@@ -101,7 +101,7 @@ def test_a_rank_that_waits_for_something_else_is_named(
     with under_torchrun(own_machine, PLAIN, kind) as pid:
         wait_for(own_machine / f"{kind}.holds")
         code, finding, ranks = examined(muster, pid)
-    assert (code, finding["name"]) == (1, "rank-idle")
+    assert (code, finding["name"]) == (1, "rank-elsewhere")
     assert finding["what"].startswith("rank 1 on ")
     assert finding["what"].endswith("rank 0 waits in all_reduce")
     assert "has not called all_reduce" in finding["why"]
@@ -118,7 +118,7 @@ def test_a_loader_worker_is_named(own_machine: Path, muster: Muster) -> None:
     with under_torchrun(own_machine, PLAIN, "worker") as pid:
         wait_for(own_machine / "loader.holds")
         code, finding, ranks = examined(muster, pid)
-    assert (code, finding["name"]) == (1, "rank-idle")
+    assert (code, finding["name"]) == (1, "rank-elsewhere")
     assert ranks[1]["doing"] == "DataLoader.__next__"
     (worker,) = ranks[1]["workers"]
     place = f"train.py:{line_of(own_machine, 'time.sleep(0.1)')} in hold"
@@ -154,7 +154,7 @@ def test_a_hugging_face_trainer_that_waits_for_a_sample(own_machine: Path, muste
     with under_torchrun(own_machine, LIBRARY_SCRIPTS / "hf_hangs.py") as pid:
         wait_for(own_machine / "holds")
         code, finding, ranks = examined(muster, pid)
-    assert (code, finding["name"]) == (1, "rank-idle"), finding
+    assert (code, finding["name"]) == (1, "rank-elsewhere"), finding
     (late,) = [rank for rank, one in ranks.items() if not one["waits_for_ranks"]]
     assert finding["what"].startswith(f"rank {late} on ")
     place = f"train.py:{line_of(own_machine, 'time.sleep(0.1)')} in read_late_sample"

@@ -286,14 +286,10 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
-    """Heartbeats of this host's ranks, sent every two seconds.
-
-    ``moving``: all of its ranks have made progress since the last message, and only the first one's heartbeat is sent.
-    """
+    """Heartbeats of this host's ranks, sent every two seconds."""
 
     attempt: Integer
     heartbeats: tuple[Heartbeat, ...]
-    moving: bool = False
     kept: bool = False  # the host has already written them to the run folder
     stopping: Stopping | None = None
 

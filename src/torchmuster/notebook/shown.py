@@ -99,7 +99,7 @@ class CellShown:
         """Show a finding of the launcher, which does not know which ranks have finished."""
         self.lines.show_due()
         self._write(f"{render(findings)}\n")
-        if self._done and any(one.name in KEEPS_WAITING.values() for one in findings):
+        if self._done and any(one.name in KEEPS_WAITING for one in findings):
             ended = progress_text(self._done, (), {})
             self._write(f"{ended}, and will not join the collective\n")
 

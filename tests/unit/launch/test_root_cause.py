@@ -557,7 +557,7 @@ def test_a_failure_that_nobody_explains_is_still_a_finding() -> None:
 
 
 HANG = Finding(
-    name="rank-idle",
+    name="rank-elsewhere",
     status=Status.WARNING,
     what="rank 1 on b keeps the others waiting: in time.sleep for 12 s at train.py:88 in step",
     why="its process uses no CPU",

@@ -125,7 +125,7 @@ def test_a_hang_of_a_rank_that_is_done_is_explained(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     seen = Seen(tmp_path)
-    hang = Finding(name="rank-idle", status=Status.WARNING, what="rank 1 keeps")
+    hang = Finding(name="rank-elsewhere", status=Status.WARNING, what="rank 1 keeps")
     seen.passing({1: done()})
     seen.found([hang])
     assert "rank 1 keeps" in seen.wrote[0]

@@ -10,8 +10,9 @@ from torchmuster.diagnose.hang.rank_processes import RankProcess
 from torchmuster.diagnose.hang.rank_stacks import LookRequest, RankLook
 from torchmuster.finding import Finding
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.hang_types import BUSY_PROCESSORS, Hang
+from torchmuster.launch.hangs.hang import Hang
 from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.hangs.observation import BUSY_PROCESSORS
 from torchmuster.launch.node.heartbeats import GONE
 
 # The job has been running for a while: the patience for its first collectives does not apply.
@@ -89,7 +90,7 @@ class JobWatch:
     @property
     def hang(self) -> Hang | None:
         """The hang, once there is one."""
-        return self._watch.told
+        return self._watch.hang
 
     @property
     def unread(self) -> list[SeenRank]:
@@ -141,8 +142,8 @@ class JobWatch:
             return None
         for host in self.hosts:
             seen = [_heartbeat(one, self._looks) for one in self.ranks if one.host == host]
-            self._watch.heard(host, [*seen, *self._exited(host)])
-        return self._watch.look()
+            self._watch.hear(host, [*seen, *self._exited(host)])
+        return self._watch.news()
 
     def _exited(self, host: str) -> list[Heartbeat]:
         """Return heartbeats for exited ranks of a host, whose ranks have consecutive numbers."""

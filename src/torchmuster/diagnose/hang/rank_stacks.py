@@ -22,7 +22,7 @@ import psutil
 from torchmuster import untrusted
 from torchmuster.errors import Impossible
 from torchmuster.launch import torch_private
-from torchmuster.launch.hangs.hang_types import BUSY_PROCESSORS
+from torchmuster.launch.hangs.observation import BUSY_PROCESSORS
 from torchmuster.launch.node.heartbeats import GONE, children_stats, look_at_process
 from torchmuster.launch.rank import stack
 from torchmuster.launch.rank.stack import StackFrame, ThreadReading

@@ -15,7 +15,7 @@ from torchmuster.diagnose.hang.rank_processes import RanksHere
 from torchmuster.diagnose.hang.rank_stacks import WorkerLook
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs.hang_types import ALL_WAIT, BUSY_PROCESSORS
+from torchmuster.launch.hangs.observation import BUSY_PROCESSORS
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.launch.rank.stack import WAITS_FOR_OTHERS
 from torchmuster.units import format_seconds, plural
@@ -163,7 +163,7 @@ def _hang_evidence(watch: JobWatch) -> str:
 def _not_called(watch: JobWatch) -> str:
     """Return what the rank that keeps the others waiting has not called, as the start of a sentence."""
     hang = watch.hang
-    if hang is None or hang.kind in ALL_WAIT:
+    if hang is None or not hang.has_culprit:
         return ""
     called = {one.heartbeat.doing for one in hang.waiting} & WAITS_FOR_OTHERS
     return f"it has not called {' or '.join(sorted(called))}; " if called else ""

@@ -2,7 +2,7 @@
 
 Each rank's recorder keeps its last collectives, numbered within each group. Compared across ranks, the
 numbers show which rank has not reached a collective that others wait in, and the first collective that differs
-between ranks. Gloo and NCCL write the same fields; gloo does not update ``state`` and does not record the
+between ranks. All backends write the same fields; gloo does not update ``state`` and does not record the
 members of a group, so both are derived from other fields.
 """
 
@@ -16,73 +16,79 @@ from torchmuster.launch import torch_private
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.units import plural
 
+DEFAULT_GROUP = "0"  # the name of the default process group
+FIX_ORDER = (
+    "call the same collectives in the same order on every rank: none inside `if rank == 0`, and the same "
+    "number of batches on every rank (a DistributedSampler, drop_last=True, or torch.distributed.algorithms.Join)"
+)
+FIX_SHAPES = (
+    "use tensors of the same shape and dtype on all ranks: pad the last batch or drop it (drop_last=True), or gather the "
+    "sizes first"
+)
+FIX_NETWORK = (
+    "muster check --hosts …   # tests the connections between hosts, with small and large messages"
+)
 # These need tensors of the same shape on every rank; in others shapes may differ (gather, all_to_all).
 SAME_SHAPES = frozenset(
     {"all_reduce", "allreduce", "broadcast", "reduce", "allreduce_coalesced"}
     | {"all_reduce_coalesced", *torch_private.SAME_SHAPES}
 )
-_KINDS_SHOWN = 4
+_CALLS_SHOWN = 4
 _SHAPES_SHOWN = 4
-EVERYBODY = "0"  # the name of the default process group
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """One collective as one rank called it."""
+    """One collective as one rank called it, the ``number``-th of its group."""
 
-    seq: int
-    op: str
+    number: int
+    operation: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    done: bool
+    is_done: bool
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The call as text: ``all_reduce of Float [1024]``."""
-        return call_text(self.op, self.shapes, self.dtypes)
+        if not self.shapes:
+            return self.operation
+        shapes = ", ".join(str(list(shape)) for shape in self.shapes[:_SHAPES_SHOWN])
+        if len(self.shapes) > _SHAPES_SHOWN:
+            shapes += f" and {len(self.shapes) - _SHAPES_SHOWN} more"
+        return f"{self.operation} of {' '.join([*self.dtypes[:1], shapes])}"
 
     def fits(self, other: "RecordedCall") -> bool:
-        """Return whether two ranks' calls can be the same collective."""
-        if self.op != other.op:
+        """Return whether two ranks' calls can be the same collective; unknown shapes fit."""
+        if self.operation != other.operation:
             return False
-        if self.op not in SAME_SHAPES:
+        if self.operation not in SAME_SHAPES:
             return True
-        # Without shapes the call is unknown, and counts as matching.
         same_shapes = not self.shapes or not other.shapes or self.shapes == other.shapes
-        same_types = not self.dtypes or not other.dtypes or self.dtypes == other.dtypes
-        return same_shapes and same_types
-
-
-def call_text(op: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
-    """Return a call as text: ``all_reduce of Float [1024]``."""
-    if not shapes:
-        return op
-    sizes = ", ".join(str(list(shape)) for shape in shapes[:_SHAPES_SHOWN])
-    more = f" and {len(shapes) - _SHAPES_SHOWN} more" if len(shapes) > _SHAPES_SHOWN else ""
-    kind = f"{dtypes[0]} " if dtypes else ""
-    return f"{op} of {kind}{sizes}{more}"
+        same_dtypes = not self.dtypes or not other.dtypes or self.dtypes == other.dtypes
+        return same_shapes and same_dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGroup:
     """One group in one rank's recorder."""
 
-    name: str
-    called: str  # its description, for messages
+    label: str  # for messages: " of the group tp", "" for the default group
     members: tuple[int, ...]  # () if the recorder does not know them
     calls: Mapping[int, RecordedCall]  # by number; the oldest may have been dropped
 
     @property
-    def waits_in(self) -> RecordedCall | None:
+    def pending(self) -> RecordedCall | None:
         """The earliest unfinished collective."""
-        return next(
-            (self.calls[seq] for seq in sorted(self.calls) if not self.calls[seq].done), None
-        )
+        unfinished = [number for number, call in self.calls.items() if not call.is_done]
+        return self.calls[min(unfinished)] if unfinished else None
 
     @property
-    def last(self) -> RecordedCall | None:
+    def last(self) -> RecordedCall:
         """The last collective that was called."""
-        return self.calls[max(self.calls)] if self.calls else None
+        return self.calls[max(self.calls)]
+
+
+Groups = Mapping[int, RecordedGroup]  # one group, by rank
 
 
 def read_flight_record(text: str | bytes) -> dict[str, Any]:
@@ -95,203 +101,195 @@ def read_flight_record(text: str | bytes) -> dict[str, Any]:
 
 
 def groups_of(dump: Mapping[str, Any]) -> dict[str, RecordedGroup]:
-    """Return the groups of a dump; unreadable entries are skipped."""
+    """Return the groups of a dump by name; unreadable entries are skipped."""
     calls: dict[str, dict[int, RecordedCall]] = {}
-    called: dict[str, str] = {}
-    for entry in _entries(dump):
+    labels: dict[str, str] = {}
+    entries = dump.get("entries")
+    for entry in entries if isinstance(entries, list) else ():
+        call = _call_of(entry) if isinstance(entry, dict) else None
+        if call is None:
+            continue
+        # The name is the same on all ranks, the description may not be.
         name, description = _group_of(entry)
-        call = _call_flight_recorder(entry)
-        if call is not None:
-            calls.setdefault(name, {})[call.seq] = call
-            called[name] = description
-    return {
-        name: RecordedGroup(
-            name=name, called=called[name], members=_members(dump, name), calls=some
-        )
-        for name, some in calls.items()
-    }
+        calls.setdefault(name, {})[call.number] = call
+        labels[name] = "" if name == DEFAULT_GROUP else f" of the group {description or name}"
+    groups = {}
+    for name, group_calls in calls.items():
+        members = _members(dump, name)
+        groups[name] = RecordedGroup(label=labels[name], members=members, calls=group_calls)
+    return groups
 
 
 def analyse_flight_records(dumps: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """Return findings from the dumps of several ranks, by rank; empty if nothing is wrong."""
+    """Return findings from the dumps of several ranks, by rank; empty if nothing is wrong.
+
+    Dumps without any collective are no sign of health: then the collectives are not visible.
+    """
     by_rank = {rank: groups_of(dump) for rank, dump in sorted(dumps.items())}
-    names = dict.fromkeys(name for groups in by_rank.values() for name in groups)
+    names: dict[str, None] = {}
+    for groups in by_rank.values():
+        names.update(dict.fromkeys(groups))
+    if dumps and all(dump.get("entries") == [] for dump in dumps.values()):
+        return [_not_visible(list(by_rank))]
     findings = []
     for name in names:
         known = {rank: groups[name] for rank, groups in by_rank.items() if name in groups}
-        missing = [rank for rank in _expected(name, known, by_rank) if rank not in known]
-        found = _not_alike(known) or _behind(known, missing) or _all_in_it(known)
-        if found is not None:
-            findings.append(found)
+        members: set[int] = set()
+        for group in known.values():
+            members.update(group.members)
+        if not members and name == DEFAULT_GROUP:
+            members.update(by_rank)
+        missing = [rank for rank in by_rank if rank in members and rank not in known]
+        finding = _different_calls(known) or _behind(known, missing) or _unfinished(known)
+        if finding is not None:
+            findings.append(finding)
     return findings
 
 
-def _expected(
-    name: str,
-    known: Mapping[int, RecordedGroup],
-    by_rank: Mapping[int, Mapping[str, RecordedGroup]],
-) -> Iterable[int]:
-    """Return the ranks of a group that have a dump."""
-    members = {rank for group in known.values() for rank in group.members}
-    if not members and name == EVERYBODY:
-        return by_rank
-    return [rank for rank in by_rank if rank in members]
+def _not_visible(ranks: Sequence[int]) -> Finding:
+    return Finding(
+        name="collectives-not-visible",
+        status=Status.NOTE,
+        what=f"the flight recorders of {rank_text(ranks)} have no entries, so their collectives are not visible",
+        why="the ranks use a backend that does not record, or the recorder is switched off",
+        fix="TORCH_FR_BUFFER_SIZE=2000 muster run …   # 0 switches the recorder off",
+    )
 
 
-def _not_alike(known: Mapping[int, RecordedGroup]) -> Finding | None:
+def _different_calls(known: Groups) -> Finding | None:
     """Find the first collective that differs between ranks."""
-    for seq in sorted({seq for group in known.values() for seq in group.calls}):
-        calls = {rank: group.calls[seq] for rank, group in known.items() if seq in group.calls}
+    numbers: set[int] = set()
+    for group in known.values():
+        numbers.update(group.calls)
+    for number in sorted(numbers):
+        calls = {
+            rank: group.calls[number] for rank, group in known.items() if number in group.calls
+        }
         first = next(iter(calls.values()))
-        if all(first.fits(call) for call in calls.values()):
-            continue
-        ways: dict[str, list[int]] = {}
-        for rank, call in calls.items():
-            ways.setdefault(call.words, []).append(rank)
-        shown = "; ".join(
-            f"{rank_text(ranks)} called {words}"
-            for words, ranks in list(ways.items())[:_KINDS_SHOWN]
-        )
-        ops = {call.op for call in calls.values()}
-        earlier = plural(seq - 1, "earlier collective")
-        return Finding(
-            name="collectives-differ" if len(ops) > 1 else "collective-shapes-differ",
-            status=Status.FAILURE,
-            what=f"collective number {seq}{_in(known)} differs between ranks: {shown}",
-            why="collectives are matched in the order in which each rank calls them; "
-            + (
-                "from here on the ranks wait for each other forever"
-                if len(ops) > 1
-                else "tensors of different shapes or dtypes cannot be combined"
-            ),
-            fix=FIX_ORDER if len(ops) > 1 else FIX_SHAPES,
-            evidence=f"{earlier} matched on all ranks" if seq > 1 else "",
-        )
+        if not all(first.fits(call) for call in calls.values()):
+            return _difference(number, calls, next(iter(known.values())).label)
     return None
 
 
-def _behind(known: Mapping[int, RecordedGroup], missing: Sequence[int]) -> Finding | None:
-    """Find ranks that have not reached the collective that others wait in."""
-    waiting = {rank: call for rank, group in known.items() if (call := group.waits_in)}
-    if not waiting:
+def _difference(number: int, calls: Mapping[int, RecordedCall], label: str) -> Finding:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        ranks_of.setdefault(call.text, []).append(rank)
+    shown = list(ranks_of.items())[:_CALLS_SHOWN]
+    called = "; ".join(f"{rank_text(ranks)} called {text}" for text, ranks in shown)
+    why = "tensors of different shapes or dtypes cannot be combined"
+    fix = FIX_SHAPES
+    if len({call.operation for call in calls.values()}) > 1:
+        why, fix = "from here on the ranks wait for each other forever", FIX_ORDER
+    return Finding(
+        name="collectives-differ",
+        status=Status.FAILURE,
+        what=f"collective number {number}{label} differs between ranks: {called}",
+        why=f"collectives are matched in the order in which each rank calls them; {why}",
+        fix=fix,
+        evidence=f"{plural(number - 1, 'earlier collective')} matched on all ranks"
+        if number > 1
+        else "",
+    )
+
+
+def _pending(known: Groups) -> tuple[RecordedCall, list[int]] | None:
+    """Return the earliest unfinished collective, and the ranks that wait in it."""
+    pending = {rank: call for rank, group in known.items() if (call := group.pending)}
+    if not pending:
         return None
-    earliest = min(waiting.values(), key=lambda call: call.seq)
-    last = {rank: group.last for rank, group in known.items()}
-    late = {rank: call for rank, call in last.items() if call and call.seq < earliest.seq}
+    earliest = min(pending.values(), key=lambda call: call.number)
+    return earliest, [rank for rank, call in pending.items() if call.number == earliest.number]
+
+
+def _behind(known: Groups, missing: Sequence[int]) -> Finding | None:
+    """Find ranks that have not reached the collective that others wait in."""
+    pending = _pending(known)
+    if pending is None:
+        return None
+    call, waiting = pending
+    late = {rank: group.last for rank, group in known.items() if group.last.number < call.number}
     if not late and not missing:
         return None
-    there = [rank for rank, call in waiting.items() if call.seq == earliest.seq]
-    words = [
-        f"{rank_text([rank])} called {call.words} last, number {call.seq}"
-        for rank, call in list(late.items())[:_KINDS_SHOWN]
-    ]
-    words += [f"{rank_text(missing)} called none{_in(known)}"] if missing else []
+    label = next(iter(known.values())).label
+    reasons = []
+    for rank, last in list(late.items())[:_CALLS_SHOWN]:
+        reasons.append(f"rank {rank} called {last.text} last, number {last.number}")
+    if missing:
+        reasons.append(f"{rank_text(missing)} called none{label}")
     absent = sorted([*late, *missing])
     return Finding(
         name="rank-behind",
         status=Status.FAILURE,
-        what=f"{rank_text(absent)} {_has(absent)} not reached {earliest.words}, number "
-        f"{earliest.seq}{_in(known)}, in which {rank_text(there)} {_wait_flight_recorder(there)}",
-        why="; ".join(words),
+        what=f"{rank_text(absent)} did not reach {call.text}, number {call.number}{label}; waiting in it: "
+        f"{rank_text(waiting)}",
+        why="; ".join(reasons),
         fix="see the stacks for what they do instead",
     )
 
 
-def _all_in_it(known: Mapping[int, RecordedGroup]) -> Finding | None:
+def _unfinished(known: Groups) -> Finding | None:
     """Find a collective that all ranks have called and that does not finish on some."""
-    waiting = {rank: call for rank, group in known.items() if (call := group.waits_in)}
-    if not waiting:
+    pending = _pending(known)
+    if pending is None:
         return None
-    earliest = min(waiting.values(), key=lambda call: call.seq)
-    stuck = [rank for rank, call in waiting.items() if call.seq == earliest.seq]
-    everybody = "all ranks" if len(stuck) == len(known) else rank_text(stuck)
+    call, waiting = pending
+    label = next(iter(known.values())).label
+    stuck = "all ranks" if len(waiting) == len(known) else rank_text(waiting)
     return Finding(
         name="collective-does-not-end",
         status=Status.WARNING,
-        what=f"all ranks have called {earliest.words}, number {earliest.seq}{_in(known)}, but it does not finish on "
-        f"{everybody}",
+        what=f"all ranks have called {call.text}, number {call.number}{label}, but it does not finish on {stuck}",
         why="no rank is missing: the collective is slow, or data between the ranks does not arrive",
         fix=FIX_NETWORK,
     )
 
 
-FIX_ORDER = (
-    "call the same collectives in the same order on every rank: none inside `if rank == 0`, and the same "
-    "number of batches on every rank (a DistributedSampler, drop_last=True, or torch.distributed.algorithms.Join)"
-)
-FIX_SHAPES = (
-    "use tensors of the same shape and dtype on all ranks: pad the last batch or drop it (drop_last=True), or gather the "
-    "sizes first"
-)
-FIX_NETWORK = (
-    "muster check --hosts …   # tests the connections between hosts, with small and large messages"
-)
-
-
-def _entries(dump: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    entries = dump.get("entries")
-    return [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
-
-
 def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """Return name and description; only the first is the same on all ranks."""
-    parts = entry.get("process_group")
-    words = [str(part) for part in parts] if isinstance(parts, list | tuple) else []
-    name = words[0] if words else str(entry.get("pg_id", ""))
-    described = words[1] if len(words) > 1 and words[1] not in ("", "undefined") else ""
-    return name, described
+    """Return name and description of an entry's group."""
+    group = entry.get("process_group")
+    parts = list(map(str, group)) if isinstance(group, list | tuple) else []
+    if not parts:
+        return str(entry.get("pg_id", "")), ""
+    description = parts[1] if len(parts) > 1 else ""
+    return parts[0], "" if description == "undefined" else description
 
 
-def _call_flight_recorder(entry: Mapping[str, Any]) -> RecordedCall | None:
+def _call_of(entry: Mapping[str, Any]) -> RecordedCall | None:
     """Return the collective of an entry; None for point-to-point messages, which have no common number."""
-    seq, name = entry.get("collective_seq_id"), entry.get("profiling_name")
-    if entry.get("is_p2p") or not isinstance(seq, int) or not isinstance(name, str):
+    number, name = entry.get("collective_seq_id"), entry.get("profiling_name")
+    if entry.get("is_p2p") or not isinstance(number, int) or not isinstance(name, str):
         return None
+    dtypes = entry.get("input_dtypes")
     return RecordedCall(
-        seq=seq,
-        op=name.partition(":")[2] or name,
+        number=number,
+        operation=name.partition(":")[2] or name,
         shapes=_shapes(entry.get("input_sizes")),
-        dtypes=_texts(entry.get("input_dtypes")),
+        dtypes=tuple(map(str, dtypes)) if isinstance(dtypes, list) else (),
         # Gloo only marks it as retired; NCCL may set the state before that.
-        done=entry.get("retired") is True or entry.get("state") == "completed",
+        is_done=entry.get("retired") is True or entry.get("state") == "completed",
     )
 
 
 def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, list):
-        return ()
-    return tuple(
-        tuple(n for n in one if isinstance(n, int)) for one in value if isinstance(one, list)
-    )
+    shapes = []
+    for shape in value if isinstance(value, list) else ():
+        if isinstance(shape, list):
+            shapes.append(_integers(shape))
+    return tuple(shapes)
 
 
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(str(one) for one in value) if isinstance(value, list) else ()
+def _integers(values: Iterable[object]) -> tuple[int, ...]:
+    return tuple(value for value in values if isinstance(value, int))
 
 
 def _members(dump: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Return the ranks of a group, if the recorder knows them: as the text "[0, 1]"."""
     config = dump.get("pg_config")
-    about = config.get(name) if isinstance(config, dict) else None
-    ranks = about.get("ranks") if isinstance(about, dict) else None
+    group = config.get(name) if isinstance(config, dict) else None
+    ranks = group.get("ranks") if isinstance(group, dict) else None
     try:
         listed = untrusted.parse_json(ranks) if isinstance(ranks, str) else ranks
     except ValueError:
         return ()
-    return tuple(one for one in listed if isinstance(one, int)) if isinstance(listed, list) else ()
-
-
-def _in(known: Mapping[int, RecordedGroup]) -> str:
-    """Return the name of the group, unless it is the default group."""
-    group = next(iter(known.values()))
-    if group.name == EVERYBODY:
-        return ""
-    return f" of the group {group.called or group.name}"
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
-def _wait_flight_recorder(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
+    return _integers(listed) if isinstance(listed, list) else ()

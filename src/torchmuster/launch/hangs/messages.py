@@ -1,252 +1,236 @@
-"""Messages about a hang: which rank, doing what, where, for how long, who waits, and how to fix it."""
+"""Texts about a hang: which rank, doing what, where, for how long, who waits, and how to fix it."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
-from torchmuster.launch.hangs.hang_types import ALL_WAIT, Hang, HangKind, ObservedRank
+from torchmuster.launch.hangs.hang import Hang, HangKind
+from torchmuster.launch.hangs.observation import Observation
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.units import format_seconds
 
+NAMES: Mapping[HangKind, str] = {
+    HangKind.STOPPED: "rank-stopped",
+    HangKind.EXITED: "rank-exited",
+    HangKind.ELSEWHERE: "rank-elsewhere",
+    HangKind.DIFFERENT: "collectives-differ",
+    HangKind.ALL_WAIT: "collective-does-not-end",
+}
+# Findings about ranks that others wait for, which may never come.
+KEEPS_WAITING = (NAMES[HangKind.EXITED], NAMES[HangKind.ELSEWHERE])
 _RANKS_SHOWN = 8
-_CULPRITS_SHOWN = 3
-_LOADER = "DataLoader"
-
-# Finding names, by what the rank that keeps the others waiting is doing.
-KEEPS_WAITING = {
-    HangKind.ENDED: "rank-exited",
-    HangKind.NATIVE: "rank-blocked-in-native-code",
-    HangKind.DISK: "rank-blocked-on-io",
-    HangKind.ASLEEP: "rank-idle",
-    HangKind.AT_WORK: "rank-busy",
-}
-NAMES = frozenset(
-    {"rank-stopped", "collectives-differ", "collective-shapes-differ", "collectives-out-of-step"}
-    | {"collective-does-not-end", "ranks-not-seen", *KEEPS_WAITING.values()}
+_GROUPS_SHOWN = 3
+_WHY_ORDER = (
+    "collectives are matched per group, in the order in which each rank calls them: one rank called something that others "
+    "did not, or ran more or fewer steps"
 )
-
-_WHY = {
-    HangKind.STOPPED: "its process was stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger; it does nothing until it is "
-    "resumed",
-    HangKind.ENDED: "its process exited while the others still need it: it ran fewer steps, or exited early",
-    HangKind.NATIVE: "it is in native code that does not release the GIL, and uses no CPU: it waits for something there",
-    HangKind.DISK: "its process waits in the kernel (state D): for a disk, a network file system or a driver",
-    HangKind.ASLEEP: "its process uses no CPU: it sleeps, or waits for something that is not a collective",
-    HangKind.AT_WORK: "it is busy, and the others are idle until it arrives; it may be slow, or in an endless loop",
-}
-_FIX = {
-    HangKind.ENDED: "give every rank the same number of batches (a DistributedSampler, drop_last=True), and finish with a barrier",
-    HangKind.NATIVE: "its stacks show the call; look for locks held by threads at a fork, and for files or sockets that do not "
-    "respond",
-    HangKind.DISK: "find out what it waits for, often a network mount that does not respond; on {host}: "
-    "cat /proc/{pid}/stack; dmesg",
-    HangKind.AT_WORK: "if only one rank does this work, let the others wait with torchmuster.train.world.rank_zero_first(), or do "
-    "it before the run",
-}
 
 
 def hang_finding(hang: Hang, devices: Mapping[int, str]) -> Finding:
     """Return the finding that reports a hang."""
-    kind = hang.kind
-    if kind is HangKind.DIFFERENT:
-        return _of_different(hang, devices)
-    if kind is HangKind.UNSEEN:
-        return _of_unseen(hang, devices)
-    if kind in (HangKind.UNEQUAL, HangKind.TOGETHER):
-        return _of_all_waiting(hang, devices)
-    first = hang.culprits[0]
-    told = [_doing(one, hang, devices) for one in hang.culprits[:_CULPRITS_SHOWN]]
-    if len(hang.culprits) > _CULPRITS_SHOWN:
-        rest = hang.culprits[_CULPRITS_SHOWN:]
-        told.append(f"{rank_text(one.rank for one in rest)} too")
-    waiting = f"; {_waiting_words(hang.waiting)}" if hang.waiting else ""
+    match hang.kind:
+        case HangKind.DIFFERENT:
+            what, why, fix = _different_calls(hang)
+        case HangKind.ALL_WAIT:
+            what, why, fix = _all_wait(hang)
+        case _:
+            what = _culprits_text(hang, devices)
+            why, fix = _reason_and_fix(hang)
     return Finding(
-        name="rank-stopped" if kind is HangKind.STOPPED else KEEPS_WAITING[kind],
+        name=NAMES[hang.kind],
         status=Status.WARNING,
-        what="; ".join(told) + waiting,
-        why=_WHY[kind],
-        fix=_fix_messages(kind, first),
-        evidence=_messages_evidence(hang, devices),
+        what=what,
+        why=why,
+        fix=fix,
+        evidence=_evidence(hang, devices),
     )
 
 
-def hang_continues_finding(told: Finding) -> Finding:
+def hang_continues_finding(reported: Finding) -> Finding:
     """Return the finding for a known hang that continues: which rank and for how long."""
-    return dataclasses.replace(told, why="", fix="", evidence="")
+    return dataclasses.replace(reported, why="", fix="", evidence="")
 
 
-def hang_over_finding(hang: Hang, now_s: float, *, ended: Collection[int] = ()) -> Finding:
-    """Return the finding that reports the end of a hang; ``ended`` are ranks that have exited."""
+def hang_over_finding(hang: Hang, now_s: float, *, exited: Collection[int] = ()) -> Finding:
+    """Return the finding that reports the end of a hang; ``exited`` are ranks that have exited."""
     took = format_seconds(hang.waited_s + max(0.0, now_s - hang.now_s))
-    who = rank_text(one.rank for one in hang.culprits)
-    if hang.kind in ALL_WAIT:
-        who = "the ranks"
-    elif any(one.rank in ended for one in hang.culprits):
-        left = [one.rank for one in hang.waiting if one.rank not in ended]
-        who = rank_text(left) if left else "the ranks"
-    verb = "continues" if who.startswith("rank ") else "continue"
+    ranks = [rank.rank for rank in hang.culprits]
+    if any(rank in exited for rank in ranks):
+        ranks = [rank.rank for rank in hang.waiting if rank.rank not in exited]
+    who = rank_text(ranks) if ranks and hang.has_culprit else "the ranks"
+    verb = "continues" if len(ranks) == 1 and hang.has_culprit else "continue"
     return Finding(
         name="hang-over", status=Status.NOTE, what=f"{who} {verb} after a hang of {took}"
     )
 
 
-def _doing(one: ObservedRank, hang: Hang, devices: Mapping[int, str]) -> str:
-    who = _who(one, devices)
-    match hang.kind:
-        case HangKind.STOPPED:
-            where = _at(one)
-            return f"{who} has been stopped for {hang.duration(hang.waited_s)}" + (
-                f", last seen{where}" if where else ""
-            )
-        case HangKind.ENDED:
-            return f"{who} has exited, and keeps the others waiting"
-    doing = one.heartbeat.doing or "its own code"
-    stood = hang.duration(hang.now_s - one.still_s)
-    if hang.kind is HangKind.AT_WORK:
-        stood = hang.duration(hang.waited_s)
-    # Its last report, shortly before Python could no longer run in it.
-    seen = ", last seen" if hang.kind is HangKind.NATIVE and _at(one) else ""
-    return f"{who} keeps the others waiting: in {doing} for {stood}{seen}{_at(one)}"
+def _culprits_text(hang: Hang, devices: Mapping[int, str]) -> str:
+    """Return ``rank 3 on b keeps the others waiting: in time.sleep …; ranks 0-2 wait in all_reduce``."""
+    parts = []
+    for culprit in hang.culprits[:_GROUPS_SHOWN]:
+        parts.append(f"{_name(culprit, devices)} {_what_it_does(culprit, hang)}")
+    rest = [culprit.rank for culprit in hang.culprits[_GROUPS_SHOWN:]]
+    if rest:
+        parts.append(f"{rank_text(rest)} too")
+    if hang.waiting:
+        parts.append(_waiting_text(hang))
+    return "; ".join(parts)
 
 
-def _who(one: ObservedRank, devices: Mapping[int, str]) -> str:
-    device = devices.get(one.rank, "")
-    return f"rank {one.rank} on {one.host}" + (f" ({device})" if device else "")
+def _what_it_does(culprit: Observation, hang: Hang) -> str:
+    where = _where(culprit)
+    last_seen = f", last seen{where}" if where else ""
+    if hang.kind is HangKind.STOPPED:
+        return f"has been stopped for {hang.duration(hang.waited_s)}{last_seen}"
+    if hang.kind is HangKind.EXITED:
+        return "has exited, and keeps the others waiting"
+    seconds = hang.now_s - culprit.still_since_s
+    if culprit.is_at_work(hang.now_s):
+        seconds = hang.waited_s
+    elif culprit.is_silent:  # the place is that of its last beat
+        where = last_seen
+    doing = f"in {culprit.heartbeat.doing or 'its own code'} for {hang.duration(seconds)}"
+    return f"keeps the others waiting: {doing}{where}"
 
 
-def _at(one: ObservedRank) -> str:
-    """Return the rank's line in the user's code, its phase and step."""
-    heartbeat = one.heartbeat
-    step = f"step {heartbeat.step}" if heartbeat.step is not None else ""
-    part = ", ".join(words for words in (heartbeat.phase, step) if words)
-    place = f" at {heartbeat.place}" if heartbeat.place else ""
-    return place + (f" ({part})" if part else "")
-
-
-def _waiting_words(waiting: Sequence[ObservedRank]) -> str:
-    """Return which ranks wait in what: ``ranks 0-2 wait in all_reduce``."""
-    by_what: dict[str, list[int]] = {}
-    for one in waiting:
-        by_what.setdefault(_what(one), []).append(one.rank)
-    return ", ".join(
-        f"{rank_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {what}"
-        for what, ranks in list(by_what.items())[:_CULPRITS_SHOWN]
-    )
-
-
-def _what(one: ObservedRank) -> str:
-    """Return what a rank waits in: the name of the collective, if there is one."""
-    if one.heartbeat.waits:
-        return one.heartbeat.waits[0].operation
-    return one.heartbeat.doing or "a collective"
-
-
-def _fix_messages(kind: HangKind, one: ObservedRank) -> str:
-    heartbeat = one.heartbeat
-    if kind is HangKind.STOPPED:
-        return f"on {one.host}: kill -CONT {heartbeat.pid}   # after finding out what stopped it"
-    if kind is HangKind.ASLEEP:
-        if heartbeat.doing.startswith(_LOADER) or heartbeat.phase == "loading data":
-            return (
-                f"check what the loader reads on {one.host}: a disk, a download or a worker that does not respond; "
-                "DataLoader(timeout=60) turns such a wait into an error"
-            )
-        place = heartbeat.place or "its stacks"
-        return f"see {place}: find out what only this rank waits for there"
-    return _FIX[kind].format(host=one.host, pid=heartbeat.pid)
-
-
-def _of_different(hang: Hang, devices: Mapping[int, str]) -> Finding:
-    ways: dict[str, list[int]] = {}
-    for one in hang.culprits:
-        ways.setdefault(_call_messages(one) + _at(one), []).append(one.rank)
-    told = [
-        f"{rank_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {way}"
-        for way, ranks in list(ways.items())[:_CULPRITS_SHOWN]
-    ]
-    same_op = len({_what(one) for one in hang.culprits}) == 1
-    calls = [call for one in hang.culprits for call in one.heartbeat.waits[:1]]
-    numbered = (
-        f"all of these are collective number {calls[0].number} of their group, and "
-        if calls
-        else ""
-    )
-    return Finding(
-        name="collective-shapes-differ" if same_op else "collectives-differ",
-        status=Status.WARNING,
-        what=f"the ranks called different collectives and wait for each other forever: {'; '.join(told)}",
-        why=numbered
-        + (
-            "tensors of different shapes or dtypes cannot be combined"
-            if same_op
-            else "collectives are matched in the order in which each rank calls them: one rank called something that "
-            "others did not, or ran more or fewer steps"
-        ),
-        fix=FIX_SHAPES if same_op else FIX_ORDER,
-        evidence=_messages_evidence(hang, devices),
-    )
-
-
-def _of_unseen(hang: Hang, devices: Mapping[int, str]) -> Finding:
-    return Finding(
-        name="ranks-not-seen",
-        status=Status.WARNING,
-        what=f"{_waiting_words(hang.waiting)} for {hang.duration(hang.waited_s)}{_at(hang.culprits[0])}; they wait "
-        f"for one or more of {rank_text(hang.unseen)}, which {'is' if len(hang.unseen) == 1 else 'are'} on other hosts",
-        why="all ranks on these hosts have called the collective",
-        fix="muster hang --hosts …   # all hosts of the job",
-        evidence=_messages_evidence(hang, devices),
-    )
-
-
-def _of_all_waiting(hang: Hang, devices: Mapping[int, str]) -> Finding:
-    waited = hang.duration(hang.waited_s)
-    if hang.kind is HangKind.UNEQUAL:
-        return Finding(
-            name="collectives-out-of-step",
-            status=Status.WARNING,
-            what=f"all ranks have waited for {waited}, but not in the same collective: "
-            + "; ".join(
-                f"rank {one.rank} in {_call_messages(one)}{_messages_number(one)}{_at(one)}"
-                for one in hang.culprits[:_CULPRITS_SHOWN]
-            ),
-            why="collectives are matched per group, in the order in which each rank calls them; ranks in different "
-            "collectives wait forever",
-            fix=FIX_ORDER,
-            evidence=_messages_evidence(hang, devices),
+def _reason_and_fix(hang: Hang) -> tuple[str, str]:
+    """Return why the first culprit keeps the others waiting, and what to do about it."""
+    culprit = hang.culprits[0]
+    heartbeat, host = culprit.heartbeat, culprit.host
+    if hang.kind is HangKind.STOPPED:
+        return (
+            "its process was stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger; it does nothing until it is resumed",
+            f"on {host}: kill -CONT {heartbeat.pid}   # after finding out what stopped it",
         )
-    return Finding(
-        name="collective-does-not-end",
-        status=Status.WARNING,
-        what=f"all ranks have been in {_what(hang.culprits[0])} for {waited}, but it does not finish{_at(hang.culprits[0])}",
-        why="no rank is missing: the collective is slow, or data between the ranks does not arrive",
-        fix=FIX_NETWORK,
-        evidence=_messages_evidence(hang, devices),
+    if hang.kind is HangKind.EXITED:
+        return (
+            "its process exited while the others still need it: it ran fewer steps, or exited early",
+            "give every rank the same number of batches (a DistributedSampler, drop_last=True), and finish with a barrier",
+        )
+    if culprit.is_in_kernel(hang.now_s):
+        return (
+            "its process waits in the kernel (state D): for a disk, a network file system or a driver",
+            "find out what it waits for, often a network mount that does not respond; "
+            f"on {host}: cat /proc/{heartbeat.pid}/stack; dmesg",
+        )
+    if culprit.is_at_work(hang.now_s):
+        return (
+            "it is busy, and the others are idle until it arrives; it may be slow, or in an endless loop",
+            "if only one rank does this work, let the others wait with torchmuster.train.world.rank_zero_first(), "
+            "or do it before the run",
+        )
+    if culprit.is_silent:
+        return (
+            "it is in native code that does not release the GIL, and uses no CPU: it waits for something there",
+            "its stacks show the call; look for locks held by threads at a fork, and for files or sockets that do not respond",
+        )
+    fix = f"see {heartbeat.place or 'its stacks'}: find out what only this rank waits for there"
+    if heartbeat.doing.startswith("DataLoader") or heartbeat.phase == "loading data":
+        fix = (
+            f"check what the loader reads on {host}: a disk, a download or a worker that does not respond; "
+            "DataLoader(timeout=60) turns such a wait into an error"
+        )
+    return (
+        "its process uses no CPU: it sleeps, or waits for something that is not a collective",
+        fix,
     )
 
 
-def _call_messages(one: ObservedRank) -> str:
+def _different_calls(hang: Hang) -> tuple[str, str, str]:
+    ranks_of: dict[str, list[int]] = {}
+    for rank in hang.culprits:
+        call = _call(rank)
+        if rank.heartbeat.waits and not hang.is_hopeless:
+            call += f", number {rank.heartbeat.waits[0].number}"
+        ranks_of.setdefault(f"{call}{_where(rank)}", []).append(rank.rank)
+    parts = []
+    for call, ranks in list(ranks_of.items())[:_GROUPS_SHOWN]:
+        parts.append(f"{rank_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {call}")
+    calls = "; ".join(parts)
+    if not hang.is_hopeless:
+        waited = hang.duration(hang.waited_s)
+        what = f"all ranks have waited for {waited}, but not in the same collective: {calls}"
+        return what, _WHY_ORDER, FIX_ORDER
+    what = f"the ranks called different collectives and wait for each other forever: {calls}"
+    if len({_operation(rank) for rank in hang.culprits}) == 1:
+        number = hang.culprits[0].heartbeat.waits[0].number
+        why = "tensors of different shapes or dtypes cannot be combined"
+        return what, f"all called collective number {number} of their group; {why}", FIX_SHAPES
+    return what, _WHY_ORDER, FIX_ORDER
+
+
+def _all_wait(hang: Hang) -> tuple[str, str, str]:
+    waited, first = hang.duration(hang.waited_s), hang.culprits[0]
+    if hang.unseen:
+        unseen = f"one or more of {rank_text(hang.unseen)}, which were not looked at"
+        return (
+            f"{_waiting_text(hang)} for {waited}{_where(first)}, for {unseen}",
+            "all ranks on these hosts have called the collective",
+            "muster hang --hosts …   # all hosts of the job",
+        )
+    why = "no rank is missing: the collective is slow, or data between the ranks does not arrive"
+    if not hang.from_stacks and not first.heartbeat.waits:
+        why = "torch's flight recorders show none of their collectives, so it is not visible whether the ranks wait in the same one"
+    return (
+        f"all ranks have been in {_operation(first)} for {waited}, but it does not finish{_where(first)}",
+        why,
+        FIX_NETWORK,
+    )
+
+
+def _waiting_text(hang: Hang) -> str:
+    """Return which ranks wait in what: ``ranks 0-2 wait in all_reduce``."""
+    ranks_in: dict[str, list[int]] = {}
+    for rank in hang.waiting:
+        ranks_in.setdefault(_operation(rank), []).append(rank.rank)
+    parts = []
+    for operation, ranks in list(ranks_in.items())[:_GROUPS_SHOWN]:
+        parts.append(f"{rank_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {operation}")
+    return ", ".join(parts)
+
+
+def _name(rank: Observation, devices: Mapping[int, str]) -> str:
+    device = devices.get(rank.rank)
+    name = f"rank {rank.rank} on {rank.host}"
+    return f"{name} ({device})" if device else name
+
+
+def _where(rank: Observation) -> str:
+    """Return the rank's line in the user's code, its phase and step: `` at train.py:88 in step (forward, step 12)``."""
+    heartbeat = rank.heartbeat
+    parts = [heartbeat.phase] if heartbeat.phase else []
+    if heartbeat.step is not None:
+        parts.append(f"step {heartbeat.step}")
+    place = f" at {heartbeat.place}" if heartbeat.place else ""
+    return f"{place} ({', '.join(parts)})" if parts else place
+
+
+def _operation(rank: Observation) -> str:
+    """Return what a rank waits in: the name of the collective, if there is one."""
+    if rank.heartbeat.waits:
+        return rank.heartbeat.waits[0].operation
+    return rank.heartbeat.doing or "a collective"
+
+
+def _call(rank: Observation) -> str:
     """Return what a rank called: ``all_reduce of Float [1024]``."""
-    if not one.heartbeat.waits:
-        return _what(one)
-    called = one.heartbeat.waits[0]
-    kind = f"{called.dtype} " if called.dtype else ""
-    return called.operation + (f" of {kind}{called.shapes}" if called.shapes else "")
+    pending = rank.heartbeat.waits[:1]
+    if not pending or not pending[0].shapes:
+        return _operation(rank)
+    return f"{_operation(rank)} of " + f"{pending[0].dtype} {pending[0].shapes}".strip()
 
 
-def _messages_number(one: ObservedRank) -> str:
-    return f", number {one.heartbeat.waits[0].number}" if one.heartbeat.waits else ""
-
-
-def _messages_evidence(hang: Hang, devices: Mapping[int, str]) -> str:
-    """Return a line for each rank, the ranks that cause the hang first; at most 8 ranks."""
-    everybody = {one.rank: one for one in (*hang.culprits, *hang.waiting)}
-    lines = [
-        f"{_who(one, devices)}: {one.heartbeat.doing or 'its own code'}"
-        f" for {hang.duration(hang.now_s - one.still_s)}{_at(one)}"
-        for one in list(everybody.values())[:_RANKS_SHOWN]
-    ]
-    if len(everybody) > _RANKS_SHOWN:
-        lines.append(f"… and {len(everybody) - _RANKS_SHOWN} more")
+def _evidence(hang: Hang, devices: Mapping[int, str]) -> str:
+    """Return a line for each rank, the ranks that cause the hang first."""
+    ranks: Sequence[Observation] = list(
+        {rank.rank: rank for rank in (*hang.culprits, *hang.waiting)}.values()
+    )
+    lines = []
+    for rank in ranks[:_RANKS_SHOWN]:
+        doing = rank.heartbeat.doing or "its own code"
+        still = hang.duration(hang.now_s - rank.still_since_s)
+        lines.append(f"{_name(rank, devices)}: {doing} for {still}{_where(rank)}")
+    if len(ranks) > _RANKS_SHOWN:
+        lines.append(f"… and {len(ranks) - _RANKS_SHOWN} more")
     return "\n".join(lines)

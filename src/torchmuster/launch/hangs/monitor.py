@@ -5,7 +5,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.hang_types import Hang
+from torchmuster.launch.hangs.hang import Hang
 from torchmuster.launch.history import evidence, node_records, run_state
 from torchmuster.launch.launcher.node_handle import NodeHandle, Sign
 from torchmuster.redaction import redact_text
@@ -27,8 +27,6 @@ _HANGS_KEPT = 20
 # A hang that cannot resolve itself is stopped, so that the run can restart. Not at once: the user may want to
 # inspect the processes.
 _HOPELESS_AFTER_S = 60.0
-# If looking at all ranks takes longer than this, it gets only a share of the launcher's time.
-_LONG_S, _SHARE_OF_TIME = 0.05, 0.05
 _RECORDS_PER_S = 200
 
 
@@ -65,13 +63,13 @@ class HangMonitor:
         self._show = show
         self._later = later
         self._end_after_s = end_after_s
-        self._watch = HangWatch(devices=devices_of(nodes))
+        self._watch = HangWatch()
+        self._devices = devices_of(nodes)
         self._finding: Finding | None = None
         self._examined: set[object] = set()
         self._kept = len(evidence.hang_folders(run))  # also of earlier attempts
         self._examination: _StackDump | None = None
         self._failed = False
-        self._look_after_s = -math.inf
         self._written_s: dict[int, float] = {}
         for node in nodes:
             node.watch(functools.partial(self._hear, node))
@@ -84,46 +82,40 @@ class HangMonitor:
     @property
     def must_end(self) -> bool:
         """Whether the hang has lasted so long that the run must be stopped."""
-        hang = self._watch.told
+        hang = self._watch.hang
         if hang is None or self._finding is None:
             return False
         if self._end_after_s is not None:
             return hang.waited_s >= self._end_after_s
-        return hang.hopeless and hang.waited_s >= _HOPELESS_AFTER_S
+        return hang.is_hopeless and hang.waited_s >= _HOPELESS_AFTER_S
 
     def look(self) -> None:
-        """Report what is new; called about every second.
-
-        With thousands of ranks this takes a while, so it is done less often.
-        """
-        began_s = time.monotonic()
-        if began_s < self._look_after_s:
-            return
-        with self._whatever_happens():
-            told = self._watch.look()
-            took_s = time.monotonic() - began_s
-            if took_s > _LONG_S:
-                self._look_after_s = began_s + took_s / _SHARE_OF_TIME
-            if told is None:
+        """Report what is new; called about every second."""
+        with self._without_stopping_the_run():
+            finding = self._watch.news(self._devices)
+            if finding is None:
                 return
-            hang = self._watch.told
-            self._finding = None if hang is None else told
-            if hang is not None and hang.key in self._examined:
-                self._show([messages.hang_continues_finding(told)])
-                return
-            self._show([told])
-            run_state.log_event(self._run, "hang-over" if hang is None else "hang", what=told.what)
+            hang = self._watch.hang
             if hang is None:  # if it recurs, it is another hang
+                self._finding = None
                 self._examined.clear()
-            else:
-                self._examined.add(hang.key)
-                self._later(self._examine(hang, told))
+                run_state.log_event(self._run, run_state.HANG_OVER, what=finding.what)
+                self._show([finding])
+                return
+            self._finding = finding
+            if hang.key in self._examined:
+                self._show([messages.hang_continues_finding(finding)])
+                return
+            self._examined.add(hang.key)
+            run_state.log_event(self._run, run_state.HANG, what=finding.what)
+            self._show([finding])
+            self._later(self._examine(hang, finding))
 
     def _hear(self, node: NodeHandle, sign: Sign) -> None:
         try:
             match sign:
                 case protocol.Heartbeats():
-                    self._watch.heard(node.name, sign.heartbeats, moving=sign.moving)
+                    self._watch.hear(node.name, sign.heartbeats)
                     if sign.heartbeats and not sign.kept and self._is_due(node):
                         self._later(self._write_down(node, sign))
                 case protocol.Evidence() if self._examination is not None:
@@ -154,7 +146,7 @@ class HangMonitor:
         )
 
     @contextlib.contextmanager
-    def _whatever_happens(self) -> Iterator[None]:
+    def _without_stopping_the_run(self) -> Iterator[None]:
         """Continue without a hang monitor if it fails: it must not stop the run that it watches."""
         try:
             yield
@@ -173,7 +165,7 @@ class HangMonitor:
         if self._kept >= _HANGS_KEPT:
             return
         self._kept += 1
-        concerned = [one.rank for one in (*hang.culprits, *hang.waiting)]
+        concerned = [rank.rank for rank in (*hang.culprits, *hang.waiting)]
         world_size = sum(node.prepared.ranks for node in self._nodes if node.prepared)
         chosen = tuple(dict.fromkeys([*concerned, *range(world_size)]))[:_RANKS_EXAMINED]
         try:
@@ -192,8 +184,8 @@ class HangMonitor:
         kept = await asyncio.to_thread(evidence.keep_hang, folder, finding)
         if kept.files:
             self._say(f"stacks and collectives of the ranks are in {folder}")
-        if finding.name == "collective-does-not-end":  # else it only repeats the finding
-            self._show([one for one in kept.analysis if one.name != finding.name])
+        if not hang.has_culprit:  # else it only repeats the finding
+            self._show([other for other in kept.analysis if other.name != finding.name])
 
     def _keep(self, examination: _StackDump, sign: protocol.Evidence) -> None:
         # The name comes from another host: only known names become files.
@@ -205,7 +197,7 @@ class HangMonitor:
                 path.write_text(text, encoding="utf-8")
 
 
-def devices_of(nodes: Sequence[NodeHandle]) -> Mapping[int, str]:
+def devices_of(nodes: Sequence[NodeHandle]) -> dict[int, str]:
     """Return the device of each rank that has its own."""
     found, first = {}, 0
     for node in nodes:

@@ -315,7 +315,7 @@ def _failed(story: Timeline, state: run_state.RunState) -> Finding:
             f"{plural(len(earlier), 'attempt')} had failed before: {earlier[-1].finding.what}"
         )
     hang = story.hang_now
-    if hang is not None and finding.name not in messages.NAMES:
+    if hang is not None and finding.name not in messages.NAMES.values():
         why.append(f"reported shortly before: {hang.finding.what}")
     said = [one.what for one in hang.analysis] if hang is not None else []
     return dataclasses.replace(

@@ -37,7 +37,6 @@ class NodeHandle:
         self.lost_s = 0.0
         self.heard_s = time.monotonic()
         self.heartbeats: tuple[Heartbeat, ...] = ()  # the newest of its ranks
-        self.moving = False  # all ranks make progress, and only the first heartbeat is new
         self.stopping: protocol.Stopping | None = None  # as last reported, at stopping_s
         self.stopping_s = 0.0
         self._attempt = -1
@@ -54,11 +53,6 @@ class NodeHandle:
     def has_gpus(self) -> bool:
         """Whether its ranks use GPUs; False until it is prepared."""
         return self.prepared is not None and self.prepared.devices != ("CPU",)
-
-    @property
-    def new_heartbeats(self) -> tuple[Heartbeat, ...]:
-        """The heartbeats that say what its ranks do now."""
-        return self.heartbeats[:1] if self.moving else self.heartbeats
 
     def listen(
         self, *, on_output: Callable[[int, str], None], on_change: Callable[[], None]
@@ -130,7 +124,7 @@ class NodeHandle:
         self._attempt = attempt
         self._asked_to_start = self._asked_to_stop = False
         self.ended = self.stopping = None
-        self.heartbeats, self.moving = (), False
+        self.heartbeats = ()
         self._replies = asyncio.Queue()
         if self.lost:
             self._replies.put_nowait(None)
@@ -232,8 +226,7 @@ class NodeHandle:
                     self._replies.put_nowait(message)
 
     def _take_heartbeats(self, message: protocol.Heartbeats) -> None:
-        others = self.heartbeats[1:] if message.moving else ()
-        self.heartbeats, self.moving = (*message.heartbeats, *others), message.moving
+        self.heartbeats = message.heartbeats
         self.stopping, self.stopping_s = message.stopping, time.monotonic()
 
     def _take_end(self, message: protocol.Ended) -> None:

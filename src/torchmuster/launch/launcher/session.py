@@ -324,7 +324,7 @@ class Session:
             return waiting_text([node for node in nodes if node.stopping], time.monotonic())
         if self._hang_monitor is not None and self._hang_monitor.finding is not None:
             return ""
-        return self._silence.words(one for node in nodes for one in node.new_heartbeats)
+        return self._silence.words(one for node in nodes for one in node.heartbeats)
 
     async def _start(
         self, nodes: Sequence[NodeHandle], meeting: RendezvousAddress, attempt: int

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
 from torchmuster.launch.node import failures, process_cleanup, stack_dump
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
@@ -30,19 +29,6 @@ _OUTPUT_WITHIN_S = 2.0
 _MANY_RANKS = 64
 
 Send = Callable[[protocol.FromAgent], Awaitable[None]]
-
-
-def are_moving(before: Sequence[Heartbeat], now: Sequence[Heartbeat]) -> bool:
-    """Return whether all ranks have made progress between two messages, and nothing else is new about them."""
-    return len(before) == len(now) > 1 and all(
-        one.rank == was.rank
-        and one.pid == was.pid
-        and one.moves != was.moves
-        and (one.handles, one.replaced) == (was.handles, was.replaced)
-        and one.state in ("R", "S", "")
-        and not one.silent_s
-        for was, one in zip(before, now, strict=True)
-    )
 
 
 class RunningAttempt:
@@ -67,7 +53,6 @@ class RunningAttempt:
         self._memory = MemoryWatch.begin()
         self._peaks = MemoryPeaks()
         self._heartbeats = HeartbeatReader(share.records, share.rank_numbers)
-        self._sent_heartbeats: tuple[Heartbeat, ...] = ()
         self._metrics = MetricsReader(share.records, 0) if 0 in share.rank_numbers else None
         self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._new_output = asyncio.Event()
@@ -263,14 +248,9 @@ class RunningAttempt:
         if not heartbeats and stopping is None:
             return
         attempt, run = self._share.start.attempt, self._run
-        moving = (
-            run is not None and stopping is None and are_moving(self._sent_heartbeats, heartbeats)
-        )
-        self._sent_heartbeats = heartbeats
         message = protocol.Heartbeats(
             attempt=attempt,
-            heartbeats=heartbeats[:1] if moving else heartbeats,
-            moving=moving,
+            heartbeats=heartbeats,
             kept=run is not None,
             stopping=stopping,
         )

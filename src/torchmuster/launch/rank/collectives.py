@@ -77,13 +77,18 @@ def joined_groups() -> list[str]:
 
 
 def dump_entries() -> str:
-    """Return the last entries of the first recorder that has any, as its own JSON; "" if none has."""
+    """Return the last entries of the first recorder that has any, as its own JSON.
+
+    Without any entry the dump is an empty one: the collectives are not visible. "" means that torch has no recorder.
+    """
+    content: dict[str, Any] = {}
     for dump in _recorders().values():
         content = json.loads(dump())
-        if entries := content.get("entries"):
-            content["entries"] = entries[-_ENTRIES_KEPT:]
-            return json.dumps(content)
-    return ""
+        if content.get("entries"):
+            break
+    if not content:
+        return ""
+    return json.dumps(content | {"entries": content.get("entries", [])[-_ENTRIES_KEPT:]})
 
 
 def use_rank_device(recorded_device: Any = None) -> None:

@@ -89,7 +89,7 @@ def test_the_first_collective_that_differs_is_named_with_who_called_what(
 @both
 def test_shapes_that_differ_are_named(make: Make, snapshot: SnapshotAssertion) -> None:
     finding = one({0: make(WAITS), 1: make(("all_reduce", [9], False))})
-    assert finding.name == "collective-shapes-differ"
+    assert finding.name == "collectives-differ"
     assert finding.as_json() == snapshot
 
 
@@ -118,6 +118,11 @@ def test_a_rank_that_called_nothing_at_all_is_named(snapshot: SnapshotAssertion)
     assert finding.name == "rank-behind"
     assert finding.what.startswith("rank 1 ")
     assert finding.as_json() == snapshot
+
+
+def test_recorders_without_entries_are_no_sign_of_health() -> None:
+    finding = one({0: {"entries": []}, 1: {"entries": []}})
+    assert (finding.name, finding.status) == ("collectives-not-visible", Status.NOTE)
 
 
 def test_a_rank_is_expected_in_a_group_only_where_its_members_are_known() -> None:
