@@ -2,9 +2,10 @@
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from torchmuster.cli import output, parsers
 from torchmuster.cli.which_run import choose_run
@@ -101,7 +102,7 @@ def _print_json(account: "FailureReport") -> None:
 
 def _checkpoint_as_json(checkpoint: "ScriptCheckpoint") -> dict[str, object]:
     condition = checkpoint.condition
-    return {**asdict(checkpoint), "state": condition.state, "why": condition.why}
+    return {**msgspec.structs.asdict(checkpoint), "state": condition.state, "why": condition.why}
 
 
 def _compare_dumps(folder: Path, *, as_json: bool) -> int:

@@ -77,7 +77,7 @@ def _runs_cells(run: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, st
 
 
 def _runs_restarts(run: RunFolder) -> int:
-    return sum(event.name == run_state.RESTART for event in run_state.read_events(run))
+    return run_state.EventSummary.of(run_state.read_events(run)).restarts
 
 
 def _runs_as_json(run: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object]:

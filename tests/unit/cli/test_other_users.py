@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -119,7 +120,7 @@ def a_run_of(
         "command": ["train.py"],
         "folder": str(where),
         "hosts": [],
-        "launcher": launcher.__dict__,
+        "launcher": msgspec.to_builtins(launcher),
         "token": "",
         "grace_s": 1.0,
         "slurm_job": None,
@@ -179,7 +180,7 @@ def test_stop_cancels_no_slurm_job_for_another_user(place: Path, owner: int, job
     scancel = place / "bin" / "scancel"
     scancel.write_text(f"#!/bin/sh\necho called >> {place}/called\n")
     scancel.chmod(0o755)
-    launcher = {**Launcher.this().__dict__, "host": "elsewhere"}
+    launcher = {**msgspec.to_builtins(Launcher.this()), "host": "elsewhere"}
     run = a_run_of(owner, place, slurm_job=job, launcher=launcher)
     done = muster_as(ROOT, "stop", str(run.path), where=place)
     assert done.returncode != 0

@@ -1,6 +1,5 @@
 """What the folder of a run says of it is true, also when its launcher was killed."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -47,7 +47,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 def written_by(run: RunFolder, launcher: run_state.Launcher) -> None:
     content = json.loads(run.job.read_text())
-    run.job.write_text(json.dumps({**content, "launcher": dataclasses.asdict(launcher)}))
+    run.job.write_text(json.dumps({**content, "launcher": msgspec.to_builtins(launcher)}))
 
 
 def launcher_of(process: psutil.Process) -> run_state.Launcher:
@@ -118,6 +118,37 @@ def test_a_run_whose_launcher_was_killed_has_died(
     assert later.since_unix_s == pytest.approx(state.since_unix_s + 90, abs=1)
 
 
+def test_a_run_that_died_is_launched_again_with_the_death_in_its_events(
+    run: RunFolder, other: "subprocess.Popen[bytes]"
+) -> None:
+    run_state.write_job(run, SPEC)
+    written_by(run, launcher_of(psutil.Process(other.pid)))
+    run_state.EventLog(run).phase("running")
+    other.kill()
+    other.wait()
+    (run.metrics / "saves.jsonl").write_text("{}\n")
+    an_hour_later = time.time() + 3600
+    os.utime(run.metrics / "saves.jsonl", (an_hour_later, an_hour_later))
+    run_state.EventLog(run).phase("joining")
+    died = run_state.read_events(run)[1]
+    assert died.name == "died"
+    assert died.at_unix_s == pytest.approx(an_hour_later, abs=1)  # its last sign of life
+
+
+def test_events_add_up_to_restarts_resumes_and_a_hang_that_is_not_over() -> None:
+    def summary(*names: str) -> tuple[int, int | None, bool]:
+        events = [
+            run_state.RunEvent(at_unix_s=1.0, name=name, facts={"from_step": 7}) for name in names
+        ]
+        found = run_state.EventSummary.of(events)
+        return found.restarts, found.resumed_from, found.hang is not None
+
+    assert summary("running", "hang") == (0, None, True)
+    assert summary("running", "hang", "hang-over") == (0, None, False)
+    assert summary("running", "hang", "restart", "running") == (1, 7, False)
+    assert summary("died", "resumed") == (0, 7, False)
+
+
 def test_a_later_process_with_the_same_number_is_not_the_launcher(
     run: RunFolder, other: "subprocess.Popen[bytes]"
 ) -> None:
@@ -125,7 +156,7 @@ def test_a_later_process_with_the_same_number_is_not_the_launcher(
     launcher = launcher_of(psutil.Process(other.pid))
     run_state.EventLog(run).phase("running")
     ticks = launcher.start_ticks
-    earlier = dataclasses.replace(
+    earlier = msgspec.structs.replace(
         launcher,
         created_unix_s=launcher.created_unix_s - 60,
         start_ticks=None if ticks is None else ticks - 1,
@@ -134,14 +165,14 @@ def test_a_later_process_with_the_same_number_is_not_the_launcher(
     assert earlier.process() is None
     assert phase(run) == "died"
     # Where only the clock's time is known, it decides.
-    assert dataclasses.replace(earlier, start_ticks=None).process() is None
-    assert dataclasses.replace(launcher, start_ticks=None).process() is not None
+    assert msgspec.structs.replace(earlier, start_ticks=None).process() is None
+    assert msgspec.structs.replace(launcher, start_ticks=None).process() is not None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere starts are told by the clock")
 def test_setting_the_clock_does_not_make_another_process_of_the_launcher() -> None:
     launcher = run_state.Launcher.this()
-    moved = dataclasses.replace(launcher, created_unix_s=launcher.created_unix_s + 3600)
+    moved = msgspec.structs.replace(launcher, created_unix_s=launcher.created_unix_s + 3600)
     process = moved.process()
     assert process is not None
     assert process.pid == os.getpid()

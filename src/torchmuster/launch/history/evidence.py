@@ -12,18 +12,19 @@ errors do not stop the run.
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from torchmuster import untrusted
-from torchmuster.finding import Finding, Status
+from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import flight_recorder
 from torchmuster.launch.history import root_cause
 from torchmuster.launch.history.root_cause import NodeExit
-from torchmuster.launch.history.run_state import append_line, unix_s
+from torchmuster.launch.history.run_state import UnixTime, append_line, read_as
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder, write_atomically
 
@@ -35,17 +36,16 @@ _RANKS_AT_ALL = 2_000
 _LINES_OF_LOG = 30
 _LONGEST_TEXT = 16_000
 _SHORT_TEXT = 300
-_NOT_UNDERSTOOD = (KeyError, TypeError, ValueError, OverflowError)
+_MOST_DUMP_BYTES = 32 * 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
+class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank of a failed attempt exited."""
 
     rank: int
     host: str
     exit_code: int
-    at_unix_s: float
+    at_unix_s: UnixTime
     error: str = ""
     traceback: str = ""
     last_lines: str = ""
@@ -53,34 +53,37 @@ class RankEnd:
     evidence: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailedAttempt:
+class FailedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """A failed attempt: its root cause, and the ranks that failed, in chronological order."""
 
     attempt: int
-    at_unix_s: float
+    at_unix_s: UnixTime
     finding: Finding
     ranks: tuple[RankEnd, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HangRecord:
-    """A reported hang and the analysis of its dumps; ``folder`` has the files."""
+class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A reported hang and the analysis of its dumps."""
 
-    at_unix_s: float
+    at_unix_s: UnixTime
     finding: Finding
     analysis: tuple[Finding, ...]
-    folder: Path
+    path: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """The folder with the stacks and dumps."""
+        return Path(self.path)
 
     @property
     def files(self) -> list[Path]:
         """The stacks and dumps that were kept, by rank."""
-        found = (path for end in (STACKS, FLIGHT) for path in self.folder.glob(f"rank-*{end}"))
-        kept = [(rank, path) for path in found if (rank := _rank_of(path)) is not None]
-        return [path for _, path in sorted(kept)]
-
-
-# ---- failures
+        ranks = {}
+        for ending in (STACKS, FLIGHT):
+            for path in self.folder.glob(f"rank-*{ending}"):
+                ranks[path] = _rank_of(path)
+        known = [(rank, path) for path, rank in ranks.items() if rank is not None]
+        return [path for _, path in sorted(known)]
 
 
 def keep_failure(
@@ -90,78 +93,18 @@ def keep_failure(
     failed = FailedAttempt(
         attempt=attempt,
         at_unix_s=time.time(),
-        finding=redacted_evidence(finding),
-        ranks=_evidence_ranks(ends),
+        finding=redacted_finding(finding),
+        ranks=_rank_ends(ends),
     )
-    content = asdict(failed) | {"finding": failed.finding.as_json()}
-    append_line(run.path / FAILURES, content)
+    append_line(run.path / FAILURES, msgspec.to_builtins(failed))
     return failed
 
 
 def read_failures(run: RunFolder) -> list[FailedAttempt]:
     """Return the failed attempts, oldest first; unreadable lines are skipped."""
-    found = []
-    for line in untrusted.read_json_lines(run.path / FAILURES):
-        with contextlib.suppress(*_NOT_UNDERSTOOD):
-            found.append(
-                FailedAttempt(
-                    attempt=int(line["attempt"]),
-                    at_unix_s=unix_s(line["at_unix_s"]),
-                    finding=finding_from(line["finding"]),
-                    ranks=tuple(_rank_ends(line.get("ranks"))),
-                )
-            )
-    return found
-
-
-def _rank_ends(content: object) -> Iterator[RankEnd]:
-    """Yield how ranks exited; unreadable entries and fields of newer versions are skipped."""
-    for one in content if isinstance(content, list) else ():
-        with contextlib.suppress(*_NOT_UNDERSTOOD):
-            peak = one.get("peak_rss_bytes") if isinstance(one, dict) else None
-            texts = ("error", "traceback", "last_lines", "evidence")
-            yield RankEnd(
-                rank=int(one["rank"]),
-                host=str(one["host"]),
-                exit_code=int(one["exit_code"]),
-                at_unix_s=unix_s(one["at_unix_s"]),
-                peak_rss_bytes=peak if isinstance(peak, int) else None,
-                **{name: str(one.get(name, "")) for name in texts},
-            )
-
-
-def _evidence_ranks(ends: Sequence[NodeExit]) -> tuple[RankEnd, ...]:
-    now_s, now_unix_s = time.monotonic(), time.time()
-    found = []
-    for end in ends:
-        for failure in end.ended.failures if end.ended else ():
-            at_s = end.ended_s - failure.ago_s
-            at_unix_s = now_unix_s - max(0.0, now_s - at_s)
-            found.append((at_unix_s, end.host, failure))
-    found.sort(key=lambda one: (one[0], one[2].rank))
-    return tuple(
-        _rank_end(failure, host, at_unix_s, whole=place < _RANKS_WHOLE)
-        for place, (at_unix_s, host, failure) in enumerate(found[:_RANKS_AT_ALL])
-    )
-
-
-def _rank_end(failure: protocol.Failure, host: str, at_unix_s: float, *, whole: bool) -> RankEnd:
-    error = failure.what or failure.error
-    lines = root_cause.last_output(failure.last_lines, _LINES_OF_LOG) if whole else ""
-    return RankEnd(
-        rank=failure.rank,
-        host=host,
-        exit_code=failure.exit_code,
-        at_unix_s=at_unix_s,
-        error=redact_text(error[:_LONGEST_TEXT] if whole else error[:_SHORT_TEXT]),
-        traceback=redact_text(failure.traceback[-_LONGEST_TEXT:]) if whole else "",
-        last_lines=redact_text(lines[-_LONGEST_TEXT:]),
-        peak_rss_bytes=failure.peak_rss_bytes,
-        evidence=redact_text(failure.evidence[:_LONGEST_TEXT]),
-    )
-
-
-# ---- hangs
+    lines = untrusted.read_json_lines(run.path / FAILURES)
+    records = [read_as(line, FailedAttempt) for line in lines]
+    return [record for record in records if record is not None]
 
 
 def new_hang(run: RunFolder) -> Path:
@@ -171,11 +114,9 @@ def new_hang(run: RunFolder) -> Path:
     while True:
         number += 1
         folder = run.hang / str(number)
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
+            return folder
 
 
 def keep_hang(folder: Path, finding: Finding, *, at_unix_s: float | None = None) -> HangRecord:
@@ -183,43 +124,32 @@ def keep_hang(folder: Path, finding: Finding, *, at_unix_s: float | None = None)
 
     Called again when more dumps have arrived, or when the same hang is reported again.
     """
-    known = read_hang(folder)
-    began = known.at_unix_s if known else time.time()
+    if at_unix_s is None:
+        known = read_hang(folder)
+        at_unix_s = known.at_unix_s if known else time.time()
     hang = HangRecord(
-        at_unix_s=at_unix_s if at_unix_s is not None else began,
-        finding=redacted_evidence(finding),
+        at_unix_s=at_unix_s,
+        finding=redacted_finding(finding),
         analysis=tuple(flight_recorder.analyse_flight_records(dumps_in(folder))),
-        folder=folder,
+        path=str(folder),
     )
-    content = {
-        "at_unix_s": hang.at_unix_s,
-        "finding": hang.finding.as_json(),
-        "analysis": [one.as_json() for one in hang.analysis],
-    }
+    text = json.dumps(msgspec.to_builtins(hang), indent=2, ensure_ascii=False) + "\n"
     with contextlib.suppress(OSError):  # a full disk must not stop the run
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         write_atomically(folder / HANG, text, durable=False)
     return hang
 
 
 def read_hang(folder: Path) -> HangRecord | None:
     """Return the hang recorded in a folder; None if there is none."""
-    try:
-        content = untrusted.read_json(folder / HANG)
-        return HangRecord(
-            at_unix_s=unix_s(content["at_unix_s"]),
-            finding=finding_from(content["finding"]),
-            analysis=tuple(finding_from(one) for one in content["analysis"]),
-            folder=folder,
-        )
-    except (OSError, KeyError, TypeError, ValueError):
-        return None
+    hang = read_as(untrusted.read_json_object(folder / HANG), HangRecord)
+    # The run folder may have been moved or copied.
+    return None if hang is None else msgspec.structs.replace(hang, path=str(folder))
 
 
 def read_hangs(run: RunFolder) -> list[HangRecord]:
     """Return the reported hangs, oldest first."""
-    found = (read_hang(folder) for folder in hang_folders(run))
-    return [hang for hang in found if hang is not None]
+    hangs = map(read_hang, hang_folders(run))
+    return [hang for hang in hangs if hang is not None]
 
 
 def hang_folders(run: RunFolder) -> list[Path]:
@@ -231,35 +161,62 @@ def hang_folders(run: RunFolder) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
-_MOST_DUMP_BYTES = 32 * 2**20
-
-
 def dumps_in(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the flight recorder dumps in a folder, by rank."""
-    found = {}
+    dumps = {}
     for path in folder.glob("rank-*.json"):
+        rank = _rank_of(path)
         with contextlib.suppress(OSError, untrusted.Unreadable):
-            rank, data = _rank_of(path), untrusted.read_bounded(path, _MOST_DUMP_BYTES)
-            if rank is not None and (dump := flight_recorder.read_flight_record(data)):
-                found[rank] = dump
-    return found
+            data = untrusted.read_bounded(path, _MOST_DUMP_BYTES)
+            dump = flight_recorder.read_flight_record(data)
+            if rank is not None and dump:
+                dumps[rank] = dump
+    return dumps
 
 
-def _rank_of(path: Path) -> int | None:
-    number = path.name.partition(".")[0].removeprefix("rank-")
-    return int(number) if number.isdecimal() else None
-
-
-# ---- findings on disk
-
-
-def redacted_evidence(finding: Finding) -> Finding:
+def redacted_finding(finding: Finding) -> Finding:
     """Return a finding without secrets; parts of it are output of other programs."""
     texts = {key: redact_text(text) for key, text in finding.as_json().items() if key != "status"}
     return Finding(**texts, status=finding.status)
 
 
-def finding_from(content: Mapping[str, str]) -> Finding:
-    """Return the finding stored as JSON; raises KeyError or ValueError if it is not one."""
-    texts = {key: str(content[key]) for key in ("name", "what", "why", "fix", "evidence")}
-    return Finding(**texts, status=Status(content["status"]))
+def _rank_ends(ends: Sequence[NodeExit]) -> tuple[RankEnd, ...]:
+    now_s, now_unix_s = time.monotonic(), time.time()
+    failures = []
+    for end in ends:
+        for failure in end.ended.failures if end.ended else ():
+            ago_s = max(0.0, now_s - (end.ended_s - failure.ago_s))
+            failures.append((now_unix_s - ago_s, end.host, failure))
+    failures.sort(key=lambda item: (item[0], item[2].rank))
+    ranks: list[RankEnd] = []
+    for at_unix_s, host, failure in failures[:_RANKS_AT_ALL]:
+        is_whole = len(ranks) < _RANKS_WHOLE
+        ranks.append(_rank_end(failure, host, at_unix_s, is_whole=is_whole))
+    return tuple(ranks)
+
+
+def _rank_end(failure: protocol.Failure, host: str, at_unix_s: float, *, is_whole: bool) -> RankEnd:
+    error = failure.what or failure.error
+    end = RankEnd(
+        rank=failure.rank,
+        host=host,
+        exit_code=failure.exit_code,
+        at_unix_s=at_unix_s,
+        error=redact_text(error[:_SHORT_TEXT]),
+        peak_rss_bytes=failure.peak_rss_bytes,
+        evidence=redact_text(failure.evidence[:_LONGEST_TEXT]),
+    )
+    if not is_whole:
+        return end
+    lines = root_cause.last_output(failure.last_lines, _LINES_OF_LOG)
+    return msgspec.structs.replace(
+        end,
+        error=redact_text(error[:_LONGEST_TEXT]),
+        traceback=redact_text(failure.traceback[-_LONGEST_TEXT:]),
+        last_lines=redact_text(lines[-_LONGEST_TEXT:]),
+    )
+
+
+def _rank_of(path: Path) -> int | None:
+    number = path.name.partition(".")[0].removeprefix("rank-")
+    return int(number) if number.isdecimal() else None

@@ -1,7 +1,8 @@
-"""Run state in the run folder: what was launched, by which process, and its phase.
+"""Run state in the run folder: what was launched, by which process, its phase, and its events.
 
-``muster runs``, ``logs`` and ``stop`` know a run only from these files, so they must be right even if the
-launcher was killed: whether it is alive comes from the system or its heartbeats, not from the file.
+``muster runs``, ``logs``, ``stop``, ``watch`` and ``explain`` know a run only from these files, so they must be right even
+if the launcher was killed: whether it is alive comes from the system or its heartbeats, not from the file. What the events
+add up to is computed in :class:`EventSummary` for all of them.
 """
 
 import asyncio
@@ -12,11 +13,12 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import psutil
 
 from torchmuster import untrusted
@@ -26,100 +28,49 @@ from torchmuster.redaction import redact_command, redact_mapping, redact_text
 from torchmuster.runfolder import RunFolder, write_atomically
 from torchmuster.units import format_seconds
 
-# A run that fails a thousand times must not fill the disk; its first failures matter most.
-_LARGEST_FILE_BYTES = 16 * 2**20
-_LONGEST_LINE_BYTES = 4 * 2**20
-_MOST_PID = 2**31
-_LAST_UNIX_S = 1e11  # some thousand years on
-
-
-def append_line(path: Path, content: Mapping[str, object]) -> None:
-    """Append a line in one write, as several processes may append; a full disk must not stop the run."""
-    data = json.dumps(content, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
-    if len(data) > _LONGEST_LINE_BYTES:
-        return
-    with contextlib.suppress(OSError), path.open("a+b", buffering=0) as stream:
-        size = stream.seek(0, os.SEEK_END)
-        if size <= _LARGEST_FILE_BYTES:
-            stream.write(_line_end_if_torn(stream, size) + data + b"\n")
-
-
-def _line_end_if_torn(stream: io.FileIO, size: int) -> bytes:
-    """Return a line break if a crash truncated the last line."""
-    if not size:
-        return b""
-    stream.seek(size - 1)
-    return b"" if stream.read(1) == b"\n" else b"\n"
-
-
-def unix_s(value: object) -> float:
-    """Return a stored time; raises ValueError if it is not a valid Unix time."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"not a time: {value!r}")
-    if not 0 <= value < _LAST_UNIX_S:  # nor is NaN
-        raise ValueError(f"not a time: {value!r}")
-    return float(value)
-
-
-# Shared disks may show a file's time a minute late.
-_EVERY_S = 30.0
-SILENT_AFTER_S = 120.0
-
-
-@contextlib.contextmanager
-def launcher_heartbeat_file(state: Path) -> Iterator[None]:
-    """Show other hosts that the launcher is alive, for the duration of the context."""
-    task = asyncio.get_running_loop().create_task(_touch_often(state))
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-async def _touch_often(path: Path) -> None:
-    while True:
-        await asyncio.sleep(_EVERY_S)
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(os.utime, path)  # a shared disk may take its time
-
-
-def silent_for_s(state: Path) -> float:
-    """Return the seconds since a launcher's last heartbeat, by the disk's clock if in doubt."""
-    try:
-        heard = state.stat().st_mtime
-    except OSError:
-        return 0.0
-    silent_s = time.time() - heard
-    if not 0 <= silent_s < SILENT_AFTER_S:
-        # If this host cannot write to the disk, only its own clock is left.
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=state.parent) as written_now:
-            silent_s = os.fstat(written_now.fileno()).st_mtime - heard
-    return max(0.0, silent_s)
-
-
 # The phases of a run that is not over.
 ACTIVE = ("submitted", "waiting", "joining", "starting", "running")
-EVENTS = "events.jsonl"
 FINISHED = "finished"
+DIED = "died"  # the launcher was killed
+EVENTS = "events.jsonl"
 RESTART = "restart"  # event: all ranks, or their launcher, restart after a failure
+RESUMED = "resumed"  # event: a run was launched again, from a checkpoint
+HANG, HANG_OVER = "hang", "hang-over"
 TAKEOVER = "takeover"  # event: a spare replaced a host, or none could
 SPARE_READY, SPARE_LOST = "spare-ready", "spare-lost"
 SPARE_REFUSED = "spare-refused"  # event: a host is not used as a spare, and why
+# Shared disks may show a file's time a minute late.
+SILENT_AFTER_S = 120.0
+_TOUCH_EVERY_S = 30.0
+# A run that fails a thousand times must not fill the disk; its first failures matter most.
+_LARGEST_FILE_BYTES = 16 * 2**20
+_LONGEST_LINE_BYTES = 4 * 2**20
 # How long the launcher of a new, empty run folder may take to write the job.
 _WRITTEN_WITHIN_S = 5.0
 _CLOCK_TOLERANCE_S = 2.0
+# The files that a run writes while it is alive.
+_SIGNS_OF_LIFE = (
+    EVENTS,
+    "console.log",
+    "logs/rank-*.log",
+    "metrics/*.jsonl",
+    "metrics/ranks/*/*.json",
+)
+
+T = TypeVar("T")
+UnixTime = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]  # up to some thousand years on
+_Pid = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launcher:
+class Launcher(msgspec.Struct, frozen=True, kw_only=True):
     """The process that launched a run; its start time distinguishes it from a later one with the same PID.
 
     ``start_ticks`` (Linux) count from boot, so that setting the clock does not change the identity.
     """
 
     host: str
-    pid: int
-    created_unix_s: float
+    pid: _Pid
+    created_unix_s: UnixTime
     start_ticks: int | None = None
 
     @classmethod
@@ -145,37 +96,28 @@ class Launcher:
         try:
             process = psutil.Process(self.pid)
             if self.start_ticks is not None:
-                same = _start_ticks(self.pid) == self.start_ticks
+                is_same = _start_ticks(self.pid) == self.start_ticks
             else:
-                same = abs(process.create_time() - self.created_unix_s) < _CLOCK_TOLERANCE_S
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+                is_same = abs(process.create_time() - self.created_unix_s) < _CLOCK_TOLERANCE_S
+            return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.Error:
             return None
 
 
-def _start_ticks(pid: int) -> int | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(stat.rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunJob:
+class RunJob(msgspec.Struct, frozen=True, kw_only=True):
     """What was launched."""
 
     command: list[str]
     folder: str
-    hosts: list[str] = field(default_factory=list)
+    hosts: list[str]
     launcher: Launcher
-    token: str = ""
-    grace_s: float = 30.0
+    token: str
+    grace_s: float
     slurm_job: str | None = None
-    typed: list[str] = field(default_factory=lambda: ["run"])
-    flags: list[str] = field(default_factory=list)
-    module: bool = False
-    resume_with: list[str] = field(default_factory=list)
+    typed: list[str]
+    flags: list[str]
+    module: bool
+    resume_with: list[str]
 
     @property
     def shown(self) -> list[str]:
@@ -183,13 +125,12 @@ class RunJob:
         return self.typed if is_ours(self.command) else self.command
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """The state of a run: a phase while it is active; finished, failed or stopped after."""
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a run: a phase while it is active; finished, saved, failed, stopped or died after."""
 
     phase: str
-    since_unix_s: float
-    started_unix_s: float
+    since_unix_s: UnixTime
+    started_unix_s: UnixTime
     exit_code: int | None = None
     headline: str = ""
     resume: str = ""  # how to resume a script that did not finish: a command or a line of Python
@@ -200,6 +141,63 @@ class RunState:
     def active(self) -> bool:
         """Whether it is not over, according to the file."""
         return self.phase in ACTIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """An event of a run: a phase started, ranks started, a hang reported, the end."""
+
+    at_unix_s: float
+    name: str
+    facts: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class EventSummary:
+    """What the events of a run add up to, the same for every view: restarts, resumes, and a hang that is not over."""
+
+    restarts: int = 0
+    resumed_from: int | None = None  # the step of the last resume or restart, if it is known
+    hang: RunEvent | None = None
+
+    @classmethod
+    def of(cls, events: Iterable[RunEvent]) -> "EventSummary":
+        """Summarize all events of a run."""
+        summary = cls()
+        for event in events:
+            summary.add(event)
+        return summary
+
+    def add(self, event: RunEvent) -> None:
+        """Take in the next event."""
+        if event.name == HANG:
+            self.hang = event
+        elif event.name in (HANG_OVER, RESTART, RESUMED, *ACTIVE):
+            self.hang = None
+        if event.name == RESTART:
+            self.restarts += 1
+        if event.name in (RESTART, RESUMED):
+            step = event.facts.get("from_step")
+            self.resumed_from = step if isinstance(step, int) else None
+
+
+def append_line(path: Path, content: Mapping[str, object]) -> None:
+    """Append a line in one write, as several processes may append; a full disk must not stop the run."""
+    data = json.dumps(content, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
+    if len(data) > _LONGEST_LINE_BYTES:
+        return
+    with contextlib.suppress(OSError), path.open("a+b", buffering=0) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        if size <= _LARGEST_FILE_BYTES:
+            stream.write(_line_end_if_torn(stream, size) + data + b"\n")
+
+
+def read_as(content: object, kind: type[T]) -> T | None:
+    """Return stored content as a record; None if it is not one. Fields of newer versions are ignored."""
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError:
+        return None
 
 
 def write_job(
@@ -219,7 +217,7 @@ def write_job(
         module=spec.module,
         resume_with=redact_command(spec.resume_with),
     )
-    content = redact_mapping({"spec": asdict(spec)}) | asdict(job)
+    content = redact_mapping({"spec": asdict(spec)}) | msgspec.to_builtins(job)
     try:
         write_atomically(run.job, json.dumps(content, indent=2, default=str) + "\n")
     except OSError as error:
@@ -232,95 +230,39 @@ def write_job(
 
 def read_job(run: RunFolder) -> RunJob | None:
     """Return what was launched, or None if it has not been recorded (yet)."""
-    content = untrusted.read_json_object(run.job)
-    try:
-        return RunJob(
-            command=_texts(content["command"]),
-            folder=str(content["folder"]),
-            hosts=_texts(content["hosts"]),
-            launcher=_launcher(content["launcher"]),
-            token=str(content["token"]),
-            grace_s=_grace_s(content["grace_s"]),
-            slurm_job=None if content["slurm_job"] is None else str(content["slurm_job"]),
-            typed=_texts(content["typed"]),
-            flags=_texts(content["flags"]),
-            module=bool(content["module"]),
-            resume_with=_texts(content["resume_with"]),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _texts(content: object) -> list[str]:
-    if not isinstance(content, list) or not all(isinstance(one, str) for one in content):
-        raise TypeError("not a list of texts")
-    return content
-
-
-def _launcher(content: Mapping[str, Any]) -> Launcher:
-    """Return a stored launcher process; fields that a newer version may have added are ignored."""
-    pid, ticks = content["pid"], content.get("start_ticks")
-    if not isinstance(pid, int) or not 0 < pid < _MOST_PID or not isinstance(ticks, int | None):
-        raise ValueError("not a process")
-    return Launcher(
-        host=str(content["host"]),
-        pid=pid,
-        created_unix_s=unix_s(content["created_unix_s"]),
-        start_ticks=ticks,
-    )
-
-
-def _grace_s(value: object) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not abs(value) < _LAST_UNIX_S
-    ):
-        raise ValueError(f"not a duration: {value!r}")
-    return float(value)
+    return read_as(untrusted.read_json_object(run.job), RunJob)
 
 
 def await_job(run: RunFolder) -> RunJob | None:
     """Return what was launched; for a run that was just created, wait until it is recorded."""
     try:
-        made = run.marker.stat().st_mtime
+        created_unix_s = run.marker.stat().st_mtime
     except OSError:
         return read_job(run)
-    while (job := read_job(run)) is None and 0 <= time.time() - made < _WRITTEN_WITHIN_S:
+    while (job := read_job(run)) is None and 0 <= time.time() - created_unix_s < _WRITTEN_WITHIN_S:
         time.sleep(0.05)
     return job
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunEvent:
-    """An event of a run: a phase started, ranks started, a hang reported, the end."""
-
-    at_unix_s: float
-    name: str
-    facts: dict[str, Any]
-
-
 def log_event(run: RunFolder, event: str, **facts: object) -> None:
-    """Append an event to the event log of a run."""
-    content = redact_mapping(facts) | {"at_unix_s": time.time(), "event": event}
+    """Append an event to the event log of a run; it happened now, unless the facts have another ``at_unix_s``."""
+    content = {"at_unix_s": time.time(), "event": event} | redact_mapping(facts)
     append_line(run.path / EVENTS, content)
 
 
 def read_events(run: RunFolder) -> list[RunEvent]:
     """Return the events of a run in order; unreadable lines are skipped."""
-    return [
-        event for line in untrusted.read_json_lines(run.path / EVENTS) if (event := event_of(line))
-    ]
+    events = map(event_of, untrusted.read_json_lines(run.path / EVENTS))
+    return [event for event in events if event is not None]
 
 
 def event_of(line: dict[str, Any]) -> RunEvent | None:
     """Return the event stored in a line; None if it is not one."""
-    try:
-        at_unix_s, name = unix_s(line["at_unix_s"]), str(line["event"])
-    except (KeyError, TypeError, ValueError):
+    at_unix_s = read_as(line.get("at_unix_s"), UnixTime)
+    if at_unix_s is None or "event" not in line:
         return None
     facts = {key: value for key, value in line.items() if key not in ("at_unix_s", "event")}
-    return RunEvent(at_unix_s=at_unix_s, name=name, facts=facts)
+    return RunEvent(at_unix_s=at_unix_s, name=str(line["event"]), facts=facts)
 
 
 class EventLog:
@@ -331,10 +273,15 @@ class EventLog:
         self._job_uid = job_uid
         self._is_finished = False
         self.resume = ""
-        before = _history_state(untrusted.read_json_object(run.state))
+        self._started_unix_s = time.time()
+        before = read_state(run)
+        if before is None:
+            return
         # A run whose launcher was killed and restarted keeps its start time.
-        goes_on = before is not None and before.active
-        self._started = before.started_unix_s if before and goes_on else time.time()
+        if before.active or before.phase == DIED:
+            self._started_unix_s = before.started_unix_s
+        if before.phase == DIED:
+            log_event(run, DIED, at_unix_s=before.since_unix_s, what=f"died: {before.headline}")
 
     def phase(self, name: str) -> None:
         """Record that the run entered another phase."""
@@ -342,14 +289,7 @@ class EventLog:
             self.ended(FINISHED, 0, FINISHED)
             return
         log_event(self._run, name)
-        self._write(
-            RunState(
-                phase=name,
-                since_unix_s=time.time(),
-                started_unix_s=self._started,
-                job_uid=self._job_uid,
-            )
-        )
+        self._write(name)
 
     def ended(
         self, phase: str, exit_code: int, headline: str, *, killed_ranks: Sequence[int] = ()
@@ -361,73 +301,109 @@ class EventLog:
         headline = redact_text(headline)
         log_event(self._run, phase, exit_code=exit_code, headline=headline)
         self._write(
-            RunState(
-                phase=phase,
-                since_unix_s=time.time(),
-                started_unix_s=self._started,
-                exit_code=exit_code,
-                headline=headline,
-                resume=self.resume if exit_code else "",
-                killed_ranks=tuple(killed_ranks),
-                job_uid=self._job_uid,
-            )
+            phase,
+            exit_code=exit_code,
+            headline=headline,
+            resume=self.resume if exit_code else "",
+            killed_ranks=tuple(killed_ranks),
         )
 
-    def _write(self, state: RunState) -> None:
+    def _write(self, phase: str, **facts: Any) -> None:
+        state = RunState(
+            phase=phase,
+            since_unix_s=time.time(),
+            started_unix_s=self._started_unix_s,
+            job_uid=self._job_uid,
+            **facts,
+        )
+        text = json.dumps(msgspec.to_builtins(state)) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not stop the run
-            write_atomically(self._run.state, json.dumps(asdict(state)) + "\n", durable=False)
+            write_atomically(self._run.state, text, durable=False)
 
 
 def read_state(run: RunFolder) -> RunState | None:
     """Return the state of a run; it is ``died`` if the launcher was killed or its heartbeats stopped."""
     content = untrusted.read_json_object(run.state)
-    state = _history_state(content)
+    state = read_as(content, RunState)
     if state is None:
         return None
     job = read_job(run)
     if not state.active or job is None or job.launcher.process() is not None:
         return state
-    since_unix_s, headline = _heard_unix_s(run, state), "the launcher was killed"
-    if not job.launcher.is_of_this_machine:
+    if job.launcher.is_of_this_machine:
+        died_unix_s, headline = _last_sign_of_life(run, state), "the launcher was killed"
+    else:
         silent_s = silent_for_s(run.state)
         if silent_s < SILENT_AFTER_S:
             return state
-        since_unix_s = time.time() - silent_s
+        died_unix_s = time.time() - silent_s
         headline = f"no heartbeat from the launcher for {format_seconds(silent_s)}"
-    fresh = untrusted.read_json_object(run.state)  # it may have ended between the two reads
-    if fresh != content:
-        return _history_state(fresh)
+    latest = untrusted.read_json_object(run.state)  # it may have ended between the two reads
+    if latest != content:
+        return read_as(latest, RunState)
     return RunState(
-        phase="died",
-        since_unix_s=since_unix_s,
+        phase=DIED,
+        since_unix_s=died_unix_s,
         started_unix_s=state.started_unix_s,
         headline=headline,
+        job_uid=state.job_uid,
     )
 
 
-def _heard_unix_s(run: RunFolder, state: RunState) -> float:
-    """Return the time of the last heartbeat of a launcher that is gone."""
+@contextlib.contextmanager
+def launcher_heartbeat_file(state: Path) -> Iterator[None]:
+    """Show other hosts that the launcher is alive, for the duration of the context."""
+    task = asyncio.get_running_loop().create_task(_touch_often(state))
     try:
-        return max(state.since_unix_s, run.state.stat().st_mtime)
+        yield
+    finally:
+        task.cancel()
+
+
+def silent_for_s(state: Path) -> float:
+    """Return the seconds since a launcher's last heartbeat, by the disk's clock if in doubt."""
+    try:
+        heard_unix_s = state.stat().st_mtime
     except OSError:
-        return state.since_unix_s
+        return 0.0
+    silent_s = time.time() - heard_unix_s
+    if not 0 <= silent_s < SILENT_AFTER_S:
+        # If this host cannot write to the disk, only its own clock is left.
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=state.parent) as probe:
+            silent_s = os.fstat(probe.fileno()).st_mtime - heard_unix_s
+    return max(0.0, silent_s)
 
 
-def _history_state(content: dict[str, Any]) -> RunState | None:
-    """Return the state stored in this content; None if it is not one."""
-    exit_code, killed = content.get("exit_code"), content.get("killed_ranks")
+async def _touch_often(path: Path) -> None:
+    while True:
+        await asyncio.sleep(_TOUCH_EVERY_S)
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(os.utime, path)  # a shared disk may take its time
+
+
+def _last_sign_of_life(run: RunFolder, state: RunState) -> float:
+    """Return when a run whose launcher is gone last wrote anything."""
+    paths = [run.state]
+    for pattern in _SIGNS_OF_LIFE:
+        paths += run.path.glob(pattern)
+    newest_unix_s = state.since_unix_s
+    for path in paths:
+        with contextlib.suppress(OSError):
+            newest_unix_s = max(newest_unix_s, path.stat().st_mtime)
+    return newest_unix_s
+
+
+def _line_end_if_torn(stream: io.FileIO, size: int) -> bytes:
+    """Return a line break if a crash truncated the last line."""
+    if not size:
+        return b""
+    stream.seek(size - 1)
+    return b"" if stream.read(1) == b"\n" else b"\n"
+
+
+def _start_ticks(pid: int) -> int | None:
     try:
-        return RunState(
-            phase=str(content["phase"]),
-            since_unix_s=unix_s(content["since_unix_s"]),
-            started_unix_s=unix_s(content["started_unix_s"]),
-            exit_code=exit_code if isinstance(exit_code, int) else None,
-            headline=str(content.get("headline", "")),
-            resume=str(content.get("resume", "")),
-            job_uid=str(content.get("job_uid", "")),
-            killed_ranks=tuple(rank for rank in killed if isinstance(rank, int))
-            if isinstance(killed, list)
-            else (),
-        )
-    except (KeyError, ValueError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(stat.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
         return None

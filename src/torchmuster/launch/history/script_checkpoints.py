@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from torchmuster import untrusted
 from torchmuster.checkpoints.foreign import Completeness, Condition, condition_of
-from torchmuster.launch.history.run_state import unix_s
+from torchmuster.launch.history.run_state import UnixTime, read_as
 
 SAVES = "saves.jsonl"
 # Scripts also save small things with torch.save, such as losses: a smaller share of the largest file is no checkpoint.
@@ -16,15 +18,14 @@ _SMALL_SHARE = 0.1
 _MOST_NEIGHBOURS = 10_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScriptCheckpoint:
+class ScriptCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One checkpoint: a file, a folder or a URL."""
 
     step: int
     path: str
     library: str  # transformers, lightning, accelerate, deepspeed, DCP, torch.save
-    at_unix_s: float
-    size_bytes: int | None = None
+    at_unix_s: UnixTime
+    size_bytes: int | None = msgspec.field(name="bytes", default=None)
 
     @property
     def condition(self) -> Condition:
@@ -34,19 +35,7 @@ class ScriptCheckpoint:
 
 def checkpoint_from(line: Mapping[str, object]) -> ScriptCheckpoint | None:
     """Return the checkpoint that a line of ``saves.jsonl`` describes; None for a save of ``muster train``."""
-    step, path, library = line.get("step"), line.get("path"), line.get("library")
-    if not isinstance(step, int) or not isinstance(path, str) or not isinstance(library, str):
-        return None
-    size = line.get("bytes")
-    with contextlib.suppress(ValueError):
-        return ScriptCheckpoint(
-            step=step,
-            path=path,
-            library=library,
-            at_unix_s=unix_s(line.get("at_unix_s")),
-            size_bytes=size if isinstance(size, int) else None,
-        )
-    return None
+    return read_as(line, ScriptCheckpoint)
 
 
 def read_script_checkpoints(metrics: Path) -> list[ScriptCheckpoint]:

@@ -18,7 +18,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
 from torchmuster.launch.history.resume import ResumePlan, restart_text
-from torchmuster.launch.job import JobSpec
+from torchmuster.launch.job import JobSpec, is_ours
 from torchmuster.launch.launcher import node_handle, stopping, training_progress
 from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
 from torchmuster.launch.launcher.node_registry import NodeRegistry
@@ -451,6 +451,7 @@ class JobRunner:
 
     async def _attempts(self) -> JobOutcome:
         number, after = 0, await self._look(time.time(), training_progress.TrainingProgress())
+        await self._log_resume(after)
         while True:
             began, before = time.time(), after
             taking_in = NodeRejoin(
@@ -490,6 +491,15 @@ class JobRunner:
             await self._announce(chosen.value, chosen.reason, after.resume)
             await self._session.waiting.unless_stopped(asyncio.sleep(chosen.value))
 
+    async def _log_resume(self, progress: training_progress.TrainingProgress) -> None:
+        """Log that training continues from a checkpoint of an earlier launch."""
+        if progress.saved is None or not is_ours(self._spec.command):
+            return
+        what = f"resumed from step {progress.saved:,}"
+        facts = {"what": what, "from_step": progress.saved}
+        run = RunFolder(self._logs.parent)
+        await asyncio.to_thread(run_state.log_event, run, run_state.RESUMED, **facts)
+
     def _lose_replaced_hosts(self, nodes: Sequence[NodeHandle]) -> bool:
         """Wait no longer for hosts that their scheduler stopped and will replace; return whether there are any."""
         if not self._spec.hosts_return:
@@ -502,17 +512,14 @@ class JobRunner:
     async def _announce_replacement(
         self, saved: str, after: training_progress.TrainingProgress
     ) -> None:
-        self._console.say(f"{saved}; waiting for the host that replaces the one that was stopped")
         facts = {"headline": saved, "from_step": after.saved, "noticed_unix_s": time.time()}
         run = RunFolder(self._logs.parent)
         await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
+        self._console.say(f"{saved}; waiting for the host that replaces the one that was stopped")
 
     async def _announce(self, pause_s: float, reason: str, resume: ResumePlan | None) -> None:
         """Print and log what failed, that the run restarts, and how its script resumes."""
         last = self._history[-1]
-        self._console.say(restart_announcement(last, pause_s, reason))
-        if resume is not None:
-            self._console.say(restart_text(resume))
         run = RunFolder(self._logs.parent)
         facts = {
             "headline": last.finding.what,
@@ -520,6 +527,9 @@ class JobRunner:
             "noticed_unix_s": self._session.noticed_unix_s,
         }
         await asyncio.to_thread(run_state.log_event, run, run_state.RESTART, **facts)
+        self._console.say(restart_announcement(last, pause_s, reason))
+        if resume is not None:
+            self._console.say(restart_text(resume))
 
     async def _attempt(
         self, number: int, taking_in: NodeRejoin, now: training_progress.TrainingProgress
