@@ -190,8 +190,8 @@ def trainer(folder: Path) -> None:
         TrainingArguments,
     )
 
-    from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokens
-    from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
+    from torchmuster.train.data.formats import RecordFormat, RecordTokenizer
+    from torchmuster.train.data.tokenizers import TransformersTokenizer
 
     moments: list[float] = []
 
@@ -206,7 +206,6 @@ def trainer(folder: Path) -> None:
     rows = [
         {"input_ids": list(one.ids[:LENGTH]), "labels": list(one.labels or ())[:LENGTH]}
         for one in convert.documents(records)
-        if isinstance(one, Tokens)
     ]
     arguments = TrainingArguments(
         output_dir=str(folder / "out"),

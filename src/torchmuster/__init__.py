@@ -42,8 +42,6 @@ _MODULES = {
     "StreamLoader": "torchmuster.train.data.stream",
     "DataLoaderAdapter": "torchmuster.train.data.dataloader_adapter",
     "ignore_signals_in_workers": "torchmuster.train.data.worker_processes",
-    "TokenRows": "torchmuster.train.data.text",
-    "write_tokens": "torchmuster.train.data.text",
     # models
     "add_lora": "torchmuster.train.models.lora",
     "save_adapters": "torchmuster.train.models.lora",

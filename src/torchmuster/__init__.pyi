@@ -36,8 +36,6 @@ from torchmuster.train.checkpointing.policy import CheckpointSettings as Checkpo
 from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter as DataLoaderAdapter
 from torchmuster.train.data.loader import BatchLoader as BatchLoader
 from torchmuster.train.data.stream import StreamLoader as StreamLoader
-from torchmuster.train.data.text import TokenRows as TokenRows
-from torchmuster.train.data.text import write_tokens as write_tokens
 from torchmuster.train.data.worker_processes import ignore_signals_in_workers as ignore_signals_in_workers
 from torchmuster.train.evaluate import evaluate as evaluate
 from torchmuster.train.losses import cross_entropy as cross_entropy

@@ -214,20 +214,15 @@ def model_folder() -> Iterator[Parse]:
 
 @contextlib.contextmanager
 def data_lines() -> Iterator[Parse]:
-    """Read the bytes as a file of JSON lines, as a training does."""
-    from torchmuster.train.data.streams.files import Files
+    """Look for the bad lines of a file of JSON lines."""
+    from torchmuster.train.data.text import bad_lines
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.jsonl"
 
         def read(data: bytes) -> None:
             path.write_bytes(data)
-            reader = Files(str(path), lanes=1).open([0], epoch=0, cursors={})[0]
-            try:
-                while reader.read(100):
-                    pass
-            finally:
-                reader.close()
+            bad_lines(path, is_json=True)
 
         yield read
 

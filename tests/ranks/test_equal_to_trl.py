@@ -13,8 +13,8 @@ from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.conftest import Torchrun
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
-from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
-from torchmuster.train.data.text import TextRows
+from torchmuster.train.data.text import TextFormat, open_files, rows_of
+from torchmuster.train.data.tokenizers import TransformersTokenizer
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nightly, pytest.mark.integrations]
 
@@ -50,14 +50,11 @@ def record(kind: str) -> dict[str, Any]:
 
 def write_rows(path: Path, model: Path, text: Path) -> None:
     """Write the rows that muster train makes of a text, in the order in which it uses them."""
-    rows = TextRows(
-        tokenizer=TransformersTokenizer(str(model)),
-        sequence_length=LENGTH,
-        shuffle=False,
-        pack=False,
+    format_ = TextFormat(
+        tokenizer=TransformersTokenizer(str(model)), sequence_length=LENGTH, pack=False
     )
     loader = loader_for(
-        rows.of_files(str(text)),
+        rows_of(open_files(str(text), format_.record), format_),
         made_up_world(),
         LoaderSpec(global_batch_size=BATCH, shuffle=False),
     )

@@ -21,11 +21,13 @@ SINK_LIBRARIES = {
     "wandb": "wandb",
 }
 
-# The extra and the libraries that a setting of the model needs; an extra includes those below it.
-_MODEL_LIBRARIES = {
+# The extra and the libraries that a setting needs; an extra includes those below it.
+_SETTING_LIBRARIES = {
     "model.load_in_4bit": ("qlora", ("bitsandbytes", "peft", "transformers")),
     "model.lora_rank": ("lora", ("peft", "transformers")),
     "model.model_name_or_path": ("transformers", ("transformers",)),
+    "data.files": ("datasets", ("datasets",)),
+    "data.hugging_face": ("datasets", ("datasets",)),
 }
 
 
@@ -139,9 +141,9 @@ def _modules(resolved: Resolved) -> Iterator[Mistake]:
 
 
 def _libraries(resolved: Resolved) -> Iterator[Mistake]:
-    """Yield the first setting of the model, if any, whose libraries are not installed."""
+    """Yield the first setting, if any, whose libraries are not installed."""
     values = resolved.values()
-    for path, (extra, libraries) in _MODEL_LIBRARIES.items():
+    for path, (extra, libraries) in _SETTING_LIBRARIES.items():
         missing = [one for one in libraries if not _is_installed(one)] if values[path] else []
         if missing:
             yield Mistake(

@@ -51,7 +51,7 @@ _NEEDS = {
     "model.load_in_4bit": ("model.lora_rank",),
     **dict.fromkeys(
         [
-            *("data.config_name", "data.split", "data.revision", "data.streaming"),
+            *("data.config_name", "data.split", "data.revision"),
             "data.evaluation_split",
         ],
         ("data.hugging_face",),
@@ -60,7 +60,7 @@ _NEEDS = {
         [
             *("data.format", "data.text_field", "data.messages_field", "data.prompt_field"),
             *("data.completion_field", "data.train_on", "data.chat_template"),
-            *("data.tokenizer", "data.sequence_length", "data.pack"),
+            *("data.tokenizer", "data.sequence_length", "data.pack", "data.streaming"),
         ],
         ("data.files", "data.hugging_face"),
     ),
@@ -131,8 +131,7 @@ def _missing(resolved: Resolved, file: str) -> Iterator[Mistake]:
             fix="give data.dataset (module:function), data.files, data.hugging_face or data.images",
         )
     text = values["data.files"] or values["data.hugging_face"]
-    has_tokens = str(text).endswith(".safetensors")  # already tokenized
-    if text and not has_tokens and values["model.build"] and not values["data.tokenizer"]:
+    if text and values["model.build"] and not values["data.tokenizer"]:
         yield Mistake(
             where=file,
             what="text needs a tokenizer, and model.build does not provide one",

@@ -12,13 +12,15 @@ from torchmuster.train.data.formats import RecordFormat
 from torchmuster.train.data.images import ImageFolder
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.text import (
-    DatasetData,
-    FileData,
+    Records,
+    TextFormat,
     TextRows,
-    holds_tokens,
+    TextStream,
     open_dataset,
-    tokenizer_named,
+    open_files,
+    rows_of,
 )
+from torchmuster.train.data.tokenizers import tokenizer_named
 from torchmuster.train.losses import Loss, measured_loss
 from torchmuster.train.models import factory, hugging_face
 from torchmuster.train.models.factory import ModelRecipe
@@ -39,23 +41,37 @@ def images_of(place: str, recipe: ModelRecipe, world: World) -> ImageFolder:
         return ImageFolder(found, hugging_face.load_image_processor(recipe.files))
 
 
-def rows_of(settings: Settings, world: World) -> TextRows | None:
+def text_of(settings: Settings, world: World) -> TextFormat | None:
     """Return how records become rows; None if the data is not text."""
-    if not (settings.data.files or settings.data.hugging_face):
-        return None
-    with rank_zero_first(world, per="node"):
-        return text_rows(settings)[0]
+    with rank_zero_first(world, per="node"):  # the first rank downloads and converts
+        records = open_training(settings)
+        return None if records is None else text_format(settings, records)[0]
 
 
-def text_rows(settings: Settings) -> tuple[TextRows, str]:
+def text_format(settings: Settings, records: Records) -> tuple[TextFormat, str]:
     """Return how records become rows, and the reason for the format."""
     data = settings.data
     name = data.tokenizer or settings.model.model_name_or_path
-    has_tokens = data.tokenizer is None and holds_tokens(data.files)
-    tokenizer = None
-    if not has_tokens and name is not None:
-        tokenizer = tokenizer_named(name, chat_template=data.chat_template)
-    how = RecordFormat(
+    assert name is not None, "check_trainable refuses text without a tokenizer"
+    record = record_format(settings)
+    reason = f"data.format is {data.format}"
+    if data.format == "auto":
+        first = next(iter(records.dataset), None)
+        kind = record.recognize(first)
+        record, reason = replace(record, kind=kind.value), kind.reason
+    text = TextFormat(
+        tokenizer=tokenizer_named(name, chat_template=data.chat_template),
+        sequence_length=data.sequence_length,
+        pack=data.pack,
+        record=record,
+    )
+    return text, reason
+
+
+def record_format(settings: Settings) -> RecordFormat:
+    """Return the fields of a record; format auto is decided by the first record."""
+    data = settings.data
+    return RecordFormat(
         kind="text" if data.format == "auto" else data.format,
         text_field=data.text_field,
         messages_field=data.messages_field,
@@ -63,64 +79,54 @@ def text_rows(settings: Settings) -> tuple[TextRows, str]:
         completion_field=data.completion_field,
         train_on=data.train_on,
     )
-    reason = f"data.format is {data.format}"
-    if data.format == "auto" and not holds_tokens(data.files):
-        first = next(iter(training_data(settings).records()), None)
-        if first is not None and first.error is not None:
-            raise first.error
-        if first is not None:
-            kind = how.recognize(first.value)
-            how, reason = replace(how, kind=kind.value), kind.reason
-    rows = TextRows(
-        tokenizer=tokenizer,
-        sequence_length=data.sequence_length,
-        pack=data.pack,
-        how=how,
-        seed=settings.train.seed,
-        shuffle=data.shuffle,
-    )
-    return rows, reason
 
 
-def training_data(settings: Settings) -> FileData | DatasetData:
-    """Return the records to train on."""
-    if settings.data.files is not None:
-        return FileData(settings.data.files)
-    return _dataset_data(settings, settings.data.split)
-
-
-def evaluation_data(settings: Settings) -> FileData | DatasetData | None:
-    """Return the records to evaluate on; None if the settings have none."""
-    if settings.data.evaluation_files is not None:
-        return FileData(settings.data.evaluation_files)
-    if settings.data.evaluation_split is not None:
-        return _dataset_data(settings, settings.data.evaluation_split)
+def open_training(settings: Settings) -> Records | None:
+    """Open the records to train on; None if the data is not text."""
+    data = settings.data
+    if data.files is not None:
+        return open_files(data.files, record_format(settings), streaming=data.streaming)
+    if data.hugging_face is not None:
+        return _open_split(settings, data.split)
     return None
 
 
-def _dataset_data(settings: Settings, split: str) -> DatasetData:
+def open_evaluation(settings: Settings) -> Records | None:
+    """Open the records to evaluate on; None if the settings have none."""
+    data = settings.data
+    if data.evaluation_files is not None:
+        return open_files(data.evaluation_files, record_format(settings))
+    if data.evaluation_split is not None:
+        return _open_split(settings, data.evaluation_split)
+    return None
+
+
+def _open_split(settings: Settings, split: str) -> Records:
     data = settings.data
     assert data.hugging_face is not None
-    dataset = open_dataset(
+    return open_dataset(
         data.hugging_face,
         split,
         config_name=data.config_name,
         revision=data.revision,
         streaming=data.streaming,
     )
-    return DatasetData(dataset, f"{data.hugging_face} {split}")
 
 
-def samples_of(settings: Settings, rows: TextRows | None, world: World) -> Any:
+def samples_of(settings: Settings, text: TextFormat | None, world: World) -> Any:
     """Return the dataset."""
-    data = settings.data
     with rank_zero_first(world, per="node"):  # downloads and caches happen once on each host
-        if data.dataset is not None:
-            return factory.call_import(data.dataset, "data.dataset")
-        assert rows is not None
-        if data.files is not None and holds_tokens(data.files):
-            return rows.of_files(data.files)
-        return rows.of_data(training_data(settings))
+        if settings.data.dataset is not None:
+            return factory.call_import(settings.data.dataset, "data.dataset")
+        records = open_training(settings)
+        assert records is not None
+        assert text is not None
+        return text_samples(records, text)
+
+
+def text_samples(records: Records, text: TextFormat) -> TextRows | TextStream:
+    """Return the rows of records: prepared, or those of a stream."""
+    return TextStream(records, text) if records.is_stream else rows_of(records, text)
 
 
 def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decision[LoaderSpec]:
@@ -176,7 +182,7 @@ def describe_mixed_gpus(gpus: Sequence[tuple[str, int]]) -> str:
 
 def evaluation_of(
     settings: Settings,
-    rows: TextRows | None,
+    text: TextFormat | None,
     batches: LoaderSpec,
     loss: Loss,
     world: World,
@@ -194,13 +200,10 @@ def evaluation_of(
         elif data.evaluation_dataset is not None:
             samples = factory.call_import(data.evaluation_dataset, "data.evaluation_dataset")
         else:
-            assert rows is not None
-            if data.evaluation_files is not None and holds_tokens(data.evaluation_files):
-                samples = rows.in_order().of_files(data.evaluation_files)
-            else:
-                records = evaluation_data(settings)
-                assert records is not None
-                samples = rows.in_order().of_data(records)
+            assert text is not None
+            records = open_evaluation(settings)
+            assert records is not None
+            samples = text_samples(records, text)
     loader = loader_for(samples, world, batches.in_order())
     # By default: after each epoch, or once at the end if the run is limited by steps.
     every = settings.train.evaluate_every or settings.train.steps

@@ -13,8 +13,8 @@ from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.runfolder import RunFolder
 from torchmuster.train.data.formats import Tokenizer
-from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
-from torchmuster.train.data.text import TextRows
+from torchmuster.train.data.text import TextFormat
+from torchmuster.train.data.tokenizers import TransformersTokenizer
 from torchmuster.train.models import hugging_face, lora
 from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
 from torchmuster.train.models.factory import Lora, ModelRecipe, check_tokens, lost_updates
@@ -60,7 +60,7 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
 def model_of(
     settings: Settings,
     recipe: ModelRecipe,
-    rows: TextRows | None,
+    text: TextFormat | None,
     number_type: Precision,
     world: World,
 ) -> tuple[nn.Module, Decision[Strategy]]:
@@ -75,11 +75,11 @@ def model_of(
         return made.value
 
     sketched = build_on_meta(sketch)
-    if rows is not None:
+    if text is not None:
         check_tokens(
             getattr(sketched, "config", None),
-            vocabulary=rows.tokenizer.vocabulary if rows.tokenizer else None,
-            sequence_length=rows.sequence_length,
+            vocabulary=text.tokenizer.vocabulary,
+            sequence_length=text.sequence_length,
         )
     sharding = _sharding(settings)
     packed = lora.weights_for_4_bits(sketched) if recipe.load_in_4bit else ()

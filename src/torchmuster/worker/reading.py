@@ -17,7 +17,7 @@ from torchmuster.train.data.pytree import tensors_in
 from torchmuster.train.data.step import Loader, MicroBatch
 from torchmuster.train.seeds import seed_process
 from torchmuster.train.world import World, all_gather_object, join_world
-from torchmuster.worker.data import batches_of, rows_of, samples_of
+from torchmuster.worker.data import batches_of, samples_of, text_of
 
 COMPARED_BATCHES = 4
 FEWEST_SAMPLES, MOST_SAMPLES = 3, 40
@@ -35,7 +35,7 @@ def measure(
     rows = []
     expected = ""
     with join_world("cpu" if device == "cpu" else "auto") as world:
-        samples = samples_of(typed, rows_of(typed, world), world)
+        samples = samples_of(typed, text_of(typed, world), world)
         batches = batches_of(typed, world, kept=None).value
         for count in workers:
             seed_process(0)  # a data set without workers draws from this generator

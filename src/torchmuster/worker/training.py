@@ -27,7 +27,7 @@ from torchmuster.train import losses, optimizers, precision
 from torchmuster.train.checkpointing.policy import RETRY_EVERY_S, CheckpointSettings
 from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
-from torchmuster.train.data.text import TextRows
+from torchmuster.train.data.text import TextFormat
 from torchmuster.train.models import factory, lora
 from torchmuster.train.models.factory import ModelRecipe, with_weights_of
 from torchmuster.train.out_of_memory import oom_report
@@ -49,8 +49,8 @@ from torchmuster.worker.data import (
     describe_mixed_gpus,
     evaluation_of,
     images_of,
-    rows_of,
     samples_of,
+    text_of,
 )
 from torchmuster.worker.model import base_of, model_of, recipe_of, write_model_files
 from torchmuster.worker.prepare import write_data_report
@@ -75,12 +75,12 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     stop = StopRequest(world) if saves_checkpoints(settings.checkpoint) else None
     with oom_report(world):
         recipe = recipe_of(settings, world)
-        rows = rows_of(settings, world)
-        trainer = _trainer(settings, recipe, rows, world, folder, stop)
+        text = text_of(settings, world)
+        trainer = _trainer(settings, recipe, text, world, folder, stop)
     run = RunFolder(folder)
-    if rows is not None and world.is_first and not run.data.is_file():
-        write_data_report(run, rows, settings)  # muster train has written it on the first host
-    tokenizer = None if rows is None else rows.tokenizer
+    if text is not None and world.is_first and not run.data.is_file():
+        write_data_report(run, text, settings)  # muster train has written it on the first host
+    tokenizer = None if text is None else text.tokenizer
     write_model_files(run.model, recipe, tokenizer, trainer.model, world)
     place = run.checkpoints / "final"
     with start_sinks(settings, world, folder):
@@ -106,7 +106,7 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
 def _trainer(
     settings: Settings,
     recipe: ModelRecipe,
-    rows: TextRows | None,
+    text: TextFormat | None,
     world: World,
     folder: Path,
     stop: StopRequest | None,
@@ -126,19 +126,19 @@ def _trainer(
         if mixed:
             rank_zero_log(world, mixed)
     images = settings.data.images
-    samples = images_of(images, recipe, world) if images else samples_of(settings, rows, world)
+    samples = images_of(images, recipe, world) if images else samples_of(settings, text, world)
     loader = loader_for(samples, world, batches.value)
     number_type = precision.choose_precision(wanted.precision, precision.precision_support(world))
     model, strategy = model_of(
         settings,
         recipe,
-        rows,
+        text,
         number_type.value,
         world,
     )
     if saving is not None:
         saving = replace(saving, base=base_of(recipe, model, world, folder))
-    loss = _training_loss(settings, recipe, rows)
+    loss = _training_loss(settings, recipe, text)
     held_out = settings.data.evaluation_images
     reports = reports_for(settings, world, folder)
     precision_of_run = with_weights_of(model, number_type)
@@ -162,7 +162,7 @@ def _trainer(
             settings,
             evaluation_of(
                 settings,
-                rows,
+                text,
                 batches.value,
                 loss,
                 world,
@@ -172,7 +172,7 @@ def _trainer(
         saving=saving,
         reports=reports,
         seed=wanted.seed,
-        flops_of_batch=None if rows is None else flops_of_batch(model),
+        flops_of_batch=None if text is None else flops_of_batch(model),
         peak_flop_s=peak_flops(world.device, model, precision_of_run.value.compute),
     )
 
@@ -214,9 +214,9 @@ def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     return kept
 
 
-def _training_loss(settings: Settings, recipe: ModelRecipe, rows: TextRows | None) -> losses.Loss:
+def _training_loss(settings: Settings, recipe: ModelRecipe, text: TextFormat | None) -> losses.Loss:
     name = settings.model.loss or recipe.usual_loss
-    if rows is not None and name in ("masked_language_model", "classification"):
+    if text is not None and name in ("masked_language_model", "classification"):
         raise Impossible(
             f"the loss {name} cannot be computed from rows of text",
             why="; ".join(recipe.reasons()) + ". Rows of text have the next token as their label",

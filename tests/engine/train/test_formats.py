@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 import tiny_models
@@ -18,9 +16,15 @@ from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokens, pieces_of
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
-from torchmuster.train.data.prepared import PreparedRows, pack_whole
-from torchmuster.train.data.streams.tokenizing import ByteTokenizer, TransformersTokenizer
-from torchmuster.train.data.text import TextRows
+from torchmuster.train.data.text import (
+    Records,
+    TextFormat,
+    TextRows,
+    TextStream,
+    open_files,
+    rows_of,
+)
+from torchmuster.train.data.tokenizers import ByteTokenizer, TransformersTokenizer
 from torchmuster.train.losses import IGNORED, language_model
 
 pytestmark = [
@@ -57,7 +61,8 @@ def tokenizer(model: Path) -> TransformersTokenizer:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def chat(*contents: str) -> list[dict[str, str]]:
@@ -176,16 +181,6 @@ def test_the_beginning_token_is_as_the_tokenizer_has_it(model: Path, tmp_path: P
     assert found.encode(["foxes"]) == [[begin, *plain.encode(["foxes"])[0]]]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
-def test_whole_documents_fill_rows(lengths: list[int]) -> None:
-    rows = pack_whole(lengths, 20)
-    assert sorted(one for row in rows for one in row) == list(range(len(lengths)))
-    assert all(sum(lengths[one] for one in row) <= 20 for row in rows)
-    if len(rows) > 1:  # at most one row is less than half full
-        assert sorted(sum(lengths[one] for one in row) for row in rows)[1] > 10
-
-
 def write_jsonl(path: Path, records: list[Any]) -> str:
     path.write_text("\n".join(json.dumps(one) for one in records) + "\n")
     return str(path)
@@ -206,15 +201,13 @@ def write_parquet(path: Path, records: list[Any]) -> str:
     return str(path)
 
 
-def rows_for(tokenizer: Any, kind: str = "chat", **more: Any) -> TextRows:
-    how = RecordFormat(kind=kind)  # type: ignore[arg-type]
-    return TextRows(tokenizer=tokenizer, how=how, **{"sequence_length": 64, **more})
+def text_format(tokenizer: Any, kind: Any = "chat", **more: Any) -> TextFormat:
+    record = RecordFormat(kind=kind)
+    return TextFormat(tokenizer=tokenizer, record=record, **{"sequence_length": 64, **more})
 
 
-def prepared(rows: TextRows, places: str) -> PreparedRows:
-    found = rows.of_files(places)
-    assert isinstance(found, PreparedRows)
-    return found
+def prepared(text: TextFormat, place: str) -> TextRows:
+    return rows_of(open_files(place, text.record), text)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +222,7 @@ def test_every_kind_of_file(
 ) -> None:
     records = [{"prompt": f"{one},\n ", "completion": f'"{one}" foxes'} for one in range(5)]
     place = write(tmp_path / name, records)
-    found = prepared(rows_for(tokenizer, "prompt_completion", pack=False), place)
+    found = prepared(text_format(tokenizer, "prompt_completion", pack=False), place)
     expected = [tokens_of(one, tokenizer, kind="prompt_completion") for one in records]
     for row, tokens in zip((found[one] for one in range(5)), expected, strict=True):
         size = len(tokens.ids)
@@ -248,7 +241,7 @@ def test_what_is_left_out_or_truncated_is_counted(
         {"messages": chat("foxes", "dogs " * 90)},
     ]
     place = write_jsonl(tmp_path / "a.jsonl", records)
-    facts = prepared(rows_for(tokenizer), place).facts
+    facts = prepared(text_format(tokenizer), place).facts
     assert (facts.records, facts.left_out, facts.truncated) == (4, 2, 1)
     full = len(tokens_of(records[3], tokenizer, kind="chat").ids)
     assert facts.lost_tokens == full - 64
@@ -265,7 +258,7 @@ def test_unusable_records_are_named_with_file_and_line(
     lines[7] = json.dumps({"text": "a"})
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(Impossible) as refused:
-        prepared(rows_for(tokenizer), str(tmp_path / "a.jsonl"))
+        prepared(text_format(tokenizer), str(tmp_path / "a.jsonl"))
     assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
 
 
@@ -273,12 +266,22 @@ def test_rows_of_a_table_are_named_by_their_lines(
     tokenizer: TransformersTokenizer, tmp_path: Path
 ) -> None:
     # Pandas writes its index as a column without a name.
-    (tmp_path / "a.csv").write_text(',prompt,completion\n0,"a\nb",c\n1,d\n2,e,f,g\n3,h,i\n')
+    (tmp_path / "a.csv").write_text(',prompt,end\n0,"a\nb",c\n1,d,e\n')
     with pytest.raises(Impossible) as refused:
-        prepared(rows_for(tokenizer, "prompt_completion"), str(tmp_path / "a.csv"))
+        prepared(text_format(tokenizer, "prompt_completion"), str(tmp_path / "a.csv"))
     assert [line.split(": ")[0] for line in refused.value.why.splitlines()] == [
-        f"{tmp_path}/a.csv:{number}" for number in (4, 5)
+        f"{tmp_path}/a.csv:{number}" for number in (2, 4)
     ]
+    (tmp_path / "b.csv").write_text("prompt,completion\na,b\nc,d,e\n")
+    with pytest.raises(Impossible, match="line 3"):
+        prepared(text_format(tokenizer, "prompt_completion"), str(tmp_path / "b.csv"))
+
+
+def test_a_csv_file_has_text_only(tokenizer: TransformersTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion\nNA,007\nnull,1.50\n")
+    facts = prepared(text_format(tokenizer, "prompt_completion"), str(tmp_path / "a.csv")).facts
+    assert "".join(text for text, _ in facts.sample) == "NA007<|im_end|>"
+    assert facts.records == 2
 
 
 @pytest.mark.parametrize("tools", ["[{", 7, "[" * 100_000], ids=["cut", "number", "deep"])
@@ -290,7 +293,7 @@ def test_tools_that_are_no_list_are_refused(tools: Any, tokenizer: TransformersT
 def test_a_tokenizer_without_template(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     place = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}])
     with pytest.raises(Impossible) as refused:
-        prepared(rows_for(ByteTokenizer()), place)
+        prepared(text_format(ByteTokenizer()), place)
     assert str(refused.value) == snapshot
 
 
@@ -298,21 +301,17 @@ def test_prepared_data_is_used_again_until_it_changes(
     tokenizer: TransformersTokenizer, tmp_path: Path
 ) -> None:
     def identity(**more: Any) -> str:
-        return prepared(rows_for(tokenizer, **more), place).identity()
+        return prepared(text_format(tokenizer, **more), place).identity()
 
     place = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}] * 4)
     first = identity()
-    (file,) = (tmp_path / "cache" / "torchmuster" / "data").iterdir()
+    (file,) = (tmp_path / "cache" / "torchmuster").glob("*.arrow")
     made = file.stat().st_ino
     assert identity() == first
     assert file.stat().st_ino == made
     assert identity(pack=False) != first
-    assert identity(sequence_length=32) != first
-    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}] * 5)
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "c")}] * 4)
     assert identity() != first
-    file.write_bytes(b"damaged")
-    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}] * 4)
-    assert prepared(rows_for(tokenizer), place).facts.records == 4
 
 
 def test_a_position_is_not_used_for_other_data(
@@ -321,12 +320,12 @@ def test_a_position_is_not_used_for_other_data(
     records = [{"messages": chat("a", f"{one}")} for one in range(8)]
     place = write_jsonl(tmp_path / "a.jsonl", records)
     spec = LoaderSpec(global_batch_size=1)
-    loader = loader_for(prepared(rows_for(tokenizer), place), made_up_world(), spec)
+    loader = loader_for(prepared(text_format(tokenizer), place), made_up_world(), spec)
     state = loader.state()
-    again = loader_for(prepared(rows_for(tokenizer), place), made_up_world(), spec)
+    again = loader_for(prepared(text_format(tokenizer), place), made_up_world(), spec)
     again.restore(state)
     write_jsonl(tmp_path / "a.jsonl", records[::-1])
-    changed = loader_for(prepared(rows_for(tokenizer), place), made_up_world(), spec)
+    changed = loader_for(prepared(text_format(tokenizer), place), made_up_world(), spec)
     with pytest.raises(Impossible):
         changed.restore(state)
 
@@ -342,7 +341,7 @@ def test_packed_samples_do_not_see_each_other(
     network.config.use_cache = False  # as in training
     sums = []
     for pack in (True, False):
-        found = prepared(rows_for(tokenizer, pack=pack, sequence_length=128), place)
+        found = prepared(text_format(tokenizer, pack=pack, sequence_length=128), place)
         loader = loader_for(found, made_up_world(), LoaderSpec(global_batch_size=len(found)))
         (batch,) = [micro.batch for step in loader.epoch(0) for micro in step]
         if not pack:  # only as long as the longest needs
@@ -350,7 +349,7 @@ def test_packed_samples_do_not_see_each_other(
             assert longest <= batch["input_ids"].shape[1] < longest + 8
         with torch.no_grad():
             sums.append([float(one) for one in language_model(network, batch)])
-    assert len(prepared(rows_for(tokenizer, sequence_length=128), place)) < len(records)
+    assert len(prepared(text_format(tokenizer, sequence_length=128), place)) < len(records)
     assert sums[0][1] == sums[1][1]
     assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-9)
 
@@ -362,10 +361,8 @@ def test_streams_of_chats_have_the_same_samples(
     records = [{"messages": chat("foxes " * (one % 7), f"{one} dogs")} for one in range(60)]
     records[5] = {"messages": chat("dogs " * 90, "lost")}
     stream = datasets.Dataset.from_list(records).to_iterable_dataset(num_shards=2)
-    whole = prepared(rows_for(tokenizer), write_jsonl(tmp_path / "a.jsonl", records))
-    source: Any = rows_for(tokenizer, shuffle=False).of_dataset(stream)
-    lanes = source.open(range(source.lanes()), epoch=0, cursors={})
-    rows = [row for lane in lanes.values() for row in lane.read(999)]
+    whole = prepared(text_format(tokenizer), write_jsonl(tmp_path / "a.jsonl", records))
+    rows = TextStream(Records(dataset=stream, name="chats"), text_format(tokenizer))
 
     def samples(rows: Any) -> list[tuple[int, ...]]:
         found = []
@@ -378,4 +375,4 @@ def test_streams_of_chats_have_the_same_samples(
         return sorted(found)
 
     assert len(samples(rows)) == 59
-    assert samples(rows) == samples(whole)
+    assert samples(rows) == samples(whole[index] for index in range(len(whole)))

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from made_up_worlds import made_up_world
-from torchmuster.train.data import stream
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.pytree import move_to_device
 from torchmuster.train.metrics import communication
@@ -77,16 +76,6 @@ def test_batches_that_no_worker_has_pinned_are_pinned(pinned: list[torch.Tensor]
     batches = [micro.batch for step in loader.epoch(0) for micro in step.micro_batches]
     assert [one.device.type for one in batches] == ["meta"]
     assert len(pinned) == 1
-
-
-def test_streams_pin_their_batches_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(stream, "move_to_device", lambda batch, device, pin: asked.append(pin))
-    for device in ("cuda:3", "meta"):
-        loader: Any = object.__new__(stream.StreamLoader)
-        loader._world, loader._elsewhere, loader._collate = world_on(device), True, list
-        assert len(list(loader._micro_batches([1, 2], 2, 1, 0))) == 1
-    assert asked == [True, False]
 
 
 @pytest.mark.parametrize(("device", "every"), [("cpu", 10), ("cuda:3", 100)])

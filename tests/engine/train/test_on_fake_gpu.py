@@ -214,34 +214,10 @@ def test_batches_arrive_on_the_ranks_gpu(
         assert micro.batch.cpu().flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-class Counted:
-    """A source with one lane: the numbers 0 to 3."""
-
-    def lanes(self) -> int:
-        return 1
-
-    def identity(self) -> str:
-        return "numbers"
-
-    def open(self, lanes: Any, *, epoch: int, cursors: Any) -> dict[int, "Counted"]:
-        self._left = [0.0, 1.0, 2.0, 3.0]
-        return dict.fromkeys(lanes, self)
-
-    def read(self, count: int) -> list[torch.Tensor]:
-        taken, self._left = self._left[:count], self._left[count:]
-        return [torch.tensor(one) for one in taken]
-
-    def cursor(self) -> int:
-        return 4 - len(self._left)
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_streams_batches_arrive_on_the_ranks_gpu(
     accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = StreamLoader(Counted(), WORLD, global_batch_size=4, shuffle=False)
+    loader = StreamLoader([0.0, 1.0, 2.0, 3.0], WORLD, global_batch_size=4)
     with FakeGpu(accelerator, monkeypatch):
         (micro,) = next(loader.epoch(0))
         assert micro.batch.device == GPU

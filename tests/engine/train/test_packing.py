@@ -1,8 +1,7 @@
-"""Rows of tokens: none lost, none learnt across documents, the same rows after a return."""
+"""Rows of tokens: none lost, none learnt across documents, the same rows after a resume."""
 
 import itertools
 import json
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +13,31 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.train.data.formats import Tokens
-from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokens
+from torchmuster.train.data.rows import Row, best_fit, lay_out, row_of
 from torchmuster.train.data.stream import StreamLoader
-from torchmuster.train.data.streams.iterable import Indexed, Iterables
-from torchmuster.train.data.streams.packing import PackedRows, PaddedRows, Row
-from torchmuster.train.data.streams.reading import Source
-from torchmuster.train.data.streams.tokenizing import (
-    ByteTokenizer,
-    Tokenized,
-    TransformersTokenizer,
-)
-from torchmuster.train.data.text import TokenRows, write_tokens
+from torchmuster.train.data.text import Records, TextFormat, TextStream
+from torchmuster.train.data.tokenizers import ByteTokenizer, TransformersTokenizer
 from torchmuster.train.losses import language_model
 
 pytestmark = pytest.mark.engine
 END = 99
 Documents = list[list[int]]
-documents_of_any_length = st.lists(st.lists(st.integers(0, 98), max_size=25), max_size=40)
+documents_of_any_length = st.lists(
+    st.lists(st.integers(0, 98), max_size=25), min_size=1, max_size=40
+)
 
 
-def rows_of(source: Source, cursor: Any = None) -> list[Row]:
-    lane = source.open([0], epoch=0, cursors={0: cursor})[0]
-    rows: list[Row] = []
-    while more := lane.read(3):
-        rows += more
-    return rows
+def rows_of(documents: Documents, length: int, *, pack: bool) -> list[Row]:
+    tokens = [Tokens([*document, END]) for document in documents]
+    layouts = lay_out(tokens, length, pack=pack, whole=False)
+    return [row_of(layout, length, masked=not pack) for layout in layouts]
 
 
 @settings(max_examples=80, deadline=None)
 @given(documents=documents_of_any_length, length=st.integers(2, 12), packed=st.booleans())
 def test_tokens_in_are_tokens_out(documents: Documents, length: int, packed: bool) -> None:
-    kind = PackedRows if packed else PaddedRows
-    source = kind(Iterables(documents, lanes=1), sequence_length=length, end=END)
-    rows = rows_of(source)
+    rows = rows_of(documents, length, pack=packed)
     stream = [token for document in documents for token in [*document, END]]
     written = []
     for row in rows:
@@ -88,38 +78,44 @@ def _nothing_is_learnt_across_documents(
     assert [label != -100 for label in labels[: len(expected)]] == expected
 
 
-@settings(max_examples=30, deadline=None)
-@given(documents=documents_of_any_length, length=st.integers(2, 12), packed=st.booleans())
-def test_rows_go_on_after_any_row(documents: Documents, length: int, packed: bool) -> None:
-    kind = PackedRows if packed else PaddedRows
-    source = kind(Iterables(documents, lanes=1), sequence_length=length, end=END)
-    lane = source.open([0], epoch=0, cursors={})[0]
-    rows, cursors = [], [lane.cursor()]
-    while row := lane.read(1):
-        rows += row
-        cursors.append(json.loads(json.dumps(lane.cursor())))
-    for stop, cursor in enumerate(cursors):
-        rest = rows_of(source, cursor)
-        assert len(rest) == len(rows) - stop
-        for one, other in zip(rest, rows[stop:], strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in other)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+def test_whole_documents_fill_rows(lengths: list[int]) -> None:
+    rows = best_fit(lengths, 20)
+    assert sorted(one for row in rows for one in row) == list(range(len(lengths)))
+    assert all(sum(lengths[one] for one in row) <= 20 for row in rows)
+    if len(rows) > 1:  # at most one row is less than half full
+        assert sorted(sum(lengths[one] for one in row) for row in rows)[1] > 10
 
 
-def test_steps_of_packed_rows_go_on_after_any_step() -> None:
-    texts = [f"text {one} " * (one % 5) for one in range(60)]
+@pytest.mark.integrations
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("kind", ["text", "prompt_completion"])
+def test_a_stream_of_rows_resumes_after_any_step(kind: Any, pack: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    records = [
+        {"text": f"text {one} " * (one % 5), "prompt": f"{one} ", "completion": "x" * (one % 60)}
+        for one in range(80)
+    ]
+    dataset = datasets.Dataset.from_list(records).to_iterable_dataset(num_shards=2)
+    text = TextFormat(
+        tokenizer=ByteTokenizer(), sequence_length=32, pack=pack, record=RecordFormat(kind=kind)
+    )
+    rows = TextStream(Records(dataset=dataset, name="texts"), text)
 
     def loader() -> StreamLoader:
-        source = Tokenized(Indexed(texts, lanes=3), ByteTokenizer())
-        rows = PackedRows(source, sequence_length=32, end=ByteTokenizer.end)
-        return StreamLoader(rows, made_up_world(), global_batch_size=4, block=3)
+        return StreamLoader(rows, made_up_world(), global_batch_size=2)
 
     def ids(steps: Any) -> list[Any]:
         return [micro.batch["input_ids"].tolist() for step in steps for micro in step]
 
     whole = ids(loader().epoch(0))
-    tokens = sorted(one for batch in whole for row in batch for one in row if one < 256)
-    assert tokens == sorted(b"".join(text.encode() for text in texts))
-    for stop in range(len(whole)):
+    if kind == "text":
+        tokens = [token for batch in whole for row in batch for token in row if token < 256]
+        if pack:
+            assert bytes(tokens).startswith(records[1]["text"].encode())
+    for stop in range(0, len(whole), 5):
         first, second = loader(), loader()
         list(itertools.islice(first.epoch(0), stop))
         second.restore(json.loads(json.dumps(first.state())))
@@ -143,50 +139,15 @@ def test_a_packed_row_gives_the_loss_of_its_documents_alone() -> None:
     model = transformers.LlamaForCausalLM(config).eval()
     documents = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13], [14]]
     losses = []
-    for kind, length in ((PackedRows, 8), (PaddedRows, 8)):
+    for pack in (True, False):
         # 5 + 3 and 6 + 2 tokens with their ends: no document is cut by a row
-        rows = rows_of(kind(Iterables(documents, lanes=1), sequence_length=length, end=END))
+        rows = rows_of(documents, 8, pack=pack)
         batch = torch.utils.data.default_collate(rows)
         total, count = language_model(model, batch)
         losses.append((float(total.detach()), int(count)))
-        assert len(rows) == (2 if kind is PackedRows else 4)
+        assert len(rows) == (2 if pack else 4)
     assert losses[0][1] == losses[1][1] == 12
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
-
-
-def test_a_file_of_tokens_gives_the_rows_of_packing(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for ids, dtype in ((99, torch.uint16), (70_000, torch.int32)):
-        documents = [
-            torch.randint(0, ids, (size,), generator=generator).tolist()
-            for size in (7, 0, 3, 16, 40, 1)
-        ]
-        tokens = write_tokens(tmp_path / "a.safetensors", documents, end=ids)
-        assert tokens == sum(map(len, documents)) + len(documents)
-        rows = TokenRows(f"{tmp_path}/*.safetensors", sequence_length=8)
-        stored = rows._tokens(0)[:]
-        assert stored.dtype == dtype
-        packed = rows_of(PackedRows(Iterables(documents, lanes=1), sequence_length=8, end=ids))
-        assert len(rows) == len(packed) == -(-tokens // 8)
-        for index, row in enumerate(packed):
-            assert all(torch.equal(rows[index][name], row[name]) for name in row)
-        with pytest.raises(IndexError):
-            rows[len(rows)]
-    loader = BatchLoader(rows, made_up_world(), global_batch_size=3, workers=1)
-    read = [micro.batch["input_ids"] for step in loader.epoch(0) for micro in step]
-    loader.close()
-    assert sum(map(len, read)) == len(rows)
-
-
-def test_files_that_hold_no_tokens_are_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible) as nothing:
-        TokenRows(f"{tmp_path}/*.safetensors", sequence_length=8)
-    assert nothing.value == snapshot
-    (tmp_path / "a.safetensors").write_bytes(b"something else")
-    with pytest.raises(Impossible) as refused:
-        TokenRows(f"{tmp_path}/*.safetensors", sequence_length=8)
-    assert "write_tokens()" in refused.value.fix
-    assert refused.value.what == snapshot
 
 
 def test_bytes_as_tokens() -> None:
@@ -209,12 +170,8 @@ def test_a_tokenizer_of_transformers_from_a_folder(tmp_path: Path) -> None:
     tokenizer = TransformersTokenizer(str(tmp_path))
     assert (tokenizer.end, tokenizer.vocabulary) == (0, 4)
     samples = ["two words", {"text": "words words"}, {"input_ids": [3, 2]}]
-    source = Tokenized(Iterables(samples, lanes=1), tokenizer)
-    assert source.open([0], epoch=0, cursors={})[0].read(9) == [
-        [2, 3],
-        [3, 3],
-        Tokens(array("q", [3, 2])),
-    ]
+    documents = RecordTokenizer(RecordFormat(), tokenizer).documents(samples)
+    assert [list(document.ids) for document in documents] == [[2, 3, 0], [3, 3, 0], [3, 2]]
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     )
@@ -243,8 +200,7 @@ def test_transformers_missing_is_said(
 def test_a_sample_without_text_is_named(
     sample: Any, fact: str, snapshot: SnapshotAssertion
 ) -> None:
-    source = Tokenized(Iterables([sample], lanes=1), ByteTokenizer())
     with pytest.raises(MusterError) as refused:
-        source.open([0], epoch=0, cursors={})[0].read(1)
+        RecordTokenizer(RecordFormat(), ByteTokenizer()).documents([sample])
     assert fact in str(refused.value)
     assert refused.value == snapshot

@@ -7,7 +7,7 @@ import pytest
 
 import tiny_models
 from torchmuster.errors import Impossible
-from torchmuster.train.data.streams.tokenizing import TransformersTokenizer
+from torchmuster.train.data.tokenizers import TransformersTokenizer
 from torchmuster.train.models import hugging_face
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]

@@ -18,7 +18,6 @@ from torchmuster.errors import Impossible, OutOfMemory
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Step
 from torchmuster.train.data.stream import StreamLoader
-from torchmuster.train.data.streams.iterable import Iterables
 from torchmuster.train.metrics import reports
 from torchmuster.train.metrics import reports as progress
 from torchmuster.train.metrics.reports import Reports
@@ -162,7 +161,7 @@ def test_pieces_after_a_change_of_the_batch_size_read_each_sample_once() -> None
 
 
 def test_an_epoch_that_ends_with_the_steps_is_evaluated_once(tmp_path: Path) -> None:
-    stream = Iterables([torch.ones(3)] * 16, lanes=4)
+    stream = [torch.ones(3)] * 16
     trainer = make(
         loader=StreamLoader(stream, WORLD, global_batch_size=4),  # does not know its end
         evaluation=Evaluation(

@@ -23,13 +23,10 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Tokens(NamedTuple):
-    """A document given as token ids; no end token is added to it."""
+    """A document as token ids, with its end token."""
 
     ids: Sequence[int]
     labels: Sequence[int] | None = None  # None: every token is a target
-
-
-Document = list[int] | Tokens  # a list comes from a text, and still needs its end token
 
 
 class Tokenizer(Protocol):
@@ -89,20 +86,42 @@ class RecordTokenizer:
         self._tokenizer = tokenizer
         self._chat = _ChatTemplate(tokenizer) if how.kind == "chat" else None
 
-    def documents(self, records: Sequence[Any]) -> list[Document]:
-        """Return the document of each record; an unusable record raises :class:`MusterError`."""
+    def documents(self, records: Sequence[Any]) -> list[Tokens]:
+        """Return the document of each record; an unusable record raises :class:`MusterError`.
+
+        An empty text gives an empty document.
+        """
         if self._chat is not None:
             return [self._conversation(record, self._chat) for record in records]
         if self.how.kind == "prompt_completion":
             return [self._completion(record) for record in records]
-        found = [self._text_or_tokens(record) for record in records]
-        texts = [one for one in found if isinstance(one, str)]
+        contents = [self._text_or_tokens(record) for record in records]
+        texts = [content for content in contents if isinstance(content, str)]
         encoded = iter(self._tokenizer.encode(texts) if texts else [])
-        return [next(encoded) if isinstance(one, str) else one for one in found]
+        documents = []
+        for content in contents:
+            if isinstance(content, Tokens):
+                documents.append(content)
+                continue
+            ids = next(encoded)
+            documents.append(Tokens([*ids, self._tokenizer.end] if content else []))
+        return documents
 
-    def check(self, record: Any) -> None:
-        """Raise if a record of text or tokens is unusable, without tokenizing it."""
-        self._text_or_tokens(record)
+    def each(self, records: Sequence[Any]) -> list[Tokens | MusterError]:
+        """Return the document of each record, or its error; many are fastest together."""
+        try:
+            return list(self.documents(records))
+        except Impossible:
+            raise
+        except MusterError:
+            pass
+        results: list[Tokens | MusterError] = []
+        for record in records:
+            try:
+                results += self.documents([record])
+            except MusterError as error:
+                results.append(error)
+        return results
 
     def _conversation(self, record: Any, template: "_ChatTemplate") -> Tokens:
         field = self.how.messages_field
@@ -368,12 +387,13 @@ def _field(record: Any, name: str, setting: str, kind: str = "") -> Any:
         )
     value = record.get(name)
     if value is None or kind:
-        there = "is null" if name in record else "is missing"
+        problem = "is missing or null"  # a data set gives all records the same fields
         if value is not None:
-            there = f"is of type {type(value).__name__}, not {kind}"
+            problem = f"is of type {type(value).__name__}, not {kind}"
+        filled = [str(field) for field, content in record.items() if content is not None]
         raise MusterError(
-            f"the field {name} {there}",
-            why=f"the record has {', '.join(map(str, record)) or 'no fields'}",
+            f"the field {name} {problem}",
+            why=f"the record has {', '.join(filled) or 'no other fields'}",
             fix=f"fix the record, or set {setting} to another field",
         )
     return value

@@ -1,4 +1,4 @@
-"""Create the loader for a dataset: map-style, iterable, or a source of lanes."""
+"""Create the loader for a dataset: map-style, or iterable."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +9,6 @@ from torchmuster.errors import Impossible
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Loader
 from torchmuster.train.data.stream import StreamLoader
-from torchmuster.train.data.streams.iterable import HuggingFaceStream, Iterables
 from torchmuster.train.world import World
 
 
@@ -36,14 +35,9 @@ def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
             why="Muster decides which rank reads which samples, and in which order",
             fix="return the dataset of the DataLoader; batch sizes and workers are settings",
         )
-    options: dict[str, Any] = dict(vars(batches))
-    if (collate := getattr(samples, "collate", None)) is not None:
-        options["collate"] = collate
-    if hasattr(samples, "lanes") and hasattr(samples, "open"):
-        return StreamLoader(samples, world, **options)
-    if hasattr(samples, "num_shards") and hasattr(samples, "shard") and not _is_numbered(samples):
-        return StreamLoader(HuggingFaceStream(samples), world, **vars(batches))
-    if _is_numbered(samples):
+    options: dict[str, Any] = {**vars(batches), "collate": getattr(samples, "collate", None)}
+    has_index = hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
+    if has_index and not isinstance(samples, IterableDataset):
         return BatchLoader(samples, world, **options)
     if not hasattr(samples, "__iter__"):
         raise Impossible(
@@ -51,10 +45,4 @@ def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
             why="a dataset has len() and [index], or is iterable",
             fix="return a torch Dataset or IterableDataset, a Hugging Face dataset, or a list",
         )
-    return StreamLoader(Iterables(samples), world, **vars(batches))
-
-
-def _is_numbered(samples: Any) -> bool:
-    if isinstance(samples, IterableDataset):
-        return False
-    return hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
+    return StreamLoader(samples, world, **options)

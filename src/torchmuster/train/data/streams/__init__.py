@@ -1,1 +1,0 @@
-"""Sources of samples without an index: files, object storage, iterables; read in lanes."""
