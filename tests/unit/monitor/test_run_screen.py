@@ -44,6 +44,16 @@ def test_everything_fits(run: RunFolder, width: int, ranks: int) -> None:
     assert "alerts none" in shown
 
 
+def test_a_reported_hang_is_shown_until_it_is_over(run: RunFolder) -> None:
+    add_lines(run)
+    run_state.log_event(run, run_state.HANG, what="rank 1 on a keeps the others waiting")
+    shown = _shown(run, 120)
+    assert "hang rank 1 on a keeps the others waiting" in shown
+    assert "alerts none" not in shown
+    run_state.log_event(run, run_state.HANG_OVER, what="rank 1 continues")
+    assert "keeps the others waiting" not in _shown(run, 120)
+
+
 @pytest.mark.parametrize("width", [60, 200])
 def test_the_newest_checkpoint_of_a_script(run: RunFolder, tmp_path: Path, width: int) -> None:
     add_lines(run)

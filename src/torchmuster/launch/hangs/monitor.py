@@ -14,6 +14,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.hang import Hang
+from torchmuster.launch.hangs.unconnected import UnconnectedRanks
 from torchmuster.launch.history import evidence, node_records, run_state
 from torchmuster.launch.launcher.node_handle import NodeHandle, Sign
 from torchmuster.redaction import redact_text
@@ -64,6 +65,7 @@ class HangMonitor:
         self._later = later
         self._end_after_s = end_after_s
         self._watch = HangWatch()
+        self._unconnected = UnconnectedRanks()
         self._devices = devices_of(nodes)
         self._finding: Finding | None = None
         self._examined: set[object] = set()
@@ -116,6 +118,7 @@ class HangMonitor:
             match sign:
                 case protocol.Heartbeats():
                     self._watch.hear(node.name, sign.heartbeats)
+                    self._warn_of_unconnected_ranks(sign)
                     if sign.heartbeats and not sign.kept and self._is_due(node):
                         self._later(self._write_down(node, sign))
                 case protocol.Evidence() if self._examination is not None:
@@ -126,6 +129,12 @@ class HangMonitor:
                         self._examination.answered.set()
         except Exception as error:
             self._give_up(error)
+
+    def _warn_of_unconnected_ranks(self, sign: protocol.Heartbeats) -> None:
+        finding = self._unconnected.hear(sign.heartbeats)
+        if finding is not None:
+            run_state.log_event(self._run, finding.name, what=finding.what)
+            self._show([finding])
 
     def _is_due(self, node: NodeHandle) -> bool:
         """Return whether to write a host's record now: with many hosts, not each time."""

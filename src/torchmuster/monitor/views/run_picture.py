@@ -154,6 +154,14 @@ class RunPicture:
     condition: Condition | None = None  # of that checkpoint
 
     @property
+    def hang(self) -> str | None:
+        """The reported hang of a run that is not over, in one line; None without one."""
+        hang = run_state.EventSummary.of(self.events).hang
+        if hang is None or self.is_over:
+            return None
+        return str(hang.facts.get("what", "the ranks hang"))
+
+    @property
     def is_over(self) -> bool:
         """Whether the run has ended."""
         return self.phase not in run_state.ACTIVE

@@ -161,8 +161,11 @@ def _shade(share: float | None) -> str:
 
 
 def _alerts(picture: RunPicture, width: int) -> Iterator[Text]:
+    hang = picture.hang
+    if hang is not None:
+        yield Text(f"{'hang':>{_LABEL}} {harmless(hang)}", style="bold yellow")
     yield from alert_lines(picture.alerts)
-    if not picture.alerts and not picture.is_over:
+    if not picture.alerts and hang is None and not picture.is_over:
         yield Text(f"{'alerts':>{_LABEL}} none", style="dim")
 
 
