@@ -8,6 +8,7 @@ import enum
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torchmuster.errors import ConfigError, ExitCode, MusterError
 from torchmuster.redaction import harmless
@@ -28,7 +29,10 @@ _COLOURS = {Status.OK: "32", Status.NOTE: "36", Status.WARNING: "33", Status.FAI
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """``what`` is one line; ``why`` is the cause, ``fix`` the fix, ``evidence`` the raw output."""
+    """``what`` is one line; ``why`` is the cause, ``fix`` the fix, ``evidence`` the raw output.
+
+    ``hosts`` are the hosts that it is about, as the user named them; empty if there is only one.
+    """
 
     name: str
     status: Status
@@ -36,10 +40,11 @@ class Finding:
     why: str = ""
     fix: str = ""
     evidence: str = ""
+    hosts: tuple[str, ...] = ()
 
-    def as_json(self) -> dict[str, str]:
-        """Return the finding as plain JSON types, with every key always present."""
-        return {
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as plain JSON types; every key but ``hosts`` is always present."""
+        content: dict[str, Any] = {
             "name": self.name,
             "status": self.status.value,
             "what": self.what,
@@ -47,6 +52,9 @@ class Finding:
             "fix": self.fix,
             "evidence": self.evidence,
         }
+        if self.hosts:
+            content["hosts"] = list(self.hosts)
+        return content
 
 
 def from_error(error: MusterError) -> list[Finding]:

@@ -167,7 +167,7 @@ NETWORK = [
         name="large packets are lost on the path",
         faults=[Mtu(host="node2"), Mtu(host="node3")],
         hosts=3,
-        finding="mtu-black-hole",
+        finding="stalled-link",
         says=["node2", "node3"],
         fix="mtu 1500",
         mended_by=Command(host="node2", line="mtu 1500"),
@@ -193,7 +193,7 @@ NETWORK = [
     Catalogued(
         name="5 % of the packets are lost",
         faults=[Loss(host="node2", percent=5)],
-        finding="lossy-link",
+        finding="slow-link",
         says=["node2"],
         fix="ethtool",
         today="no error, only slow",

@@ -160,8 +160,8 @@ TROUBLES = [
         "Timed out waiting 40000ms for recv operation to complete\n",
         cause="collective-timeout",
         next_line=_CHECK,
-        finding="mtu-black-hole",
-        says=["the link between node2 and node3 drops large frames"],
+        finding="stalled-link",
+        says=["large transfers stall, small messages pass: the link between node2 and node3"],
         mended_by="mtu 1500",
     ),
     Trouble(

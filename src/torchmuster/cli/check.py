@@ -150,7 +150,7 @@ def _tell_check(
 ) -> None:
     """Write the report and print the result, unless the launcher has already printed the error."""
     from torchmuster.diagnose import report
-    from torchmuster.diagnose.result import headline
+    from torchmuster.diagnose.result import failing_hosts, headline
 
     report.write_check_report(run.path, result)
     if as_json:
@@ -162,5 +162,10 @@ def _tell_check(
         )
         took = format_seconds(result.seconds)
         output.print_text(f"\n{headline(result)}, in {took}; report: {html or run.report}")
+        failing = failing_hosts(result)
+        if failing and len(failing) < len(result.machines):
+            output.print_text(
+                f"without the hosts that failed: sbatch --exclude={','.join(failing)} …"
+            )
     if html is not None:
         html.write_text(report.check_page(result), encoding="utf-8")

@@ -86,7 +86,12 @@ def _collectives_slow(
             )
             for record in guilty[:_SLOW_SHOWN]
         ),
+        hosts=(first.host,),
     )
+
+
+def _hosts_of(records: Iterable[RankRecord]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(record.host for record in records))
 
 
 def _held_back(records: Iterable[RankRecord]) -> Iterator[Finding]:
@@ -108,6 +113,7 @@ def _held_back(records: Iterable[RankRecord]) -> Iterator[Finding]:
             "systemd CPUQuota=; or run fewer ranks there",
             evidence=f"the quota was used up in {_held_back_share(record):.0%} of the periods while "
             f"rank {record.rank} computed; {record.health.cores}",
+            hosts=(host,),
         )
 
 
@@ -133,6 +139,7 @@ def _hot(records: Iterable[RankRecord]) -> Iterator[Finding]:
             if heat
             else "check its power supply and limit\nnvidia-smi -q -d POWER,PERFORMANCE",
             evidence="" if now is None else f"{now} °C after 1 s of work",
+            hosts=(record.host,),
         )
 
 
@@ -161,6 +168,7 @@ def _slow_pairs(records: Sequence[RankRecord]) -> Iterator[Finding]:
                     f"ranks {low} and {high}: {slow[low, high] / 1e6:,.0f} MB/s"
                     for low, high in pairs[:_SLOW_SHOWN]
                 ),
+                hosts=_hosts_of(by_rank[rank] for pair in pairs for rank in pair),
             )
 
 
@@ -212,6 +220,7 @@ def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
             why="in a distributed run all ranks wait for the slowest, at every step",
             fix=f"check for other processes on {record.host}\ntop",
             evidence=f"the others wait {others:.2f} s for this rank, which waits {waits[last]:.2f} s",
+            hosts=(record.host,),
         )
 
 
@@ -284,6 +293,7 @@ def _hangs(records: Sequence[RankRecord]) -> Iterator[Finding]:
             for one in waiting[:_SHOWN]
             if one.trouble
         ),
+        hosts=tuple(hosts),
     )
 
 
@@ -305,6 +315,7 @@ def _errors(records: Sequence[RankRecord]) -> Iterator[Finding]:
             for one in failed[:_SHOWN]
             if one.trouble
         ),
+        hosts=(first.host,),
     )
 
 

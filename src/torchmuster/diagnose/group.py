@@ -5,10 +5,9 @@ All steps use one session. A failure becomes a finding, and the other steps cont
 
 import asyncio
 import dataclasses
-import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchmuster.diagnose import collectives, probing, wrong_values
 from torchmuster.diagnose.links.judge import judge_links
@@ -18,7 +17,7 @@ from torchmuster.diagnose.probing import HostProbe
 from torchmuster.diagnose.rank_record import RankRecord
 from torchmuster.diagnose.result import GroupResult, Machine, headline
 from torchmuster.diagnose.unreachable_hosts import why_all_unreachable
-from torchmuster.errors import MusterError
+from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding, Status, exit_code, from_error, worst_first
 from torchmuster.launch.history import known_failures
 from torchmuster.launch.job import JobSpec
@@ -28,6 +27,15 @@ from torchmuster.launch.launcher.session import Console, Session
 from torchmuster.launch.network.reach import NodeAddress, gloo_calls, name_several
 from torchmuster.launch.transports.channel import Transport
 
+_EXAMINED_WITHIN_S = 40.0
+# A host's own firewall check is a guess; links that work prove it wrong.
+_SHOWN_BY_LINKS = frozenset({"firewall-on"})
+# The links have tested whether a rule closes a port, and report blocked ones themselves.
+_TRIED_BY_LINKS = frozenset({"firewall-meeting-closed", "firewall-ranks-closed"})
+# With these, ranks would only report the same problem again.
+_NO_TORCH = frozenset({"torch-broken", "torch-missing", "module-shadowed"})
+One = TypeVar("One", NodeHandle, HostProbe)
+Told = TypeVar("Told")
 # By finding name: if one of the causes was found anywhere, the consequence is not reported.
 _CAUSES: dict[str, frozenset[str]] = {
     # Ranks that wait for a failed rank are a consequence; the failed rank has the cause.
@@ -38,69 +46,60 @@ _CAUSES: dict[str, frozenset[str]] = {
 # The same, if the cause is at least as severe and names the same hosts.
 _CAUSES_THERE: dict[str, frozenset[str]] = {
     # The link was also measured without torch, and the quota is also read by the host's own check.
-    "slow-pair": frozenset({"slow-link", "stalled-link", "lossy-link", "high-latency"}),
+    "slow-pair": frozenset({"slow-link", "stalled-link", "high-latency"}),
     "cpu-quota-used-up": frozenset({"cpu-quota"}),
 }
 
 
-def without_consequences(findings: Sequence[Finding], machines: Sequence[str]) -> list[Finding]:
+def without_consequences(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings without duplicates and without consequences of others."""
-    names = {one.name for one in findings}
+    names = {finding.name for finding in findings}
     kept: dict[tuple[str, str], Finding] = {}
-    for one in findings:
-        follows = names & _CAUSES.get(one.name, frozenset()) or any(
-            other.name in _CAUSES_THERE.get(one.name, ()) and _covers(other, one, machines)
-            for other in findings
-        )
-        if not follows:
-            kept.setdefault((one.name, one.what), one)
+    for finding in findings:
+        causes = _CAUSES_THERE.get(finding.name, frozenset())
+        there = [other for other in findings if other.name in causes and _covers(other, finding)]
+        if not there and not names & _CAUSES.get(finding.name, frozenset()):
+            kept.setdefault((finding.name, finding.what), finding)
     return list(kept.values())
 
 
-def _covers(cause: Finding, other: Finding, machines: Sequence[str]) -> bool:
-    as_bad = worst_first([cause, other])[0] is cause
-    return as_bad and _group_name(cause, machines) >= _group_name(other, machines)
+def _covers(cause: Finding, finding: Finding) -> bool:
+    """Return whether a cause is at least as severe, and is on all hosts of a finding."""
+    as_bad = worst_first([cause, finding])[0] is cause
+    return as_bad and set(cause.hosts) >= set(finding.hosts)
 
 
-def _group_name(finding: Finding, machines: Sequence[str]) -> set[str]:
-    told = f"{finding.what}\n{finding.evidence}"
-    return {one for one in machines if re.search(rf"(?<![\w.-]){re.escape(one)}(?![\w-])", told)}
-
-
-def deduplicate_findings(
-    found: Mapping[str, Sequence[Finding]], *, named: bool = True
-) -> list[Finding]:
+def merge_findings(found: Mapping[str, Sequence[Finding]], *, named: bool = True) -> list[Finding]:
     """Merge equal findings of several hosts into one; omit those with status OK.
 
-    With ``named``, each starts with the names of its hosts.
+    With ``named``, each has its hosts, and its text starts with their names.
     """
-    machines: dict[tuple[str, Status, str, str, str], dict[str, Finding]] = {}
-    for name, findings in found.items():
-        for one in findings:
-            if one.status is not Status.OK:
-                said = (one.name, one.status, one.what, one.why, one.fix)
-                machines.setdefault(said, {})[name] = one
-    return [_folded(one, named=named) for one in machines.values()]
+    same: dict[Finding, dict[str, str]] = {}  # the evidence of each host
+    for host, findings in found.items():
+        for finding in findings:
+            if finding.status is not Status.OK:
+                text = dataclasses.replace(finding, evidence="")
+                same.setdefault(text, {})[host] = finding.evidence
+    merged = []
+    for text, by_host in same.items():
+        hosts = tuple(by_host)
+        finding = dataclasses.replace(text, evidence=_evidence_of(by_host))
+        if named:
+            what = f"{name_several(hosts)}: {text.what}"
+            finding = dataclasses.replace(finding, what=what, hosts=hosts)
+        merged.append(finding)
+    return merged
 
 
-def _folded(same: Mapping[str, Finding], *, named: bool) -> Finding:
-    first = next(iter(same.values()))
-    if not named:
-        return first
-    names = list(same)
-    what = (
-        first.what
-        if first.what.startswith(tuple(names))
-        else f"{name_several(names)}: {first.what}"
-    )
-    seen: dict[str, list[str]] = {}
-    for name, one in same.items():
-        if one.evidence:
-            seen.setdefault(one.evidence, []).append(name)
-    evidence = next(iter(seen), "")
-    if len(seen) > 1:
-        evidence = "\n".join(f"{name_several(whose)}: {text}" for text, whose in seen.items())
-    return dataclasses.replace(first, what=what, evidence=evidence)
+def _evidence_of(by_host: Mapping[str, str]) -> str:
+    """Return the evidence of several hosts; with the hosts' names if it differs."""
+    hosts: dict[str, list[str]] = {}
+    for host, text in by_host.items():
+        if text:
+            hosts.setdefault(text, []).append(host)
+    if len(hosts) <= 1:
+        return next(iter(hosts), "")
+    return "\n".join(f"{name_several(names)}: {text}" for text, names in hosts.items())
 
 
 def able_together(
@@ -163,18 +162,6 @@ def reached_hosts(links: Sequence[Link]) -> set[int]:
     return tried - {link.target.place for link in links if link.problem or link.meeting_problem}
 
 
-_EXAMINED_WITHIN_S = 40.0
-# A host's own firewall check is a guess; links that work prove it wrong.
-_SHOWN_BY_LINKS = frozenset({"firewall-on"})
-# The links have tested whether a rule closes a port, and report blocked ones themselves.
-_TRIED_BY_LINKS = frozenset({"firewall-meeting-closed", "firewall-ranks-closed"})
-# With these, ranks would only report the same problem again.
-_NO_TORCH = frozenset({"torch-broken", "torch-missing", "module-shadowed"})
-
-One = TypeVar("One", NodeHandle, HostProbe)
-Told = TypeVar("Told")
-
-
 class GroupCheck:
     """One check of a group; ``result`` is set when it has finished, unless it was stopped."""
 
@@ -226,7 +213,9 @@ class GroupCheck:
             if self._spec.hosts:  # connected over ssh
                 looking = why_all_unreachable(absent, self._transport.places)
                 absent = await session.waiting.unless_stopped(looking)
-            self._findings += absent.values()
+            for place, finding in absent.items():
+                host = self._transport.places[place]
+                self._findings.append(dataclasses.replace(finding, hosts=(host,)))
             self._on_phase("starting")
             here = [node for node in session.registry.nodes if node.place not in absent]
             ready = await session.waiting.unless_stopped(self._look_at(here))
@@ -321,7 +310,7 @@ class GroupCheck:
             ]
             for place, found in self._of_machines.items()
         }
-        self._findings += deduplicate_findings(kept, named=self._many)
+        self._findings += merge_findings(kept, named=self._many)
 
     async def _each(
         self, many: Sequence[One], work: Callable[[One], Awaitable[Told]]
@@ -331,9 +320,11 @@ class GroupCheck:
         found = await asyncio.gather(*map(work, many), return_exceptions=True)
         for one, told in zip(many, found, strict=True):
             if isinstance(told, MusterError):
-                if self._many and not told.what.startswith(one.name):
+                refused = isinstance(one, NodeHandle) and not isinstance(told, MachineLost)
+                if self._many and refused:  # by a node agent, which does not know its name here
                     told.what = f"{one.name}: {told.what}"
-                self._findings += from_error(told)
+                for finding in from_error(told):
+                    self._findings.append(dataclasses.replace(finding, hosts=(one.name,)))
             elif isinstance(told, BaseException):
                 raise told
             else:
@@ -395,7 +386,7 @@ class GroupCheck:
                 _group_machine(name, place, known.get(place), absent.get(place))
                 for place, name in enumerate(self._transport.places)
             ),
-            findings=tuple(without_consequences(self._findings, self._transport.places)),
+            findings=tuple(without_consequences(self._findings)),
             links=tuple(self._links),
             ranks=tuple(self._ranks),
             not_tried=tuple(self._not_tried),
@@ -427,12 +418,16 @@ def _group_machine(
     )
 
 
-def finding_from_json(told: Mapping[str, str]) -> Finding:
+def finding_from_json(content: Mapping[str, Any]) -> Finding:
     """Return a finding that a probe program sent."""
     try:
         return Finding(
-            status=Status(told["status"]),
-            **{key: str(told[key]) for key in ("name", "what", "why", "fix", "evidence")},
+            name=str(content["name"]),
+            status=Status(content["status"]),
+            what=str(content["what"]),
+            why=str(content["why"]),
+            fix=str(content["fix"]),
+            evidence=str(content["evidence"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise MusterError(f"cannot parse its findings: {error!r}") from error

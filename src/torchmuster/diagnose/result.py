@@ -1,5 +1,6 @@
 """The result of a group check: the hosts, the measured links, and the findings."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,23 @@ class GroupResult:
     ranks: tuple["RankRecord", ...] = ()
     not_tried: tuple[str, ...] = ()
     seconds: float = 0.0
+
+
+def failing_hosts(result: GroupResult) -> list[str]:
+    """Return the hosts to leave out, so that no failure is left; the fewest for links.
+
+    A failure of one host names it. Of a link that fails, the end with more failures is left out.
+    """
+    failing = [machine.name for machine in result.machines if machine.missing]
+    failures = [one.hosts for one in result.findings if one.status is Status.FAILURE]
+    failing += [hosts[0] for hosts in failures if len(hosts) == 1]
+    left = [hosts for hosts in failures if len(hosts) > 1 and not set(hosts) & set(failing)]
+    while left:
+        counts = Counter(host for hosts in left for host in hosts)
+        worst = max(counts, key=lambda host: counts[host])
+        failing.append(worst)
+        left = [hosts for hosts in left if worst not in hosts]
+    return list(dict.fromkeys(failing))
 
 
 def headline(result: GroupResult) -> str:

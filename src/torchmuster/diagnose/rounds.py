@@ -6,15 +6,8 @@ Pairs of one round can be measured in parallel without disturbing each other.
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-T = TypeVar("T")
+Group = TypeVar("Group")
 Pair = tuple[int, int]
-# With more hosts, measuring all pairs takes too many rounds.
-ALL_PAIRS_UP_TO = 9
-
-
-def survey_rounds(count: int) -> list[list[Pair]]:
-    """Return the rounds for a group: all pairs of a small one, else those that collectives use."""
-    return rounds_for(count) if count <= ALL_PAIRS_UP_TO else collective_rounds(count)
 
 
 def rounds_for(count: int) -> list[list[Pair]]:
@@ -56,9 +49,11 @@ def collective_rounds(count: int) -> list[list[Pair]]:
     return rounds
 
 
-def disjoint(groups: Iterable[T], members: Callable[[T], Iterable[int]]) -> list[list[T]]:
+def disjoint(
+    groups: Iterable[Group], members: Callable[[Group], Iterable[int]]
+) -> list[list[Group]]:
     """Distribute groups greedily, in order, over rounds in which no member occurs twice."""
-    rounds: list[list[T]] = []
+    rounds: list[list[Group]] = []
     busy: list[set[int]] = []
     for group in groups:
         asked = set(members(group))

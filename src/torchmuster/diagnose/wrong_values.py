@@ -28,11 +28,13 @@ def judge_values(
     known = {record.rank for record in broken}
     for ranks in _spoilers(records):
         if not known & set(ranks):
-            findings.append(_wrong_values([by_rank[rank] for rank in ranks], records, second))
+            guilty = [by_rank[rank] for rank in ranks if rank in by_rank]
+            findings.append(_wrong_values(guilty or records, records, second))
             known |= set(ranks)
     for ranks in blame_ranks(wrong_pairs(records)):
         if not known & set(ranks):
-            findings.append(_p2p_wrong([by_rank[rank] for rank in ranks], records, second))
+            guilty = [by_rank[rank] for rank in ranks if rank in by_rank]
+            findings.append(_p2p_wrong(guilty or records, records, second))
     return findings
 
 
@@ -92,6 +94,7 @@ def _wrong_device(record: RankRecord) -> Finding:
         "them wrong also corrupts training, usually without an error",
         fix=_leave_out(record),
         evidence=f"{record.device_name}: {_first(values)}",
+        hosts=(record.host,),
     )
 
 
@@ -125,6 +128,7 @@ def _wrong_values(
             f"{name}: {_wrong_values_count(values)} over all ranks; {_first(values)}"
             for name, values in seen.items()
         ),
+        hosts=tuple(dict.fromkeys(record.host for record in guilty)),
     )
 
 
@@ -167,6 +171,7 @@ def _p2p_wrong(
         why=why,
         fix=fix,
         evidence="\n".join(lines[:6]),
+        hosts=tuple(dict.fromkeys(record.host for record in guilty)),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmuster.diagnose.rounds import collective_rounds, rounds_for, survey_rounds
+from torchmuster.diagnose.rounds import collective_rounds, rounds_for
 
 
 @given(st.integers(min_value=0, max_value=60))
@@ -77,9 +77,3 @@ def test_links_of_collectives_take_three_rounds_for_each_doubling(count: int) ->
     for turn in rounds:
         busy = [one for pair in turn for one in pair]
         assert len(busy) == len(set(busy))
-
-
-def test_all_pairs_are_measured_only_while_the_group_is_small() -> None:
-    assert survey_rounds(9) == rounds_for(9)
-    assert survey_rounds(10) == collective_rounds(10)
-    assert len(survey_rounds(1000)) <= 30

@@ -49,6 +49,11 @@ class LinkGroup:
         ends = [end for link in self.links for end in (link.source, link.target)]
         return list({end.place: end for end in ends}.values())
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts to check."""
+        return tuple(end.name for end in self.suspects)
+
 
 def grouped(bad: Sequence[Link], links: Sequence[Link]) -> list[LinkGroup]:
     """Group the bad links among all known ones so that as few causes as possible are named."""

@@ -106,6 +106,7 @@ def _not_tried(links: Sequence[Link]) -> list[Finding]:
             what=f"{name_several(names)} did not report on connections to the others",
             why="the host did not answer in time, or its probe program exited",
             fix="muster check  # run it again",
+            hosts=tuple(names),
         )
     ]
 
@@ -157,6 +158,7 @@ def _meeting(group: LinkGroup, problem: str) -> Finding:
         why=f"{_CAUSES[problem].why}. The ranks could not rendezvous",
         fix=_let_in(target, callers, [port]),
         evidence=_judge_evidence(group.links, port),
+        hosts=(target.name,),
     )
 
 
@@ -171,6 +173,7 @@ def _judge_data(group: LinkGroup, problem: str, both_ways: bool) -> Finding:
         "not enough",
         fix=_let_in(target, [one.source for one in group.links], [target.given_out_ports]),
         evidence=_judge_evidence(group.links),
+        hosts=(target.name,),
     )
 
 
@@ -190,6 +193,7 @@ def _all(group: LinkGroup, problem: str, links: Sequence[Link], both_ways: bool)
         why=cause.why,
         fix=_fix_judge(group, problem) + (f"\n{_looks(group)}" if silent else ""),
         evidence=_judge_evidence(group.links),
+        hosts=group.hosts,
     )
 
 

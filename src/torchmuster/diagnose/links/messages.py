@@ -4,12 +4,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from torchmuster.diagnose.links.datagrams import MOST_FRAME_BYTES
 from torchmuster.diagnose.links.model import USUAL_PORTS, Figures
 from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
 
-_Asked = TypeVar("_Asked", bound=msgspec.Struct)
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +18,7 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
     meeting: bool = False
     port: int | None = None
-    for_s: float = 120.0
+    for_s: float = 600.0
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,18 +31,12 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     speed_mbits: int | None
     networks: tuple[str, ...]  # one per address: 10.0.0.1/24
 
-    @property
-    def frame_bytes(self) -> int | None:
-        """The largest frame that can be tested through it."""
-        return None if self.mtu_bytes is None else min(self.mtu_bytes, MOST_FRAME_BYTES)
-
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """The open ports. ``udp_ports`` are by address; ``meeting_port`` is None if it is not open."""
+    """The open ports; ``meeting_port`` is None if it is not open."""
 
     port: int
     addresses: tuple[protocol.Address, ...]
-    udp_ports: dict[str, int]
     interfaces: tuple[Interface, ...]
     given_out_ports: tuple[int, int] = USUAL_PORTS
     meeting_port: int | None = None
@@ -52,12 +45,10 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A host to call. ``frame_bytes`` is the largest frame that it sends itself."""
+    """A port of a host to call."""
 
     address: str
     port: int
-    udp_port: int | None = None
-    frame_bytes: int | None = None
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +58,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[Target, ...]
     timeout_s: float = 5.0
     measure: bool = False
-    datagrams: int = 200
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +76,7 @@ class Called(msgspec.Struct, frozen=True, kw_only=True):
     results: tuple[Result, ...]
 
 
-def read_message(kind: type[_Asked], argument: Any) -> _Asked:
+def read_message(kind: type[Message], argument: Any) -> Message:
     """Convert JSON to a message of this type; raise ``MusterError`` if it is not one."""
     try:
         return msgspec.convert(argument, kind)

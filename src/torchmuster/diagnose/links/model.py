@@ -43,19 +43,9 @@ class Figures:
 
     bytes_per_s: float | None = None
     round_trips_s: tuple[float, ...] = ()  # of small messages, in the order sent
-    sent: int = 0  # small datagrams; 0 where they are blocked
-    lost: int = 0
-    frame_tried_bytes: int | None = None  # the largest frame that this end sends
-    frame_bytes: int | None = None  # the largest that arrived
     stalled: bool = False  # small messages pass, large transfers do not
     wrong_bytes: int = 0
     waited_share: float = 0.0  # share of the time that a busy host spent waiting for a CPU
-    retransmits: int | None = None
-
-    @property
-    def loss(self) -> float | None:
-        """The share of small datagrams that were lost."""
-        return self.lost / self.sent if self.sent else None
 
     @property
     def round_trip_s(self) -> float | None:
@@ -68,20 +58,11 @@ class Figures:
         return statistics.median(self.round_trips_s) if self.round_trips_s else None
 
     def best_with(self, other: "Figures") -> "Figures":
-        """Return the better of two tries, figure by figure; wrong bytes are added up."""
-        faster, slower = sorted((self, other), key=lambda one: -(one.bytes_per_s or 0.0))
-        losing = [one for one in (self, other) if one.sent]
-        kept = min(losing, key=lambda one: one.lost / one.sent, default=self)
+        """Return the better of two tries; wrong bytes are added up."""
+        faster = max(self, other, key=lambda figures: figures.bytes_per_s or 0.0)
         return replace(
             faster,
             round_trips_s=self.round_trips_s + other.round_trips_s,
-            sent=kept.sent,
-            lost=kept.lost,
-            frame_tried_bytes=faster.frame_tried_bytes or slower.frame_tried_bytes,
-            frame_bytes=max(
-                (one.frame_bytes for one in (self, other) if one.frame_bytes is not None),
-                default=None,
-            ),
             stalled=self.stalled and other.stalled,
             wrong_bytes=self.wrong_bytes + other.wrong_bytes,
         )

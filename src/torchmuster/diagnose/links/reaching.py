@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from torchmuster.diagnose.links import measure
+from torchmuster.diagnose.links.call import LIMIT_S as MEASURED_WITHIN_S
 from torchmuster.diagnose.links.messages import (
     Call,
     Called,
@@ -29,7 +30,13 @@ from torchmuster.launch.job import USUAL_PORT
 _ANSWER_WITHIN_S = 20.0
 # The request takes effect even if the answer is late; a lost host must not delay the others.
 _DONE_WITHIN_S = 2.0
-_SERVE_FOR_S = 300.0
+# Ranks the problems of an address that no host reaches: lower means that packets got closer to it.
+_NEARNESS = {"": 0, "refused": 1, "prohibited": 1, "timeout": 2, "absent": 3, "no-route": 4}
+_FARTHEST = 5
+# Dials in parallel per host, as each needs a socket at both ends.
+_AT_ONCE = 200
+# The host may have been busy, and of very many dials, one fails by chance.
+_TRIES = 3
 
 
 class LinkProbe(Protocol):
@@ -56,23 +63,10 @@ async def serve_all(
     examiners: Sequence[LinkProbe], nonce: str, port: int | None, address: str | None
 ) -> list[OpenedListeners]:
     """Make every host open its ports; the first one also opens the rendezvous port."""
-    return list(
-        await asyncio.gather(
-            *(
-                _serve(
-                    one,
-                    Serve(
-                        nonce=nonce,
-                        meeting=position == 0,
-                        port=port,
-                        address=address if position == 0 else None,
-                        for_s=_SERVE_FOR_S,
-                    ),
-                )
-                for position, one in enumerate(examiners)
-            )
-        )
-    )
+    first = Serve(nonce=nonce, meeting=True, port=port, address=address)
+    others = Serve(nonce=nonce, port=port)
+    requests = [first, *(others for _ in examiners[1:])]
+    return list(await asyncio.gather(*map(_serve, examiners, requests)))
 
 
 async def _serve(examiner: LinkProbe, asked: Serve) -> OpenedListeners:
@@ -80,15 +74,16 @@ async def _serve(examiner: LinkProbe, asked: Serve) -> OpenedListeners:
         told = await examiner.ask("serve", encode_message(asked), within_s=_ANSWER_WITHIN_S)
         served = read_message(Served, told)
     except MusterError as error:
-        return OpenedListeners(examiner=examiner, findings=tuple(from_error(error)))
+        own = [replace(one, hosts=(examiner.name,)) for one in from_error(error)]
+        return OpenedListeners(examiner=examiner, findings=tuple(own))
     down = _without_link(examiner.name, served)
     if down is not None:  # no host can reach it, and it can reach none
+        down = replace(down, hosts=(examiner.name,))
         return OpenedListeners(examiner=examiner, findings=(down,))
-    return OpenedListeners(
-        examiner=examiner,
-        served=served,
-        findings=tuple(_own_findings(examiner.name, asked, served)),
-    )
+    own = [
+        replace(one, hosts=(examiner.name,)) for one in _own_findings(examiner.name, asked, served)
+    ]
+    return OpenedListeners(examiner=examiner, served=served, findings=tuple(own))
 
 
 def _own_findings(name: str, asked: Serve, served: Served) -> Iterable[Finding]:
@@ -150,29 +145,17 @@ def _is_loopback(interface: Interface) -> bool:
     return any(ipaddress.ip_interface(one).is_loopback for one in interface.networks)
 
 
-async def keep_open(found: Sequence[OpenedListeners], nonce: str) -> None:
-    """Extend the time for which the hosts keep their ports open."""
-    again = encode_message(Serve(nonce=nonce, for_s=_SERVE_FOR_S))
-    await asyncio.gather(
-        *(_tell_reaching(one.examiner, "serve", again) for one in found if one.served is not None)
-    )
-
-
 async def close_listeners(examiner: LinkProbe, nonce: str) -> None:
     """Make a host close its ports; otherwise it closes them after a timeout."""
-    await _tell_reaching(examiner, "close", {"nonce": nonce})
-
-
-async def _tell_reaching(examiner: LinkProbe, verb: str, argument: Any) -> None:
     with contextlib.suppress(MusterError):
-        await examiner.ask(verb, argument, within_s=_DONE_WITHIN_S)
+        await examiner.ask("close", {"nonce": nonce}, within_s=_DONE_WITHIN_S)
 
 
 async def ask_to_call(examiner: LinkProbe, call: Call) -> list[Result]:
     """Return the results of a host's calls; ``NOT_TRIED`` for all if it does not answer."""
     within_s = call.timeout_s + _ANSWER_WITHIN_S
     if call.measure:
-        within_s += (2 * call.timeout_s + measure.LIMIT_S) * len(call.targets)
+        within_s += (2 * call.timeout_s + MEASURED_WITHIN_S) * len(call.targets)
     try:
         told = await examiner.ask("call", encode_message(call), within_s=within_s)
         results = read_message(Called, told).results
@@ -183,11 +166,6 @@ async def ask_to_call(examiner: LinkProbe, call: Call) -> list[Result]:
     return list(results)
 
 
-# Ranks the problems of an address that no host reaches: lower means that packets got closer to it.
-_NEARNESS = {"": 0, "refused": 1, "prohibited": 1, "timeout": 2, "absent": 3, "no-route": 4}
-_FARTHEST = 5
-
-
 @dataclass(kw_only=True)
 class Tried:
     """The results of one host's calls to another, by the other's addresses."""
@@ -196,77 +174,54 @@ class Tried:
     meeting: dict[str, Result] = field(default_factory=dict)
 
 
-async def try_all(
-    found: Sequence[OpenedListeners], order: Sequence[Sequence[Pair]], nonce: str, timeout_s: float
+async def dial_everyone(
+    opened: Sequence[OpenedListeners], nonce: str, timeout_s: float
 ) -> dict[Pair, Tried]:
-    """Make each host try all addresses of its partners, and those of the first host."""
-    pairs = [pair for pairs in order for pair in pairs]
-    directions = {*pairs, *((other, one) for one, other in pairs)}
-    if found[0].served is not None and found[0].served.meeting_port is not None:
-        directions |= {(position, 0) for position in range(1, len(found))}
-    return await try_directions(found, directions, nonce, timeout_s)
+    """Make every host dial every other at all its addresses; return the results by direction."""
+    dialed: dict[Pair, Tried] = {}
+    callers = [position for position, host in enumerate(opened) if host.served is not None]
+    await asyncio.gather(
+        *(_dial_from(caller, opened, nonce, timeout_s, dialed) for caller in callers)
+    )
+    return dialed
 
 
-async def try_directions(
-    found: Sequence[OpenedListeners], directions: Iterable[Pair], nonce: str, timeout_s: float
-) -> dict[Pair, Tried]:
-    """Make hosts try all addresses of others, in parallel."""
-    partners: dict[int, set[int]] = {}
-    for caller, called in directions:
-        partners.setdefault(caller, set()).add(called)
-    tried: dict[Pair, Tried] = {}
-    tasks = [
-        _try_from(caller, sorted(called), found, nonce, timeout_s, tried)
-        for caller, called in partners.items()
-        if found[caller].served is not None
-    ]
-    await asyncio.gather(*tasks)
-    return tried
-
-
-async def _try_from(
+async def _dial_from(
     caller: int,
-    called: Sequence[int],
-    found: Sequence[OpenedListeners],
+    opened: Sequence[OpenedListeners],
     nonce: str,
     timeout_s: float,
-    tried: dict[Pair, Tried],
+    dialed: dict[Pair, Tried],
 ) -> None:
-    wanted: list[tuple[int, bool, Target]] = []
-    for one in called:
-        served = found[one].served
+    targets: list[tuple[int, bool, Target]] = []
+    # Each caller starts with its neighbour, so that no host is dialed by all at once.
+    for step in range(1, len(opened)):
+        called = (caller + step) % len(opened)
+        served = opened[called].served
         if served is None:
             continue
         for own in served.addresses:
-            wanted.append((one, False, Target(address=own.address, port=served.port)))
+            targets.append((called, False, Target(address=own.address, port=served.port)))
             if served.meeting_port is not None:
                 target = Target(address=own.address, port=served.meeting_port)
-                wanted.append((one, True, target))
-    examiner = found[caller].examiner
-    results = await _call_twice(examiner, [target for *_, target in wanted], nonce, timeout_s)
-    for (one, meeting, target), result in zip(wanted, results, strict=True):
-        entry = tried.setdefault((caller, one), Tried())
-        (entry.meeting if meeting else entry.results)[target.address] = result
-
-
-async def _call_twice(
-    examiner: LinkProbe, targets: Sequence[Target], nonce: str, timeout_s: float
-) -> list[Result]:
-    """Call all targets, and those that timed out a second time.
-
-    The host may have been busy, and the network reports a lost host only after some seconds.
-    """
-    results = await ask_to_call(
-        examiner, Call(nonce=nonce, targets=tuple(targets), timeout_s=timeout_s)
-    )
-    silent = [number for number, one in enumerate(results) if one.problem == "timeout"]
-    if silent:
-        again = Call(
-            nonce=nonce, targets=tuple(targets[one] for one in silent), timeout_s=timeout_s
-        )
-        for number, result in zip(silent, await ask_to_call(examiner, again), strict=True):
-            results[number] = result
-    return results
+                targets.append((called, True, target))
+    left = targets
+    for _ in range(_TRIES):
+        silent = []
+        for start in range(0, len(left), _AT_ONCE):
+            batch = left[start : start + _AT_ONCE]
+            call = Call(
+                nonce=nonce, targets=tuple(target for *_, target in batch), timeout_s=timeout_s
+            )
+            results = await ask_to_call(opened[caller].examiner, call)
+            for entry, result in zip(batch, results, strict=True):
+                called, is_meeting, target = entry
+                tried = dialed.setdefault((caller, called), Tried())
+                by_address = tried.meeting if is_meeting else tried.results
+                by_address[target.address] = result
+                if result.problem == "timeout":
+                    silent.append(entry)
+        left = silent
 
 
 def ends_of(found: Sequence[OpenedListeners], tried: dict[Pair, Tried]) -> list[End]:
@@ -345,16 +300,11 @@ def _network(address: str, interface: Interface | None) -> str | None:
 
 
 def links_of(
-    ends: Sequence[End],
-    found: Sequence[OpenedListeners],
-    tried: dict[Pair, Tried],
-    order: Sequence[Sequence[Pair]],
+    ends: Sequence[End], found: Sequence[OpenedListeners], tried: dict[Pair, Tried]
 ) -> dict[Pair, Link]:
     """Return both directions of all pairs, each with its problem, if any."""
-    pairs = {pair for pairs in order for pair in pairs}
-    directions = pairs | {(other, one) for one, other in pairs} | tried.keys()
     links = {}
-    for caller, called in sorted(directions):
+    for caller, called in itertools.permutations(range(len(ends)), 2):
         entry = tried.get((caller, called), Tried())
         address, served = ends[called].address or "", found[called].served
         data, meeting = entry.results.get(address), entry.meeting.get(address)

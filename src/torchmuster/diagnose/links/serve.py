@@ -1,7 +1,6 @@
 """The ports that a host opens for link measurements: the verbs ``serve`` and ``close``.
 
-An ephemeral TCP port and a UDP port at every reachable address; on the first host also the
-rendezvous port. Callers must know the nonce, requests are limited in size, and all ports close
+An ephemeral TCP port at every reachable address; on the first host also the rendezvous port. Callers must know the nonce, requests are limited in size, and all ports close
 after a timeout.
 """
 
@@ -9,13 +8,12 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from torchmuster.diagnose.links import datagrams
+from torchmuster.diagnose.links import transfer
 from torchmuster.diagnose.links.messages import (
     Interface,
     Serve,
@@ -32,6 +30,9 @@ _MOST_S = 600.0
 # Timeout of one request of a caller, and between two.
 _PATIENCE_S = 10.0
 _GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# By nonce: the open ports, and the timer that closes them.
+_open: dict[str, tuple["Service", asyncio.TimerHandle]] = {}
+_closing: set[asyncio.Task[None]] = set()
 
 
 class Service:
@@ -39,28 +40,24 @@ class Service:
 
     def __init__(self, nonce: str) -> None:
         self._nonce = nonce
-        self._block = datagrams.block_of(nonce)
+        self._block = transfer.block_of(nonce)
         self._ports: list[listening.OpenPort] = []
-        self._answering: dict[str, datagrams.Answering] = {}
-        self._transports: list[asyncio.DatagramTransport] = []
 
-    async def open(self, asked: Serve) -> Served:
+    async def open(self, request: Serve) -> Served:
         """Open the ports."""
-        port = self._listen(0, asked.address).value
+        port = self._listen(0, request.address).value
         meeting = reason = trouble = None
-        if asked.meeting:
+        if request.meeting:
             try:
-                decision = self._listen(asked.port, asked.address)
+                decision = self._listen(request.port, request.address)
                 meeting, reason = decision.value.port, decision.reason
             except MusterError as error:
                 trouble = protocol.Trouble(
                     name=error.name, what=error.what, why=error.why, fix=error.fix
                 )
-        udp_ports = {one.address: await self._open_datagrams(one) for one in port.addresses}
         return Served(
             port=port.port,
             addresses=port.addresses,
-            udp_ports={address: found for address, found in udp_ports.items() if found is not None},
             interfaces=interfaces_here(),
             given_out_ports=given_out_ports(),
             meeting_port=meeting,
@@ -70,10 +67,8 @@ class Service:
 
     async def close(self) -> None:
         """Close everything."""
-        for transport in self._transports:
-            transport.close()
         await asyncio.gather(*(port.close() for port in self._ports))
-        self._transports, self._ports = [], []
+        self._ports = []
 
     def _listen(self, port: int | None, address: str | None) -> Any:
         decision = listening.open_port(port, address)
@@ -81,81 +76,46 @@ class Service:
         decision.value.answer(self._nonce, self._talk)
         return decision
 
-    async def _open_datagrams(self, at: protocol.Address) -> int | None:
-        try:
-            sock = datagrams.open_socket(at.address)
-        except OSError:
-            return None
-        transport, answering = await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: datagrams.Answering(self._nonce), sock=sock
-        )
-        self._transports.append(transport)
-        self._answering[at.address] = answering
-        return int(sock.getsockname()[1])
-
     async def _talk(self, connection: socket.socket) -> None:
         """Serve a caller's requests until it disconnects or times out."""
         with contextlib.suppress(OSError, TimeoutError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 async with asyncio.timeout(_PATIENCE_S):
-                    header = await datagrams.read_exactly(connection, datagrams.HEADER.size)
-                    verb, count = datagrams.HEADER.unpack(header)
-                    if count > datagrams.MOST_BYTES:
+                    header = await transfer.read_exactly(connection, transfer.HEADER.size)
+                    verb, count = transfer.HEADER.unpack(header)
+                    if count > transfer.MOST_BYTES:
                         return
                     await self._do(connection, verb, count)
 
     async def _do(self, connection: socket.socket, verb: bytes, count: int) -> None:
         loop = asyncio.get_running_loop()
-        if verb == datagrams.PING:
-            said = await datagrams.read_exactly(connection, datagrams.PING_BYTES)
-            await loop.sock_sendall(connection, said)
-        elif verb == datagrams.TAKE:
-            taken = await datagrams.receive_blocks(connection, count, self._block)
-            await loop.sock_sendall(connection, taken.packed())
-        elif verb == datagrams.GIVE:
-            given = await datagrams.send_blocks(connection, count, self._block)
-            await loop.sock_sendall(connection, given.packed())
-        elif verb == datagrams.COUNT:
-            series = await datagrams.read_exactly(connection, 8)
-            counted = sum(one.count(series) for one in self._answering.values())
-            await loop.sock_sendall(connection, datagrams.HEADER.pack(datagrams.COUNT, counted))
+        if verb == transfer.PING:
+            message = await transfer.read_exactly(connection, transfer.PING_BYTES)
+            await loop.sock_sendall(connection, message)
+        elif verb == transfer.TAKE:
+            received = await transfer.receive_blocks(connection, count, self._block)
+            await loop.sock_sendall(connection, received.packed())
+        elif verb == transfer.GIVE:
+            sent = await transfer.send_blocks(connection, count, self._block)
+            await loop.sock_sendall(connection, sent.packed())
         else:
             raise ConnectionError("unknown request")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Opened:
-    service: Service
-    served: Served
-    timer: asyncio.TimerHandle
-
-
-_open: dict[str, _Opened] = {}
-_closing: set[asyncio.Task[None]] = set()
-
-
 async def open_service(argument: Any) -> Any:
-    """Open ports for callers that know a nonce, until ``close`` or a timeout.
-
-    A second request extends the timeout.
-    """
-    asked = read_message(Serve, argument)
-    opened = _open.get(asked.nonce)
-    if opened is not None:
-        opened.timer.cancel()
-        service, served = opened.service, opened.served
-    else:
-        service = Service(asked.nonce)
-        try:
-            served = await service.open(asked)
-        except BaseException:
-            await service.close()
-            raise
+    """Open ports for callers that know a nonce, until ``close`` or a timeout."""
+    request = read_message(Serve, argument)
+    service = Service(request.nonce)
+    try:
+        served = await service.open(request)
+    except BaseException:
+        await service.close()
+        raise
     timer = asyncio.get_running_loop().call_later(
-        min(asked.for_s, _MOST_S), _close_later, asked.nonce
+        min(request.for_s, _MOST_S), _close_later, request.nonce
     )
-    _open[asked.nonce] = _Opened(service=service, served=served, timer=timer)
+    _open[request.nonce] = service, timer
     return encode_message(served)
 
 
@@ -163,8 +123,9 @@ async def close_service(argument: Any) -> None:
     """Close the ports of a nonce, if any are open."""
     opened = _open.pop(str(argument["nonce"]), None)
     if opened is not None:
-        opened.timer.cancel()
-        await opened.service.close()
+        service, timer = opened
+        timer.cancel()
+        await service.close()
 
 
 def _close_later(nonce: str) -> None:

@@ -1,13 +1,12 @@
-"""The grid of links: who reaches whom, and how fast; and its heat map.
+"""The grid of links: who reaches whom, and how fast.
 
-One grid serves hosts and ranks, the terminal and the heat map. If there are too many to show,
+One grid serves hosts and ranks, the terminal and the page. If there are too many to show,
 adjacent ones are merged, and a cell shows the worst of them.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from torchmuster.diagnose.links.model import Link
 from torchmuster.diagnose.result import GroupResult
@@ -64,12 +63,6 @@ class Grid:
     cells: tuple[tuple[Cell | None, ...], ...]
     worst: tuple[Cell, ...] = ()
     together: int = 1  # how many hosts or ranks a row represents
-
-    @property
-    def speeds(self) -> list[float]:
-        """All speeds, slowest first."""
-        known = (cell for row in self.cells for cell in row if cell and not cell.blocked)
-        return sorted(cell.bytes_per_s for cell in known if cell.bytes_per_s)
 
 
 def grid_of_hosts(result: GroupResult) -> Grid | None:
@@ -150,154 +143,3 @@ def grid_text(cell: Cell) -> str:
     if cell.problem:
         return PROBLEMS.get(cell.problem, cell.problem)
     return "reached" if cell.bytes_per_s is None else speed_text(cell.bytes_per_s)
-
-
-# The cividis colour map in equal steps, slow to fast.
-_SCALE = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
-_BLOCKED = "#ffffff"
-_CROSS = "#b00020"
-_INK = "#1a1a1a"
-_LETTER = 6.6  # the width of a letter of 11 px
-_LEGEND_WIDTH = 220
-_FONT = "font-family:system-ui,sans-serif;font-size:11px"
-
-
-def heat_map(grid: Grid) -> str:
-    """Return the heat map as SVG: rows send, columns receive."""
-    count = len(grid.names)
-    side = max(18, min(64, 720 // count))
-    longest = max(len(_grid_short(name)) for name in grid.names)
-    left = round(24 + longest * _LETTER)
-    # Column labels are rotated by 45 degrees.
-    top = round(58 + longest * _LETTER * 0.71)
-    overhang = round(longest * _LETTER * 0.71)
-    width = max(left + count * side + overhang + 10, left + _LEGEND_WIDTH + 170)
-    height = top + count * side + 78
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-label="{escape(grid.title)}">',
-        f"<style>text{{{_FONT};fill:{_INK}}}</style>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="12" y="20" style="font-size:14px;font-weight:600">{escape(_title(grid))}</text>',
-        '<text x="12" y="36">rows send, columns receive</text>',
-        *_labels(grid, left, top, side),
-        *_grid_cells(grid, left, top, side),
-        *_legend(grid, left, top + count * side + 24),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _title(grid: Grid) -> str:
-    if grid.together == 1:
-        return grid.title
-    return f"{grid.title}, worst of each {grid.together} x {grid.together} block"
-
-
-def _grid_short(name: str) -> str:
-    return name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
-
-
-def _labels(grid: Grid, left: int, top: int, side: int) -> Iterator[str]:
-    for place, name in enumerate(grid.names):
-        middle = place * side + side / 2
-        label = escape(_grid_short(name))
-        yield f'<text x="{left - 8}" y="{top + middle + 4:g}" text-anchor="end">{label}</text>'
-        x, y = left + middle + 3, top - 8
-        yield f'<text x="{x:g}" y="{y}" transform="rotate(-45 {x:g} {y})">{label}</text>'
-
-
-def _grid_cells(grid: Grid, left: int, top: int, side: int) -> Iterator[str]:
-    speeds = grid.speeds
-    for row, cells in enumerate(grid.cells):
-        for column, cell in enumerate(cells):
-            x, y = left + column * side, top + row * side
-            if cell is not None:
-                yield from _heat_cell(cell, x, y, side, speeds)
-            elif row != column:
-                yield _square(x, y, side, "#eeeeee", "not tried")
-                yield _mark(x, y, side, "·", _INK)
-
-
-def _heat_cell(cell: Cell, x: int, y: int, side: int, speeds: list[float]) -> Iterator[str]:
-    tip = f"{cell.source} to {cell.target}: {grid_text(cell)}"
-    if cell.round_trip_s is not None:
-        tip += f", {cell.round_trip_s * 1e3:.2f} ms round trip"
-    if cell.blocked:
-        yield _square(x, y, side, _BLOCKED, tip, edge=_CROSS)
-        inner = side * 0.28
-        for one, other in ((inner, side - inner), (side - inner, inner)):
-            yield (
-                f'<line x1="{x + inner:g}" y1="{y + one:g}" x2="{x + side - inner:g}" '
-                f'y2="{y + other:g}" stroke="{_CROSS}" stroke-width="2.5"/>'
-            )
-        return
-    if cell.problem or cell.bytes_per_s is None:
-        yield _square(x, y, side, "#eeeeee", tip)
-        yield _mark(x, y, side, "·", _INK)
-        return
-    share = _grid_share(cell.bytes_per_s, speeds)
-    yield _square(x, y, side, _colour(share), tip)
-    if side >= 44:
-        amount, unit = speed_text(cell.bytes_per_s).split()
-        ink = "#ffffff" if share < 0.5 else _INK
-        yield _mark(x, y, side, amount, ink, up=5)
-        yield _mark(x, y, side, unit, ink, up=-8)
-
-
-def _square(x: int, y: int, side: int, fill: str, tip: str, edge: str = "#ffffff") -> str:
-    return (
-        f'<rect x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}" rx="2" '
-        f'fill="{fill}" stroke="{edge}"><title>{escape(tip)}</title></rect>'
-    )
-
-
-def _mark(x: int, y: int, side: int, text: str, ink: str, up: int = 0) -> str:
-    return (
-        f'<text x="{x + side / 2:g}" y="{y + side / 2 + 4 - up:g}" text-anchor="middle" '
-        f'pointer-events="none" style="fill:{ink}">{escape(text)}</text>'
-    )
-
-
-def _grid_share(value: float, speeds: list[float]) -> float:
-    """Return the position of a speed between the slowest and the fastest, on a log scale."""
-    low, high = _ends(speeds)
-    return (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
-
-
-def _ends(speeds: list[float]) -> tuple[float, float]:
-    """Return the ends of the scale, at least a factor of 10 apart: small differences look small."""
-    high = speeds[-1]
-    return min(speeds[0], high / 10), high
-
-
-def _colour(share: float) -> str:
-    place = min(max(share, 0.0), 1.0) * (len(_SCALE) - 1)
-    first = min(int(place), len(_SCALE) - 2)
-    pairs = zip(_channels(_SCALE[first]), _channels(_SCALE[first + 1]), strict=True)
-    mixed = (round(one + (other - one) * (place - first)) for one, other in pairs)
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
-
-
-def _channels(colour: str) -> tuple[int, ...]:
-    return tuple(int(colour[start : start + 2], 16) for start in (1, 3, 5))
-
-
-def _legend(grid: Grid, left: int, y: int) -> Iterator[str]:
-    if grid.speeds:
-        low, high = _ends(grid.speeds)
-        step = _LEGEND_WIDTH / 40
-        for place in range(40):
-            fill = _colour(place / 39)
-            yield (
-                f'<rect x="{left + place * step:g}" y="{y}" width="{step + 0.5:g}" height="12" '
-                f'fill="{fill}"/>'
-            )
-        yield f'<text x="{left}" y="{y + 26}">{speed_text(low)}</text>'
-        end = left + _LEGEND_WIDTH
-        yield f'<text x="{end}" y="{y + 26}" text-anchor="end">{speed_text(high)}</text>'
-    x = left + _LEGEND_WIDTH + 24
-    yield f'<text x="{x}" y="{y + 10}" style="fill:{_CROSS};font-weight:700">✕</text>'
-    yield f'<text x="{x + 16}" y="{y + 10}">blocked</text>'
-    yield f'<text x="{x + 4}" y="{y + 26}">·</text>'
-    yield f'<text x="{x + 16}" y="{y + 26}">not tried</text>'

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from torchmuster.diagnose.rank_record import RankRecord
-from torchmuster.diagnose.report.grid import Grid, grid_of_hosts, grid_of_ranks, grid_text, heat_map
+from torchmuster.diagnose.report.grid import Grid, grid_of_hosts, grid_of_ranks, grid_text
 from torchmuster.diagnose.report.terminal import clock_text, or_unknown
 from torchmuster.diagnose.result import GroupResult, Machine
 from torchmuster.finding import Status, worst_first
@@ -13,7 +13,6 @@ from torchmuster.pages.frame import html_article, html_details, html_table
 from torchmuster.units import format_seconds, plural
 
 _WORST_SHOWN = 20
-_NAMED_IN_PICTURE = 8  # up to this size, the heat map shows every number itself
 _MOST_ROWS = 1000  # all are in check.json
 _OPEN_UP_TO = 40
 
@@ -71,13 +70,17 @@ def _page_machine(machine: Machine) -> tuple[str, ...]:
 
 
 def _links(grid: Grid) -> Iterator[str]:
-    yield f"<figure>{heat_map(grid)}</figure>"
-    if len(grid.names) <= _NAMED_IN_PICTURE:
+    yield f"<h2>{escape(grid.title)}, from row to column</h2>"
+    rows = []
+    for name, row in zip(grid.names, grid.cells, strict=True):
+        rows.append((name, *("" if cell is None else grid_text(cell) for cell in row)))
+    yield html_table(("", *grid.names), rows)
+    if grid.together == 1:
         return
-    rows = (
-        (f"{cell.source} to {cell.target}", grid_text(cell)) for cell in grid.worst[:_WORST_SHOWN]
-    )
-    yield html_table(("worst links", ""), rows)
+    worst = []
+    for cell in grid.worst[:_WORST_SHOWN]:
+        worst.append((f"{cell.source} to {cell.target}", grid_text(cell)))
+    yield html_table(("worst links", ""), worst)
 
 
 def _page_ranks(records: Sequence[RankRecord]) -> str:

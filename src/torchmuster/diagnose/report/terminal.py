@@ -57,11 +57,8 @@ def _link(link: Link) -> dict[str, Any]:
         "meeting_problem": link.meeting_problem,
         "bytes_per_s": figures and figures.bytes_per_s,
         "round_trip_s": figures and figures.round_trip_s,
-        "loss": figures and figures.loss,
-        "frame_bytes": figures and figures.frame_bytes,
         "stalled": bool(figures and figures.stalled),
         "wrong_bytes": figures.wrong_bytes if figures else 0,
-        "retransmits": figures and figures.retransmits,
     }
 
 

@@ -10,6 +10,7 @@ errors do not stop the run.
 """
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -176,8 +177,13 @@ def dumps_in(folder: Path) -> dict[int, dict[str, Any]]:
 
 def redacted_finding(finding: Finding) -> Finding:
     """Return a finding without secrets; parts of it are output of other programs."""
-    texts = {key: redact_text(text) for key, text in finding.as_json().items() if key != "status"}
-    return Finding(**texts, status=finding.status)
+    return dataclasses.replace(
+        finding,
+        what=redact_text(finding.what),
+        why=redact_text(finding.why),
+        fix=redact_text(finding.fix),
+        evidence=redact_text(finding.evidence),
+    )
 
 
 def _rank_ends(ends: Sequence[NodeExit]) -> tuple[RankEnd, ...]:

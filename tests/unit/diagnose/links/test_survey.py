@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.diagnose.links.judge import judge_links
 from torchmuster.diagnose.links.messages import Call, Called, Interface, Result, Served, Target
@@ -73,7 +71,6 @@ class MadeUp:
                     protocol.Address(address=one, interface=f"eth{number}")
                     for number, one in enumerate(self.addresses)
                 ),
-                udp_ports=dict.fromkeys(self.addresses, 50000),
                 interfaces=tuple(
                     Interface(
                         name=f"eth{number}",
@@ -105,9 +102,11 @@ def test_all_directions_are_tried_and_each_pair_is_measured_once() -> None:
     machines = [MadeUp(place) for place in range(4)]
     links = surveyed(machines)
     assert set(links) == {(one, other) for one in range(4) for other in range(4) if one != other}
-    assert all(link.problem == "" and link.figures == GOOD for link in links.values())
+    assert all(link.problem == "" for link in links.values())
     measured = [call for one in machines for call in one.calls if call.measure]
-    assert len(measured) == 6
+    assert len(measured) == 4
+    ring = {(0, 1), (1, 2), (2, 3), (0, 3)}
+    assert {tuple(sorted(places)) for places, link in links.items() if link.figures} == ring
     assert all(one.log[0] == "serve" and one.log[-1] == "close" for one in machines)
     assert judge_links(list(links.values())) == []
 
@@ -127,17 +126,6 @@ def test_nobody_is_in_two_measurements_at_once() -> None:
             return await super().ask(verb, argument, within_s=within_s)
 
     assert len(surveyed([Careful(place) for place in range(5)])) == 20
-
-
-def test_only_the_pairs_that_are_wanted_are_tried_but_all_try_the_meeting_port() -> None:
-    machines = [MadeUp(place) for place in range(6)]
-    links = surveyed(machines, rounds=[[(0, 1), (2, 3)]])
-    measured = {places for places, link in links.items() if link.figures}
-    assert measured == {(0, 1), (1, 0), (2, 3), (3, 2)}
-    assert {places for places, link in links.items() if link.meeting_problem == ""} == {
-        (place, 0) for place in range(1, 6)
-    }
-    assert judge_links(list(links.values())) == []
 
 
 def test_a_pair_is_measured_by_the_one_that_gets_through() -> None:
@@ -213,25 +201,18 @@ def test_silence_is_tried_again() -> None:
     assert judge_links(list(links.values())) == []
 
 
-def test_what_looks_bad_is_measured_again_and_the_best_try_counts(
-    snapshot: SnapshotAssertion,
-) -> None:
-    tries: list[int] = []
+def test_what_looks_bad_is_measured_again_and_the_best_try_counts() -> None:
+    rates = iter([1e6, 1e6, 1e9])
 
     def better(caller: MadeUp, target: Target, call: Call) -> Result:
         if not call.measure:
             return well(caller, target, call)
-        tries.append(call.datagrams)
-        rate = 1e6 if len(tries) < 3 else 1e9
-        figures = replace(GOOD, bytes_per_s=rate)
+        figures = replace(GOOD, bytes_per_s=next(rates))
         return Result(problem="", seconds=0.0, there=figures, back=figures)
 
-    said: list[str] = []
-    links = surveyed([MadeUp(0, better), MadeUp(1, better)], say=said.append)
-    assert tries == [200, 500, 500]
+    links = surveyed([MadeUp(0, better), MadeUp(1, better)])
     assert links[0, 1].tries == 3
     assert judge_links(list(links.values())) == []
-    assert said == snapshot
 
 
 def test_a_connection_lost_in_the_middle_is_remembered() -> None:
@@ -267,28 +248,12 @@ def test_a_port_that_has_closed_says_nothing_of_the_link() -> None:
         if not call.measure:
             return well(caller, target, call)
         # What looks bad is measured again, and then nobody listens there.
-        figures = replace(GOOD, lost=20)
+        figures = replace(GOOD, bytes_per_s=12e6)
         return Result(problem=next(results), seconds=0.0, there=figures, back=figures)
 
     links = surveyed([MadeUp(0, closed), MadeUp(1, closed)])
     assert (links[0, 1].dropped, links[0, 1].tries) == (0, 2)
-    assert [one.name for one in judge_links(list(links.values()))] == ["lossy-link"]
-
-
-def test_ports_are_kept_open_however_long_the_measuring_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("torchmuster.diagnose.links.survey._KEEP_OPEN_EVERY_S", 0.0)
-    machines = [MadeUp(place) for place in range(4)]
-    surveyed(machines)  # in three rounds
-    assert all(one.log.count("serve") == 1 + 3 for one in machines)
-    assert all(one.log[-1] == "close" for one in machines)
-
-
-def test_a_short_survey_asks_for_it_once() -> None:
-    machines = [MadeUp(place) for place in range(4)]
-    surveyed(machines)
-    assert all(one.log.count("serve") == 1 + 1 for one in machines)
+    assert [one.name for one in judge_links(list(links.values()))] == ["slow-link"]
 
 
 def test_a_machine_that_does_not_answer_is_not_waited_for_at_the_end() -> None:
