@@ -179,11 +179,6 @@ class RunMetrics:
         return self._steps.is_behind
 
     @property
-    def changed_unix_s(self) -> float | None:
-        """When the last step line that was read was written."""
-        return self._steps.changed_unix_s
-
-    @property
     def script_checkpoint(self) -> ScriptCheckpoint | None:
         """The newest checkpoint of the user's own script, as recorded."""
         return self._checkpoints.of_script

@@ -20,7 +20,6 @@ from torchmuster.redaction import harmless
 from torchmuster.units import format_bytes, format_seconds, plural
 
 STYLE = charts.RULES + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-MOST_POINTS = 500
 _MOST_ALERTS = 50
 _MOST_EVENTS = 40
 _WIDTH, _HEIGHT = 440, 150
@@ -101,8 +100,8 @@ def curves_part(picture: RunPicture) -> str:
 
     A constant learning rate is only a key figure.
     """
-    names = [name for name in _CURVES if picture.curves[name].has_numbers]
-    if picture.curves["learning_rate"].is_constant:
+    names = [name for name in _CURVES if picture.curves[name].numbers]
+    if len(set(picture.curves["learning_rate"].numbers)) == 1:
         names = [name for name in names if name != "learning_rate"]
     if "tokens_per_s" in names:  # the samples/s curve has the same shape
         names = [name for name in names if name != "samples_per_s"]
@@ -112,12 +111,11 @@ def curves_part(picture: RunPicture) -> str:
 
 def _page_parts_curve(name: str, picture: RunPicture) -> str:
     title, unit, from_zero = _CURVES[name]
-    points = picture.curves[name].points(MOST_POINTS)
     return charts.line_chart(
         title,
         Axis(title="step"),
         Axis(title="", unit=unit, from_zero=from_zero),
-        [Curve(name="", points=points, marked=False)],
+        [Curve(name="", points=picture.curves[name].points, marked=False)],
         width=_WIDTH,
         height=_HEIGHT,
     )

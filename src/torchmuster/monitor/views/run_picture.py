@@ -24,101 +24,42 @@ from torchmuster.monitor.collecting.run_metrics import PARTS, RunMetrics
 from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.runfolder import RunFolder, run_name
 
-# More points than any view draws; longer curves are stored at a coarser, uniform resolution.
-_MOST_PARTS = 4096
-# Larger values count as infinite: they would flatten the rest of the curve.
+# More points than any view draws: of a longer curve, every n-th value stays.
+MOST_POINTS = 500
+# Larger values count as missing: they would flatten the rest of the curve.
 _LARGEST = 1e100
 
 
-@dataclass(slots=True)
-class _Part:
-    """A bucket of neighbouring values with the positions of its extremes."""
-
-    low: tuple[float, float] | None = None  # (value, x); None: no finite value yet
-    high: tuple[float, float] | None = None
-    total: float = 0.0
-    numbers: int = 0
-    gap_x: float | None = None  # position of a NaN
-    values: int = 0  # including NaN
-
-    def add(self, other: "_Part") -> None:
-        if other.low is not None:
-            self.low = other.low if self.low is None else min(self.low, other.low)
-        if other.high is not None:
-            self.high = other.high if self.high is None else max(self.high, other.high)
-        self.total += other.total
-        self.numbers += other.numbers
-        self.values += other.values
-        if self.gap_x is None:
-            self.gap_x = other.gap_x
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.numbers if self.numbers else math.nan
-
-    def points(self) -> Iterator[tuple[float, float]]:
-        """Yield the minimum, the maximum and a gap, in order of x."""
-        found = {(x, value) for value, x in filter(None, (self.low, self.high))}
-        if self.gap_x is not None:
-            found.add((self.gap_x, math.nan))
-        yield from sorted(found, key=lambda one: one[0])
-
-
 class LongCurve:
-    """Values over x, appended in order."""
+    """Values over x, appended in order; NaN is a gap."""
 
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
-        self._each = 1  # number of values per bucket
+        self.points: list[tuple[float, float]] = []
+        self._each = 1
+        self._count = 0
 
     def add(self, x: float, value: object) -> None:
-        """Append a value; NaN is a gap."""
-        number = float(value) if isinstance(value, int | float) else math.nan
-        if math.isfinite(number) and abs(number) <= _LARGEST:
-            new = _Part((number, x), (number, x), number, 1, None, 1)
-        else:
-            new = _Part(gap_x=x, values=1)
-        if not self._parts or self._parts[-1].values >= self._each:
-            if len(self._parts) >= _MOST_PARTS:
-                self._parts = _joined(self._parts, 2)
-                self._each *= 2
-            self._parts.append(_Part())
-        self._parts[-1].add(new)
+        """Append a value."""
+        number = math.nan
+        if isinstance(value, int | float) and abs(value) <= _LARGEST:
+            number = float(value)
+        begins_gap = math.isnan(number) and bool(self.points) and math.isfinite(self.points[-1][1])
+        if self._count % self._each == 0 or begins_gap:
+            self.points.append((x, number))
+        self._count += 1
+        if len(self.points) > MOST_POINTS:
+            self.points = self.points[::2]
+            self._each *= 2
 
     @property
     def values(self) -> list[float]:
-        """The means of all buckets, evenly spaced; NaN for a bucket without numbers."""
-        return [part.mean for part in self._parts]
+        """The values, evenly spaced but for gaps."""
+        return [value for _, value in self.points]
 
     @property
-    def has_numbers(self) -> bool:
-        """Whether there is anything to draw."""
-        return any(part.numbers for part in self._parts)
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether all values are the same number."""
-        extremes = [one for part in self._parts for one in (part.low, part.high) if one is not None]
-        return len({value for value, _ in extremes}) == 1
-
-    def points(self, most: int) -> list[tuple[float, float]]:
-        """Return at most ``most`` points (x, value) including the extremes; a gap is NaN."""
-        each = math.ceil(len(self._parts) / max(1, most // 3))  # a bucket yields up to three points
-        if len(self._parts) <= most and all(part.values == 1 for part in self._parts):
-            each = 1
-        parts = _joined(self._parts, each) if each > 1 else self._parts
-        return [point for part in parts for point in part.points()]
-
-
-def _joined(parts: Sequence[_Part], count: int) -> list[_Part]:
-    """Return fewer buckets, each merged from ``each`` neighbours."""
-    found = []
-    for at in range(0, len(parts), count):
-        whole = _Part()
-        for part in parts[at : at + count]:
-            whole.add(part)
-        found.append(whole)
-    return found
+    def numbers(self) -> list[float]:
+        """The finite values."""
+        return list(filter(math.isfinite, self.values))
 
 
 # The curves: fields of the step lines.
@@ -136,7 +77,6 @@ class RunPicture:
     headline: str
     lasts_s: float
     until_unix_s: float  # the time of this state: now, or the run's end
-    heard_s: float | None  # time since the last sign of activity; None: never
     values: Mapping[Metric, float]  # metrics with one value per run
     evaluation: Mapping[str, float]  # the last one
     remark: str  # remark of the last step line on the time breakdown, if any
@@ -212,7 +152,6 @@ class RunWatch:
         samples += _run_picture_room(self._run)
         news = self._watching.look(samples, now_unix_s)
         until = now_unix_s if state is None or state.active else state.since_unix_s
-        heard = self._heard_unix_s(nodes)
         checkpoint = self._metrics.script_checkpoint
         return RunPicture(
             id=self._run.id,
@@ -221,7 +160,6 @@ class RunWatch:
             headline=state.headline if state else "",
             lasts_s=max(0.0, until - state.started_unix_s) if state else 0.0,
             until_unix_s=until,
-            heard_s=None if heard is None else max(0.0, now_unix_s - heard),
             values=_of_the_run(samples),
             evaluation={one.labels[-1]: one.value for one in samples if one.metric is EVALUATION},
             remark=self._remark,
@@ -287,15 +225,6 @@ class RunWatch:
         if lines:
             running = [one.at_unix_s for one in self._events if one.name == "running"]
             self._running_unix_s = sorted(running)
-
-    def _heard_unix_s(self, nodes: Sequence[node_records.NodeRanks]) -> float | None:
-        """Return when the launcher, rank 0 or a host last wrote something."""
-        heard = [node.at_unix_s for node in nodes]
-        if self._metrics.changed_unix_s is not None:
-            heard.append(self._metrics.changed_unix_s)
-        with contextlib.suppress(OSError):
-            heard.append(self._run.state.stat().st_mtime)
-        return max(heard, default=None)
 
 
 def _run_picture_number(value: object) -> float:

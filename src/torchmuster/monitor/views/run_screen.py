@@ -99,8 +99,7 @@ def _checkpoint_line(checkpoint: ScriptCheckpoint, condition: Condition | None, 
 
 def _curves(picture: RunPicture, width: int) -> Iterator[Text]:
     for name, field in (("loss", "loss"), ("samples/s", "samples_per_s")):
-        values = picture.curves[field].values
-        numbers = [one for one in values if math.isfinite(one)]
+        values, numbers = picture.curves[field].values, picture.curves[field].numbers
         if len(numbers) < 2:
             continue
         # Left: the maximum and the minimum, at their heights.
