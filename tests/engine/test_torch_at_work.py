@@ -24,7 +24,7 @@ def trial_of(*before: str) -> Trial:
 
 
 def test_this_machines_torch_works(muster: Muster) -> None:
-    done = muster("doctor", "--deep", "--only", "torch-at-work")
+    done = muster("doctor", "--all", "--deep", "--only", "torch-at-work")
     assert done.code == 0, done.out
     assert done.out.split()[:2] == ["ok", "torch-at-work"]
     assert " imported in " in done.out.splitlines()[0]

@@ -1104,10 +1104,23 @@ nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t device, unsigned type, unsig
 
 nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, void *values)
 {
-    (void)count, (void)values;
+    typedef struct {
+        unsigned field, scope;
+        long long timestamp, latency;
+        unsigned kind, result;
+        unsigned long long value;
+    } field_value;
+    field_value *first = values;
     target t;
     nvmlReturn_t result = enter_device(device, __func__, &t);
-    return leave_device(&t, result == NVML_SUCCESS ? NVML_ERROR_NOT_SUPPORTED : result);
+    if (result == NVML_SUCCESS && (count != 1 || first->field != 230)) /* the recovery action */
+        result = NVML_ERROR_NOT_SUPPORTED;
+    if (result == NVML_SUCCESS) {
+        unsigned action = 0;
+        first->result = read_unsigned(t.node, "recovery_action", &action);
+        first->value = action;
+    }
+    return leave_device(&t, result);
 }
 
 /* ---- events: the numbers that a scenario's "xids" gets after a device is listened to ---- */

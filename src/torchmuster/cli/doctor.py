@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchmuster import __version__
 from torchmuster.cli import output, parsers
@@ -21,12 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         [
             "muster doctor                      check everything, in a second or two",
             "muster doctor --deep               also run torch on each device",
+            "muster doctor --all                also list what is well, and the notes in full",
             "muster doctor --only torch numpy   check only these subjects",
             "muster doctor --json > today.json  as JSON; the exit code is 1 if a check fails",
             "muster doctor --explain - < error.log   explain an error and how to fix it",
         ],
     )
     parser.add_argument("--deep", action="store_true", help="also run checks that take seconds")
+    parser.add_argument("--all", action="store_true", help="list every subject and note in full")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -102,7 +105,7 @@ def _examine(options: argparse.Namespace) -> ExitCode:
     if options.json:
         _print_json(findings, seconds)
     else:
-        _show_doctor(findings, seconds)
+        _show_doctor(findings, seconds, everything=options.all)
     return exit_code(finding for some in findings.values() for finding in some)
 
 
@@ -131,7 +134,31 @@ def _worst(findings: Sequence[Finding]) -> Status:
 # ---- as text
 
 
-def _show_doctor(findings: dict[str, list[Finding]], seconds: float) -> None:
+def _show_doctor(
+    findings: dict[str, list[Finding]], seconds: float, *, everything: bool = False
+) -> None:
+    """Print the problems in full and each note in one line; with ``everything``, all of it."""
+    if everything:
+        _print_subjects(findings)
+    problems, notes = [], []
+    for finding in (one for some in findings.values() for one in some):
+        if finding.status in (Status.FAILURE, Status.WARNING):
+            problems.append(finding)
+        elif finding.status is Status.NOTE:
+            notes.append(finding)
+    shown = [*problems, *notes]
+    if not everything:
+        shown = [*problems, *(replace(note, why="", fix="", evidence="") for note in notes)]
+    if shown:
+        output.show_findings(shown, sys.stdout)
+        output.print_text()
+    well = sum(_worst(some) is Status.OK for some in findings.values())
+    verdict = f"{_doctor_verdict(shown)}; {well} of {len(findings)} subjects ok"
+    more = "" if everything else " (--all lists them)"
+    output.print_text(f"{verdict}{more}, in {seconds:.1f} s")
+
+
+def _print_subjects(findings: dict[str, list[Finding]]) -> None:
     colour = output.wants_colour(sys.stdout)
     # Shortened to one line on a terminal; complete in a pipe or a file.
     room = max(shutil.get_terminal_size().columns - 9, 40) if sys.stdout.isatty() else None
@@ -139,11 +166,7 @@ def _show_doctor(findings: dict[str, list[Finding]], seconds: float) -> None:
         line = _shortened(f"{subject:<22}{_doctor_text(some)}", room)
         seen = Finding(name=subject, status=_worst(some), what=line)
         output.print_coloured(render([seen], colour=colour))
-    told = [one for some in findings.values() for one in some if one.status is not Status.OK]
-    if told:
-        output.print_text()
-        output.show_findings(told, sys.stdout)
-    output.print_text(f"\n{_doctor_verdict(told)}; {len(findings)} subjects in {seconds:.1f} s")
+    output.print_text()
 
 
 def _doctor_text(findings: Sequence[Finding]) -> str:

@@ -44,7 +44,10 @@ def broken_torch(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_healthy_machine(muster: Muster, snapshot: SnapshotAssertion) -> None:
-    done = muster("doctor", "--only", *OF_SOFTWARE)
+    short = muster("doctor", "--only", *OF_SOFTWARE)
+    assert short.code == 0
+    assert "ready for a run" in short.out.splitlines()[-1]
+    done = muster("doctor", "--all", "--only", *OF_SOFTWARE)
     assert done.code == 0, done.out
     *lines, blank, verdict = done.out.splitlines()
     assert [line.split()[:2] for line in lines] == [["ok", name] for name in OF_SOFTWARE]
@@ -53,7 +56,7 @@ def test_a_healthy_machine(muster: Muster, snapshot: SnapshotAssertion) -> None:
 
 
 def test_every_subject_has_its_line(muster: Muster) -> None:
-    done = muster("doctor")
+    done = muster("doctor", "--all")
     shown = {words[1] for line in done.out.splitlines() if len(words := line.split()) > 1}
     # Only --deep has checks of the one, and only other systems of the other.
     assert set(SUBJECTS) - shown <= {"torch-at-work", "other-systems"}

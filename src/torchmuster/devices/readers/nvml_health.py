@@ -3,6 +3,7 @@
 Separate from ``nvml.py``, so that a snapshot of who uses what stays fast.
 """
 
+import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,16 @@ import pynvml
 
 from torchmuster.devices.readers import nvml
 from torchmuster.devices.readers.nvml_calls import Unreachable, measure_nvml
+
+
+class Recovery(enum.IntEnum):
+    """What the driver asks for before the GPU is used again."""
+
+    NONE = pynvml.NVML_GPU_RECOVERY_ACTION_NONE
+    GPU_RESET = pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET
+    NODE_REBOOT = pynvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT
+    DRAIN_P2P = pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_P2P
+    DRAIN_AND_RESET = pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +38,7 @@ class NvmlHealth:
     nvlinks: tuple[bool, ...] = ()
     rows_to_remap: bool = False
     rows_not_remappable: bool = False
+    recovery: Recovery = Recovery.NONE
 
 
 def read_nvml_health() -> dict[str, NvmlHealth]:
@@ -65,7 +77,20 @@ def _read_one(handle: Any, uuid: str) -> NvmlHealth:
         nvlinks=_nvlinks(handle),
         rows_to_remap=bool(rows[2]),
         rows_not_remappable=bool(rows[3]),
+        recovery=_recovery(handle),
     )
+
+
+def _recovery(handle: Any) -> Recovery:
+    values = measure_nvml(
+        pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+    )
+    if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
+        return Recovery.NONE  # a driver before 560
+    try:
+        return Recovery(values[0].value.uiVal)
+    except ValueError:  # of a later driver
+        return Recovery.NONE
 
 
 def _nvlinks(handle: Any) -> tuple[bool, ...]:

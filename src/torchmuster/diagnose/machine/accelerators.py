@@ -7,13 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from torchmuster.devices.model import Device, DeviceKind, Node, label_all
 from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.readers import nvml_health
-from torchmuster.devices.readers.nvml_health import NvmlHealth
+from torchmuster.devices.readers.nvml_health import NvmlHealth, Recovery
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
 
 # GPU modules that are always connected by NVLink; PCIe GPUs need a bridge for it.
 _ALWAYS_LINKED = re.compile(r"SXM|HBM3|B200|B300")
 _BUSY_PERCENT = 20
+_RECOVERY = {
+    Recovery.GPU_RESET: "a reset of the GPU",
+    Recovery.NODE_REBOOT: "a reboot of the host",
+    Recovery.DRAIN_P2P: "an end of all programs that use its NVLinks",
+    Recovery.DRAIN_AND_RESET: "an end of its programs and a reset",
+}
+_RESET = "sudo nvidia-smi -r -i {index}  # when nothing runs on it"
+_RECOVERY_FIX = {
+    Recovery.GPU_RESET: _RESET,
+    Recovery.NODE_REBOOT: "sudo reboot",
+    Recovery.DRAIN_P2P: "nvidia-smi -i {index}  # shows its programs: end them",
+    Recovery.DRAIN_AND_RESET: _RESET,
+}
 
 
 def _accelerators_state(surroundings: Surroundings) -> Iterator[Finding]:
@@ -133,6 +146,16 @@ def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
             if failed
             else f"sudo nvidia-smi -r -i {device.index}  # when nothing runs on it",
             evidence=f"nvidia-smi -q -d ROW_REMAPPER -i {device.index}",
+        )
+    if health.recovery is not Recovery.NONE:
+        yield Finding(
+            name="gpu-needs-recovery",
+            status=Status.FAILURE,
+            what=f"{device.label}: the driver asks for {_RECOVERY[health.recovery]}",
+            why="the GPU had an error that it cannot correct while programs use it; new programs "
+            "fail or compute wrong values",
+            fix=_RECOVERY_FIX[health.recovery].format(index=device.index),
+            evidence=f"nvidia-smi -q -i {device.index} | grep -i 'recovery action'",
         )
     if health.exclusive:
         yield Finding(

@@ -26,6 +26,7 @@ SUBJECTS = {
     "clock": f"{_HERE}.clock",
     "names": f"{_HERE}.names",
     "network-interfaces": f"{_HERE}.network_interfaces",
+    "infiniband": f"{_HERE}.infiniband",
     "firewall": f"{_HERE}.firewall",
     "ports": f"{_HERE}.ports",
     "virtualisation": f"{_HERE}.virtualisation",

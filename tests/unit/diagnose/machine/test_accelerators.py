@@ -225,3 +225,13 @@ def test_one_look_serves_all_checks() -> None:
     here.look()
     here.look()
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "fix"), [(1, "nvidia-smi -r -i 3"), (2, "sudo reboot"), (4, "nvidia-smi -r -i 3")]
+)
+def test_what_the_driver_asks_for_is_told(machine: Machine, action: int, fix: str) -> None:
+    (asked,) = told(idle_a100s(recovery_action=action), machine)
+    assert (asked.name, asked.status) == ("gpu-needs-recovery", Status.FAILURE)
+    assert fix in asked.fix
+    assert told(idle_a100s(recovery_action=0), machine) == []

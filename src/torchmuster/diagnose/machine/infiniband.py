@@ -1,0 +1,130 @@
+"""InfiniBand and RoCE ports: down, flapping, or with bit errors, from the kernel's counters.
+
+NVRx's and Meta's node checks read the same counters: ``link_downed`` counts how often a port lost
+its link, ``symbol_error`` the bit errors on its cable. Both count since the driver was loaded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchmuster.devices.readers.sysfs import read_integer, read_names, read_text
+from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.finding import Finding, Status
+from torchmuster.units import plural
+
+_PORTS = "/sys/class/infiniband"
+# The limit of the InfiniBand specification for a cable without faults.
+_SYMBOL_ERRORS_PER_HOUR = 10
+# A switch that was rebooted now and then is no fault.
+_LINK_DOWNED_PER_DAY = 1
+_HOUR_S, _DAY_S = 3600.0, 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """One port of an adapter; unreadable counters are None."""
+
+    adapter: str
+    number: str
+    is_active: bool
+    link_downed: int | None
+    symbol_errors: int | None
+
+    @property
+    def name(self) -> str:
+        """Such as ``mlx5_0 port 1``."""
+        return f"{self.adapter} port {self.number}"
+
+
+def _infiniband(surroundings: Surroundings) -> Iterator[Finding]:
+    ports = list(_ports(surroundings))
+    if not ports:
+        return
+    findings = [*_inactive(ports), *_flapping(ports, surroundings), *_errors(ports, surroundings)]
+    yield from findings
+    if not findings:
+        active = sum(port.is_active for port in ports)
+        what = f"{plural(len(ports), 'port')}, {active} active"
+        yield Finding(name="infiniband", status=Status.OK, what=what)
+
+
+def _ports(surroundings: Surroundings) -> Iterator[Port]:
+    root = surroundings.path(_PORTS)
+    for adapter in read_names(root):
+        for number in read_names(root / adapter / "ports"):
+            folder = root / adapter / "ports" / number
+            state = read_text(folder / "state") or ""  # "4: ACTIVE"
+            yield Port(
+                adapter=adapter,
+                number=number,
+                is_active=state.endswith("ACTIVE"),
+                link_downed=read_integer(folder / "counters/link_downed"),
+                symbol_errors=read_integer(folder / "counters/symbol_error"),
+            )
+
+
+def _inactive(ports: list[Port]) -> Iterator[Finding]:
+    """Yield the ports that are down while others are up: a host may use only some of its ports."""
+    down = [port for port in ports if not port.is_active]
+    if not down or len(down) == len(ports):
+        return
+    names = ", ".join(port.name for port in down)
+    yield Finding(
+        name="infiniband-port-down",
+        status=Status.NOTE,
+        what=f"not active, while other ports are: {names}",
+        why="NCCL uses the active ports only; if the hosts differ, the one with fewer ports is the "
+        "slowest",
+        fix=f"ibstat {down[0].adapter}  # then check cable and switch port",
+    )
+
+
+def _flapping(ports: list[Port], surroundings: Surroundings) -> Iterator[Finding]:
+    days = max(1.0, _uptime_s(surroundings) / _DAY_S)
+    for port in ports:
+        downed = port.link_downed or 0
+        if downed / days > _LINK_DOWNED_PER_DAY:
+            yield Finding(
+                name="infiniband-link-flaps",
+                status=Status.WARNING,
+                what=f"{port.name} lost its link {downed:,} times since the host started",
+                why="while the link is down, collectives stall, and NCCL may end the run with an "
+                "error",
+                fix=f"reseat or replace the cable of {port.adapter}; then try another switch port",
+                evidence=f"{_PORTS}/{port.adapter}/ports/{port.number}/counters/link_downed",
+            )
+
+
+def _errors(ports: list[Port], surroundings: Surroundings) -> Iterator[Finding]:
+    hours = max(1.0, _uptime_s(surroundings) / _HOUR_S)
+    for port in ports:
+        errors = port.symbol_errors or 0
+        if errors / hours > _SYMBOL_ERRORS_PER_HOUR:
+            yield Finding(
+                name="infiniband-symbol-errors",
+                status=Status.WARNING,
+                what=f"{port.name} has {errors:,} symbol errors since the host started",
+                why="bits change on the cable; the adapter sends the packets again, which slows "
+                f"every collective. A healthy cable has at most {_SYMBOL_ERRORS_PER_HOUR} per hour",
+                fix=f"clean or replace the cable of {port.adapter}",
+                evidence=f"{_PORTS}/{port.adapter}/ports/{port.number}/counters/symbol_error",
+            )
+
+
+def _uptime_s(surroundings: Surroundings) -> float:
+    text = surroundings.text("/proc/uptime") or ""
+    first = text.partition(" ")[0]
+    try:
+        return float(first)
+    except ValueError:
+        return 0.0
+
+
+CHECKS = (
+    Check(
+        name="infiniband",
+        asks="Are the InfiniBand ports active, without link losses or symbol errors?",
+        run=_infiniband,
+        systems=("linux",),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Counters of InfiniBand ports, as the kernel tells them."""
+
+from pathlib import Path
+
+from made_up_machine import all_well, found, made_up_machine
+from torchmuster.diagnose.check import Surroundings
+from torchmuster.diagnose.machine.infiniband import CHECKS
+
+(CHECK,) = CHECKS
+DAY_S = 86400
+
+
+def machine(root: Path, *ports: tuple[str, int, int]) -> Surroundings:
+    """A host that is up for ten days, with the state, link losses and symbol errors of its ports."""
+    files = {"proc/uptime": f"{10 * DAY_S}.00 1.0\n"}
+    for number, (state, downed, errors) in enumerate(ports):
+        folder = f"sys/class/infiniband/mlx5_{number}/ports/1"
+        files[f"{folder}/state"] = f"{state}\n"
+        files[f"{folder}/counters/link_downed"] = f"{downed}\n"
+        files[f"{folder}/counters/symbol_error"] = f"{errors}\n"
+    return made_up_machine(root, files)
+
+
+def names(surroundings: Surroundings) -> list[tuple[str, str]]:
+    return [(one.name, one.status.value) for one in found(CHECK, surroundings).values()]
+
+
+def test_a_host_without_adapters_has_nothing_to_say(tmp_path: Path) -> None:
+    assert names(machine(tmp_path)) == []
+
+
+def test_healthy_ports(tmp_path: Path) -> None:
+    ports = machine(tmp_path, ("4: ACTIVE", 1, 100), ("4: ACTIVE", 0, 0))
+    assert all_well(CHECK, ports) == "2 ports, 2 active"
+
+
+def test_a_cable_with_faults_is_named(tmp_path: Path) -> None:
+    flaps = machine(tmp_path, ("4: ACTIVE", 50, 0))
+    assert names(flaps) == [("infiniband-link-flaps", "warning")]
+    assert "mlx5_0 port 1" in found(CHECK, flaps)["infiniband-link-flaps"].what
+    errors = machine(tmp_path, ("4: ACTIVE", 0, 100_000))
+    assert names(errors) == [("infiniband-symbol-errors", "warning")]
+
+
+def test_a_port_that_is_down_beside_one_that_is_not_is_a_note(tmp_path: Path) -> None:
+    both = machine(tmp_path, ("4: ACTIVE", 0, 0), ("1: DOWN", 0, 0))
+    assert names(both) == [("infiniband-port-down", "note")]
+    assert all_well(CHECK, machine(tmp_path / "none", ("1: DOWN", 0, 0))) == "1 port, 0 active"
