@@ -337,8 +337,8 @@ MACHINES_AWAY = [
     Catalogued(
         name="large packets are lost between both hosts, and ssh hangs",
         faults=[Mtu()],
-        finding="mtu-black-hole",
-        says=["node2", "eth0", "ssh hangs"],
+        finding="ssh-hangs",
+        says=["node2", "MTU"],
         fix="mtu 1500",
         mended_by=Command(host="node1", line="mtu 1500"),
         today="Connection timed out",

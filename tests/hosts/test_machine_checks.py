@@ -11,13 +11,11 @@ import pytest
 
 from hosts.conftest import MakeLab
 from hosts.faults import (
-    ClosedPorts,
     DockerBridge,
     Fault,
     LinkCut,
     Loss,
     NameLeadsTo,
-    OnlyOpenPorts,
     SecondNetwork,
     injected,
     own_name_is_loopback,
@@ -99,41 +97,6 @@ def test_no_false_alarms(lab: Lab, fault: Fault | None, user: str) -> None:
         findings = examined(lab.hosts[0], user=user, cwd=Path("/tmp"))
     assert significant(findings) == set()
     assert not {"check-failed", "check-hangs"} & set(findings)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        (ClosedPorts(host="node1", ports=(29400,)), "firewall-meeting-closed"),
-        (OnlyOpenPorts(host="node1", ports=(22, 29400)), "firewall-ranks-closed"),
-        (OnlyOpenPorts(host="node1", ports=(29400,), verdict="prohibit"), "firewall-ranks-closed"),
-    ],
-    ids=["drop", "all but", "prohibit"],
-)
-def test_a_closed_firewall_is_opened_by_its_fix(lab: Lab, fault: Fault, name: str) -> None:
-    head = lab.hosts[0]
-    with injected(lab, fault):
-        findings = examined(head, "firewall")
-        assert set(findings) == {name}
-        assert "10.77.0.0/24" in findings[name]["fix"]  # and not the whole world
-        do_all(head, findings[name]["fix"])
-        assert set(examined(head, "firewall")) == {"firewall"}
-
-
-def test_nftables_alone(lab: Lab, tmp_path: Path) -> None:
-    head = lab.hosts[0]
-    rules = tmp_path / "rules.nft"
-    rules.write_text(
-        "table inet mine {\n chain in {\n  type filter hook input priority 0; policy drop;\n"
-        '  iifname "lo" accept\n  ct state established,related accept\n  tcp dport 22 accept\n }\n}\n'
-    )
-    head.run(["nft", "-f", rules], check=True)
-    findings = examined(head, "firewall")
-    assert set(findings) == {"firewall-meeting-closed", "firewall-ranks-closed"}
-    for one in findings.values():
-        do_all(head, one["fix"])
-    assert set(examined(head, "firewall")) == {"firewall"}
 
 
 @pytest.mark.nightly

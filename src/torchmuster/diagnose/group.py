@@ -30,8 +30,6 @@ from torchmuster.launch.transports.channel import Transport
 _EXAMINED_WITHIN_S = 40.0
 # A host's own firewall check is a guess; links that work prove it wrong.
 _SHOWN_BY_LINKS = frozenset({"firewall-on"})
-# The links have tested whether a rule closes a port, and report blocked ones themselves.
-_TRIED_BY_LINKS = frozenset({"firewall-meeting-closed", "firewall-ranks-closed"})
 # With these, ranks would only report the same problem again.
 _NO_TORCH = frozenset({"torch-broken", "torch-missing", "module-shadowed"})
 One = TypeVar("One", NodeHandle, HostProbe)
@@ -299,17 +297,11 @@ class GroupCheck:
     def _tell_of_machines(self) -> None:
         """Add the findings of the hosts' own checks, except those that the links have tested."""
         reached = reached_hosts(self._links)
-        tried = {link.target.place for link in self._links}
-        names = self._transport.places
-        kept = {
-            names[place]: [
-                one
-                for one in found
-                if not (place in reached and one.name in _SHOWN_BY_LINKS)
-                and not (place in tried and one.name in _TRIED_BY_LINKS)
-            ]
-            for place, found in self._of_machines.items()
-        }
+        kept: dict[str, list[Finding]] = {}
+        for place, findings in self._of_machines.items():
+            hidden = _SHOWN_BY_LINKS if place in reached else frozenset()
+            name = self._transport.places[place]
+            kept[name] = [finding for finding in findings if finding.name not in hidden]
         self._findings += merge_findings(kept, named=self._many)
 
     async def _each(

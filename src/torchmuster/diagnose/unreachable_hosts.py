@@ -1,6 +1,6 @@
 """Diagnose why a host cannot be reached over ssh, from this host.
 
-The host may be off, a firewall may block ssh, large packets may be lost on the path, or this host's
+The host may be off, a firewall may block ssh, ssh may hang, or this host's
 own cable may be disconnected: each has a different fix.
 """
 
@@ -18,6 +18,8 @@ from torchmuster.launch.network import firewall
 from torchmuster.launch.network import interfaces as network
 
 _WITHIN_S = 9.0
+_TIMED_OUT = "host-unreachable"
+_USUAL_MTU, _TUNNEL_MTU = 1500, 1400
 # These findings may have more than one cause; the others are clear.
 _UNCLEAR = frozenset(
     {"host-missing", "host-unreachable", "network-unreachable", "ssh-failed", "ssh-not-served"}
@@ -63,10 +65,10 @@ def judge_unreachable(host: str, trouble: Finding, seen: SshProblem) -> Finding:
         return _kept_out(host, seen, trouble, problem)
     if problem == "refused":
         return _refused(host, seen, trouble)
-    if problem == "" and seen.passing is not None:
-        return _black_hole(host, seen, trouble)
     if problem == "" and not seen.knock.greeted:
         return _says_nothing(host, seen, trouble)
+    if problem == "" and trouble.name == _TIMED_OUT:
+        return _hangs(host, seen, trouble)
     return replace(trouble, evidence=_unreachable_hosts_evidence(seen, trouble))
 
 
@@ -176,22 +178,20 @@ def _let_in(host: str, seen: SshProblem) -> str:
     return f"allow this host, on the console of {host}:\n{command}"
 
 
-def _black_hole(host: str, seen: SshProblem, trouble: Finding) -> Finding:
+def _hangs(host: str, seen: SshProblem, trouble: Finding) -> Finding:
     interface = seen.interface.name if seen.interface else "eth0"
-    assert seen.passing is not None
-    command = f"sudo ip link set dev {interface} mtu {seen.frame_bytes}"
+    mtu = (seen.interface.mtu_bytes if seen.interface else None) or _USUAL_MTU
+    smaller = _USUAL_MTU if mtu > _USUAL_MTU else _TUNNEL_MTU
+    command = f"sudo ip link set dev {interface} mtu {smaller}"
     return Finding(
-        name="mtu-black-hole",
+        name="ssh-hangs",
         status=Status.FAILURE,
-        what=f"large packets are lost between this host ({interface}) and {host}: ssh hangs",
-        why="this host sends larger frames than a device on the path supports, and gets no error: "
-        "small packets pass, and ssh hangs in its key exchange. "
-        f"Frames of {seen.frame_bytes:,} bytes pass",
-        fix=f"on this host, then on {host}, where the interface may have another name:\n"
-        f"{command}\nssh -t {host} {command}",
-        evidence=f"{_unreachable_hosts_evidence(seen, trouble)}\n"
-        f"{seen.knock.sent_bytes:,} bytes in one packet did not arrive, "
-        f"{seen.passing.sent_bytes:,} did",
+        what=f"ssh to {host} connects and then hangs",
+        why="the server greets at once, but ssh did not finish: a device on the path drops the large "
+        "packets of its key exchange (MTU), or the host is overloaded",
+        fix=f"try smaller frames on this host, then on {host}, where the interface may have another "
+        f"name:\n{command}\nssh -t {host} {command}",
+        evidence=_unreachable_hosts_evidence(seen, trouble),
     )
 
 

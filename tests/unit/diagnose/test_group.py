@@ -456,16 +456,3 @@ def test_a_machine_that_has_not_come_in_time_is_a_finding(
     assert failure.what.startswith("node2 ")
     assert failure == snapshot
     assert len(result.ranks) == 2
-
-
-@pytest.mark.parametrize("blocked", [(), ((0, 1),)])
-def test_a_rule_that_closes_a_port_is_told_by_the_link_that_was_tried(
-    blocked: Sequence[tuple[int, int]], scene: Scene
-) -> None:
-    scene.machines[1].finds = [
-        Finding(name="firewall-ranks-closed", status=Status.WARNING, what="a rule drops it")
-    ]
-    scene.blocked = set(blocked)
-    _, result = scene.play()
-    assert "firewall-ranks-closed" not in names(result)
-    assert ("blocked-dropped" in names(result)) == bool(blocked)

@@ -1,7 +1,6 @@
 """Name resolution: whether this host resolves its own hostname, and how long lookups take."""
 
 import ipaddress
-import os
 import queue
 import re
 import socket
@@ -15,43 +14,6 @@ from functools import partial
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces as network
-
-_PORT = 53
-_WITHIN_S = 1.0
-_TRIES = 2  # one packet may be lost
-_RECURSE = 0x0100
-_POINTER, _INTERNET = 12, 1
-
-
-def is_silent(server: str, address: str, *, port: int = _PORT) -> bool:
-    """Return whether a name server ignores a reverse lookup of an address.
-
-    Any answer counts, including a refusal. An unreachable server is not silent: lookups then fail
-    at once.
-    """
-    labels = ipaddress.ip_address(address).reverse_pointer.encode().split(b".")
-    name = b"".join(bytes([len(one)]) + one for one in labels) + b"\0"
-    header = os.urandom(2) + struct.pack(">HHHHH", _RECURSE, 1, 0, 0, 0)
-    question = header + name + struct.pack(">HH", _POINTER, _INTERNET)
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            server, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
-        )[0]
-        with socket.socket(family, kind, protocol) as asking:
-            asking.settimeout(_WITHIN_S)
-            asking.connect(place)
-            return not any(_answered(asking, question) for _ in range(_TRIES))
-    except OSError:
-        return False
-
-
-def _answered(asking: socket.socket, question: bytes) -> bool:
-    asking.send(question)
-    try:
-        return asking.recv(512)[:2] == question[:2]
-    except TimeoutError:
-        return False
-
 
 # Timeout of a lookup; each rank would wait at least this long.
 _GIVEN_UP_S = 3.0
@@ -99,11 +61,6 @@ def reverse_lookup(surroundings: Surroundings) -> Iterator[Finding]:
             yield _slow_reverse(address, answer, surroundings)
             return
         seen.append(f"{address} in {answer.seconds * 1000:.0f} ms")
-    servers = _servers(surroundings)
-    # The resolver asks further servers only after the first, and only if /etc/hosts has no entry.
-    if servers and addresses and is_silent(servers[0], addresses[0]):
-        yield _silent_server(servers[0])
-        return
     what = f"reverse lookup of {' and '.join(seen)}" if seen else "no address to look up"
     yield Finding(name="reverse-lookup", status=Status.OK, what=what)
 
@@ -276,31 +233,15 @@ def _localhost(answer: _Answer) -> Iterator[Finding]:
 
 def _slow_reverse(address: str, answer: _Answer, surroundings: Surroundings) -> Finding:
     servers = ", ".join(_servers(surroundings)) or "none"
-    return _reverse_is_slow(
-        f"reverse lookup of {address} is slow: {answer.how_long()}",
-        address=address,
-        evidence=f"/etc/resolv.conf: nameserver {servers}",
-    )
-
-
-def _silent_server(server: str) -> Finding:
-    return _reverse_is_slow(
-        f"the name server {server} does not answer, so each lookup takes many seconds",
-        address="ADDRESS",
-        evidence=f"/etc/resolv.conf: nameserver {server}; asked twice",
-    )
-
-
-def _reverse_is_slow(what: str, *, address: str, evidence: str) -> Finding:
     return Finding(
         name="reverse-lookup-slow",
         status=Status.WARNING,
-        what=what,
+        what=f"reverse lookup of {address} is slow: {answer.how_long()}",
         why="torch looks up the name of each rank that connects to its store, one after the other; "
         "a server that does not answer costs about 10 s each time",
         fix=f"echo '{address} NAME' | sudo tee -a /etc/hosts  # one line per host, on every host\n"
         "sudoedit /etc/resolv.conf  # or configure a server that answers",
-        evidence=evidence,
+        evidence=f"/etc/resolv.conf: nameserver {servers}",
     )
 
 

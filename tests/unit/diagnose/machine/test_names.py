@@ -1,6 +1,5 @@
 """Names: the own one, localhost, and name servers that do not answer."""
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     monkeypatch.setattr(
         "torchmuster.launch.network.interfaces.read_interfaces", lambda: (LOOPBACK, ETHERNET)
     )
-    monkeypatch.setattr(names, "is_silent", lambda *_: False)
     monkeypatch.setattr(names, "_GIVEN_UP_S", GIVE_UP_S)
     files = {
         "proc/sys/kernel/hostname": "node1\n",
@@ -224,42 +222,3 @@ def test_one_slow_answer_is_not_a_fault(
     assert slowed.name == "reverse-lookup-slow"
     assert "1.5 s" in slowed.what
     assert slowed == snapshot
-
-
-def test_a_silent_server_is_found_though_the_own_address_is_known(
-    machine: Surroundings, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    monkeypatch.setattr(names, "_name_of", lambda _: ["node1"])
-    monkeypatch.setattr(names, "is_silent", lambda *asked: asked == ("10.0.0.53", "10.0.0.5"))
-    finding = only(REVERSE, machine)
-    assert (finding.name, finding.status) == ("reverse-lookup-slow", Status.WARNING)
-    assert "10.0.0.53" in finding.what
-    assert finding == snapshot
-    assert "/etc/hosts" in finding.fix
-
-
-def test_servers_that_answer_and_servers_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(names, "_WITHIN_S", 0.1)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-        assert names.is_silent("127.0.0.1", "10.0.0.5", port=port)
-        question, _ = server.recvfrom(512)
-        # Not of the root: a server without the internet is silent on that, and fine.
-        assert question[2:12] == b"\1\0\0\1\0\0\0\0\0\0"
-        assert question[12:] == b"\x015\x010\x010\x0210\7in-addr\4arpa\0\0\x0c\0\1"
-        server.recvfrom(512)  # the second try
-
-        def refuse() -> None:
-            server.settimeout(GIVE_UP_S)
-            asked, who = server.recvfrom(512)
-            server.sendto(asked[:2] + b"\x81\x05" + asked[4:], who)
-
-        monkeypatch.setattr(names, "_WITHIN_S", GIVE_UP_S)
-        answering = threading.Thread(target=refuse)
-        answering.start()
-        assert not names.is_silent("127.0.0.1", "10.0.0.5", port=port)
-        answering.join()
-    # Refused at once: nobody waits.
-    assert not names.is_silent("127.0.0.1", "10.0.0.5", port=port)
