@@ -18,13 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from torchmuster import __version__
-from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.job import JobSpec, Limits
@@ -39,6 +38,7 @@ from torchmuster.launch.transports.join.messages import (
 )
 from torchmuster.launch.transports.join.stream import HEADER_BYTES
 from torchmuster.launch.transports.srun import SrunTransport
+from torchmuster.runfolder import RunFolder
 
 FOLDER_VARIABLE = "MUSTER_SIMULATED_HOSTS"  # the folder with ORDER and RESULT
 ORDER = "order"  # quiet | chatty | fail HOST | silent HOST
@@ -294,24 +294,13 @@ async def play_host(
 
 
 class SilentConsole:
-    """A console that prints nothing, and keeps the messages for an error."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def say(self, text: str) -> None:
-        """Keep a message."""
-        self.messages.append(text)
+    """A console that prints nothing."""
 
     def world(self, size: int) -> None:
         """Ignore the number of ranks."""
 
     def output(self, rank: int, text: str) -> None:
         """Ignore the output of a rank."""
-
-    def show(self, findings: Sequence[Finding]) -> None:
-        """Keep the findings."""
-        self.messages += [finding.what for finding in findings]
 
 
 async def measure(hosts: int, folder: Path) -> dict[str, float]:
@@ -332,8 +321,7 @@ async def measure(hosts: int, folder: Path) -> dict[str, float]:
             allocation(hosts), environment=environment_with_srun(folder), patience_s=60.0
         ),
         console,
-        run_id="simulated",
-        logs=str(folder / "logs"),
+        run=RunFolder(folder),
         on_phase=lambda phase: running.set() if phase == "running" else None,
     )
 
@@ -344,7 +332,7 @@ async def measure(hosts: int, folder: Path) -> dict[str, float]:
         waiting = asyncio.ensure_future(running.wait())
         await asyncio.wait({job, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if job.done():
-            raise RuntimeError(f"the run did not start: {job.result()}, {console.messages}")
+            raise RuntimeError(f"the run did not start: {job.result()}")
 
     def give_order(order: str) -> None:
         (folder / ORDER).write_text(order)

@@ -69,7 +69,7 @@ def test_a_machine_that_never_came_is_left_out_and_too_few_are_refused(
     going_on = run.transcript.wait_for("continuing with")
     assert going_on.text.endswith("2 of 3 hosts, without node2")
     said = run.transcript.text("err")
-    assert re.search(r"2 of 3 joined: .*node2 missing \(.+\)", said)
+    assert "2 ranks started: node1 1, node3 1" in said
     (tmp_path / "end").touch()
     assert run.transcript.end() == 0
     refused = Run.launch(

@@ -66,7 +66,7 @@ def test_the_pasted_line_is_all_that_a_machine_needs(lab: Lab, tmp_path: Path) -
     assert hosting.end() == 0
     assert joining.end() == 0
     assert smoke_lines(2) <= set(rank_lines(hosting))
-    assert "2 of 2 joined" in hosting.text("err")
+    assert "2 ranks started" in hosting.text("err")
     assert f"will run in {tmp_path}: {SMOKE[0]}" in joining.text("err")
     assert "the run finished" in joining.text("err")
     await_true("nothing is left", lambda: (leftovers(lab), strays(lab)) == ({}, {}))

@@ -146,7 +146,7 @@ SITUATIONS = [
     Situation(
         name="hosts by address",
         hosts="10.77.0.12,10.77.0.11",
-        says="2 of 2 joined: 10.77.0.12 ok, 10.77.0.11 ok",
+        says="2 ranks started: 10.77.0.12 1, 10.77.0.11 1",
     ),
     Situation(
         name="everything at once",

@@ -163,7 +163,7 @@ def test_stop_ends_a_run_and_says_so(
 @pytest.mark.nightly
 def test_stop_of_a_run_that_is_starting(folder: Path, muster: Muster) -> None:
     with launched(folder, *cpu("waiting.py", *LONG_GRACE)) as run:
-        run.wait_for("muster: device: cpu")  # by now it hears signals; the ranks come next
+        run.wait_for("2 ranks started")
         stopped = muster("stop", "last")
         assert stopped.code == 0, stopped
         assert run.end().code == 143

@@ -88,7 +88,7 @@ def test_a_job_on_three_nodes_is_submitted_and_followed(cluster: SlurmLab, tmp_p
     code, said = run("--slurm", "--nodes", "3", *CPU, *SMOKE, cwd=tmp_path)
     assert code == 0, said
     assert smoke_lines(3) <= set(said.splitlines())
-    assert "3 of 3 joined" in said
+    assert "3 ranks started" in said
     assert "RUNNING None node[1-3]" in said
 
 
@@ -200,4 +200,4 @@ def test_more_gpus_than_the_job_has_is_one_sentence(cluster: SlurmLab, tmp_path:
     code, said = run("--num-gpus", "4", "train.py", cwd=tmp_path, before=before)
     assert code == 2
     assert re.search(r"failure  .*4.*GPUs.*", said), said
-    assert "joined" not in said
+    assert "started" not in said

@@ -132,7 +132,9 @@ def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> 
 
             async def echo(place: int) -> None:
                 for turn in range(3):
-                    await agents.channels[place].send(protocol.Stop(grace_s=turn, why=texts[place]))
+                    await agents.channels[place].send(
+                        protocol.Stop(attempt=0, grace_s=turn, why=texts[place])
+                    )
                 for turn in range(3):
                     answer = await hear(agents.channels[place])
                     assert answer == protocol.Output(rank=turn, text=texts[place])
@@ -182,7 +184,7 @@ def test_an_agent_that_is_killed_is_named_and_the_others_go_on(cluster: SlurmLab
             await transport.reopen(1)
             await agents.all_here(3)
             assert agents.hellos[1].record.host == "node2"
-            await agents.channels[1].send(protocol.Stop(grace_s=1, why="again"))
+            await agents.channels[1].send(protocol.Stop(attempt=0, grace_s=1, why="again"))
             assert await hear(agents.channels[1]) == protocol.Output(rank=1, text="again")
 
     asyncio.run(scene())

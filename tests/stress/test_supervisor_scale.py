@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.job_runner import JobRunner
+from torchmuster.launch.launcher.job_runner import JobRunner, Result
 from torchmuster.launch.transports.channel import Arrive
+from torchmuster.runfolder import RunFolder
 
 pytestmark = [pytest.mark.stress, pytest.mark.alone]
 
@@ -118,22 +118,13 @@ class Fleet:
 
 
 class Silent:
-    """A voice that only keeps what it was told."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.words.append(text)
+    """A console of ranks that print nothing."""
 
     def world(self, size: int) -> None:
         self.size = size
 
     def output(self, rank: int, text: str) -> None:
         raise AssertionError("nobody prints")
-
-    def show(self, findings: Sequence[Finding]) -> None:
-        self.words += [one.what for one in findings]
 
 
 @dataclass(frozen=True)
@@ -144,13 +135,13 @@ class Cost:
     messages: float
 
 
-def measure(size: int, logs: Path) -> Cost:
+def measure(size: int, logs: Path, said: pytest.LogCaptureFixture) -> Cost:
     console, fleet = Silent(), Fleet(size)
     spec = JobSpec(name="big", command=("train.py",), folder="/", device="cpu")
 
     async def run() -> bool:
-        runner = JobRunner(spec, fleet, console, run_id="r", logs=str(logs))
-        return (await runner.run()).good
+        runner = JobRunner(spec, fleet, console, run=RunFolder(logs.parent))
+        return (await runner.run()).result is Result.FINISHED
 
     gc.collect()
     gc.disable()  # what Python's collector adds depends on what else is in this process
@@ -163,16 +154,20 @@ def measure(size: int, logs: Path) -> Cost:
     cpu_s = time.process_time() - began
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     # What is said does not grow with the machines, apart from a digit more.
-    assert max(map(len, console.words)) < 700, console.words
-    assert f"{size:,} of {size:,} joined" in console.words[0]
+    assert max(map(len, said.messages)) < 700, said.messages
+    assert f"{size:,} of {size:,} joined" in said.messages[0]
+    said.clear()
     assert console.size == 8 * size
     messages = sum(machine.messages for machine in fleet.machines) / size
     return Cost(size, cpu_s, grown_kib / size, messages)
 
 
-def test_the_work_of_the_launcher_grows_with_the_machines_and_not_faster(tmp_path: Path) -> None:
-    measure(100, tmp_path)  # imports and the like
-    few, many = measure(1_000, tmp_path), measure(10_000, tmp_path)
+def test_the_work_of_the_launcher_grows_with_the_machines_and_not_faster(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "torchmuster.launch")
+    measure(100, tmp_path, caplog)  # imports and the like
+    few, many = measure(1_000, tmp_path, caplog), measure(10_000, tmp_path, caplog)
     for cost in (few, many):
         print(
             f"{cost.machines:>6,} machines: {cost.cpu_s:5.2f} s of CPU time, "

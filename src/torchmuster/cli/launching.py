@@ -237,8 +237,7 @@ def _task_with_spares(
     transport: Transport,
     console: "TerminalConsole",
     *,
-    run_id: str,
-    logs: str,
+    run: RunFolder,
     on_phase: Callable[[str], None],
 ) -> "JobRunner":
     """Return the run, which tests the health of its spares."""
@@ -246,9 +245,7 @@ def _task_with_spares(
     from torchmuster.launch.launcher.job_runner import JobRunner
 
     examine = SpareCheck(spec.folder)
-    return JobRunner(
-        spec, transport, console, run_id=run_id, logs=logs, on_phase=on_phase, examine=examine
-    )
+    return JobRunner(spec, transport, console, run=run, on_phase=on_phase, examine=examine)
 
 
 def transport_for(spec: JobSpec, python: str) -> Transport:

@@ -21,11 +21,13 @@ from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding, Status, exit_code, from_error, worst_first
 from torchmuster.launch.history import known_failures
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.job_runner import JobOutcome
+from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.job_runner import JobOutcome, Result
 from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
-from torchmuster.launch.launcher.session import Console, Session
+from torchmuster.launch.launcher.session import Session
 from torchmuster.launch.network.reach import NodeAddress, gloo_calls, name_several
 from torchmuster.launch.transports.channel import Transport
+from torchmuster.runfolder import RunFolder
 
 _EXAMINED_WITHIN_S = 40.0
 # A host's own firewall check is a guess; links that work prove it wrong.
@@ -167,10 +169,9 @@ class GroupCheck:
         self,
         spec: JobSpec,
         transport: Transport,
-        console: Console,
+        console: TerminalConsole,
         *,
-        run_id: str,
-        logs: str,
+        run: RunFolder,
         on_phase: Callable[[str], None] = lambda _: None,
         quick: bool = False,
     ) -> None:
@@ -181,10 +182,8 @@ class GroupCheck:
         self._on_phase = on_phase
         self._quick = quick
         self._many = len(transport.places) > 1
-        self._ears = probing.ProbeOutput(console)
-        self._session = Session(
-            spec, transport, self._ears, run_id=run_id, logs=logs, on_phase=on_phase
-        )
+        self._ears = probing.ProbeOutput()
+        self._session = Session(spec, transport, self._ears, run=run, on_phase=on_phase)
         self._attempts = 0
         self._findings: list[Finding] = []
         self._links: list[Link] = []
@@ -201,13 +200,13 @@ class GroupCheck:
         """Run the whole check."""
         session = self._session
         began_s = time.monotonic()
-        outcome = JobOutcome(good=False, stopped=True)
+        outcome = JobOutcome(result=Result.STOPPED)
         try:
             self._on_phase("joining")
-            await self._transport.open(session.registry.arrive)
-            absent = await session.registry.gather()
+            await self._transport.open(session.hosts.arrive)
+            absent = await session.hosts.gather()
             if self._many:
-                self._console.say(session.registry.words())
+                self._console.say(session.hosts.words())
             if self._spec.hosts:  # connected over ssh
                 looking = why_all_unreachable(absent, self._transport.places)
                 absent = await session.waiting.unless_stopped(looking)
@@ -215,20 +214,22 @@ class GroupCheck:
                 host = self._transport.places[place]
                 self._findings.append(dataclasses.replace(finding, hosts=(host,)))
             self._on_phase("starting")
-            here = [node for node in session.registry.nodes if node.place not in absent]
+            here = [node for node in session.hosts.all if node.place not in absent]
             ready = await session.waiting.unless_stopped(self._look_at(here))
             await self._try_ranks(ready)
             self.result = self._result(absent, time.monotonic() - began_s)
             good = exit_code(self.result.findings) == 0
-            outcome = JobOutcome(good=good, words=headline(self.result))
+            result = Result.FINISHED if good else Result.FAILED
+            outcome = JobOutcome(result=result, words=headline(self.result))
         except MusterError as error:  # the transport failed as a whole
             self._findings += from_error(error)
             self.result = self._result({}, time.monotonic() - began_s)
             raise
         except Stopped:
-            await session.end(session.registry.nodes)
+            await session.end(session.hosts.all)
         finally:
-            await session.leave(0 if outcome.good else 1, outcome.words or "the check has finished")
+            code, _ = outcome.for_joined_hosts()
+            await session.leave(code, outcome.words or "the check has finished")
         return outcome
 
     # ---- each host, and the links between them
@@ -258,7 +259,7 @@ class GroupCheck:
         if self._many:
             await self._compare([node for node in nodes if not node.lost])
         self._tell_of_machines()
-        self._session.say_reasons([node for node, _ in ready])
+        self._session.log_reasons([node for node, _ in ready])
         return [node for node, _ in ready if not node.lost]
 
     async def _examine(self, examiners: Sequence[HostProbe]) -> None:
@@ -372,7 +373,7 @@ class GroupCheck:
     # ---- result
 
     def _result(self, absent: Mapping[int, Finding], seconds: float) -> GroupResult:
-        known = {node.place: node for node in self._session.registry.nodes}
+        known = {node.place: node for node in self._session.hosts.all}
         return GroupResult(
             machines=tuple(
                 _group_machine(name, place, known.get(place), absent.get(place))

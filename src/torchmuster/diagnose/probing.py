@@ -15,7 +15,7 @@ from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.node_handle import NodeHandle, Word
-from torchmuster.launch.launcher.session import Console, Session
+from torchmuster.launch.launcher.session import Session
 from torchmuster.launch.network.reach import name_several
 
 _START_WITHIN_S = 20.0
@@ -60,18 +60,13 @@ DEADLINE_S = 180.0
 
 
 class ProbeOutput:
-    """A console that keeps the output of the ranks and prints everything else."""
+    """A console that keeps the output of the ranks."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
         self._size = 0
         self._ended: set[int] = set()
         self.lines: list[str] = []
         self.all_told = asyncio.Event()  # every rank has printed its last record
-
-    def say(self, text: str) -> None:
-        """Print a message of the launcher."""
-        self._console.say(text)
 
     def world(self, size: int) -> None:
         """Set the number of ranks."""
@@ -91,10 +86,6 @@ class ProbeOutput:
         self._ended.clear()
         self.lines.clear()
         self.all_told.clear()
-
-    def show(self, findings: Sequence[Finding]) -> None:
-        """Print findings."""
-        self._console.show(findings)
 
     def progress(self) -> str:
         """Return the stages of the ranks as text; "" before their first record."""

@@ -163,8 +163,9 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
-    """Stop this host's ranks gracefully, and kill them after the grace period. Answered by ``ended``."""
+    """Stop this host's ranks gracefully, and kill them after the grace period. Answered by ``ended`` of this attempt."""
 
+    attempt: Integer
     grace_s: float
     why: str
 

@@ -60,9 +60,10 @@ class _ToKernel(TerminalConsole):
         """Send the number of ranks."""
         self._tell(WorldReady(size))
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, in_log_only: bool = False) -> None:
         """Send a message of the launcher."""
-        self._tell(Said(text))
+        if not in_log_only:
+            self._tell(Said(text))
 
     def output(self, rank: int, text: str) -> None:
         """Send lines of a rank's log."""
@@ -132,11 +133,10 @@ def main() -> int:
         transport: Transport,
         console: TerminalConsole,
         *,
-        run_id: str,
-        logs: str,
+        run: RunFolder,
         on_phase: Callable[[str], None],
     ) -> JobRunner:
-        runner = JobRunner(spec, transport, console, run_id=run_id, logs=logs, on_phase=on_phase)
+        runner = JobRunner(spec, transport, console, run=run, on_phase=on_phase)
         words = (runner, asyncio.get_running_loop())
         threading.Thread(target=kernel.obey, args=words, daemon=True).start()
         return runner

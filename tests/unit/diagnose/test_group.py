@@ -19,8 +19,9 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, Limits
-from torchmuster.launch.launcher.job_runner import JobOutcome
+from torchmuster.launch.launcher.job_runner import JobOutcome, Result
 from torchmuster.launch.transports.channel import Arrive
+from torchmuster.runfolder import RunFolder
 
 SMALL = Finding(name="shm-small", status=Status.NOTE, what="/dev/shm is small", fix="mount it")
 WELL = Finding(name="memory", status=Status.OK, what="8 GiB")
@@ -103,8 +104,7 @@ class Played:
             case protocol.Start():
                 return self._ranks(message)
             case protocol.Stop():
-                attempts = [one.attempt for one in self.of(protocol.Start)] or [-1]
-                return [protocol.Ended(attempt=attempts[-1], good=True)]
+                return [protocol.Ended(attempt=message.attempt, good=True)]
         return []
 
     def _ranks(self, start: protocol.Start) -> Sequence[protocol.FromAgent]:
@@ -216,8 +216,7 @@ class Scene:
                 spec,
                 PlayedTransport(self.machines, self.absent),
                 console,
-                run_id="r",
-                logs=str(self.folder),
+                run=RunFolder(self.folder),
                 quick=quick,
             )
             outcome = await asyncio.wait_for(check.run(), GIVE_UP_S)
@@ -241,7 +240,7 @@ def names(result: GroupResult, *, above_note: bool = True) -> list[str]:
 
 def test_a_healthy_group_passes_and_all_of_it_is_looked_at(scene: Scene) -> None:
     outcome, result = scene.play()
-    assert outcome.good
+    assert outcome.result is Result.FINISHED
     assert names(result) == []
     assert [(one.name, one.host, one.ranks) for one in result.machines] == [
         ("node1", "h0", 1),
@@ -281,7 +280,7 @@ def test_a_machine_that_does_not_come_is_a_finding_and_the_others_are_checked(
         fix="systemctl enable --now ssh",
     )
     outcome, result = scene.play()
-    assert not outcome.good
+    assert outcome.result is not Result.FINISHED
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
     assert (failure.name, failure.what, failure.fix) == (trouble.name, trouble.what, trouble.fix)
     assert [one.missing for one in result.machines] == ["no ssh server listens", "", ""]
@@ -293,7 +292,7 @@ def test_where_a_link_is_blocked_ranks_run_only_among_those_who_reach_each_other
 ) -> None:
     scene.blocked = {(0, 2), (2, 0)}
     outcome, result = scene.play()
-    assert not outcome.good
+    assert outcome.result is not Result.FINISHED
     (not_tried,) = result.not_tried
     assert "node1 and node2; node3)" in not_tried
     assert not_tried == snapshot
@@ -316,7 +315,7 @@ def test_machines_with_another_torch_or_none_are_told_and_not_mixed(scene: Scene
     scene.machines[1].torch = "2.14.0"
     scene.machines[2].torch = None
     outcome, result = scene.play()
-    assert not outcome.good
+    assert outcome.result is not Result.FINISHED
     assert {"torch-version", "torch-missing"} <= set(names(result))
     assert [len(one.of(protocol.Start)) for one in scene.machines] == [1, 1, 0]
 
@@ -344,7 +343,7 @@ def test_ranks_that_hang_are_ended_and_named(scene: Scene, monkeypatch: pytest.M
     monkeypatch.setattr(probing, "DEADLINE_S", 0.5)
     scene.machines[1].ranks_hang = True
     outcome, result = scene.play()
-    assert not outcome.good
+    assert outcome.result is not Result.FINISHED
     assert any("rank 1" in one.what and "hang" in one.name for one in result.findings)
     assert all(one.of(protocol.Stop) for one in scene.machines if one.ranks_hang)
 
@@ -352,7 +351,7 @@ def test_ranks_that_hang_are_ended_and_named(scene: Scene, monkeypatch: pytest.M
 def test_ranks_that_have_told_everything_are_not_waited_for(scene: Scene) -> None:
     scene.machines[2].ranks_stay = True
     outcome, result = scene.play()
-    assert outcome.good
+    assert outcome.result is Result.FINISHED
     assert len(result.ranks) == 3
     assert [one.grace_s for one in scene.machines[2].of(protocol.Stop)] == [0.0]
 
@@ -390,7 +389,7 @@ def test_wrong_values_are_looked_at_again_with_other_variables(
 
 def test_quick_leaves_out_the_ranks_and_says_so(scene: Scene) -> None:
     outcome, result = scene.play(quick=True)
-    assert outcome.good
+    assert outcome.result is Result.FINISHED
     (not_tried,) = result.not_tried
     assert "--quick" in not_tried
     assert [one.of(protocol.Start) for one in scene.machines] == [[], [], []]
@@ -450,7 +449,7 @@ def test_a_machine_that_has_not_come_in_time_is_a_finding(
     scene.absent[1] = None
     scene.join_s = 0.3
     outcome, result = scene.play()
-    assert not outcome.good
+    assert outcome.result is not Result.FINISHED
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
     assert (failure.name, failure.why) == ("host-missing", "ssh is connecting")
     assert failure.what.startswith("node2 ")

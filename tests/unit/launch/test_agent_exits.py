@@ -144,7 +144,7 @@ def test_a_request_to_stop_that_comes_with_the_start_is_not_lost(tmp_path: Path)
     async def scene(it: Scene) -> None:
         it.end.say(it.prepare)
         await it.end.hear(protocol.Prepared)
-        it.end.say(it.start, protocol.Stop(grace_s=0.0, why=""))
+        it.end.say(it.start, protocol.Stop(attempt=3, grace_s=0.0, why=""))
         ended = await it.end.hear(protocol.Ended)
         assert isinstance(ended, protocol.Ended)
         assert ended.attempt == 3
@@ -157,7 +157,7 @@ def test_a_request_to_stop_that_comes_with_the_start_is_not_lost(tmp_path: Path)
 @pytest.mark.usefixtures("own_machine")
 def test_where_nothing_runs_that_is_the_answer(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
-        it.end.say(protocol.Stop(grace_s=5.0, why=""))
+        it.end.say(protocol.Stop(attempt=-1, grace_s=5.0, why=""))
         assert await it.end.hear(protocol.Ended) == protocol.Ended(attempt=-1, good=True)
         it.end.say(None)
 

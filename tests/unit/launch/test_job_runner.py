@@ -24,7 +24,7 @@ def supervise(folder: Path, checkpoints: str | None = "s3://bucket/run") -> JobR
     run = create_run_folder(folder, "x")
     spec = JobSpec(name="x", command=("x.py",), folder=str(folder), checkpoints=checkpoints)
     transport, console = LocalTransport("here"), TerminalConsole(run)
-    return JobRunner(spec, transport, console, run_id=run.id, logs=str(run.logs))
+    return JobRunner(spec, transport, console, run=run)
 
 
 class Ranks:
@@ -39,8 +39,7 @@ class Ranks:
             rank=0, pid=1, beat=1, moves=1, handles=tuple(handles), replaced=tuple(replaced)
         )
         node = SimpleNamespace(prepared=SimpleNamespace(ranks=1), heartbeats=[beat])
-        registry = SimpleNamespace(nodes=[node])
-        monkeypatch.setattr(runner._session, "registry", registry)
+        monkeypatch.setattr(runner._session, "current", [node])
         monkeypatch.setattr(runner._session, "pass_on", self.sent.append)
         monkeypatch.setattr(
             runner._session, "stop", lambda origin, *, warned_s: self.sent.append("SIGTERM")

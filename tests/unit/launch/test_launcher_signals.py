@@ -10,8 +10,7 @@ import pytest
 
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import launch_job
-from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.job_runner import JobOutcome
+from torchmuster.launch.launcher.job_runner import JobOutcome, Result
 from torchmuster.runfolder import create_run_folder
 
 
@@ -25,7 +24,7 @@ class Idle:
         self.stop = self.pass_on = self.told.append
 
     async def run(self) -> JobOutcome:
-        return JobOutcome(good=True)
+        return JobOutcome(result=Result.FINISHED)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
@@ -33,15 +32,13 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
     tmp_path: Path,
 ) -> None:
     course = Idle()
-    warned: list[str] = []
     run = create_run_folder(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
-    console = TerminalConsole(run)
 
     async def work() -> None:
-        with launch_job._signals(course, console, [], warned, run=run, spec=spec):
+        with launch_job._Requests(spec, run, course) as requests:
             os.kill(os.getpid(), signal.SIGUSR1)
-            while not warned:
+            while not requests.is_warned:
                 await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -51,4 +48,4 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
         asyncio.run(work())
     finally:
         signal.signal(signal.SIGUSR1, former)
-    assert (course.told, warned, heard) == (["SIGUSR1"], ["SIGUSR1"], [signal.SIGUSR1])
+    assert (course.told, heard) == (["SIGUSR1"], [signal.SIGUSR1])

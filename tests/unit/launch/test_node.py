@@ -105,14 +105,13 @@ def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
     with_node(scene)
 
 
-def test_a_machine_that_was_not_started_yet_may_say_that_nothing_runs() -> None:
+def test_the_end_of_an_earlier_attempt_does_not_count() -> None:
     async def scene(node: NodeHandle, channel: FakeChannel) -> None:
         node.expect(1)
         await said(channel, protocol.Ended(attempt=0, good=True))
         assert not node.ended
-        await node.stop(5, "another machine failed")
-        await said(channel, protocol.Ended(attempt=0, good=True))
-        assert node.ended == protocol.Ended(attempt=0, good=True)
+        await said(channel, protocol.Ended(attempt=1, good=True))
+        assert node.ended == protocol.Ended(attempt=1, good=True)
 
     with_node(scene)
 

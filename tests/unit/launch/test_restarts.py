@@ -1,14 +1,16 @@
 """When a run that failed is started again, after which pause, and why it is not."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher import job_runner
-from torchmuster.launch.launcher.job_runner import PastAttempt, decide_restart
+from torchmuster.launch.launcher import restart
+from torchmuster.launch.launcher.restart import PastAttempt, decide_restart
 
 
 def failure(
@@ -79,7 +81,7 @@ IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
         ([attempt(saved=100)] * 3, 10, None),
         ([attempt(reached=7)] * 3, 10, None),
         # Whoever kills from outside may do so anywhere, and again.
-        ([attempt(KILLED, saved=100, reached=120)] * 3, 10, 4.0),
+        ([attempt(KILLED, name="rank-killed", saved=100, reached=120)] * 3, 10, 4.0),
         ([attempt("b was lost: no heartbeat for 10 s", name="host-lost", saved=100)] * 3, 10, 4.0),
         # What cannot mend itself is not repeated, unless it had worked before.
         ([attempt(IMPORT, mistake=True)], 3, None),
@@ -99,38 +101,45 @@ def test_the_decision(
     assert chosen.reason == snapshot
 
 
-def failed(what: str = "", error: str = "", exit_code: int = 1) -> protocol.Failure:
+def failed(
+    what: str = "", error: str = "", exit_code: int = 1, ago_s: float = 0.0
+) -> protocol.Failure:
     return protocol.Failure(
-        rank=0, local_rank=0, exit_code=exit_code, ago_s=0.0, error=error, what=what
+        rank=0, local_rank=0, exit_code=exit_code, ago_s=ago_s, error=error, what=what
     )
 
 
 @pytest.mark.parametrize(
-    ("what", "ranks", "expected"),
+    ("ranks", "expected"),
     [
-        (IMPORT, [failed()], True),
-        ("rank 0 on a failed: SyntaxError: invalid syntax", [failed()], True),
-        ("rank 0 on a failed: exit code 2", [failed(exit_code=2)], True),
-        ("rank 0 on a failed: exit code 21", [failed(exit_code=21)], False),
-        ("all 2 ranks failed: the batch is too small", [failed("the batch is too small")], True),
-        ("rank 0 on a failed: ValueError: no batch", [failed()], False),
+        ([failed(error="ModuleNotFoundError: No module named 'flash'")], True),
+        ([failed(error="SyntaxError: invalid syntax")], True),
+        ([failed(exit_code=2)], True),
+        ([failed(exit_code=21)], False),
+        ([failed("the batch is too small")], True),
+        ([failed(error="ValueError: no batch")], False),
         # What another rank said that only waited is not the cause.
         (
-            KILLED,
-            [failed("the ranks' store became unreachable while waiting for the first rank")],
+            [
+                failed(exit_code=-9, ago_s=1.0),
+                failed("the ranks' store became unreachable while waiting for the first rank"),
+            ],
             False,
         ),
+        ([], False),
     ],
 )
-def test_what_cannot_mend_itself(what: str, ranks: list[protocol.Failure], expected: bool) -> None:
-    assert job_runner.needs_user(failure(what), ranks) is expected
+def test_what_cannot_mend_itself(ranks: list[protocol.Failure], expected: bool) -> None:
+    ended = protocol.Ended(attempt=0, good=False, failures=tuple(ranks))
+    host: Any = SimpleNamespace(ended=ended, ended_s=10.0)
+    assert restart.needs_user(restart.first_failure([host])) is expected
 
 
 @pytest.mark.parametrize(("saved", "pause_s"), [(None, 0.0), (1200, 0.0), (None, 2.0)])
 def test_what_is_said_at_a_restart(
     saved: int | None, pause_s: float, snapshot: SnapshotAssertion
 ) -> None:
-    announced = job_runner.restart_announcement(
+    announced = restart.restart_announcement(
         attempt(KILLED, saved=saved), pause_s, "restart 1 of 3"
     )
     assert announced.startswith(f"{KILLED}; ")
@@ -139,11 +148,11 @@ def test_what_is_said_at_a_restart(
 
 def test_a_script_that_is_not_known_to_resume_is_not_said_to() -> None:
     last = PastAttempt(finding=failure(KILLED), saved=1200, resumes=False)
-    assert "1,200" not in job_runner.restart_announcement(last, 0.0, "restart 1 of 3")
+    assert "1,200" not in restart.restart_announcement(last, 0.0, "restart 1 of 3")
 
 
 def test_the_end_says_why_there_is_no_other_attempt_before_why_it_failed() -> None:
-    ended = job_runner.with_reason(failure(), "crash loop")
+    ended = restart.with_reason(failure(), "crash loop")
     assert ended.what == failure().what
     assert ended.why == f"crash loop\n{failure().why}"
-    assert job_runner.with_reason(failure(), "") == failure()
+    assert restart.with_reason(failure(), "") == failure()

@@ -9,8 +9,12 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher import node_handle
-from torchmuster.launch.launcher.stopping import StopCause, saved_after_request
+from torchmuster.launch.launcher.stopping import (
+    Saved,
+    StopCause,
+    saved_after_request,
+    saved_by_ranks,
+)
 
 SAVED = "saved at step 120 after a stop request"
 WORDS = f"{SAVED} (SIGUSR1 to rank 1)"
@@ -46,11 +50,13 @@ def machine(
     ],
 )
 def test_ranks_that_saved_say_so(machines: list[Any]) -> None:
-    assert node_handle.trouble_text(machines) == WORDS
+    assert saved_by_ranks(machines) == Saved(text=WORDS)
 
 
 def test_a_script_that_ends_with_the_code_needs_no_words(snapshot: SnapshotAssertion) -> None:
-    assert node_handle.trouble_text([machine(rank(0, 75))]) == snapshot
+    saved = saved_by_ranks([machine(rank(0, 75))])
+    assert saved is not None
+    assert saved.text == snapshot
 
 
 @pytest.mark.parametrize(
@@ -66,20 +72,22 @@ def test_a_script_that_ends_with_the_code_needs_no_words(snapshot: SnapshotAsser
     ],
 )
 def test_nothing_else_is_taken_for_it(machines: list[Any]) -> None:
-    assert node_handle.trouble_text(machines) == ""
+    assert saved_by_ranks(machines) is None
 
 
 def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure(
     snapshot: SnapshotAssertion,
 ) -> None:
     starting = [machine(rank(0, -10)), machine(rank(1, 138), rank(2, -15))]
-    assert node_handle.trouble_text(starting, warned=True) == snapshot
-    assert (
-        node_handle.trouble_text(starting) == ""
-    )  # nobody warned them, or they do not know how to save
+    stopped = saved_by_ranks(starting, warned=True)
+    assert stopped is not None
+    assert not stopped.is_new
+    assert stopped.text == snapshot
+    # Nobody warned them, or they do not know how to save.
+    assert saved_by_ranks(starting) is None
     late = [machine(rank(0, -10), rank(1, 75, WORDS))]
-    assert node_handle.trouble_text(late, warned=True) == WORDS
-    assert node_handle.trouble_text([machine(rank(0, -10), rank(1, 1))], warned=True) == ""
+    assert saved_by_ranks(late, warned=True) == Saved(text=WORDS)
+    assert saved_by_ranks([machine(rank(0, -10), rank(1, 1))], warned=True) is None
 
 
 def test_whoever_got_the_signal_is_named_and_not_the_rank_that_it_was_passed_on_to(
@@ -87,15 +95,17 @@ def test_whoever_got_the_signal_is_named_and_not_the_rank_that_it_was_passed_on_
 ) -> None:
     saved = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS))]
     cause = StopCause(origin="SIGTERM to the launcher")
-    assert saved_after_request(saved, cause, tmp_path) == f"{SAVED} (SIGTERM to the launcher)"
+    by_us = saved_after_request(saved, cause, tmp_path)
+    assert by_us == Saved(text=f"{SAVED} (SIGTERM to the launcher)")
     by_slurm = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS), asked="SIGTERM")]
-    assert (
-        saved_after_request(by_slurm, None, tmp_path) == f"{SAVED} (SIGTERM to the node agent on b)"
-    )
-    assert saved_after_request(saved, None, tmp_path) == WORDS
+    elsewhere = Saved(text=f"{SAVED} (SIGTERM to the node agent on b)")
+    assert saved_after_request(by_slurm, None, tmp_path) == elsewhere
+    assert saved_after_request(saved, None, tmp_path) == Saved(text=WORDS)
     silent = [machine(rank(0, 75))]
-    assert saved_after_request(silent, cause, tmp_path).endswith(" (SIGTERM to the launcher)")
-    assert saved_after_request([machine(rank(0, -15))], cause, tmp_path) == ""
+    by_code = saved_after_request(silent, cause, tmp_path)
+    assert by_code is not None
+    assert by_code.text.endswith(" (SIGTERM to the launcher)")
+    assert saved_after_request([machine(rank(0, -15))], cause, tmp_path) is None
 
 
 def test_a_checkpoint_of_a_script_counts_if_it_is_complete_and_younger_than_the_request(

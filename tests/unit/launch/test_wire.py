@@ -52,7 +52,7 @@ def through_a_pipe(message: protocol.Message) -> bytes:
         protocol.Reach(
             nonce="n", targets=(protocol.Target(address="fd00::1", port=29400),), timeout_s=5.0
         ),
-        protocol.Stop(grace_s=5.0, why="Ctrl-C"),
+        protocol.Stop(attempt=0, grace_s=5.0, why="Ctrl-C"),
         protocol.Signal(name="SIGUSR1"),
         protocol.Alive(),
         protocol.Leave(exit_code=1, words="rank 1 on b failed: „nichts“"),
@@ -203,6 +203,6 @@ def test_whoever_sends_without_an_end_is_refused_before_memory_is_gone() -> None
 
 def test_a_number_that_json_does_not_know_is_not_sent_as_nothing_unnoticed() -> None:
     # Such a time would arrive as null, and nobody would understand the message.
-    endless = protocol.Stop(grace_s=math.inf, why="")
+    endless = protocol.Stop(attempt=0, grace_s=math.inf, why="")
     with pytest.raises(protocol.UnreadableMessage):
         protocol.decode_to_agent(protocol.encode(endless))

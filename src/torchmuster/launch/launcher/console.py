@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import select
@@ -18,6 +19,8 @@ from typing import TextIO
 
 from torchmuster.finding import Finding, render
 from torchmuster.runfolder import RunFolder
+
+_logger = logging.getLogger(__name__)
 
 WINDOW_S = 0.5
 LINES_PER_S = 1000
@@ -387,9 +390,10 @@ class TerminalConsole:
         self._ranks = self._console(sys.stdout, size, colour=self._colour).__enter__()
         self._log = self._console(self._stream, size).__enter__()
 
-    def say(self, text: str) -> None:
-        """Print a message of the launcher."""
-        self._print([f"muster: {printable(line, colour=False)}" for line in text.splitlines()])
+    def say(self, text: str, *, in_log_only: bool = False) -> None:
+        """Print a message of the launcher, or only add it to the run's console log."""
+        lines = [f"muster: {printable(line, colour=False)}" for line in text.splitlines()]
+        self._print([] if in_log_only else lines, lines)
 
     def output(self, rank: int, text: str) -> None:
         """Print what a rank wrote."""
@@ -418,19 +422,55 @@ class TerminalConsole:
         )
 
     def _print(self, lines: Sequence[str], plain: Sequence[str] | None = None) -> None:
-        if self._ranks is not None:
+        if self._ranks is not None and lines:
             self._ranks.catch_up(_CATCH_UP_WITHIN_S)
-        if self._own is not None:
+        if self._own is not None and lines:
             for line in lines:
                 self._own.say(line)
             self._own.catch_up(_CATCH_UP_WITHIN_S)
-        for line in plain or lines:
+        for line in lines if plain is None else plain:
             if self._log is not None:
                 self._log.say(line)
             elif self._stream is not None:
                 with contextlib.suppress(OSError):  # a full disk must not stop the run
                     self._stream.write(f"{line}\n")
                     self._stream.flush()
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints what the launcher logs; of its details (``DEBUG``) only the run's console log gets a copy."""
+
+    def __init__(self, console: TerminalConsole) -> None:
+        super().__init__(logging.DEBUG)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        findings = getattr(record, "findings", None)
+        if findings is not None:
+            self._console.show(findings)
+        else:
+            in_log_only = record.levelno < logging.INFO
+            self._console.say(record.getMessage(), in_log_only=in_log_only)
+
+
+@contextlib.contextmanager
+def logging_to(console: TerminalConsole) -> Iterator[None]:
+    """Print what the modules of the launcher log on this console."""
+    logger, handler = logging.getLogger("torchmuster.launch"), ConsoleHandler(console)
+    level, logger.level = logger.level, logging.DEBUG
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level = level
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Log findings, which the console prints with cause and fix."""
+    if findings:
+        _logger.info("%s", findings[0].what, extra={"findings": list(findings)})
 
 
 def _harmless(finding: Finding) -> Finding:

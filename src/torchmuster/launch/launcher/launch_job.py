@@ -2,17 +2,18 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import Finding, from_error
-from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.transports.channel import Arrive, Channel, Transport
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torchmuster.launch.launcher.console import TerminalConsole
     from torchmuster.launch.launcher.job_runner import JobOutcome
 
+logger = logging.getLogger(__name__)
 
 # Schedulers signal every process of a job, and a shell whose terminal closes hangs up its jobs after the system
 # did, so one request may arrive more than once.
@@ -70,8 +72,7 @@ class MakeGroupTask(Protocol):
         transport: Transport,
         console: "TerminalConsole",
         *,
-        run_id: str,
-        logs: str,
+        run: RunFolder,
         on_phase: Callable[[str], None],
     ) -> GroupTask:
         """Return the task."""
@@ -81,21 +82,21 @@ def launch_job(
     spec: JobSpec,
     transport: Transport,
     run: RunFolder,
-    make_voice: Callable[[RunFolder], "TerminalConsole"],
-    make_course: MakeGroupTask | None = None,
+    make_console: Callable[[RunFolder], "TerminalConsole"],
+    make_task: MakeGroupTask | None = None,
     *,
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Launch a job and wait until it is over; return the exit code of the command.
 
-    ``make_course`` creates a task other than a run. ``on_phase`` is called with each phase that the run enters.
+    ``make_task`` creates a task other than a run. ``on_phase`` is called with each phase that the run enters.
     """
 
     async def work() -> int:
         # Connect the hosts first: node agents start while this process imports what it needs.
-        called = _Called(transport)
-        await called.call()
-        return await _launch(spec, called, run, make_voice(run), make_course, on_phase)
+        opened = _OpenTransport(transport)
+        await opened.connect()
+        return await _Launch(spec, run, make_console(run), on_phase).run(opened, make_task)
 
     _ignore_early_warnings()
     return asyncio.run(work())
@@ -112,16 +113,21 @@ def _ignore_early_warnings() -> None:
             signal.signal(number, lambda *_: None)
 
 
-class _Called:
-    """A transport that connects the hosts before the node registry exists."""
+class _OpenTransport:
+    """A transport that connects the hosts before anybody is there to receive them."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._early: list[tuple[int, Channel]] = []
         self._arrive: Arrive = lambda place, channel: self._early.append((place, channel))
         self._failed: MusterError | None = None
+        self.reopen = transport.reopen
+        self.waiting_for = transport.waiting_for
+        self.gave_up = transport.gave_up
+        self.rejoins = transport.rejoins
+        self.close = transport.close
 
-    async def call(self) -> None:
+    async def connect(self) -> None:
         """Connect the hosts; ``open`` raises the error if that fails."""
         try:
             await self._transport.open(lambda place, channel: self._arrive(place, channel))
@@ -141,114 +147,243 @@ class _Called:
         for place, channel in self._early:
             arrive(place, channel)
 
-    async def reopen(self, place: int) -> None:
-        """Reconnect a lost host."""
-        await self._transport.reopen(place)
 
-    def waiting_for(self, place: int) -> str:
-        """Return why a host has not joined yet, as a short text."""
-        return self._transport.waiting_for(place)
+class _Requests:
+    """The signals that arrive while a run lasts, as requests to its task, and its time limit.
 
-    def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return why a host will not join."""
-        return self._transport.gave_up(place)
+    Use as a context: at its end, every signal does again what it did before.
+    """
 
-    def rejoins(self, place: int) -> bool:
-        """Return whether a lost host may rejoin by itself."""
-        return self._transport.rejoins(place)
+    def __init__(self, spec: JobSpec, run: RunFolder, task: GroupTask) -> None:
+        self._spec = spec
+        self._run = run
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._last_s = -math.inf
+        self._reminder: asyncio.TimerHandle | None = None
+        self._limit: asyncio.TimerHandle | None = None
+        self._handled: dict[int, object] = {}  # the signals, and what they did before
+        self.stop_signals: list[str] = []  # requests to stop
+        self.is_warned = False
 
-    async def close(self) -> None:
-        """Close everything that was opened."""
-        await self._transport.close()
+    @property
+    def cause(self) -> _StopSignal:
+        """What the first request was."""
+        return _STOP_SIGNALS[self.stop_signals[0] if self.stop_signals else "SIGTERM"]
 
+    def __enter__(self) -> "_Requests":
+        self._handle("SIGINT", self.stop, "SIGINT")
+        self._handle("SIGTERM", self.stop, "SIGTERM")
+        self._handle("SIGUSR1", self.warn, "SIGUSR1")
+        self._handle("SIGUSR2", self.warn, "SIGUSR2")
+        self._handle("SIGTSTP", self._refuse_to_suspend)
+        # With nohup or --detach, a hangup does nothing.
+        if signal.getsignal(getattr(signal, "SIGHUP", signal.SIGTERM)) is not signal.SIG_IGN:
+            self._handle("SIGHUP", self.stop, "SIGHUP")
+        return self
 
-async def _launch(
-    spec: JobSpec,
-    transport: Transport,
-    run: RunFolder,
-    console: "TerminalConsole",
-    make_course: MakeGroupTask | None,
-    report_phase: Callable[[str], None],
-) -> int:
-    from torchmuster.launch.history import run_state
-    from torchmuster.launch.history.evidence import keep_failure, read_failures
-    from torchmuster.launch.history.run_state import launcher_heartbeat_file
-    from torchmuster.launch.launcher.job_runner import JobRunner
-    from torchmuster.launch.schedulers.slurm.allocation import job_id, would_not_get_on
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for timer in (self._reminder, self._limit):
+            if timer is not None:
+                timer.cancel()
+        for number, before in self._handled.items():
+            self._loop.remove_signal_handler(number)
+            signal.signal(number, before)  # type: ignore[arg-type]
 
-    began = time.monotonic()
-    event_log = run_state.EventLog(run, job_uid=spec.job_uid)
-    logs = str(run.logs.resolve())
-    make_course = make_course or JobRunner
-    asked: list[str] = []
+    def _handle(self, name: str, action: Callable[..., None], *arguments: str) -> None:
+        with contextlib.suppress(AttributeError, NotImplementedError):  # Windows
+            number = getattr(signal, name)
+            before = signal.getsignal(number)
+            self._loop.add_signal_handler(number, action, *arguments)
+            self._handled[number] = before
 
-    def end_at_limit() -> None:
-        origin = f"time limit of {format_seconds(spec.limits.time_s or 0.0)}"
-        console.say(f"{origin} reached: stopping all ranks within {spec.limits.grace_s:g} s")
-        run_state.log_event(run, "time-limit", what=f"stop requested ({origin})")
-        asked.append("SIGTERM")
-        course.stop(origin)
-
-    def on_phase(name: str) -> None:
-        event_log.phase(name)
-        report_phase(name)
-        if name == "starting" and spec.limits.time_s is not None and not limits:
-            loop = asyncio.get_running_loop()
-            limits.append(loop.call_later(spec.limits.time_s, end_at_limit))
-
-    limits: list[asyncio.TimerHandle] = []
-    course = make_course(spec, transport, console, run_id=run.id, logs=logs, on_phase=on_phase)
-    slurm_job = job_id(os.environ)
-    run_state.write_job(run, spec, token=course.token, slurm_job=slurm_job)
-    with console.speaking():
-        warned: list[str] = []
-        newest = None if slurm_job is None else await _newest_checkpoint(spec)
-        try:
-            with (
-                launcher_heartbeat_file(run.state),
-                _signals(course, console, asked, warned, run=run, spec=spec),
-            ):
-                console.say(f"run {run.id}")  # from here on the user can stop it by this id
-                outcome = await course.run()
-        except MusterError as error:
-            console.show(findings := from_error(error))
-            keep_failure(run, len(read_failures(run)), findings[0], ())
-            event_log.ended("failed", error.exit_code, error.what)
-            return error.exit_code
-        except asyncio.CancelledError:  # Ctrl-C before the signal handlers were installed
-            event_log.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
-            raise
-        except BaseException as error:
-            event_log.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
-            raise
-        for limit in limits:
-            limit.cancel()
-        console.finish()
-        took_s = time.monotonic() - began
-        resume = None if outcome.good else await _how_to_resume(spec, run)
-        event_log.resume = resume.fix if resume is not None else ""
-        stop = _STOP_SIGNALS[asked[0] if asked else "SIGTERM"]
-        code = _conclude(outcome, spec, event_log, console, run, took_s, stop)
-        if resume is not None:
-            console.show([resume])
-        if code == ExitCode.SAVED and slurm_job is not None and not asked:
-            is_newer = await _newest_checkpoint(spec) != newest
-            why_not = would_not_get_on(
-                spec, outcome.saved, is_newer=is_newer, warned=bool(warned), took_s=took_s
+    def stop(self, name: str) -> None:
+        """Ask the ranks to stop; a second request kills them."""
+        again_s = self._loop.time() - self._last_s
+        self._last_s = self._loop.time()
+        if again_s <= _SAME_REQUEST_S and name != "SIGINT":
+            return
+        origin = _STOP_SIGNALS[name].origin
+        if self.stop_signals:
+            logger.info(f"stop requested again ({origin}): killing all ranks")
+        else:
+            within = f"within {self._spec.limits.grace_s:g} s"
+            logger.info(
+                f"stop requested ({origin}): stopping all ranks {within} (repeat to kill them immediately)"
             )
-            await asyncio.to_thread(_go_back_into_the_queue, slurm_job, console, why_not)
-        return code
+        self._request_stop(name, origin, "stop-requested")
+
+    def warn(self, name: str) -> None:
+        """Pass a scheduler's warning on, again and again: ranks that are still starting miss the first one."""
+        self.is_warned = True
+        self._task.pass_on(name)
+        if self._spec.checkpoints is not None:
+            if self._reminder is not None:
+                self._reminder.cancel()
+            self._reminder = self._loop.call_later(_REMIND_AFTER_S, self.warn, name)
+
+    def begin_time_limit(self) -> None:
+        """Let the time limit begin, once."""
+        if self._spec.limits.time_s is not None and self._limit is None:
+            self._limit = self._loop.call_later(self._spec.limits.time_s, self._end_at_limit)
+
+    def _end_at_limit(self) -> None:
+        origin = f"time limit of {format_seconds(self._spec.limits.time_s or 0.0)}"
+        grace_s = self._spec.limits.grace_s
+        logger.info(f"{origin} reached: stopping all ranks within {grace_s:g} s")
+        self._request_stop("SIGTERM", origin, "time-limit")
+
+    def _request_stop(self, name: str, origin: str, event: str) -> None:
+        from torchmuster.launch.history import run_state
+
+        self.stop_signals.append(name)
+        run_state.log_event(self._run, event, what=f"stop requested ({origin})")
+        self._task.stop(origin)
+
+    def _refuse_to_suspend(self) -> None:
+        logger.info(
+            "a run cannot be suspended; to free the terminal use --detach and muster logs -f"
+        )
+
+
+class _Launch:
+    """One launch: its records in the run folder, and its last line."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run: RunFolder,
+        console: "TerminalConsole",
+        report_phase: Callable[[str], None],
+    ) -> None:
+        self._spec = spec
+        self._run = run
+        self._console = console
+        self._report_phase = report_phase
+        self._requests: _Requests | None = None
+        self._event_log: run_state.EventLog
+
+    async def run(self, transport: Transport, make_task: MakeGroupTask | None) -> int:
+        """Run the task to its end; return the exit code."""
+        from torchmuster.launch.history import evidence, run_state
+        from torchmuster.launch.launcher.console import logging_to, show_findings
+        from torchmuster.launch.launcher.job_runner import JobRunner, Result
+        from torchmuster.launch.schedulers.slurm.allocation import job_id, would_not_get_on
+
+        spec, run = self._spec, self._run
+        began_s = time.monotonic()
+        self._event_log = event_log = run_state.EventLog(run, job_uid=spec.job_uid)
+        make_task = make_task or JobRunner
+        task = make_task(spec, transport, self._console, run=run, on_phase=self._on_phase)
+        slurm_job = job_id(os.environ)
+        run_state.write_job(run, spec, token=task.token, slurm_job=slurm_job)
+        newest = None if slurm_job is None else await _newest_checkpoint(spec)
+        with self._console.speaking(), logging_to(self._console):
+            requests = self._requests = _Requests(spec, run, task)
+            try:
+                with run_state.launcher_heartbeat_file(run.state), requests:
+                    logger.debug(f"run {run.id}")
+                    outcome = await task.run()
+            except MusterError as error:
+                findings = from_error(error)
+                show_findings(findings)
+                failures = len(evidence.read_failures(run))
+                evidence.keep_failure(run, failures, findings[0], ())
+                event_log.ended("failed", error.exit_code, error.what)
+                return error.exit_code
+            except asyncio.CancelledError:  # Ctrl-C before the signal handlers were installed
+                event_log.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
+                raise
+            except BaseException as error:
+                event_log.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
+                raise
+            self._console.finish()
+            took_s = time.monotonic() - began_s
+            resume = None
+            if outcome.result is not Result.FINISHED:
+                resume = await _how_to_resume(spec, run)
+                event_log.resume = resume.fix if resume is not None else ""
+            code = self._conclude(outcome, took_s, requests.cause)
+            if resume is not None:
+                show_findings([resume])
+            if code == ExitCode.SAVED and slurm_job is not None and not requests.stop_signals:
+                why_not = would_not_get_on(
+                    spec,
+                    saved_new=outcome.saved is not None and outcome.saved.is_new,
+                    is_newer=await _newest_checkpoint(spec) != newest,
+                    warned=requests.is_warned,
+                    took_s=took_s,
+                )
+                await asyncio.to_thread(_go_back_into_the_queue, slurm_job, why_not)
+            return code
+
+    def _on_phase(self, name: str) -> None:
+        self._event_log.phase(name)
+        self._report_phase(name)
+        if name == "starting" and self._requests is not None:
+            self._requests.begin_time_limit()
+
+    def _conclude(self, outcome: "JobOutcome", took_s: float, stop: _StopSignal) -> int:
+        """Print and log how the run ended; return the exit code."""
+        from torchmuster.launch.history import run_state
+        from torchmuster.launch.launcher.console import rank_text, show_findings
+        from torchmuster.launch.launcher.job_runner import Result
+
+        run, ended = self._run, self._event_log.ended
+        took = format_seconds(took_s)
+        killed = outcome.killed.ranks if outcome.killed else ()
+        if outcome.killed:
+            finding = outcome.killed.finding
+            show_findings([finding])
+            facts = {"what": finding.what, "why": finding.why, "fix": finding.fix}
+            run_state.log_event(run, finding.name, **facts)
+        match outcome.result:
+            case Result.FINISHED:
+                if not outcome.words:
+                    logger.info(f"finished in {took}; {_where_logs_are(run)}")
+                ended("finished", ExitCode.GOOD, outcome.words or "finished")
+                return ExitCode.GOOD
+            case Result.SAVED:
+                assert outcome.saved is not None
+                resume = "rerun the command to resume"  # the user's own script knows how
+                if self._spec.checkpoints is not None:
+                    resume = f"resume with: muster train --resume {_shown(run.path)}"
+                logger.info(f"{outcome.saved.text}, after {took}; {resume}")
+                ended("saved", ExitCode.SAVED, outcome.saved.text, killed_ranks=killed)
+                return ExitCode.SAVED
+            case Result.STOPPED:
+                not_saved = " without a final checkpoint" if self._spec.checkpoints else ""
+                logger.info(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
+                code = stop.exit_code
+                if code == ExitCode.TERMINATED and outcome.killed and not outcome.killed.at_once:
+                    code = ExitCode.KILLED
+                headline = f"stopped on request ({outcome.origin or stop.origin})"
+                headline += f"; killed: {rank_text(killed)}" if killed else ""
+                ended("stopped", code, headline, killed_ranks=killed)
+                return code
+            case Result.FAILED:
+                headline = outcome.words
+                if outcome.finding is not None:
+                    show_findings([outcome.finding])
+                    headline = outcome.finding.what
+                ended("failed", ExitCode.FAILED, headline)
+                return ExitCode.FAILED
 
 
 async def _how_to_resume(spec: JobSpec, run: RunFolder) -> Finding | None:
     """Return from which checkpoint the user's script can resume; a disk that hangs must not block the end."""
     from torchmuster.launch.history.resume import plan_resume, resume_finding
 
-    def look() -> Finding | None:
+    def read() -> Finding | None:
         return resume_finding(spec, plan_resume(spec, run.metrics))
 
     with contextlib.suppress(Exception):
-        return await asyncio.wait_for(asyncio.to_thread(look), _LOOK_WITHIN_S)
+        return await asyncio.wait_for(asyncio.to_thread(read), _LOOK_WITHIN_S)
     return None
 
 
@@ -256,78 +391,26 @@ async def _newest_checkpoint(spec: JobSpec) -> str | None:
     from torchmuster.launch.launcher import training_progress
 
     metrics = Path()  # what was not saved does not count
-    seen = await asyncio.to_thread(
+    progress = await asyncio.to_thread(
         training_progress.read_training_progress, spec, metrics, since_unix_s=math.inf
     )
-    return seen.checkpoint
+    return progress.checkpoint
 
 
-def _go_back_into_the_queue(job: str, console: "TerminalConsole", why_not: str) -> None:
+def _go_back_into_the_queue(job: str, why_not: str | None) -> None:
     from torchmuster.launch.schedulers.slurm.allocation import may_go_back, requeue
 
     decided = may_go_back(job, os.environ, why_not=why_not)
-    console.say(decided.reason)
-    if decided.value and (trouble := requeue(job)):
-        console.say(trouble)
+    logger.info(decided.reason)
+    trouble = requeue(job) if decided.value else None
+    if trouble is not None:
+        logger.info(trouble)
 
 
 def _where_logs_are(run: RunFolder) -> str:
     if run.marker.is_file():
-        return f"logs in {_launch_job_shown(run.logs)}"
-    return f"{_launch_job_shown(run.path)} was deleted during the run: the logs and checkpoints in it are lost"
-
-
-def _conclude(
-    outcome: "JobOutcome",
-    spec: JobSpec,
-    event_log: "run_state.EventLog",
-    console: "TerminalConsole",
-    run: RunFolder,
-    took_s: float,
-    stop: _StopSignal,
-) -> int:
-    from torchmuster.launch.history import run_state
-    from torchmuster.launch.launcher.console import rank_text
-
-    took = format_seconds(took_s)
-    killed = outcome.killed.ranks if outcome.killed else ()
-    if outcome.killed:
-        console.show([finding := outcome.killed.finding])
-        run_state.log_event(run, finding.name, what=finding.what, why=finding.why, fix=finding.fix)
-    if outcome.good and outcome.words:
-        event_log.ended("finished", ExitCode.GOOD, outcome.words)
-        return ExitCode.GOOD
-    if outcome.good:
-        console.say(f"finished in {took}; {_where_logs_are(run)}")
-        event_log.ended("finished", ExitCode.GOOD, "finished")
-        return ExitCode.GOOD
-    if outcome.saved:
-        console.say(f"{outcome.saved}, after {took}; {_how_to_go_on(spec, run)}")
-        event_log.ended("saved", ExitCode.SAVED, outcome.saved, killed_ranks=killed)
-        return ExitCode.SAVED
-    if outcome.stopped:
-        not_saved = " without a final checkpoint" if spec.checkpoints else ""
-        console.say(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
-        code = stop.exit_code
-        if code == ExitCode.TERMINATED and outcome.killed and not outcome.killed.at_once:
-            code = ExitCode.KILLED
-        headline = f"stopped on request ({outcome.origin or stop.origin})"
-        headline += f"; killed: {rank_text(killed)}" if killed else ""
-        event_log.ended("stopped", code, headline, killed_ranks=killed)
-        return code
-    if outcome.words:
-        event_log.ended("failed", ExitCode.FAILED, outcome.words)
-        return ExitCode.FAILED
-    assert outcome.finding is not None
-    console.show([outcome.finding])
-    event_log.ended("failed", ExitCode.FAILED, outcome.finding.what)
-    return ExitCode.FAILED
-
-
-def _how_to_go_on(spec: JobSpec, run: RunFolder) -> str:
-    if spec.checkpoints is None:  # the user's own script, which knows how to resume
-        return "rerun the command to resume"
-    return f"resume with: muster train --resume {_launch_job_shown(run.path)}"
+        return f"logs in {_shown(run.logs)}"
+    return f"{_shown(run.path)} was deleted during the run: the logs and checkpoints in it are lost"
 
 
 def _left(machines: Sequence[str]) -> str:
@@ -336,81 +419,7 @@ def _left(machines: Sequence[str]) -> str:
     return f"no answer from {name_several(machines)}; the node agent there stops its ranks as soon as it can"
 
 
-def _launch_job_shown(path: Path) -> str:
+def _shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)
-
-
-@contextlib.contextmanager
-def _signals(
-    course: GroupTask,
-    console: "TerminalConsole",
-    asked: list[str],
-    warned: list[str],
-    *,
-    run: RunFolder,
-    spec: JobSpec,
-) -> Iterator[None]:
-    """Turn signals into requests while the run lasts.
-
-    ``asked`` collects the signals that requested a stop, ``warned`` the warning signals.
-    """
-    from torchmuster.launch.history import run_state
-
-    loop = asyncio.get_running_loop()
-    reminder: asyncio.TimerHandle | None = None
-    last_s = -math.inf
-
-    def stop(name: str) -> None:
-        nonlocal last_s
-        again_s, last_s = loop.time() - last_s, loop.time()
-        if again_s <= _SAME_REQUEST_S and name != "SIGINT":
-            return
-        origin = _STOP_SIGNALS[name].origin
-        within = f"within {spec.limits.grace_s:g} s"
-        words = f"stop requested ({origin}): stopping all ranks {within} (repeat to kill them immediately)"
-        if asked:
-            words = f"stop requested again ({origin}): killing all ranks"
-        asked.append(name)
-        console.say(words)
-        run_state.log_event(run, "stop-requested", what=f"stop requested ({origin})")
-        course.stop(origin)
-
-    def warn(name: str) -> None:
-        nonlocal reminder
-        warned.append(name)
-        course.pass_on(name)
-        if (
-            spec.checkpoints is not None
-        ):  # repeat it for ranks that are still starting and missed the first one
-            reminder = loop.call_later(_REMIND_AFTER_S, warn, name)
-
-    def suspend() -> None:
-        console.say(
-            "a run cannot be suspended; to free the terminal use --detach and muster logs -f"
-        )
-
-    actions = {"SIGINT": stop, "SIGTERM": stop, "SIGUSR1": warn, "SIGUSR2": warn}
-    known: list[signal.Signals] = []
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    for name, action in actions.items():
-        with contextlib.suppress(AttributeError, NotImplementedError):
-            number = getattr(signal, name)
-            loop.add_signal_handler(number, action, name)
-            known.append(number)
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        loop.add_signal_handler(signal.SIGTSTP, suspend)
-        known.append(signal.SIGTSTP)
-        # With nohup or --detach, a hangup does nothing.
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(signal.SIGHUP, stop, "SIGHUP")
-            known.append(signal.SIGHUP)
-    try:
-        yield
-    finally:
-        if reminder is not None:
-            reminder.cancel()
-        for number in known:
-            loop.remove_signal_handler(number)
-            signal.signal(number, before[number])

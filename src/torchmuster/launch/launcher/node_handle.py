@@ -2,17 +2,21 @@
 
 import asyncio
 import contextlib
-import signal
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from torchmuster.errors import ExitCode, Impossible, MachineLost, MusterError, NotNow
+from torchmuster.errors import Impossible, MachineLost, MusterError, NotNow
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.heartbeat import Heartbeat
-from torchmuster.launch.history import known_failures
 from torchmuster.launch.transports.channel import Channel
 
+logger = logging.getLogger(__name__)
+# Seconds until the first message while waiting, and between later ones.
+FIRST_WORD_S, NEXT_WORD_S = 5.0, 9.0
+
+T = TypeVar("T")
 Reply = TypeVar("Reply", bound=protocol.Message)
 # Output of a sidecar process, and finally how it exited.
 Word = protocol.Relay | protocol.SidecarEnded
@@ -40,7 +44,6 @@ class NodeHandle:
         self.stopping: protocol.Stopping | None = None  # as last reported, at stopping_s
         self.stopping_s = 0.0
         self._attempt = -1
-        self._asked_to_start = self._asked_to_stop = False
         self._replies: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
         self._on_change: Callable[[], None] = lambda: None
         self._on_word: Callable[[Word], None] = lambda _: None
@@ -48,6 +51,11 @@ class NodeHandle:
         self._on_metrics: Callable[[protocol.TrainingMetrics], None] = lambda _: None
         self._tasks: list[asyncio.Task[None]] = []
         self._sign: asyncio.Task[None] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has joined and is not lost."""
+        return self.record is not None and not self.lost
 
     @property
     def has_gpus(self) -> bool:
@@ -122,7 +130,6 @@ class NodeHandle:
     def expect(self, attempt: int) -> None:
         """Reset the state for a new attempt; late messages of the last one are ignored."""
         self._attempt = attempt
-        self._asked_to_start = self._asked_to_stop = False
         self.ended = self.stopping = None
         self.heartbeats = ()
         self._replies = asyncio.Queue()
@@ -131,13 +138,11 @@ class NodeHandle:
 
     async def start(self, message: protocol.Start, *, within_s: float) -> protocol.Started:
         """Start the host's ranks."""
-        self._asked_to_start = True
         return await self.ask(message, protocol.Started, within_s=within_s)
 
     async def stop(self, grace_s: float, why: str) -> None:
         """Request a stop of the host's ranks; ``ended`` is set when they have stopped."""
-        self._asked_to_stop = True
-        await self.channel.send(protocol.Stop(grace_s=grace_s, why=why))
+        await self.channel.send(protocol.Stop(attempt=self._attempt, grace_s=grace_s, why=why))
 
     def watch(self, on_sign: Callable[[Sign], None]) -> None:
         """Set the callback for heartbeats and stack dumps of the ranks."""
@@ -231,8 +236,7 @@ class NodeHandle:
 
     def _take_end(self, message: protocol.Ended) -> None:
         """Record how the attempt ended on this host; messages of earlier attempts are ignored."""
-        nothing_ran = self._asked_to_stop and not self._asked_to_start
-        if self.ended is None and (message.attempt == self._attempt or nothing_ran):
+        if self.ended is None and message.attempt == self._attempt:
             self.ended = message
             self.ended_s = time.monotonic()
             self._on_change()
@@ -247,53 +251,6 @@ def error_from(trouble: protocol.Trouble, host: str = "") -> MusterError:
     return kind(what, why=why, fix=trouble.fix)
 
 
-# A rank that saved may still be exiting when the remaining ranks get another stop signal.
-_ENDED = (0, -2, -9, -15)
-_WARNED = -getattr(signal, "SIGUSR1", 10)
-_SAVED = "saved after a stop request"
-NOTHING_NEW = "stopped on request with nothing new to save"
-
-
-def asked_elsewhere(nodes: Sequence[NodeHandle]) -> str:
-    """Return the origin of a stop request that a scheduler sent to a node agent; "" if there is none."""
-    asked = ((node.name, node.ended.asked) for node in nodes if node.ended)
-    return next((f"{name} to the node agent on {host}" for host, name in asked if name), "")
-
-
-def trouble_text(nodes: Sequence[NodeHandle], *, warned: bool = False, origin: str = "") -> str:
-    """Return the ranks' message about saving; "" if a host has no rank that saved, or one that failed.
-
-    If they can save and were ``warned``, ranks killed by the warning had not started or were finished. ``origin`` is
-    the origin of the request, if it is known: a rank knows only that it got a signal.
-    """
-    asked = (int(ExitCode.SAVED), *((_WARNED,) if warned else ()))
-    ends = [node.ended for node in nodes if node.ended is not None]
-    if not ends or len(ends) < len(nodes):
-        return ""
-    if not all(any(_node_handle_code(one) in asked for one in ended.failures) for ended in ends):
-        return ""
-    failures = [failure for ended in ends for failure in ended.failures]
-    if any(_node_handle_code(failure) not in (*asked, *_ENDED) for failure in failures):
-        return ""
-    saved = [one for one in failures if one.exit_code == ExitCode.SAVED]
-    if not saved:
-        return NOTHING_NEW
-    first = next((one for one in saved if one.what), saved[0])
-    origin = origin or asked_elsewhere(nodes)
-    if not origin:
-        return first.what or _SAVED
-    return f"{first.what.removesuffix(f' ({first.why})') or _SAVED} ({origin})"
-
-
-def _node_handle_code(failure: protocol.Failure) -> int:
-    return known_failures.by_signal(failure.exit_code)
-
-
-T = TypeVar("T")
-# Seconds until the first message while waiting, and between later ones.
-FIRST_WORD_S, NEXT_WORD_S = 5.0, 9.0
-
-
 class Stopped(Exception):
     """A stop was requested."""
 
@@ -301,8 +258,7 @@ class Stopped(Exception):
 class WaitingMessages:
     """Wait for changes or a stop request, and report what is being waited for."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self) -> None:
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -351,8 +307,9 @@ class WaitingMessages:
         async def tell() -> None:
             await asyncio.sleep(FIRST_WORD_S)
             while True:
-                if text := words():
-                    self._say(text)
+                text = words()
+                if text:
+                    logger.info(text)
                 await asyncio.sleep(NEXT_WORD_S)
 
         task = asyncio.create_task(tell())

@@ -8,7 +8,7 @@ from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.units import format_seconds
 
-_FIRST_S = 20.0  # after the message that the ranks are starting
+_FIRST_S = 20.0
 _LONG_S = 30.0
 _GROUPS_SHOWN = 3
 _EXITED = ("X", "Z")
@@ -46,7 +46,7 @@ class SilenceWatch:
         self._clock = clock
         self._at_work = False
         self._heard_s = clock()
-        self._tell_after_s = 0.0
+        self._tell_after_s = _FIRST_S
 
     def heard(self, text: str) -> None:
         """Record that a rank printed something."""
@@ -59,14 +59,13 @@ class SilenceWatch:
     def words(self, heartbeats: Iterable[Heartbeat] = ()) -> str:
         """Return the message to print now, usually "".
 
-        The first message comes at once, each later one when the silence is twice as long.
+        Each later message comes when the silence is twice as long.
         """
         silent_s = self._clock() - self._heard_s
         if silent_s < self._tell_after_s:
             return ""
-        starting = not self._tell_after_s
-        self._tell_after_s = _FIRST_S if starting else 2 * silent_s
+        self._tell_after_s = 2 * silent_s
         doing = activity_text(heartbeats, together="all ranks: ")
-        if starting:
-            return f"no output yet; {doing or 'the ranks are starting'}"
+        if not self._at_work:
+            return f"no output for {format_seconds(silent_s)}; {doing or 'the ranks are starting'}"
         return f"no output for {format_seconds(silent_s)}; {doing or 'the ranks are alive'}"

@@ -369,7 +369,7 @@ class NodeAgent:
                 return
             await self._forget_port()
         # Nothing runs, as requested.
-        await self._send(protocol.Ended(attempt=self._attempt, good=True))
+        await self._send(protocol.Ended(attempt=message.attempt, good=True))
 
     async def _pass_on(self, message: protocol.Signal) -> None:
         if self._running is not None:

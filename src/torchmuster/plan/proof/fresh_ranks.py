@@ -49,7 +49,7 @@ class _Quiet(TerminalConsole):
     def world(self, size: int) -> None:
         """Print nothing."""
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, in_log_only: bool = False) -> None:
         """Print nothing."""
 
     def output(self, rank: int, text: str) -> None:

@@ -6,7 +6,6 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import node_handle
 from torchmuster.launch.schedulers.slurm.allocation import (
     job_id,
     may_go_back,
@@ -43,7 +42,7 @@ def test_a_job_that_may_is_put_back(snapshot: SnapshotAssertion) -> None:
     assert chosen.reason == snapshot
     # Said before Slurm ends the job for it.
     assert slurm.asked == [["scontrol", "show", "job", "7"]]
-    assert requeue("7", slurm) == ""
+    assert requeue("7", slurm) is None
     assert slurm.asked[1:] == [["scontrol", "requeue", "7"]]
 
 
@@ -91,7 +90,7 @@ def test_a_task_of_an_array_is_never_addressed_as_the_array(
     ],
 )
 def test_one_that_slurm_does_not_take_back_says_so(answer: SlurmAnswer | None, said: str) -> None:
-    assert requeue("7", Slurm(MAY, answer)).endswith(f": {said}")
+    assert requeue("7", Slurm(MAY, answer)) == f"job 7 is not requeued: {said}"
 
 
 def test_one_that_does_not_get_on_does_not_go_round_for_ever() -> None:
@@ -103,20 +102,20 @@ def test_one_that_does_not_get_on_does_not_go_round_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "words", "is_newer", "warned", "took_s", "goes_back"),
+    ("checkpoints", "saved_new", "is_newer", "warned", "took_s", "goes_back"),
     [
-        (None, "saved", False, False, 3.0, False),
-        (None, "saved", False, True, 3.0, True),
-        (None, "saved", False, False, 3600.0, True),
-        ("runs/x", node_handle.NOTHING_NEW, False, True, 3600.0, False),
-        ("runs/x", node_handle.NOTHING_NEW, True, True, 3600.0, True),
-        ("runs/x", "saved at step 9", False, False, 3.0, True),
+        (None, True, False, False, 3.0, False),
+        (None, True, False, True, 3.0, True),
+        (None, True, False, False, 3600.0, True),
+        ("runs/x", False, False, True, 3600.0, False),
+        ("runs/x", False, True, True, 3600.0, True),
+        ("runs/x", True, False, False, 3.0, True),
     ],
     ids=["ended at once", "warned", "took long", "nothing new", "newer before", "saved"],
 )
 def test_only_who_gets_on_goes_back_into_the_queue(
     checkpoints: str | None,
-    words: str,
+    saved_new: bool,
     is_newer: bool,
     warned: bool,
     took_s: float,
@@ -124,6 +123,8 @@ def test_only_who_gets_on_goes_back_into_the_queue(
     snapshot: SnapshotAssertion,
 ) -> None:
     spec = JobSpec(name="x", command=("x.py",), folder="/", checkpoints=checkpoints)
-    found = would_not_get_on(spec, words, is_newer=is_newer, warned=warned, took_s=took_s)
-    assert (found == "") is goes_back
+    found = would_not_get_on(
+        spec, saved_new=saved_new, is_newer=is_newer, warned=warned, took_s=took_s
+    )
+    assert (found is None) is goes_back
     assert found == snapshot

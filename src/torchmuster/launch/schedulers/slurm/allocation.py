@@ -10,7 +10,6 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.node_handle import NOTHING_NEW
 from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.redaction import redact_command
 from torchmuster.runfolder import RunFolder, list_runs
@@ -35,17 +34,20 @@ def job_id(environment: Mapping[str, str]) -> str | None:
 
 
 def would_not_get_on(
-    spec: JobSpec, words: str, *, is_newer: bool, warned: bool, took_s: float
-) -> str:
-    """Return why a job that exited with 75 would be requeued forever; "" if it makes progress."""
-    if spec.checkpoints is not None and words == NOTHING_NEW and not is_newer:
+    spec: JobSpec, *, saved_new: bool, is_newer: bool, warned: bool, took_s: float
+) -> str | None:
+    """Return why a job that exited with 75 would be requeued forever; None if it makes progress.
+
+    ``saved_new``: its ranks say that they saved; ``is_newer``: there is a newer checkpoint than at the start.
+    """
+    if spec.checkpoints is not None and not saved_new and not is_newer:
         return "it saved nothing new within its time limit; increase the limit: --sbatch '--time=…'"
     if spec.checkpoints is None and not warned and took_s < _LONG_S:
         return (
             f"it exited with code 75 after {format_seconds(took_s)} without a warning signal, "
             "and could be requeued forever"
         )
-    return ""
+    return None
 
 
 def may_go_back(
@@ -53,13 +55,13 @@ def may_go_back(
     environment: Mapping[str, str],
     ask: jobs.Ask = jobs.run_slurm_command,
     *,
-    why_not: str = "",
+    why_not: str | None = None,
 ) -> Decision[bool]:
     """Decide whether to requeue the job that this process runs in.
 
     ``why_not`` is a known reason against it.
     """
-    if why_not:
+    if why_not is not None:
         return Decision(value=False, reason=f"job {job} is not requeued: {why_not}")
     answer = ask(["scontrol", "show", "job", job])
     if answer is None or answer.code != 0:
@@ -83,15 +85,15 @@ def requeue_line(environment: Mapping[str, str]) -> str:
     return f'if [ $? -eq {int(ExitCode.SAVED)} ]; then scontrol requeue "{job}"; fi'
 
 
-def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str:
-    """Requeue the job that this process runs in; return the error, "" if there is none.
+def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str | None:
+    """Requeue the job that this process runs in; return the error, None if there is none.
 
     Slurm stops the job and this process, perhaps before this returns: print all messages before the
     call.
     """
     answer = ask(["scontrol", "requeue", job])
     if answer is not None and answer.code == 0:
-        return ""
+        return None
     said = answer.err if answer is not None else "scontrol is not installed on this host"
     return f"job {job} is not requeued: {said}"
 

@@ -1,0 +1,455 @@
+"""The hosts of a run: which have joined, which of them run the ranks, and which wait to replace one.
+
+Hosts join through a transport. An attempt runs on the hosts that ``choose_hosts`` names; hosts beyond the wanted number are
+spares. A host that was lost is connected again in the background. All costs are linear in the number of hosts.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchmuster.errors import MachineLost, MusterError, NotNow
+from torchmuster.finding import Finding, Status, from_error
+from torchmuster.launch import protocol
+from torchmuster.launch.job import JobSpec, NodeCounts
+from torchmuster.launch.launcher import compare_nodes
+from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages, error_from
+from torchmuster.launch.transports.channel import Channel, Transport
+
+# A host that failed this often in a run is taken only if there are too few others.
+MOST_FAILURES = 2
+# The node agent of this host is a child process: its death is noticed at once, and under load it may need long.
+LOCAL_WITHIN_S = 1800.0
+_SHOWN_HERE, _SHOWN_MISSING = 12, 8
+# A lost host is connected again at this interval while it is needed, and else at growing intervals.
+_CALL_AGAIN_AFTER_S = 1.0
+_CALL_UNNEEDED_AFTER_S, _CALL_UNNEEDED_AT_LEAST_S = 5.0, 30.0
+# Hosts that join at the same time are handled together.
+_LOOK_EVERY_S = 0.05
+_LOOK_FOR_LOST_EVERY_S = 0.2
+_ALIVE_EVERY_S, _TURNS = 2.0, 8
+# A host that is not prepared yet waits for 12 s.
+_ALIVE_AT_LEAST_EVERY_S = 4.0
+_SILENCE_TURNS = 2  # silence is looked for in every second turn
+_DEAF_S = 0.02
+# A lost host does not receive the release message, so waiting longer is useless.
+_LET_GO_WITHIN_S = 3.0
+_LEAVE_WITHIN_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A host that may run ranks: its place in the user's order, and how often it failed in this run."""
+
+    place: int
+    ranks: int | None = None  # None: not known yet
+    failures: int = 0
+
+
+def choose_hosts(
+    present: Sequence[Candidate], wanted: NodeCounts, before: Sequence[Candidate]
+) -> list[int] | None:
+    """Return the places of the hosts of the next attempt, in the order of their node ranks; None if they are too few.
+
+    ``before`` are the hosts of the last attempt as they were chosen. A host that has not failed since then keeps its node rank.
+    The others are replaced by hosts with as many ranks: those with the fewest failures first, then in the user's order. A
+    range of hosts (``--nodes 2:4``) is filled up with any host.
+    """
+    usable = {host.place: host for host in present if host.failures < MOST_FAILURES}
+    if len(usable) < wanted.least:
+        usable = {host.place: host for host in present}
+    kept = set()
+    for host in before:
+        same = usable.get(host.place)
+        if same is not None and same.failures == host.failures:
+            kept.add(host.place)
+    free = [host for host in usable.values() if host.place not in kept]
+    free.sort(key=lambda host: (host.failures, host.place))
+    chosen = []
+    for host in before:
+        if host.place in kept:
+            chosen.append(host.place)
+            continue
+        fitting = [other for other in free if _fits(other, host)]
+        if fitting:
+            chosen.append(fitting[0].place)
+            free.remove(fitting[0])
+    if wanted.least < wanted.most:
+        chosen += [host.place for host in free[: wanted.most - len(chosen)]]
+    return chosen if len(chosen) >= wanted.least else None
+
+
+def _fits(host: Candidate, former: Candidate) -> bool:
+    return None in (host.ranks, former.ranks) or host.ranks == former.ranks
+
+
+class Hosts:
+    """The hosts of a run as they join, leave and come back."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        transport: Transport,
+        waiting: WaitingMessages,
+        *,
+        token: str,
+        on_output: Callable[[int, str], None],
+    ) -> None:
+        count = len(transport.places)
+        most = count - spec.spares
+        self.wanted = NodeCounts(least=spec.min_nodes or most, most=most)
+        self.in_use: list[NodeHandle] = []  # of the attempt, in the order of their node ranks
+        # The hosts of the last attempt as they were chosen; at first those without the spares.
+        self.before = [Candidate(place=place) for place in range(most)]
+        self._transport = transport
+        self._waiting = waiting
+        self._token = token
+        self._on_output = on_output
+        limits = spec.limits
+        is_remote = count > 1 or bool(spec.hosts)
+        self._join_s = limits.join_s if is_remote else max(limits.join_s, LOCAL_WITHIN_S)
+        # A pipe to this host closes by itself; only a network connection can go silent.
+        self._lost_after_s = limits.lost_after_s if count > 1 else None
+        self._return_s = limits.return_s
+        self._nodes: dict[int, NodeHandle] = {}
+        self._failures: Counter[int] = Counter()
+        self._refusals: dict[int, MusterError] = {}
+        self._arrivals = 0
+        self._is_waiting = False  # for the hosts of an attempt
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._has_begun = False
+        self._closing: set[int] = set()  # the places whose lost hosts are being released
+
+    # ---- who is here
+
+    @property
+    def all(self) -> list[NodeHandle]:
+        """All hosts that have connected, in the user's order; some may be lost."""
+        self._name_all()
+        return [self._nodes[place] for place in sorted(self._nodes)]
+
+    @property
+    def idle(self) -> list[NodeHandle]:
+        """The hosts that have joined and run no ranks."""
+        used = {id(node) for node in self.in_use}
+        return [node for node in self.all if node.is_here and id(node) not in used]
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the hosts that the attempt would have, but runs without."""
+        if len(self.in_use) == self.wanted.most:
+            return []
+        used = {node.place for node in self.in_use}
+        names = self._transport.places
+        return [names[place] for place in range(len(names)) if place not in used]
+
+    def at(self, place: int) -> NodeHandle | None:
+        """Return the host at this place, if it has connected."""
+        return self._nodes.get(place)
+
+    def name_of(self, place: int) -> str:
+        """Return the display name of the host at this place."""
+        return self._transport.places[place]
+
+    def words(self) -> str:
+        """Return which hosts have joined: ``2 of 3 joined: a ok, b ok, c missing (…)``."""
+        names = self._transport.places
+        here = [place for place in range(len(names)) if self._is_here(place)]
+        away = sorted(set(range(len(names))).difference(here))
+        shown = [f"{names[place]} ok" for place in here[:_SHOWN_HERE]]
+        if len(here) > _SHOWN_HERE:
+            shown.append(f"… {len(here) - _SHOWN_HERE:,} more ok")
+        for place in away[:_SHOWN_MISSING]:
+            trouble = self._transport.gave_up(place)
+            why = trouble.why if trouble else self._transport.waiting_for(place)
+            shown.append(f"{names[place]} missing ({why})")
+        if len(away) > _SHOWN_MISSING:
+            shown.append(f"… {len(away) - _SHOWN_MISSING:,} more missing")
+        return f"{len(here):,} of {len(names):,} joined: {', '.join(shown)}"
+
+    # ---- which of them run ranks
+
+    def choose(self) -> list[int] | None:
+        """Return the places of the hosts for the next attempt; None if too few are here."""
+        here = [self._candidate(node) for node in self._nodes.values() if node.is_here]
+        return choose_hosts(here, self.wanted, self.before)
+
+    def take(self, places: Sequence[int]) -> list[NodeHandle]:
+        """Let these hosts run the next attempt, in this order; return them."""
+        self._name_all()
+        self.in_use = [self._nodes[place] for place in places]
+        self.before = [self._candidate(node) for node in self.in_use]
+        return self.in_use
+
+    def free(self, broken: Iterable[int] = ()) -> None:
+        """End the attempt; the hosts at these places have failed in it."""
+        self._failures.update(list(broken))
+        self.in_use = []
+
+    def failures_of(self, place: int) -> int:
+        """Return how often the host at this place failed in this run."""
+        return self._failures[place]
+
+    def _candidate(self, node: NodeHandle) -> Candidate:
+        ranks = None if node.prepared is None else node.prepared.ranks
+        return Candidate(place=node.place, ranks=ranks, failures=self._failures[node.place])
+
+    # ---- joining
+
+    def arrive(self, place: int, channel: Channel) -> None:
+        """Register a host that has connected."""
+        # A lost node agent that is still killing its ranks must not kill those of its successor.
+        part = f"{self._token}.{place}.{self._arrivals}"
+        self._arrivals += 1
+        node = NodeHandle(place, f"machine {place + 1}", channel, part)
+        node.listen(on_output=self._on_output, on_change=self._waiting.change)
+        self._nodes[place] = node
+        if self._arrivals == 1:
+            self._do(self._send_heartbeats())
+        self._do(self._greet(node))
+
+    async def wait(self) -> None:
+        """Wait until the hosts of an attempt are here: at first for all hosts, later for as many as are needed."""
+        self._is_waiting = True
+        try:
+            async with self._waiting.telling(self.words):
+                await self._wait()
+        finally:
+            self._is_waiting = False
+        if not self._has_begun:
+            self._has_begun = True
+            self._do(self._reconnect_lost())
+        self._name_all()
+
+    async def _wait(self) -> None:
+        first = not self._has_begun
+        began_s = complete_s = time.monotonic()
+        while missing := self._missing():
+            if first:
+                await self._let_rejoin(missing)
+            now_s = time.monotonic()
+            waited_s = now_s - began_s
+            chosen = self.choose()
+            if first and missing[0] < self.wanted.most:
+                complete_s = now_s
+            if first and now_s - complete_s > self._return_s:
+                return  # only spares are missing
+            if not first and chosen is not None and len(chosen) == self.wanted.most:
+                return
+            no_use = first and all(self._will_not_come(place) for place in missing)
+            is_late = waited_s > (self._join_s if first else self._return_s)
+            if chosen is not None and (is_late or no_use):
+                return
+            self._raise_refusal(missing, is_late=waited_s > self._join_s)
+            if waited_s > self._join_s:
+                raise NotNow(
+                    self.words(),
+                    why=f"not enough hosts joined within {self._join_s:.0f} s",
+                    fix="start the missing hosts, or wait longer: --join-timeout 10m",
+                )
+            await self._waiting.something_new(0.2)
+            await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
+
+    def _missing(self) -> list[int]:
+        return [place for place in range(len(self._transport.places)) if not self._is_here(place)]
+
+    def _is_here(self, place: int) -> bool:
+        node = self._nodes.get(place)
+        return node is not None and node.is_here
+
+    def _will_not_come(self, place: int) -> bool:
+        node = self._nodes.get(place)
+        if node is not None and node.lost:
+            return not self._transport.rejoins(place)
+        return self._transport.gave_up(place) is not None
+
+    async def _let_rejoin(self, places: Iterable[int]) -> None:
+        """Give the places of hosts that were lost to those that replace them."""
+        for place in places:
+            node = self._nodes.get(place)
+            if node is not None and node.lost and self._transport.rejoins(place):
+                await self._connect_again(node)
+
+    def _raise_refusal(self, missing: Sequence[int], *, is_late: bool) -> None:
+        """Raise the error of a host without which the run cannot go on.
+
+        A host that was lost is tried again once the run has begun, until the time to join ``is_late``.
+        """
+        for place in missing:
+            error = self._refusals.pop(place, None)
+            if error is not None and not isinstance(error, MachineLost):
+                raise error
+        if self._has_begun and not is_late:
+            return
+        hopeless = [place for place in missing if self._will_not_come(place)]
+        if len(self._transport.places) - len(hopeless) >= self.wanted.least and not is_late:
+            return
+        for place in hopeless:
+            trouble = self._transport.gave_up(place)
+            if trouble is not None:
+                raise error_from(trouble)
+            self._name_all()
+            node = self._nodes[place]
+            raise MachineLost(f"{node.name} is lost", why=node.lost)
+
+    async def _greet(self, node: NodeHandle) -> None:
+        try:
+            hello = await node.hear(protocol.Hello, within_s=self._join_s)
+        except MachineLost:
+            pass
+        except MusterError as error:
+            self._refusals[node.place] = error
+        else:
+            if hello.protocol != protocol.PROTOCOL:
+                self._name_all()
+                trouble = compare_nodes.other_protocol(node.name, hello)
+                self._refusals[node.place] = error_from(trouble)
+            else:
+                node.clock_offset_s = hello.record.clock_unix_s - time.time()
+                node.record = hello.record
+        self._waiting.change()
+
+    async def gather(self) -> dict[int, Finding]:
+        """Wait until every host has joined or failed to; return the failures by place."""
+        deadline = time.monotonic() + self._join_s
+        absent = self._absent()
+        async with self._waiting.telling(self.words):
+            while set(self._missing()) - absent.keys() and time.monotonic() < deadline:
+                await self._waiting.something_new(0.2)
+                absent = self._absent()
+        self._name_all()
+        for place in set(self._missing()) - absent.keys():
+            absent[place] = Finding(
+                name="host-missing",
+                status=Status.FAILURE,
+                what=f"{self.name_of(place)} did not join within {self._join_s:.0f} s",
+                why=self._transport.waiting_for(place),
+                fix="start it, or wait longer: --join-timeout 10m",
+            )
+        return absent
+
+    def _absent(self) -> dict[int, Finding]:
+        """Return the hosts that are known not to join."""
+        found = {place: from_error(error)[0] for place, error in self._refusals.items()}
+        for place in self._missing():
+            trouble = self._transport.gave_up(place)
+            node = self._nodes.get(place)
+            if trouble is not None:
+                found[place] = Finding(
+                    name=trouble.name,
+                    status=Status.FAILURE,
+                    what=trouble.what,
+                    why=trouble.why,
+                    fix=trouble.fix,
+                    evidence=trouble.evidence,
+                )
+            elif node is not None and node.lost and not self._transport.rejoins(place):
+                found[place] = from_error(
+                    MachineLost(f"{self.name_of(place)} is lost", why=node.lost)
+                )[0]
+        return found
+
+    # ---- coming back, and leaving
+
+    async def send_away(self, node: NodeHandle, why: str) -> None:
+        """Release a host that cannot run ranks; it is connected again later."""
+        node.lose(why)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(node.close(), _LET_GO_WITHIN_S)
+
+    async def _reconnect_lost(self) -> None:
+        """Connect to lost hosts again: often while they are needed, else at growing intervals."""
+        pauses: dict[int, float] = {}
+        tried_s: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(_LOOK_FOR_LOST_EVERY_S)
+            used = {node.place for node in self.in_use}
+            away = [place for place in self._missing() if place not in used]
+            pauses = {place: pauses[place] for place in away if place in pauses}
+            for place in away:
+                pause_s = _CALL_AGAIN_AFTER_S if self._is_waiting else pauses.get(place, 0.0)
+                if time.monotonic() < tried_s.get(place, -math.inf) + pause_s:
+                    continue
+                if self._failures[place] >= MOST_FAILURES and self.choose() is not None:
+                    continue  # it is not needed
+                tried_s[place] = time.monotonic()
+                grown_s = max(2 * pauses.get(place, 0.0), _CALL_UNNEEDED_AFTER_S)
+                pauses[place] = min(grown_s, _CALL_UNNEEDED_AT_LEAST_S)
+                node = self._nodes.get(place)
+                if node is not None and node.lost:
+                    self._do(self._connect_again(node))
+                elif node is None and self._transport.gave_up(place) is not None:
+                    self._do(self._transport.reopen(place))
+
+    async def _connect_again(self, node: NodeHandle) -> None:
+        if node.place in self._closing:
+            return
+        self._closing.add(node.place)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(node.close(), _LET_GO_WITHIN_S)
+        finally:
+            self._closing.discard(node.place)
+        if self._nodes.get(node.place) is node:  # else it has rejoined by itself
+            del self._nodes[node.place]
+            await self._transport.reopen(node.place)
+
+    async def leave(self, exit_code: int, words: str) -> None:
+        """Notify every node agent that the run is over, and release all hosts."""
+        message = protocol.Leave(exit_code=exit_code, words=words)
+
+        async def leave(node: NodeHandle) -> None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(node.channel.send(message), _LEAVE_WITHIN_S)
+            await node.close()
+
+        await self.close()
+        # A host that cannot be released must not block the others.
+        leaving = [leave(node) for node in self._nodes.values()]
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await self._transport.close()
+
+    async def close(self) -> None:
+        """Stop the heartbeats and all waiting tasks."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats to every host, and declare hosts without heartbeats lost."""
+        # A host that hears nothing for this long declares the launcher lost: it gets three chances.
+        every_s = min(max(_ALIVE_EVERY_S, (self._lost_after_s or 0.0) / 3), _ALIVE_AT_LEAST_EVERY_S)
+        pause_s = every_s / _TURNS
+        for turn in itertools.count():
+            began = time.monotonic()
+            await asyncio.sleep(pause_s)
+            # Time in which this process was blocked does not count as silence.
+            deaf_s = time.monotonic() - began - pause_s
+            nodes = list(self._nodes.values())
+            for node in nodes if deaf_s > _DEAF_S else ():
+                node.heard_s += deaf_s
+            # Spread over several turns: there may be thousands of hosts.
+            for node in nodes:
+                if (node.place + turn) % _TURNS == 0:
+                    node.say_alive()
+            if self._lost_after_s is not None and turn % _SILENCE_TURNS == 0:
+                for node in nodes:
+                    node.notice_silence(self._lost_after_s)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _name_all(self) -> None:
+        """Set the display names of all hosts; building a long list of names takes time."""
+        names = self._transport.places
+        for place, node in self._nodes.items():
+            node.name = names[place]

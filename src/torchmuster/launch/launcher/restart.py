@@ -1,0 +1,133 @@
+"""Whether a run that failed is started again, after which pause, and why not."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchmuster.decision import Decision
+from torchmuster.finding import Finding
+from torchmuster.launch import protocol
+from torchmuster.launch.launcher.node_handle import NodeHandle
+
+# The same error at the same step this many times is a crash loop.
+_LOOP = 3
+_LONGEST_PAUSE_S = 30.0
+# Errors of code that cannot be parsed or imported, and the exit code of argparse.
+_MISTAKES = ("ModuleNotFoundError", "ImportError", "SyntaxError", "IndentationError", "TabError")
+_USAGE_EXIT_CODE = 2
+# Causes outside of the script, which may come back at any step.
+_FROM_OUTSIDE = frozenset({"host-lost", "rank-killed"})
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastAttempt:
+    """A failed attempt and the training progress at its end; steps are None where unknown.
+
+    ``got_on``: it wrote a newer checkpoint. ``saved`` is the newest checkpoint's step and ``reached`` the
+    last finished step. ``mistake``: another attempt would fail the same way. ``resumes``: another attempt
+    would begin at ``saved``.
+    """
+
+    finding: Finding
+    mistake: bool = False
+    got_on: bool = False
+    saved: int | None = None
+    reached: int | None = None
+    resumes: bool = True
+
+    @property
+    def from_step(self) -> int | None:
+        """The step that another attempt begins at; None if unknown."""
+        return self.saved if self.resumes else None
+
+
+def decide_restart(history: Sequence[PastAttempt], *, max_restarts: int) -> Decision[float | None]:
+    """Return the pause before the restart in seconds, or None to end the run.
+
+    ``max_restarts`` are allowed in a row; a newer checkpoint resets the count. The reason is for the
+    user: which restart this is, or why there is none.
+    """
+    last = history[-1]
+    row = _in_a_row(history)
+    never_worked = len(history) == 1 and last.saved is None and last.reached is None
+    if max_restarts == 0 or (never_worked and last.mistake):
+        return Decision(value=None, reason="")  # the cause needs no addition
+    alike = list(itertools.takewhile(lambda a: _signature(a) == _signature(last), row[::-1]))
+    has_progress = last.saved is not None or last.reached is not None
+    if len(alike) >= _LOOP and has_progress and last.finding.name not in _FROM_OUTSIDE:
+        where = "before its first step"
+        if last.reached is not None:
+            where = f"after step {last.reached:,}"
+        reason = f"crash loop: failed {len(alike)} times {where} with the same error"
+        return Decision(value=None, reason=f"{reason}; {_last_good(last)}")
+    if len(row) > max_restarts:
+        allowed = "1 restart was" if max_restarts == 1 else f"{max_restarts} restarts were"
+        reason = f"failed {len(row)} times; {allowed} allowed"
+        if has_progress:
+            reason = (
+                f"failed {len(row)} times without a newer checkpoint ({allowed} allowed); "
+                f"{_last_good(last)}"
+            )
+        return Decision(value=None, reason=reason)
+    pause_s = 0.0 if len(row) == 1 else min(2.0 ** (len(row) - 1), _LONGEST_PAUSE_S)
+    return Decision(value=pause_s, reason=f"restart {len(row)} of {max_restarts}")
+
+
+def restart_announcement(last: PastAttempt, pause_s: float, reason: str) -> str:
+    """Return what failed and where the run resumes: ``…; restarting from step 100 (restart 1 of 3)``."""
+    step = "" if last.from_step is None else f" from step {last.from_step:,}"
+    when = f" in {pause_s:.0f} s" if pause_s else ""
+    return f"{last.finding.what}; restarting{step}{when} ({reason})"
+
+
+def with_reason(finding: Finding, reason: str) -> Finding:
+    """Return why the run failed together with why it was not restarted."""
+    return replace(finding, why="\n".join(part for part in (reason, finding.why) if part))
+
+
+def first_failure(hosts: Sequence[NodeHandle]) -> protocol.Failure | None:
+    """Return the failure of the rank that failed first."""
+    failures = []
+    for host in hosts:
+        if host.ended is not None:
+            failures += [(host.ended_s - f.ago_s, f) for f in host.ended.failures]
+    if not failures:
+        return None
+    return min(failures, key=lambda failure: failure[0])[1]
+
+
+def needs_user(failure: protocol.Failure | None) -> bool:
+    """Return whether the user must fix the cause, because another attempt would fail the same way.
+
+    This applies to torchmuster's own errors, which name the fix, and to code that cannot be parsed or
+    imported.
+    """
+    if failure is None:
+        return False
+    is_usage = failure.exit_code == _USAGE_EXIT_CODE and not failure.traceback
+    return bool(failure.what) or is_usage or failure.error.startswith(_MISTAKES)
+
+
+def _in_a_row(history: Sequence[PastAttempt]) -> list[PastAttempt]:
+    """Return the last attempts, starting with the one that wrote the newest checkpoint."""
+    row: list[PastAttempt] = []
+    for attempt in reversed(history):
+        row.insert(0, attempt)
+        if attempt.got_on:
+            break
+    return row
+
+
+def _last_good(last: PastAttempt) -> str:
+    if last.saved is None:
+        return "there is no checkpoint yet"
+    return f"the last good checkpoint is step {last.saved:,}"
+
+
+def _signature(attempt: PastAttempt) -> tuple[str, int | None, int | None]:
+    """Return a key that is equal for equal failures: the error without its numbers, and the steps."""
+    what = attempt.finding.what
+    error = what.partition(" failed: ")[2] or what
+    return _NUMBERS.sub("#", error), attempt.reached, attempt.saved

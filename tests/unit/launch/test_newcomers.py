@@ -1,0 +1,211 @@
+"""What is tested, said and logged about hosts that replace others."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from patience import GIVE_UP_S
+from torchmuster.finding import Finding, Status
+from torchmuster.launch import protocol
+from torchmuster.launch.history import failure_report, run_state
+from torchmuster.launch.history.run_state import SPARE_READY, SPARE_REFUSED, TAKEOVER
+from torchmuster.launch.job import JobSpec, Limits
+from torchmuster.launch.launcher.hosts import Hosts
+from torchmuster.launch.launcher.newcomers import Newcomers, broken_hosts, takeover_text
+from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
+from torchmuster.runfolder import RunFolder, create_run_folder
+from unit.launch.test_hosts import Called, names
+
+
+def test_the_message_names_host_cause_spare_ranks_and_what_is_left() -> None:
+    said = takeover_text("c", "no heartbeat for 10 s", "e", lost=True, ranks=range(16, 24), left=1)
+    assert said == (
+        "host c is lost: no heartbeat for 10 s; spare e takes its place (ranks 16-23), 1 spare left"
+    )
+
+
+def test_a_host_with_a_broken_gpu_is_replaced_but_not_one_whose_script_fails() -> None:
+    async def nodes() -> list[NodeHandle]:
+        made = [NodeHandle(place, name, None, name) for place, name in enumerate("abc")]  # type: ignore[arg-type]
+        errors = ("CUDA error: uncorrectable ECC error encountered", "ValueError: row 7")
+        for node, error in zip(made, errors, strict=False):
+            failure = protocol.Failure(
+                rank=0, local_rank=0, exit_code=1, ago_s=0.0, error=error, traceback=error
+            )
+            node.ended = protocol.Ended(attempt=0, good=False, failures=(failure,))
+        made[2].lose("no heartbeat")
+        return made
+
+    found = broken_hosts(asyncio.run(nodes()))
+    assert found.keys() == {0, 2}
+    assert found[2] == "no heartbeat"
+
+
+def test_the_timeline_of_a_run_shows_spares_and_takeovers() -> None:
+    started = {"ranks": 2, "attempt": 0, "hosts": ["a 1", "b 1"], "spares": ["c"]}
+    events = [
+        run_state.RunEvent(at_unix_s=1.0, name="started", facts=started),
+        run_state.RunEvent(at_unix_s=2.0, name=TAKEOVER, facts={"what": "spare c takes over"}),
+    ]
+    shown = [failure_report.failure_text(event) for event in events]
+    assert shown == ["2 ranks started: a 1, b 1; spares: c", "spare c takes over"]
+
+
+class Health:
+    """What the health test of each host says."""
+
+    def __init__(self, ill: Sequence[str] = ()) -> None:
+        self._ill = ill
+        self.asked: list[tuple[str, bool]] = []
+
+    async def __call__(self, node: NodeHandle, *, whole: bool) -> list[Finding]:
+        self.asked.append((node.name, whole))
+        bad = node.name in self._ill
+        return [Finding(name="disk", status=Status.FAILURE, what="no disk")] if bad else []
+
+
+class Pool:
+    """Hosts a, b, c, d, of which the last two are spares."""
+
+    def __init__(self, folder: Path, health: Health) -> None:
+        self.run: RunFolder = create_run_folder(folder, "x")
+        self.called = Called(names="abcd")
+        spec = JobSpec(
+            name="x",
+            command=("x.py",),
+            folder="/",
+            spares=2,
+            limits=Limits(join_s=GIVE_UP_S, return_s=0.3),
+        )
+        self.hosts = Hosts(
+            spec, self.called, WaitingMessages(), token="t", on_output=lambda *_: None
+        )
+        self.newcomers = Newcomers(self.hosts, self.run, prepare=self.prepare, examine=health)
+
+    async def prepare(self, nodes: Sequence[NodeHandle]) -> None:
+        for node in nodes:
+            node.prepared = protocol.Prepared(
+                ranks=2, devices=("CPU",), reasons=(), fingerprint=None
+            )
+
+    async def next_hosts(self, *broken: str) -> list[str]:
+        """Let these hosts be lost, and return those of the next attempt."""
+        for node in self.hosts.in_use:
+            if node.name in broken:
+                node.lose("its power is off")
+        lost = broken_hosts(self.hosts.in_use)
+        self.hosts.free(lost)
+        return names(await self.newcomers.choose(lost))
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        return [event.facts for event in run_state.read_events(self.run) if event.name == name]
+
+
+def play(
+    folder: Path, scene: Callable[[Pool], Awaitable[None]], health: Health | None = None
+) -> Pool:
+    async def run() -> Pool:
+        pool = Pool(folder, health or Health())
+        await pool.called.open(pool.hosts.arrive)
+        try:
+            async with asyncio.timeout(GIVE_UP_S):
+                await pool.hosts.wait()
+                assert await pool.next_hosts() == ["a", "b"]
+                await scene(pool)
+        finally:
+            await pool.hosts.close()
+        return pool
+
+    return asyncio.run(run())
+
+
+def test_a_spare_gets_the_node_rank_of_a_lost_host(tmp_path: Path) -> None:
+    health = Health()
+
+    async def scene(pool: Pool) -> None:
+        assert await pool.next_hosts("a") == ["c", "b"]
+
+    (taken,) = play(tmp_path, scene, health).events(TAKEOVER)
+    assert (taken["host"], taken["spare"], taken["ranks"]) == ("a", "c", [0, 1])
+    assert taken["why"] == "its power is off"
+    assert health.asked == [("c", True)]  # it had not been tested when it joined
+
+
+def test_a_spare_that_is_not_healthy_is_passed_over(tmp_path: Path) -> None:
+    async def scene(pool: Pool) -> None:
+        assert await pool.next_hosts("b") == ["a", "d"]
+
+    (refused,) = play(tmp_path, scene, Health(ill=["c"])).events(SPARE_REFUSED)
+    assert (refused["host"], refused["why"]) == ("c", "no disk")
+
+
+def test_without_a_spare_the_lost_host_keeps_its_place(tmp_path: Path) -> None:
+    async def scene(pool: Pool) -> None:
+        assert await pool.next_hosts("b") == ["a", "b"]
+        assert pool.called.again.count(1) == 1
+
+    pool = play(tmp_path, scene, Health(ill=["c", "d"]))
+    assert [event["host"] for event in pool.events(SPARE_REFUSED)][:2] == ["c", "d"]
+
+
+def test_a_host_that_failed_twice_is_not_taken_while_there_are_others(tmp_path: Path) -> None:
+    async def scene(pool: Pool) -> None:
+        assert await pool.next_hosts("a") == ["c", "b"]
+        assert await pool.next_hosts("c") == ["d", "b"]
+        while {"a", "c"} - set(names(pool.hosts.idle)):
+            await asyncio.sleep(0.05)
+        assert await pool.next_hosts("d") == ["a", "b"]
+        while {"c", "d"} - set(names(pool.hosts.idle)):
+            await asyncio.sleep(0.05)
+        assert await pool.next_hosts("a") == ["c", "b"]
+
+    pool = play(tmp_path, scene)
+    assert [event["spare"] for event in pool.events(TAKEOVER)] == ["c", "d", "a", "c"]
+    (refused,) = pool.events(SPARE_REFUSED)
+    assert refused["host"] == "a"
+
+
+def test_spares_are_tested_while_the_ranks_run(tmp_path: Path) -> None:
+    async def scene(pool: Pool) -> None:
+        async with pool.newcomers.looked_after(None):
+            while len(pool.events(SPARE_READY)) < 2:
+                await asyncio.sleep(0.05)
+
+    pool = play(tmp_path, scene)
+    assert [event["host"] for event in pool.events(SPARE_READY)] == ["c", "d"]
+
+
+def test_a_host_that_comes_back_makes_ranks_save_that_can(tmp_path: Path) -> None:
+    async def run() -> None:
+        called = Called()
+        spec = JobSpec(
+            name="x",
+            command=("x.py",),
+            folder="/",
+            min_nodes=2,
+            limits=Limits(join_s=GIVE_UP_S, return_s=0.3),
+        )
+        hosts = Hosts(spec, called, WaitingMessages(), token="t", on_output=lambda *_: None)
+        asked = asyncio.Event()
+
+        async def prepare(nodes: Sequence[NodeHandle]) -> None:
+            for node in nodes:
+                node.prepared = protocol.Prepared(
+                    ranks=2, devices=("CPU",), reasons=(), fingerprint=None
+                )
+
+        newcomers = Newcomers(hosts, create_run_folder(tmp_path, "x"), prepare=prepare)
+        called.away = {2}
+        await called.open(hosts.arrive)
+        try:
+            await hosts.wait()
+            assert names(await newcomers.choose({})) == ["a", "b"]
+            called.away = set()
+            async with newcomers.looked_after(asked.set):
+                await asyncio.wait_for(asked.wait(), GIVE_UP_S)
+            hosts.free()
+            assert names(await newcomers.choose({})) == ["a", "b", "c"]
+        finally:
+            await hosts.close()
+
+    asyncio.run(run())
