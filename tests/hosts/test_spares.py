@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts.killing import Kill, Run, command_line
+from hosts.killing import Run
 from hosts.lab import Lab
 from hosts.launching import PATIENT
 from hosts.namespaces import await_true
@@ -66,20 +66,6 @@ def test_no_spare_left_waits_for_the_host_as_without_spares(lab3: Lab, tmp_path:
     assert {one["spare"] for one in events(tmp_path, TAKEOVER)} <= {None, "node3"}
     (tmp_path / "end").touch()
     assert run.transcript.end() == 0
-    run.wait_until_clean()
-
-
-@pytest.mark.nightly
-def test_a_forked_rank_is_found_and_killed_like_any_other(lab3: Lab, tmp_path: Path) -> None:
-    run = Run.launch(lab3, tmp_path, WHERE, options=TWO_AND_ONE)
-    run.wait_for_ranks("round 0: rank", ranks=2)
-    warm = [pid for pid in lab3.host("node3").pids() if "--warm" in command_line(pid)]
-    assert warm  # the spare imports torch
-    Kill(victim="rank 1").strike(run)
-    run.transcript.wait_for("rank 1 on node2 failed: killed (SIGKILL); restarting")
-    run.wait_for_ranks("round 1: rank", ranks=2)
-    run.process.interrupt()
-    assert run.transcript.end() == 130
     run.wait_until_clean()
 
 

@@ -45,7 +45,7 @@ class NodeCounts:
 class Limits:
     """All timeouts of a run, in seconds."""
 
-    join_s: float = 120.0  # for all hosts to join the node registry
+    join_s: float = 120.0  # for all hosts to join
     reach_s: float = 5.0  # for one host to reach another's port
     lost_after_s: float = 10.0  # without a heartbeat, until a host is declared lost
     return_s: float = 5.0  # for a lost host to rejoin, if the others can continue without it

@@ -77,7 +77,7 @@ class LongCourse:
 def test_as_long_as_it_lives_it_is_heard_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_state, "_EVERY_S", 0.01)
+    monkeypatch.setattr(run_state, "_TOUCH_EVERY_S", 0.01)
     run = create_run_folder(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
 

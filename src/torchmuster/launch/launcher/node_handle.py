@@ -25,7 +25,7 @@ Sign = protocol.Heartbeats | protocol.Evidence | protocol.StackDump
 
 
 class NodeHandle:
-    """A host that connected to the node registry."""
+    """A host that connected."""
 
     def __init__(self, place: int, name: str, channel: Channel, part: str) -> None:
         self.place = place
