@@ -6,7 +6,7 @@ The scripts and tables are in ``proved_scripts``. The default tier runs a few pl
 import json
 import shutil
 import subprocess
-import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ SCRIPTS = Path(__file__).parent / "proved_scripts"
 STOPS = {"torn-save": "save-killed", "sigterm-drops-gradients": "terminated"}
 
 
-def prove(folder: Path, script: str, *words: str) -> tuple[dict[str, Any], int]:
+def prove(
+    folder: Path, script: str, *flags: str, arguments: Sequence[str] = ()
+) -> tuple[dict[str, Any], int]:
     """Prove a script in a folder; return the JSON and the exit code."""
     done = subprocess.run(
-        muster_argv(["prove", script, "--json", *words]),
+        muster_argv(["prove", "--json", *flags, script, *arguments]),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -66,9 +68,8 @@ def fault_name(fault: Fault) -> str:
 def test_a_fault_is_the_first_difference(folder: Path, fault: Fault) -> None:
     stops = STOPS.get(fault.fault, "killed")
     words = ("--only", fault.expected[0], "--stops", stops, *fault.flags)
-    result, code = prove(
-        folder, fault.script, *words, "--", "--fault", fault.fault, *fault.arguments
-    )
+    arguments = ("--fault", fault.fault, *fault.arguments)
+    result, code = prove(folder, fault.script, *words, arguments=arguments)
     assert differences(result)[:1] == [fault.expected]
     assert code == 1
 
@@ -88,7 +89,7 @@ def test_a_healthy_script_is_not_accused(folder: Path, case: Healthy) -> None:
     words = ["--only", properties, "--steps", str(case.steps), *case.flags]
     if case.resume_with:
         words += ["--resume-with", case.resume_with]
-    result, code = prove(folder, script.name, *words, "--", *case.arguments)
+    result, code = prove(folder, script.name, *words, arguments=case.arguments)
     assert differences(result) == []
     assert code == 0
 
@@ -128,12 +129,11 @@ def test_the_users_files_stay_as_they_are(folder: Path) -> None:
     kept = folder / "out" / "notes.txt"
     kept.write_text("mine")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    junit = folder / "prove.xml"
     result, code = prove(
         folder,
         "plain.py",
-        *("--only", "resume", "--stops", "killed", "--junit", str(junit)),
-        *("--", "--fault", "scheduler-lost"),
+        *("--only", "resume", "--stops", "killed"),
+        arguments=("--fault", "scheduler-lost"),
     )
     assert differences(result) == [("resume", "learning-rate")]
     assert code == 1
@@ -142,11 +142,52 @@ def test_the_users_files_stay_as_they_are(folder: Path) -> None:
     assert {path: path.read_bytes() for path in before} == before
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["notes.txt"]
     assert not list(folder.glob("prove/*/trials"))
-    cases = ElementTree.parse(junit).getroot().findall(".//testcase")
-    assert [(case.get("name"), case.find("failure") is not None) for case in cases] == [
-        ("resume.killed", True)
-    ]
     assert Path(result["report"]).is_file()
+
+
+SAVES_LATE = """
+import sqlite3, subprocess, sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+subprocess.run(["sh", "-c", f"echo x > {sys.argv[1]}"])
+try:
+    sqlite3.connect(sys.argv[2]).execute("create table t (a)")
+except sqlite3.OperationalError:
+    pass
+for step in range(30):
+    model(torch.full((2, 4), step / 30)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 24:
+        torch.save(model.state_dict(), "late.pt")
+"""
+
+
+def test_a_script_that_saves_late_is_run_until_then_and_its_children_write_nothing(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(SAVES_LATE)
+    paths = [tmp_path / "by-a-child", tmp_path / "by-sqlite"]
+    flags = ("--ranks", "1", "--only", "determinism,resume", "--stops", "killed")
+    result, code = prove(folder, "train.py", *flags, arguments=[str(path) for path in paths])
+    assert result["steps"] == 30
+    assert ("resume", "started-from-zero") in differences(result)
+    assert code == 1
+    if result["confined_by_kernel"]:
+        assert not any(path.exists() for path in paths)
+
+
+def test_what_was_not_tested_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES_LATE.replace("if step == 24", "if False"))
+    flags = ("--ranks", "1", "--only", "resume", "--steps", "6")
+    arguments = [str(tmp_path / "a"), str(tmp_path / "b")]
+    result, code = prove(tmp_path, "train.py", *flags, arguments=arguments)
+    (untested,) = result["results"]
+    assert (untested["outcome"], untested["finding"]["status"]) == ("not tested", "note")
+    assert (code, result["passed"]) == (0, True)
 
 
 def test_a_write_outside_the_folder_is_refused(tmp_path: Path) -> None:

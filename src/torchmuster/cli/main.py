@@ -60,7 +60,7 @@ COMMANDS = {
 }
 
 # In these commands, everything from the script on belongs to the script.
-_TAKE_SCRIPT = frozenset({"check", "run", "kubernetes", "profile"})
+_TAKE_SCRIPT = frozenset({"check", "run", "kubernetes", "profile", "prove"})
 
 _EXAMPLES = (
     "muster gpus                                   who is using which GPU",

@@ -13,8 +13,10 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.prove.explanations import kinds
 from torchmuster.prove.proof import PROPERTIES, Proof, prove_script
 from torchmuster.prove.trials import STOPS, ProofRequest
+from torchmuster.units import plural
 
 _USUAL_STEPS = 20
+_MOST_STEPS = 200
 _USUAL_RANKS = 2
 _FEWEST_STEPS = 4
 _WIDTH = 100
@@ -22,20 +24,20 @@ _WIDTH = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster prove``."""
-    parser.usage = "muster prove [options] script.py | config.yaml [-- the script's own arguments]"
+    parser.usage = "muster prove [options] config.yaml | script.py [the script's own arguments]"
     parser.description = (
         f"{parser.description}\nRuns an unmodified script several times for a few steps: twice from its start, stopped "
         "and\nresumed, and on other numbers of ranks. Names the first thing that differs.\nEach run works in a "
-        "copy of this folder; your files and checkpoints are not changed."
+        "copy of this folder. Writes elsewhere are refused: by the kernel (Landlock, Linux 5.19), else only those of Python."
     )
     parsers.show_examples(
         parser,
         [
             "muster prove train.py                         two ranks, 20 steps, on the CPU or on GPUs",
-            "muster prove train.py --resume-with '--resume {path}' -- --save_every 5",
-            "muster prove train.py --ranks 1,2,4 --batch-arg batch_size -- --batch_size 4",
+            "muster prove --resume-with '--resume {path}' train.py --save_every 5",
+            "muster prove --ranks 1,2,4 --batch-arg batch_size train.py --batch_size 4",
             "muster prove config.yaml                      a settings file of muster train",
-            "muster prove train.py --junit prove.xml       a test of the training script in CI",
+            "muster prove --json train.py                  for CI: exit code 1 if a property does not hold",
         ],
     )
     add_setting_flags(parser)
@@ -43,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--steps",
         type=_prove_steps,
-        default=_USUAL_STEPS,
         metavar="N",
-        help=f"optimizer steps of each run (default: {_USUAL_STEPS}); two epochs or more test most",
+        help=f"optimizer steps of each run (default: {_USUAL_STEPS}, or up to {_MOST_STEPS} until a checkpoint was "
+        "saved); two epochs or more test most",
     )
     what.add_argument(
         "--ranks",
@@ -109,7 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIFFERENCE",
         help="accept a difference, such as same-data with tensor parallelism",
     )
-    then.add_argument("--junit", type=Path, metavar="FILE", help="also write JUnit XML, for CI")
     then.add_argument(
         "--out",
         type=Path,
@@ -118,7 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for reports (default: prove)",
     )
     parsers.add_json_flag(then)
-    parser.add_argument("-m", "--module", metavar="MODULE", help="run a module instead of a file")
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_prove, command=None)
 
@@ -159,7 +159,9 @@ def _stops(text: str) -> tuple[str, ...]:
 def _run_prove(options: argparse.Namespace) -> int:
     request = _proof_request(options)
     where = "on the CPU" if request.device == "cpu" else "on GPUs"
-    output.say(f"muster: {request.ranks} ranks {where}, {request.steps} steps; runs work in copies")
+    output.say(
+        f"muster: {plural(request.ranks, 'rank')} {where}, {request.steps} steps; runs work in copies"
+    )
     proof = prove_script(request, properties=options.only, allowed=options.allow, say=output.say)
     _show_proof(options, proof, Path(request.into))
     return ExitCode.FAILED if proof.failed else ExitCode.GOOD
@@ -175,14 +177,13 @@ def _proof_request(options: argparse.Namespace) -> ProofRequest:
             why=f"{gpus} are visible, and each GPU gets one rank",
             fix=f"--ranks {gpus}, or --device cpu",
         )
-    _take_script(options)
     config = settings_file(options)
     if config is None:
         script = script_from(options, Path.cwd())
         command, module = script.command, script.module
     else:
         command = training_command(
-            options, config, device, steps=options.steps, doing="a proof up to"
+            options, config, device, steps=options.steps or _USUAL_STEPS, doing="a proof up to"
         )
         module = True
     return ProofRequest(
@@ -191,7 +192,8 @@ def _proof_request(options: argparse.Namespace) -> ProofRequest:
         with_run_folder=config is not None,
         folder=str(Path.cwd()),
         into=str(output.new_folder(options.out).absolute()),
-        steps=options.steps,
+        steps=options.steps or _USUAL_STEPS,
+        most_steps=0 if options.steps or config is not None else _MOST_STEPS,
         ranks=ranks,
         other_ranks=tuple(count for count in counts if count != ranks),
         device=device,
@@ -204,29 +206,11 @@ def _proof_request(options: argparse.Namespace) -> ProofRequest:
     )
 
 
-def _take_script(options: argparse.Namespace) -> None:
-    """Put the script and its arguments, which are after ``--``, into one command."""
-    arguments = list(options.command or [])
-    if options.module is not None:
-        options.command = ["-m", options.module, *arguments]
-    elif options.stray and not options.stray[0].endswith((".yaml", ".yml")):
-        script, *rest = options.stray
-        if rest:
-            raise Impossible(
-                f"{rest[0]!r} is not a flag of muster prove",
-                why="the script's own arguments come after --",
-                fix=f"muster prove {script} -- {' '.join(rest)}",
-            )
-        options.command, options.stray = [script, *arguments], []
-
-
 def _show_proof(options: argparse.Namespace, proof: Proof, folder: Path) -> None:
     from torchmuster.prove import report
     from torchmuster.runfolder import write_atomically
 
     write_atomically(folder / "report.html", report.proof_page(proof))
-    if options.junit is not None:
-        write_atomically(options.junit, report.proof_junit(proof))
     if options.json:
         output.print_json(report.proof_json(proof, folder))
         return

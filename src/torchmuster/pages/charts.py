@@ -187,6 +187,7 @@ class Curve:
     high: Sequence[float] | None = None
     dashed: bool = False
     marked: bool = True  # whether to mark each point
+    width: float = 2  # of the line: a wide one shows beneath an equal narrow one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +351,7 @@ def _charts_curve(curve: Curve, place: int, across: Scale, up: Scale) -> Iterato
             yield _shape(*points[0], place, curve.name)
         else:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            yield f'<polyline points="{path}" style="stroke:{colour};fill:none;stroke-width:2"{dash}/>'
+            yield f'<polyline points="{path}" style="stroke:{colour};fill:none;stroke-width:{curve.width:g}"{dash}/>'
     drawn = [(across.place(x), y) for x, y in curve.points]
     if curve.low is not None and curve.high is not None:
         for (x, _), low, high in zip(drawn, curve.low, curve.high, strict=True):

@@ -9,7 +9,6 @@ import ctypes
 import importlib.util
 import multiprocessing
 import os
-import random
 import re
 import signal
 import socket
@@ -49,7 +48,6 @@ _GRACE_S = 30.0  # as torchrun
 _HANGS_AFTER_S = 180.0  # without a new step or line of output
 _STARTS_WITHIN_S = 1800.0
 _SAY_EVERY_S = 10.0
-_PORTS = range(20_000, 30_000)  # below those that the system gives to other programs
 _PR_SET_PDEATHSIG = 1
 
 
@@ -88,51 +86,41 @@ def run_ranks(
 
     ``fresh`` ranks are new interpreters, each with its own seed for the order of sets, as in a real run.
     """
-    shared = {
-        **environment,
-        "WORLD_SIZE": str(request.ranks),
-        "LOCAL_WORLD_SIZE": str(request.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "TORCHELASTIC_RUN_ID": request.name,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
     context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-    processes: list[BaseProcess] = [
-        context.Process(
-            target=_be_rank,
-            args=(
-                msgspec.json.encode(request),
-                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)},
-                rank,
-            ),
-        )
-        for rank in range(request.ranks)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        return _watch(processes, request, doing, say)
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
-                process.join()
-            process.close()
-
-
-def _free_port() -> int:
-    for _ in range(100):
-        port = random.choice(_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as test:
-            test.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port between 20000 and 30000")
+    processes: list[BaseProcess] = []
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        shared = {
+            **environment,
+            "WORLD_SIZE": str(request.ranks),
+            "LOCAL_WORLD_SIZE": str(request.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.getsockname()[1]),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "TORCHELASTIC_RUN_ID": request.name,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 serves it before the script begins
+        }
+        text = msgspec.json.encode(request)
+        for rank in range(request.ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+            socket_of_rank = None if rank else store
+            arguments = (text, {**shared, **own}, rank, socket_of_rank)
+            processes.append(context.Process(target=_be_rank, args=arguments))
+        try:
+            for process in processes:
+                process.start()
+            store.close()  # rank 0 has it
+            return _watch(processes, request, doing, say)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.kill()
+                    process.join()
+                process.close()
 
 
 def _watch(
@@ -205,8 +193,13 @@ def _error_file(request: TrialRequest, rank: int) -> Path:
     return Path(request.into) / f"rank-{rank}.error"
 
 
-def _be_rank(request_json: bytes, environment: dict[str, str], rank: int) -> None:
-    """Run the script as one rank, in a process that has just been forked."""
+def _be_rank(
+    request_json: bytes, environment: dict[str, str], rank: int, store: socket.socket | None
+) -> None:
+    """Run the script as one rank, in a process that has just been forked.
+
+    ``store`` is the open socket at which rank 0 serves the ranks' store: nobody can take its port.
+    """
     request = msgspec.json.decode(request_json, type=TrialRequest)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -222,8 +215,9 @@ def _be_rank(request_json: bytes, environment: dict[str, str], rank: int) -> Non
         os.dup2(log, descriptor)
     # In a fresh interpreter nothing is imported yet.
     import torchmuster.prove.probes.before_libraries  # noqa: F401
-    from torchmuster.prove.probes.recorded import run_recorded
+    from torchmuster.prove.probes.recorded import run_recorded, serve_store
 
+    server = None if store is None else serve_store(store)
     try:
         run_recorded(request)
     except SystemExit as end:
@@ -233,3 +227,5 @@ def _be_rank(request_json: bytes, environment: dict[str, str], rank: int) -> Non
     except BaseException:
         _error_file(request, rank).write_text(traceback.format_exc())
         raise
+    finally:
+        del server

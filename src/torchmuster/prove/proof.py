@@ -44,8 +44,8 @@ class Proof:
 
     @property
     def failed(self) -> bool:
-        """Whether a property does not hold, or could not be tested."""
-        return any(result.finding.status is Status.FAILURE for result in self.results)
+        """Whether a property does not hold; one that could not be tested is only noted."""
+        return any(result.outcome == "fail" for result in self.results)
 
     @property
     def script(self) -> str:
@@ -113,7 +113,7 @@ class _Prover:
             tested = outcome == "pass"
             finding = Finding(
                 name=f"prove-{name}" if tested else f"prove-{which}-not-tested",
-                status=Status.OK if tested else Status.FAILURE if fix else Status.NOTE,
+                status=Status.OK if tested else Status.NOTE,
                 what=f"{which}: {passed}",
                 why=why,
                 fix=fix,
@@ -172,8 +172,7 @@ class _Prover:
                 f"not tested: the script saved no checkpoint in its first {baseline.steps} steps",
                 outcome="not tested",
                 why="it is stopped after a checkpoint, and started again",
-                fix="let it save more often (for example -- --save_steps 5), or test more --steps; without this property: "
-                "--only determinism,ranks",
+                fix="let it save more often (for example --save_steps 5 after the script), or test more --steps",
             )
             return
         if not exact and self._differs("determinism", "data-order", "weights"):

@@ -3,7 +3,7 @@
 A hash is equal if and only if the values are bitwise equal. Nothing here depends on torch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,7 @@ class TrialRequest:
     ranks: int
     device: Literal["cpu", "gpu"]
     steps: int  # exit after this many
+    most_steps: int = 0  # if more: go on until a checkpoint was saved, at most so far
     stop: StopRequest | None = None
     dropout: bool = True
 
@@ -130,6 +131,15 @@ class TrialRecord:
     def steps(self) -> int:
         """The number of steps that all ranks made."""
         return min((len(rank.steps) for rank in self.ranks), default=0)
+
+    def up_to(self, steps: int) -> "TrialRecord":
+        """Return the record without what happened after this many steps."""
+        ranks = []
+        for rank in self.ranks:
+            events = [event for event in rank.events if event.step <= steps]
+            ranks.append(replace(rank, steps=rank.steps[:steps], events=events))
+        saves = [save for save in self.saves if save.step <= steps]
+        return TrialRecord(ranks=ranks, trouble=self.trouble, saves=saves)
 
     def loss(self, step: int) -> float | None:
         """Return the mean of the losses of a step (from 0), over ranks and micro-batches."""

@@ -1,21 +1,22 @@
-"""The result of a proof: one screen, a page, JSON and JUnit XML."""
+"""The result of a proof: one screen, a page and JSON."""
 
 import shlex
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from torchmuster.finding import Finding, Status, render
+from torchmuster.finding import Finding, render
 from torchmuster.pages.charts import RULES, Axis, Curve, line_chart
 from torchmuster.pages.frame import html_article, html_page, html_table
+from torchmuster.prove import landlock
 from torchmuster.prove.comparing import resumed_from
 from torchmuster.prove.proof import Proof, Result
 from torchmuster.prove.records import TrialRecord
 from torchmuster.redaction import printable
 from torchmuster.units import format_seconds, plural
 
+_NARROWEST, _WIDER = 1.5, 3.0  # widths of the curves
 _CURVES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate"}
 
 
@@ -32,6 +33,7 @@ def proof_screen(proof: Proof, folder: Path, *, width: int, colour: bool) -> str
         "",
         render(_shown_findings(proof), width=width, colour=colour),
         "",
+        *_coverage(),
         f"report: {folder / 'report.html'}",
     ]
     return "\n".join(lines)
@@ -51,6 +53,16 @@ def _shown_findings(proof: Proof) -> list[Finding]:
     return list(shown.values())
 
 
+def _coverage() -> list[str]:
+    """Return what the runs were not kept from changing."""
+    if landlock.is_available():
+        return []
+    return [
+        "not watched: writes of child processes and native code (this kernel has no Landlock)",
+        "",
+    ]
+
+
 def _trial_summary(proof: Proof) -> str:
     request = proof.request
     steps = proof.baseline.steps if proof.baseline else 0
@@ -68,6 +80,7 @@ def proof_json(proof: Proof, folder: Path) -> dict[str, object]:
         "steps": proof.baseline.steps if proof.baseline else 0,
         "runs": proof.runs,
         "passed": not proof.failed,
+        "confined_by_kernel": landlock.is_available(),
         "report": str(folder / "report.html"),
         "results": [_result_json(result) for result in proof.results],
     }
@@ -90,37 +103,6 @@ def _result_json(result: Result) -> dict[str, object]:
         },
         "finding": result.finding.as_json(),
     }
-
-
-def proof_junit(proof: Proof) -> str:
-    """Return the result as JUnit XML, which CI servers show: one test case for each check."""
-    suite = ElementTree.Element(
-        "testsuite",
-        name=f"muster prove {proof.script}",
-        tests=str(len(proof.results)),
-        failures=str(sum(result.finding.status is Status.FAILURE for result in proof.results)),
-        time=f"{proof.took_s:.1f}",
-    )
-    for result in proof.results:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname=f"prove.{result.property}", name=result.name
-        )
-        finding = result.finding
-        if finding.status is Status.FAILURE:
-            failure = ElementTree.SubElement(
-                case, "failure", type=finding.name, message=_clean(finding.what)
-            )
-            failure.text = _clean(f"why: {finding.why}\nfix: {finding.fix}")
-        elif result.outcome == "not tested":
-            ElementTree.SubElement(case, "skipped", message=_clean(finding.what))
-    suites = ElementTree.Element("testsuites")
-    suites.append(suite)
-    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _clean(text: str) -> str:
-    """Remove characters that XML does not allow."""
-    return "".join(one for one in text if one in "\n\t" or ord(one) >= 32)
 
 
 def proof_page(proof: Proof) -> str:
@@ -156,29 +138,27 @@ def _table_row(result: Result) -> tuple[str, str, str, str]:
 
 
 def _proof_curves(proof: Proof, name: str) -> Iterator[Curve]:
+    """Yield the curves from wide to narrow, so that each shows also where they are equal."""
     baseline = proof.baseline
     assert baseline is not None
-    yield from _curve("undisturbed", baseline, name, 0)
+    runs = [("undisturbed", baseline, 0)]
     if proof.repeated is not None:
-        yield from _curve("repeated", proof.repeated, name, 0, dashed=True)
+        runs.append(("repeated", proof.repeated, 0))
     for trial in proof.resumed:
         if trial.resumed.steps:
             expected = max((save.step for save in trial.stopped.saves), default=0)
             start = resumed_from(baseline, trial.resumed, expected)
             begin = expected if start is None else start
-            yield from _curve(f"resumed: {trial.name}", trial.resumed, name, begin, dashed=True)
-
-
-def _curve(
-    title: str, record: TrialRecord, name: str, start: int, *, dashed: bool = False
-) -> Iterator[Curve]:
-    points = [
-        (float(start + step + 1), value)
-        for step in range(record.steps)
-        if (value := _value(record, name, step)) is not None
-    ]
-    if points:
-        yield Curve(name=title, points=points, dashed=dashed)
+            runs.append((f"resumed: {trial.name}", trial.resumed, begin))
+    for number, (title, record, begin) in enumerate(runs):
+        points = []
+        for step in range(record.steps):
+            value = _value(record, name, step)
+            if value is not None:
+                points.append((float(begin + step + 1), value))
+        if points:
+            width = _NARROWEST + _WIDER * (len(runs) - 1 - number)
+            yield Curve(name=title, points=points, width=width, marked=False)
 
 
 def _value(record: TrialRecord, name: str, step: int) -> float | None:

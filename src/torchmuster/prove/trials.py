@@ -49,6 +49,7 @@ class ProofRequest:
     folder: str
     into: str
     steps: int
+    most_steps: int = 0  # of the first run, if it has saved no checkpoint before
     ranks: int  # of the trials that are stopped and repeated
     other_ranks: tuple[int, ...] = ()
     device: Literal["cpu", "gpu"] = "cpu"
@@ -79,6 +80,7 @@ class Trials:
         self._request, self._say = request, say
         self._into = Path(request.into)
         self._outputs = request.outputs
+        self._steps = request.steps
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if request.device == "cpu" else {}
         forked_ranks.preload_for(_script_text_of(request), {**hidden, **request.environment})
         self.failed: TrialRecord | None = None  # an undisturbed run that failed
@@ -106,6 +108,7 @@ class Trials:
         folder: Path | None = None,
         fresh: bool = False,
         steps: int | None = None,
+        most_steps: int = 0,
     ) -> TrialRecord:
         """Run the script once, from its start or in the ``folder`` of a stopped trial."""
         self.runs += 1
@@ -127,7 +130,8 @@ class Trials:
             into=str(records),
             ranks=ranks or self._request.ranks,
             device=self._request.device,
-            steps=steps or self._request.steps,
+            steps=steps or self._steps,
+            most_steps=most_steps,
             stop=stop,
             dropout=dropout,
         )
@@ -153,15 +157,23 @@ class Trials:
         )
 
     def baseline(self) -> TrialRecord:
-        """Run the script undisturbed; a second time if it wrote into a folder with older files."""
-        record = self._checked(self.run("baseline", "undisturbed"))
+        """Run the script undisturbed; a second time if it wrote into a folder with older files.
+
+        The other runs make as many steps. Without a request, the run goes on until a checkpoint.
+        """
+        most_steps = self._request.most_steps
+        record = self._checked(self.run("baseline", "undisturbed", most_steps=most_steps))
+        if record.saves:
+            self._steps = max(self._steps, record.steps)
+        record = record.up_to(self._steps)
         folder = self._into / "trials" / "baseline"
         used = self._used_folders(record, folder)
         if used:
             names = ", ".join(sorted(used))
             self._say(f"the script saves into {names}, which has files of earlier runs")
             self._outputs = (*self._outputs, *sorted(used))
-            record = self._checked(self.run("baseline-2", "undisturbed, with empty output folders"))
+            again = self.run("baseline-2", "undisturbed, with empty output folders")
+            record = self._checked(again)
         return record
 
     def _used_folders(self, record: TrialRecord, copy: Path) -> set[str]:

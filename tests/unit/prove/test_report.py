@@ -1,6 +1,5 @@
-"""The result of a proof as a screen, a page, JSON and JUnit XML."""
+"""The result of a proof as a screen, a page and JSON."""
 
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from syrupy.assertion import SnapshotAssertion
@@ -60,13 +59,6 @@ def test_a_difference_that_two_stops_show_appears_once(snapshot: SnapshotAsserti
     text = report.proof_screen(proof(), Path("prove/x"), width=100, colour=False)
     assert text == snapshot
     assert text.count("failure ") == 1
-
-
-def test_each_check_is_a_test_case_of_junit() -> None:
-    suite = ElementTree.fromstring(report.proof_junit(proof()))[0]
-    assert suite.attrib | {"tests": "3", "failures": "2"} == suite.attrib
-    failed = {case.get("name"): case.find("failure") is not None for case in suite}
-    assert failed == {"determinism": False, "resume.killed": True, "resume.terminated": True}
 
 
 def test_json_has_the_difference() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchmuster.integrations.import_hooks import when_imported
+from torchmuster.prove import landlock
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Caches belong to the libraries: what a trial adds to them is what any run adds.
@@ -32,7 +33,10 @@ class WriteOutside(PermissionError):
 
 
 def allow_writes_only(folders: Sequence[str]) -> None:
-    """Refuse writes outside these folders, temporary folders and caches, from now on."""
+    """Refuse writes outside these folders, temporary folders and caches, until the process ends.
+
+    The kernel refuses them where it can; the audit hook names the path, and works on any kernel.
+    """
     home = Path.home()
     allowed = [
         *folders,
@@ -81,6 +85,8 @@ def allow_writes_only(folders: Sequence[str]) -> None:
             check(arguments[1])
 
     sys.addaudithook(watch)
+    if landlock.is_available():
+        landlock.allow_writes_only(roots)
     # These open files in C++ and Rust, which no audit hook sees.
     torch.save = _checked_save(torch.save, check)
     _before_safetensors.append(lambda _, path: check(path))

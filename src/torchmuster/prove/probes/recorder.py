@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,12 @@ from torchmuster.prove.records import (
     TrialRequest,
     file_of,
 )
+from torchmuster.runfolder import write_atomically
 
 _LOOKS_FOR_COPIES_AFTER = (1, 2)  # steps: a script may create its average in the second one
 _MOST_KEYS = 30
+_STEPS_AFTER_A_SAVE = 6  # so that a resumed run has steps to compare
+_WAITS_FOR_A_SAVE_S = 60.0
 _DEPENDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -53,6 +57,8 @@ class ProofRecorder:
         self._rank = int(os.environ.get("RANK", "0"))
         self._file = file_of(Path(request.into), self._rank).open("ab", buffering=0)
         self._stopper = Stopper(request, self._rank)
+        self._first_save = Path(request.into) / "first-save"
+        self._begun_s = time.monotonic()
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._number = 0  # steps that are written
         self._open: StepRecord | None = None  # stepped, but not written yet
@@ -158,7 +164,7 @@ class ProofRecorder:
         if self._batches and self._batches[-1].loss is not None and _has_no_gradients(inner):
             self._batches = []  # a forward whose gradients are discarded is not part of the step
         self._stopper.before_forward(self._number, len(self._batches))
-        if self._number >= self._request.steps and not self._batches:
+        if self._number >= self._last_step() and not self._batches:
             self._finish()
         total = 0
         for _, tensor in tensors:
@@ -176,6 +182,25 @@ class ProofRecorder:
                 place=self._place,
             )
         )
+
+    def _last_step(self) -> int:
+        """Return the step to exit after, the same one on all ranks.
+
+        Rank 0 writes the step of its first save into a file. All ranks have read it some steps later.
+        """
+        request = self._request
+        if request.most_steps <= request.steps or self._number < request.steps:
+            return request.steps
+        if time.monotonic() - self._begun_s > _WAITS_FOR_A_SAVE_S:
+            self._end_soon()
+        if not self._first_save.exists():
+            return request.most_steps
+        last = int(self._first_save.read_text()) + _STEPS_AFTER_A_SAVE
+        return min(max(last, request.steps), request.most_steps)
+
+    def _end_soon(self) -> None:
+        if self._rank == 0 and not self._first_save.exists():
+            write_atomically(self._first_save, str(self._number), durable=False)
 
     def _record_buffers(self, module: nn.Module) -> None:
         self._buffers_of = None
@@ -463,6 +488,7 @@ class ProofRecorder:
             if os.getpid() == self._process:
                 place = path if "://" in path else str(Path(path).absolute())
                 self._event("save", path=place, library=library, keys=self._keys)
+                self._end_soon()
 
         recorder.saved = saved  # type: ignore[method-assign]
         save, load = torch.save, torch.load
