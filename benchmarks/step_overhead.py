@@ -257,11 +257,11 @@ def measure(
         bare_batches = batches_of_torch(workload, world.global_rank, world.world_size)
     turns = Turns(workload, bare_loop(workload, bare_batches, ddp=ddp))
     trainer = Trainer(
-        world,
+        world=world,
         model=build_model(workload),
         loss=loss_of,
         optimizer=build_optimizer,
-        loader=TakingTurns(loader, turns),
+        data=TakingTurns(loader, turns),
         strategy=Ddp(world) if ddp else Single(world),
         reports=Reports(world, folder=folder),
     )

@@ -40,11 +40,11 @@ def in_capitals(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
 def fit(world: World, model: nn.Module, pieces: list[torch.Tensor], *, rate: float) -> None:
     """Train those weights of a model that are not frozen, for one epoch."""
     trainer = Trainer(
-        world,
+        world=world,
         model=model,
         loss=next_byte_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
-        loader=BatchLoader(pieces, world, global_batch_size=32),
+        data=BatchLoader(pieces, world, global_batch_size=32),
         strategy="auto",
         clip_norm=1.0,
         reports=Reports(world, quiet=True),

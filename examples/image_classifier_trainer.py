@@ -32,11 +32,11 @@ def train(world: World, epochs: int) -> None:
     held_out = BatchLoader(draw(1000, seed=2), world, global_batch_size=200, shuffle=False)
     torch.manual_seed(0)
     trainer = Trainer(
-        world,
+        world=world,
         model=network(),
         loss=cross_entropy,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        loader=loader,
+        data=loader,
         clip_norm=1.0,
         schedule=partial(schedule, shape="cosine", total_steps=epochs * loader.steps_in_epoch()),
         evaluation=Evaluation(loader=held_out, measure=measure),

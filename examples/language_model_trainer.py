@@ -24,11 +24,11 @@ def train(world: World, epochs: int) -> None:
     test_loader = BatchLoader(held_out, world, global_batch_size=16, shuffle=False)
     torch.manual_seed(0)
     trainer = Trainer(
-        world,
+        world=world,
         model=LittleGpt(length=LENGTH),
         loss=next_byte_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-        loader=loader,
+        data=loader,
         clip_norm=1.0,
     )
     trainer.fit(epochs=epochs)

@@ -32,11 +32,11 @@ def watch(*_):
 
 with join_world() as world:
     trainer = Trainer(
-        world,
+        world=world,
         model=make_model,
         loss=language_model,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-        loader=BatchLoader(make_rows(), world, global_batch_size=8),
+        data=BatchLoader(make_rows(), world, global_batch_size=8),
     )
     register_optimizer_step_post_hook(watch)
     trainer.fit(steps=12)

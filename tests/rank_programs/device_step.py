@@ -87,11 +87,11 @@ def _trained(
 
     with host_reads() as seen:
         Trainer(
-            world,
+            world=world,
             model=seeded_model(),
             loss=loss,
             optimizer=_optimizer(optimizer),
-            loader=Ready(portion(SAMPLES, world, rounds=2)),
+            data=Ready(portion(SAMPLES, world, rounds=2)),
             strategy=strategy_named(name, world, precision),
             precision=precision,
             clip_norm=clip_norm,

@@ -83,14 +83,14 @@ def make(
     """Make what a new process would make."""
     seed_everything(3, world)
     return Trainer(
-        world,
+        world=world,
         model=Language,
         loss=entropy,
         optimizer=optimizer_named(name, learning_rate=RATE, weight_decay=DECAY),
         parameter_groups=lambda model: optimizers.parameter_groups(
             model, learning_rate=RATE, weight_decay=DECAY, muon=name == "muon"
         ),
-        loader=BatchLoader(
+        data=BatchLoader(
             samples(), world, global_batch_size=8, micro_batch_size=micro_batch_size, seed=3
         ),
         strategy=build_strategy(strategy, world, precision=FP32),
@@ -98,7 +98,7 @@ def make(
         clip_norm=1.0,
         schedule=lambda optimizer: schedule(optimizer, "cosine", warmup_steps=2, total_steps=STEPS),
         evaluation=evaluation,
-        saving=CheckpointSettings(to=folder, mode="sync", **saving),
+        checkpoints=CheckpointSettings(to=folder, mode="sync", **saving),
         reports=Reports(world, quiet=True),
         seed=1,
     )

@@ -135,12 +135,12 @@ def make(
     data = data or Transformed(0.0 if plain else 0.1)
     loader = BatchLoader(data, world, global_batch_size=16, micro_batch_size=2, seed=3)
     return Trainer(
-        world,
+        world=world,
         model=lambda: OutOfOrder(plain),
         seed=1,
         loss=loss,
         optimizer=momentum if plain else adamw,
-        loader=loader,
+        data=loader,
         strategy=build_strategy(name, world, precision=precision),
         precision=precision,
         clip_norm=0.5,
@@ -148,7 +148,7 @@ def make(
         evaluation=Evaluation(
             loader=BatchLoader(Transformed(0.0), world, global_batch_size=8), measure=accuracy
         ),
-        saving=CheckpointSettings(
+        checkpoints=CheckpointSettings(
             to=folder / "checkpoints",
             every=every,
             mode=mode,
@@ -342,13 +342,15 @@ def _odd(
 
     find = {"find_unused_parameters": True}
     return Trainer(
-        world,
+        world=world,
         model=Odd(),
         loss=loss,
         optimizer=adamw,
-        loader=loader,
+        data=loader,
         strategy=Ddp(world, **find) if name == "ddp" else build_strategy(name, world),
-        saving=CheckpointSettings(to=folder / "checkpoints", every=every, mode="async", keep=20),
+        checkpoints=CheckpointSettings(
+            to=folder / "checkpoints", every=every, mode="async", keep=20
+        ),
         reports=Reports(world, folder=folder, quiet=True, log_every=50),
     )
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from patience import GIVE_UP_S
 from rank_programs.parity import Case as ParityCase
 from rank_programs.parity import Language, global_batch, language_model, model_is_tied, token_losses
-from torchmuster.train.defaults import with_values
+from torchmuster.train.arguments import with_values
 from torchmuster.train.models.blocks import recompute_blocks
 from torchmuster.train.precision import BF16, FP32, Precision
 from torchmuster.train.strategies.choose import build_strategy, memory_of_each_rank

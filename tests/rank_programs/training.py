@@ -80,11 +80,11 @@ def make(
     world: World, strategy: Strategy, kind: str, records: list[StepRecord], **how: Any
 ) -> Trainer:
     return Trainer(
-        world,
+        world=world,
         model=how.pop("model", None) or tagger(),
         loss=LOSSES[kind],
         optimizer=sgd,
-        loader=how.pop("loader", None)
+        data=how.pop("loader", None)
         or BatchLoader(sentences(), world, global_batch_size=GLOBAL_BATCH, accumulation=2),
         strategy=strategy,
         clip_norm=0.5,
@@ -239,11 +239,11 @@ def with_a_bad_sample(world: World) -> tuple[list[str], list[dict[str, Any]], in
     records: list[StepRecord] = []
     loader = BatchLoader(Poisoned(), world, global_batch_size=4, shuffle=False)
     trainer = Trainer(
-        world,
+        world=world,
         model=nn.Linear(3, 1),
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-        loader=loader,
+        data=loader,
         reports=Reports(world, quiet=True, log_every=4, on_record=[records.append]),
     )
     trainer.reports.say = said.append  # type: ignore[method-assign, assignment]

@@ -3,17 +3,18 @@
 The same parts work in a hand-written loop; ``Trainer`` adds their order and the printed step
 lines::
 
-    with join_world() as world:
-        trainer = Trainer(
-            world,
-            model=build_model,
-            loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-            loader=BatchLoader(dataset, world, global_batch_size=64),
-        )
-        trainer.fit(epochs=3)
-
-With ``saving`` it saves checkpoints while it trains, and :meth:`Trainer.resume` resumes from them.
+    trainer = Trainer(
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        dataset,
+        batch_size=64,
+        strategy="fsdp",
+        precision="bf16",
+        checkpoints="runs/first",
+    )
+    trainer.resume()
+    trainer.fit(epochs=3)
 """
 
 import time
@@ -21,7 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, TypeAlias, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -30,19 +32,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.finding import render
-from torchmuster.train import defaults
+from torchmuster.train import arguments
 from torchmuster.train.bad_numbers import BadNumbers
 from torchmuster.train.checkpointing import trainer_state
 from torchmuster.train.checkpointing.checkpointer import Loaded
 from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
 from torchmuster.train.data.step import Loader, Step
 from torchmuster.train.evaluate import BestMetric, Measure, evaluate
+from torchmuster.train.losses import Loss
 from torchmuster.train.metrics.banner import banner
 from torchmuster.train.metrics.communication import communication_of
 from torchmuster.train.metrics.reports import Reports, StepLines
 from torchmuster.train.metrics.step_line import StepRecord
 from torchmuster.train.metrics.step_metrics import StepMetrics
-from torchmuster.train.optimizers import ParameterGroup
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.precision import Precision
 from torchmuster.train.progress import progress as now
@@ -50,9 +52,6 @@ from torchmuster.train.step import StepResult, TrainStep
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 from torchmuster.units import plural
-
-# Returns the mean over a batch's samples, or a total over items (tokens) and their count.
-Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, int | torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +84,20 @@ class Trainer:
 
     def __init__(
         self,
-        world: World,
+        model: arguments.Model,
+        loss: Loss | nn.Module | str,
+        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+        data: Any,
         *,
-        model: nn.Module | Callable[[], nn.Module],
-        loss: Loss,
-        optimizer: Callable[[Any], torch.optim.Optimizer],
-        loader: Loader,
-        parameter_groups: Callable[[nn.Module], list[ParameterGroup]] | None = None,
-        strategy: Decision[Strategy] | Strategy | Literal["auto"] = "auto",
-        precision: Decision[Precision] | Precision | Literal["auto"] = "auto",
+        world: World | None = None,
+        batch_size: int | None = None,
+        parameter_groups: arguments.ParameterGroups | None = None,
+        strategy: Decision[Strategy] | Strategy | str = "auto",
+        precision: Decision[Precision] | Precision | str = "auto",
         clip_norm: float | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         evaluation: Evaluation | None = None,
-        saving: CheckpointSettings | None = None,
+        checkpoints: CheckpointSettings | Path | str | None = None,
         reports: Reports | None = None,
         seed: int = 0,
         flops_of_batch: Callable[[Any], float] | None = None,
@@ -105,17 +105,29 @@ class Trainer:
     ) -> None:
         """Build the model and the optimizer; nothing is trained yet.
 
-        A function as ``model`` is called with torch's generator seeded by ``seed``; for fsdp, only
-        rank 0's model has memory for its parameters before it is sharded. ``loss`` is called with the
-        model and a batch; it returns the mean over the samples, or a sum and the number of items.
-        ``optimizer`` is called with the list of trained parameters, or with the parameter groups that
-        ``parameter_groups`` returns for the model. ``clip_norm`` is the max gradient norm.
-        ``schedule`` is called with the optimizer. ``saving`` saves the state during training.
-        ``reports`` prints step lines and writes metrics files. ``flops_of_batch``
-        returns the FLOPs of training on a batch, without waiting for the device: step lines then
-        have the rate. With ``peak_flop_s``, the peak rate of this rank's device in the precision,
-        they have the utilization too.
+        - ``model``: a module, or a function that returns one. It is called with torch's generator seeded
+          by ``seed``; for fsdp, only rank 0's model has memory for its parameters before it is sharded.
+        - ``loss``: a function of the model and a batch that returns the mean over the samples, or a sum and
+          the number of items; a criterion of outputs and targets, for batches of pairs; or the name of
+          one of ``torchmuster.train.losses``.
+        - ``optimizer``: an optimizer, its class, or a function. A class or function is called with the list of
+          trained parameters, or with the groups that ``parameter_groups`` returns for the model.
+        - ``data``: a ``DataLoader``, whose batches are used unchanged; a dataset, of which a step uses
+          ``batch_size`` samples over all ranks; or a loader such as ``BatchLoader``.
+        - ``world``: that of ``join_world``; if there is none, this process joins until it ends.
+        - ``strategy``: auto, single, ddp, fsdp, or a strategy. ``precision``: auto, fp32, bf16, fp16.
+        - ``checkpoints``: a folder or URL, saved to every 10 minutes and at the end, or settings.
+        - ``schedule`` is called with the optimizer. ``clip_norm`` is the max gradient norm.
+        - ``reports`` prints step lines and writes metrics files. ``flops_of_batch`` returns the FLOPs of
+          training on a batch, without waiting for the device: step lines then have the rate, and with
+          ``peak_flop_s``, the peak rate of this rank's device in the precision, the utilization.
         """
+        model = arguments.choose_model(model)
+        self.loss = arguments.choose_loss(loss)
+        make_optimizer = arguments.choose_optimizer(optimizer, model, parameter_groups)
+        saving = arguments.choose_checkpoints(checkpoints)
+        world = arguments.choose_world(world)
+        loader = arguments.choose_loader(data, world, batch_size=batch_size, seed=seed)
         if evaluation is not None and evaluation.loader is loader:
             raise Impossible(
                 "training and evaluation use the same loader",
@@ -124,7 +136,6 @@ class Trainer:
             )
         self.world = world
         self.loader = loader
-        self.loss = loss
         self._evaluation = evaluation
         self._every = evaluation.every if evaluation is not None else None
         self._saving = saving
@@ -137,18 +148,14 @@ class Trainer:
             )
         self.seed = seed
         self._weights_seed = None if isinstance(model, nn.Module) else seed
-        self.precision = defaults.default_precision(precision, world)
-        self.strategy = defaults.default_strategy(strategy, self.precision.value, model, world)
+        self.precision = arguments.choose_precision(precision, world)
+        self.strategy = arguments.choose_strategy(strategy, self.precision.value, model, world)
         with oom_report(world):
-            model = defaults.with_values(model, self.strategy.value, world, seed=seed)
-        defaults.check_trained(model)
+            model = arguments.with_values(model, self.strategy.value, world, seed=seed)
+        arguments.check_trained(model)
         with oom_report(world, model):
             self.model = self.strategy.value.prepare(model)
-        self.optimizer = optimizer(
-            [one for one in self.model.parameters() if one.requires_grad]
-            if parameter_groups is None
-            else parameter_groups(self.model)
-        )
+        self.optimizer = make_optimizer(self.model)
         self.schedule = schedule(self.optimizer) if schedule is not None else None
         self._update = TrainStep(
             self.model,
@@ -389,7 +396,7 @@ class Trainer:
         )
 
     def _naming_memory(self) -> AbstractContextManager[None]:
-        size = defaults.micro_batch_size(self.loader)
+        size = arguments.micro_batch_size(self.loader)
         return oom_report(self.world, self.model, self.optimizer, micro_batch_size=size)
 
     def state(self) -> dict[str, Any]:
@@ -416,7 +423,7 @@ class Trainer:
         """Restore what :meth:`state` returned, even on another number of ranks."""
         progress = state["progress"]
         self._unsettled = None
-        defaults.refuse_another_schedule(self.schedule, progress["schedule"])
+        arguments.refuse_another_schedule(self.schedule, progress["schedule"])
         self.strategy.value.load_state_dict(self.model, state, self.optimizer)
         self.step = progress["step"]
         self.evaluated = progress["evaluated"]
@@ -437,15 +444,15 @@ class Trainer:
         return self.step - self._tally.unreported
 
     def resume(self) -> Loaded | None:
-        """Resume from the newest good checkpoint of ``saving``, of any number of ranks.
+        """Resume from the newest good checkpoint of ``checkpoints``, of any number of ranks.
 
         Return what was loaded; None if there is no checkpoint and training starts from scratch.
         Metrics of later steps are deleted, because these steps are repeated.
         """
         if self._saving is None:
             raise Impossible(
-                "resume() needs checkpoint settings",
-                fix="give Trainer(saving=CheckpointSettings(to=…, …))",
+                "resume() needs a place of checkpoints",
+                fix="give Trainer(checkpoints=…), a folder",
             )
         loaded = trainer_state.resume_trainer(self, self._saving)
         if loaded is not None and "base" not in loaded.state:

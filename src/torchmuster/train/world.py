@@ -19,6 +19,8 @@ from torchmuster.launch.probes.membership import number_from
 from torchmuster.launch.probes.process_group import group_store
 from torchmuster.launch.rank.start import forget_error, record_error
 
+_joined: list["World"] = []  # by the join_world blocks that are open
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -61,23 +63,31 @@ def join_world(
     group = process_group.setup_process_group(
         rank, size, "gloo" if device == "cpu" else "nccl", timeout_s
     )
+    world = World(
+        global_rank=rank,
+        local_rank=group.member.local_rank or 0,
+        node_rank=number_from("GROUP_RANK", os.environ) or 0,
+        world_size=size,
+        local_world_size=group.member.local_world_size or 1,
+        device=group.device,
+        backend=group.choice.backend,
+        reasons=group.reasons,
+    )
+    _joined.append(world)
     try:
-        yield World(
-            global_rank=rank,
-            local_rank=group.member.local_rank or 0,
-            node_rank=number_from("GROUP_RANK", os.environ) or 0,
-            world_size=size,
-            local_world_size=group.member.local_world_size or 1,
-            device=group.device,
-            backend=group.choice.backend,
-            reasons=group.reasons,
-        )
+        yield world
     except Exception as error:
         record_error(error)  # before the cleanup, during which the process may be aborted
         raise
     finally:
+        _joined.remove(world)
         if not made_elsewhere:
             process_group.cleanup_process_group()
+
+
+def joined_world() -> World | None:
+    """Return the world of the innermost ``join_world`` that is open; None outside of one."""
+    return _joined[-1] if _joined else None
 
 
 def most_exact_type(device: torch.device) -> torch.dtype:

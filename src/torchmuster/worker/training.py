@@ -143,7 +143,7 @@ def _trainer(
     reports = reports_for(settings, world, folder)
     precision_of_run = with_weights_of(model, number_type)
     return Trainer(
-        world,
+        world=world,
         model=model,
         loss=loss,
         optimizer=_optimizer(wanted),
@@ -153,7 +153,7 @@ def _trainer(
             weight_decay=wanted.weight_decay,
             muon=wanted.optimizer == "muon",
         ),
-        loader=loader,
+        data=loader,
         strategy=strategy,
         precision=precision_of_run,
         clip_norm=wanted.clip_norm,
@@ -169,7 +169,7 @@ def _trainer(
                 images=images_of(held_out, recipe, world) if held_out else None,
             ),
         ),
-        saving=saving,
+        checkpoints=saving,
         reports=reports,
         seed=wanted.seed,
         flops_of_batch=None if text is None else flops_of_batch(model),

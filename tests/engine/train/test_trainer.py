@@ -41,12 +41,12 @@ def make(**how: Any) -> Trainer:
         "model": lambda: nn.Linear(3, 1),
         "loss": squares,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        "loader": BatchLoader(
+        "data": BatchLoader(
             [torch.ones(3) * n / 20 for n in range(20)], WORLD, global_batch_size=8
         ),
         "reports": Reports(WORLD, quiet=True),
     }
-    return Trainer(WORLD, **(parts | how))
+    return Trainer(**{"world": WORLD, **parts, **how})
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_an_end_is_asked_for_and_kept_to(snapshot: SnapshotAssertion) -> None:
 
 def test_a_loader_without_steps_does_not_keep_a_run_waiting(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match="epoch 1") as refused:
-        make(loader=Nothing()).fit(steps=5)
+        make(data=Nothing()).fit(steps=5)
     assert refused.value == snapshot
 
 
@@ -141,7 +141,7 @@ def test_pieces_after_a_change_of_the_batch_size_read_each_sample_once() -> None
         loader = BatchLoader(data, WORLD, global_batch_size=batch_size)
         return make(
             loss=noting,
-            loader=loader,
+            data=loader,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         )
 
@@ -163,7 +163,7 @@ def test_pieces_after_a_change_of_the_batch_size_read_each_sample_once() -> None
 def test_an_epoch_that_ends_with_the_steps_is_evaluated_once(tmp_path: Path) -> None:
     stream = [torch.ones(3)] * 16
     trainer = make(
-        loader=StreamLoader(stream, WORLD, global_batch_size=4),  # does not know its end
+        data=StreamLoader(stream, WORLD, global_batch_size=4),  # does not know its end
         evaluation=Evaluation(
             loader=BatchLoader([torch.ones(3)] * 5, WORLD, global_batch_size=2),
             measure=lambda model, batch: {"size": model(batch).abs()[:, 0]},
@@ -199,7 +199,7 @@ def test_a_loader_for_training_and_evaluation_at_once_is_refused(
 ) -> None:
     loader = BatchLoader([torch.ones(3)] * 8, WORLD, global_batch_size=8)
     with pytest.raises(Impossible) as told:
-        make(loader=loader, evaluation=Evaluation(loader=loader, measure=lambda model, batch: {}))
+        make(data=loader, evaluation=Evaluation(loader=loader, measure=lambda model, batch: {}))
     assert told.value == snapshot
 
 

@@ -34,7 +34,7 @@ from torchmuster.profile.facts import (
 from torchmuster.profile.probes.changes import AppliedChange
 from torchmuster.profile.probes.phases import ForwardPhases, Phases, first_tensor
 from torchmuster.profile.probes.trace import StepTrace
-from torchmuster.train.defaults import micro_batch_size
+from torchmuster.train.arguments import micro_batch_size
 from torchmuster.train.metrics.step_metrics import StepMetrics
 from torchmuster.train.torch_private import TorchDispatchMode, is_compiled_part
 from torchmuster.train.trainer import Trainer

@@ -11,6 +11,7 @@ from torch import nn
 from torchmuster.decision import Decision
 from torchmuster.finding import render
 from torchmuster.train import seeds
+from torchmuster.train.arguments import portions_of
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, SaveReport
 from torchmuster.train.checkpointing.policy import (
     CheckpointPolicy,
@@ -19,7 +20,6 @@ from torchmuster.train.checkpointing.policy import (
     save_message,
 )
 from torchmuster.train.data.step import Loader
-from torchmuster.train.defaults import portions_of
 from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.models.lora import peft_config
 from torchmuster.train.seeds import derive_seed, seed_process

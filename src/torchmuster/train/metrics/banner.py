@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from torchmuster.train.arguments import portions_of
 from torchmuster.train.data.batch_split import BatchSplit
 from torchmuster.train.data.step import Loader
-from torchmuster.train.defaults import portions_of
 from torchmuster.train.models.lora import four_bit_layers, parameter_counts
 from torchmuster.train.world import World
 from torchmuster.units import plural
