@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import known_failures
-from torchmuster.launch.history.root_cause import NodeExit, from_own_code, root_cause_of
+from torchmuster.launch.history.root_cause import NodeExit, root_cause_of
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.units import GiB
 
@@ -204,38 +204,46 @@ def test_who_only_waited_for_the_rank_that_failed_is_neither_blamed_nor_named(
     assert waited in alone.what
 
 
-def test_a_traceback_begins_with_the_users_own_code() -> None:
-    ours = "".join(
-        f'  File "/env/torchmuster/train/part{n}.py", line 1, in f\n    f()\n' for n in range(9)
+OURS = '  File "/work/src/torchmuster/train/step.py", line 7, in step\n    f()\n'
+OWN = '  File "/home/ann/data.py", line 7, in __getitem__\n    open(name)\n'
+TORCHS = '  File "/env/lib/python3.12/site-packages/torch/x.py", line 3, in g\n    g()\n'
+HEAD = "Traceback (most recent call last):\n"
+
+
+def raised(traceback: str) -> Finding:
+    error = traceback.splitlines()[-1]
+    return judged(
+        ended(
+            "a",
+            protocol.Failure(
+                rank=0, local_rank=0, exit_code=1, ago_s=0.0, error=error, traceback=traceback
+            ),
+        )
     )
-    own = '  File "/home/ann/data.py", line 7, in __getitem__\n    open(name)\n'
-    torchs = '  File "/env/lib/python3.12/site-packages/torch/x.py", line 3, in g\n    g()\n'
-    head = "Traceback (most recent call last):\n"
+
+
+def test_a_traceback_shows_the_users_own_frames_and_never_ours() -> None:
+    finding = raised(f"{HEAD}{OURS * 9}{OWN}{TORCHS * 9}{OURS}OSError: cut")
+    assert finding.evidence == f"{HEAD}{OWN}OSError: cut\nlog: runs/x/logs/rank-0.log"
+    assert finding.why == "raised at /home/ann/data.py:7"
+
+
+def test_a_traceback_without_frames_of_the_user_shows_the_innermost_ones() -> None:
+    finding = raised(f"{HEAD}{OURS * 9}{TORCHS * 9}OSError: cut")
+    assert finding.evidence.startswith(f"{HEAD}{TORCHS}{TORCHS}OSError: cut\n")
+    assert finding.why == ""
+
+
+def test_of_exceptions_that_follow_each_other_the_last_is_shown() -> None:
     between = "\nThe above exception was the direct cause of the following exception:\n\n"
-    trace = f"{head}{ours}{own}{torchs}OSError: cut\n{between}{head}{ours}{torchs}OSError: worse"
-    one = protocol.Failure(
-        rank=0, local_rank=0, exit_code=1, ago_s=0.0, error="OSError: worse", traceback=trace
-    )
-    shortened = from_own_code(trace)
-    assert shortened.startswith(f"{head}{own}{torchs}OSError: cut\n")
-    assert shortened.endswith(f"{head}{ours}{torchs}OSError: worse")  # nothing of the user's in it
-    assert "OSError: worse" in judged(ended("a", one)).evidence
+    finding = raised(f"{HEAD}{OWN}KeyError: 1\n{between}{HEAD}{OWN}OSError: worse")
+    assert finding.evidence.startswith(f"{HEAD}{OWN}OSError: worse\n")
 
 
-def test_a_long_traceback_is_cut_to_its_end() -> None:
-    deep = protocol.Failure(
-        rank=0,
-        local_rank=0,
-        exit_code=1,
-        ago_s=0,
-        error="RecursionError: too deep",
-        traceback="Traceback (most recent call last):\n"
-        + "  frame\n" * 500
-        + "RecursionError: too deep",
-    )
-    lines = judged(ended("a", deep)).evidence.splitlines()
-    assert len(lines) == 26
-    assert lines[-2:] == ["RecursionError: too deep", "log: runs/x/logs/rank-0.log"]
+def test_a_long_traceback_and_a_long_message_fit_into_a_few_lines() -> None:
+    finding = raised(f"{HEAD}{OWN * 500}{TORCHS}RecursionError: too deep\n" + "more\n" * 99)
+    assert len(finding.evidence.splitlines()) <= 10
+    assert "RecursionError: too deep" in finding.evidence
 
 
 def test_among_causes_the_earliest_counts_however_late_it_was_reported(

@@ -23,7 +23,7 @@ from torchmuster import untrusted
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import flight_recorder
-from torchmuster.launch.history import root_cause
+from torchmuster.launch.history import tracebacks
 from torchmuster.launch.history.root_cause import NodeExit
 from torchmuster.launch.history.run_state import UnixTime, append_line, read_as
 from torchmuster.redaction import redact_text
@@ -214,7 +214,7 @@ def _rank_end(failure: protocol.Failure, host: str, at_unix_s: float, *, is_whol
     )
     if not is_whole:
         return end
-    lines = root_cause.last_output(failure.last_lines, _LINES_OF_LOG)
+    lines = tracebacks.last_output(failure.last_lines, _LINES_OF_LOG)
     return msgspec.structs.replace(
         end,
         error=redact_text(error[:_LONGEST_TEXT]),
