@@ -423,28 +423,9 @@ NAMES_AND_CLOCKS = [
     Catalogued(
         name="a clock that is years behind",
         faults=[ClockSkew(host="node2", seconds=-3 * 365 * 86400)],
-        finding="date-wrong",
+        finding="clocks",
         says=["node2", "20"],
         fix="timedatectl",
-    ),
-    Catalogued(
-        name="a slow clock source",
-        faults=[
-            FileReads(
-                host="node2",
-                path="/sys/devices/system/clocksource/clocksource0/current_clocksource",
-                text="hpet\n",
-            ),
-            FileReads(
-                host="node2",
-                path="/sys/devices/system/clocksource/clocksource0/available_clocksource",
-                text="tsc hpet acpi_pm\n",
-            ),
-        ],
-        finding="clock-source-slow",
-        says=["node2", "hpet"],
-        fix="clocksource",
-        mended_by=Command(host="node2", line="clocksource"),
     ),
     Catalogued(
         name="another program uses the default rendezvous port",

@@ -47,8 +47,8 @@ examined = run_checks(Surroundings(), checks, at_most=Cost.SECONDS)
 print(json.dumps([one.as_json() for each in examined for one in each.findings]))
 """
 SUBJECTS = (
-    "shared_memory,memory,processors,limits,storage,clock,names,network_interfaces,firewall,ports,"
-    "virtualisation,other_systems"
+    "shared_memory,memory,processors,limits,storage,names,network_interfaces,firewall,ports,"
+    "platforms"
 )
 SIGNIFICANT = ("warning", "failure")
 

@@ -23,14 +23,12 @@ SUBJECTS = {
     "shared-memory": f"{_HERE}.shared_memory",
     "limits": f"{_HERE}.limits",
     "storage": f"{_HERE}.storage",
-    "clock": f"{_HERE}.clock",
     "names": f"{_HERE}.names",
     "network-interfaces": f"{_HERE}.network_interfaces",
     "infiniband": f"{_HERE}.infiniband",
     "firewall": f"{_HERE}.firewall",
     "ports": f"{_HERE}.ports",
-    "virtualisation": f"{_HERE}.virtualisation",
-    "other-systems": f"{_HERE}.other_systems",
+    "platform": f"{_HERE}.platforms",
 }
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torchmuster.devices.readers.sysfs import read_integer, read_names, read_text
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
-from torchmuster.units import plural
 
 _PORTS = "/sys/class/infiniband"
 # The limit of the InfiniBand specification for a cable without faults.
@@ -26,7 +25,8 @@ class Port:
 
     adapter: str
     number: str
-    is_active: bool
+    state: str  # such as ACTIVE or DOWN
+    link_layer: str  # InfiniBand or Ethernet, which may or may not use RoCE
     link_downed: int | None
     symbol_errors: int | None
 
@@ -35,47 +35,61 @@ class Port:
         """Such as ``mlx5_0 port 1``."""
         return f"{self.adapter} port {self.number}"
 
-
-def _infiniband(surroundings: Surroundings) -> Iterator[Finding]:
-    ports = list(_ports(surroundings))
-    if not ports:
-        return
-    findings = [*_inactive(ports), *_flapping(ports, surroundings), *_errors(ports, surroundings)]
-    yield from findings
-    if not findings:
-        active = sum(port.is_active for port in ports)
-        what = f"{plural(len(ports), 'port')}, {active} active"
-        yield Finding(name="infiniband", status=Status.OK, what=what)
+    @property
+    def is_active(self) -> bool:
+        """Whether data can pass."""
+        return self.state == "ACTIVE"
 
 
-def _ports(surroundings: Surroundings) -> Iterator[Port]:
+def read_ports(surroundings: Surroundings) -> list[Port]:
+    """Return the ports of all InfiniBand and RoCE adapters."""
     root = surroundings.path(_PORTS)
+    ports = []
     for adapter in read_names(root):
         for number in read_names(root / adapter / "ports"):
             folder = root / adapter / "ports" / number
-            state = read_text(folder / "state") or ""  # "4: ACTIVE"
-            yield Port(
-                adapter=adapter,
-                number=number,
-                is_active=state.endswith("ACTIVE"),
-                link_downed=read_integer(folder / "counters/link_downed"),
-                symbol_errors=read_integer(folder / "counters/symbol_error"),
+            ports.append(
+                Port(
+                    adapter=adapter,
+                    number=number,
+                    state=(read_text(folder / "state") or "").partition(": ")[2],
+                    link_layer=read_text(folder / "link_layer") or "",
+                    link_downed=read_integer(folder / "counters/link_downed"),
+                    symbol_errors=read_integer(folder / "counters/symbol_error"),
+                )
             )
+    return ports
+
+
+def check_infiniband(surroundings: Surroundings) -> Iterator[Finding]:
+    """Check the ports of InfiniBand and RoCE adapters."""
+    ports = read_ports(surroundings)
+    findings = [*_inactive(ports), *_flapping(ports, surroundings), *_errors(ports, surroundings)]
+    names = ", ".join(port.name for port in ports)
+    seen = f"{names} active" if ports else "no InfiniBand"
+    yield from findings or [Finding(name="infiniband", status=Status.OK, what=seen)]
 
 
 def _inactive(ports: list[Port]) -> Iterator[Finding]:
-    """Yield the ports that are down while others are up: a host may use only some of its ports."""
     down = [port for port in ports if not port.is_active]
-    if not down or len(down) == len(ports):
+    if not down:
         return
-    names = ", ".join(port.name for port in down)
+    # One port of a two-port adapter is often unused.
+    status = Status.NOTE
+    why = (
+        "NCCL uses the other ports; if this one should be used, a cable or the subnet manager is "
+        "missing"
+    )
+    if len(down) == len(ports):
+        status, why = Status.WARNING, "NCCL falls back to sockets, which are many times slower"
+    states = ", ".join(f"{port.name} ({port.state.lower() or 'unknown'})" for port in down)
     yield Finding(
-        name="infiniband-port-down",
-        status=Status.NOTE,
-        what=f"not active, while other ports are: {names}",
-        why="NCCL uses the active ports only; if the hosts differ, the one with fewer ports is the "
-        "slowest",
-        fix=f"ibstat {down[0].adapter}  # then check cable and switch port",
+        name="infiniband-down",
+        status=status,
+        what=f"InfiniBand ports that are not active: {states}",
+        why=why,
+        fix="ibstat  # “Physical state: LinkUp” but not active: the subnet manager is missing\n"
+        "sudo systemctl start opensm  # on one host of the fabric",
     )
 
 
@@ -124,7 +138,7 @@ CHECKS = (
     Check(
         name="infiniband",
         asks="Are the InfiniBand ports active, without link losses or symbol errors?",
-        run=_infiniband,
+        run=check_infiniband,
         systems=("linux",),
     ),
 )

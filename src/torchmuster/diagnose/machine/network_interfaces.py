@@ -1,9 +1,7 @@
 """Network interfaces and routes: which reach other hosts, and which are misconfigured."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchmuster.devices.readers import sysfs
 from torchmuster.diagnose.check import Check, Surroundings
@@ -11,53 +9,6 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.interfaces import Interface
-
-
-def port_folders(surroundings: Surroundings) -> dict[str, Path]:
-    """Return the sysfs folders of all ports of InfiniBand and RoCE adapters, by display name."""
-    folder = surroundings.path("/sys/class/infiniband")
-    return {
-        f"{card} port {port}": folder / card / "ports" / port
-        for card in sysfs.read_names(folder)
-        for port in sysfs.read_names(folder / card / "ports")
-    }
-
-
-def is_active(port: Path) -> bool:
-    """Return whether a port is active."""
-    return (sysfs.read_text(port / "state") or "").endswith("ACTIVE")
-
-
-def is_infiniband(port: Path) -> bool:
-    """Return whether the link layer is InfiniBand; an Ethernet port may or may not use RoCE."""
-    return sysfs.read_text(port / "link_layer") == "InfiniBand"
-
-
-def check_infiniband(surroundings: Surroundings) -> Iterator[Finding]:
-    """Check the ports of InfiniBand and RoCE adapters."""
-    ports = port_folders(surroundings)
-    down = [name for name, port in ports.items() if not is_active(port)]
-    if not down:
-        seen = f"{', '.join(ports)} active" if ports else "no InfiniBand"
-        yield Finding(name="infiniband", status=Status.OK, what=seen)
-        return
-    nothing_left = len(down) == len(ports)
-    state = (
-        re.sub(r"^\d+: ", "", sysfs.read_text(ports[down[0]] / "state") or "").lower() or "unknown"
-    )
-    yield Finding(
-        name="infiniband-down",
-        # One port of a two-port adapter is often unused.
-        status=Status.WARNING if nothing_left else Status.NOTE,
-        what=f"{', '.join(down)} {'is' if len(down) == 1 else 'are'} not active ({state})",
-        why="NCCL falls back to sockets, which are many times slower"
-        if nothing_left
-        else "NCCL uses the other ports; if this one should be used, a cable or the subnet "
-        "manager is missing",
-        fix="ibstat  # “Physical state: LinkUp” but not active: the subnet manager is missing\n"
-        "sudo systemctl start opensm  # on one host of the fabric",
-    )
-
 
 _FOLDER = "/sys/class/net"
 _SWITCHED_ON = 0x1  # IFF_UP; with a carrier it is also IFF_RUNNING
@@ -320,12 +271,6 @@ CHECKS = (
         name="routes",
         asks="Are there routes, and enough ephemeral ports?",
         run=routes,
-        systems=("linux",),
-    ),
-    Check(
-        name="infiniband",
-        asks="Are the InfiniBand ports active?",
-        run=check_infiniband,
         systems=("linux",),
     ),
 )

@@ -8,7 +8,7 @@ from torchmuster.devices.model import DeviceKind, LinkKind, Node
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.visibility import STAGES, visible
 from torchmuster.diagnose.check import Check, Surroundings
-from torchmuster.diagnose.machine import network_interfaces
+from torchmuster.diagnose.machine import infiniband
 from torchmuster.diagnose.machine.ports import run_is_active
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces
@@ -34,11 +34,8 @@ def _on_with_gpus(value: str, node: Node, surroundings: Surroundings) -> bool:
 
 
 def _infiniband_in_use(surroundings: Surroundings) -> bool:
-    ports = network_interfaces.port_folders(surroundings).values()
-    return any(
-        network_interfaces.is_active(port) and network_interfaces.is_infiniband(port)
-        for port in ports
-    )
+    ports = infiniband.read_ports(surroundings)
+    return any(port.is_active and port.link_layer == "InfiniBand" for port in ports)
 
 
 def _on_beside_infiniband(value: str, node: Node, surroundings: Surroundings) -> bool:
@@ -47,7 +44,7 @@ def _on_beside_infiniband(value: str, node: Node, surroundings: Surroundings) ->
 
 def _on_beside_other_cards(value: str, node: Node, surroundings: Surroundings) -> bool:
     # The Ethernet adapter of many cloud VMs is also listed as an RDMA device.
-    there = bool(network_interfaces.port_folders(surroundings))
+    there = bool(infiniband.read_ports(surroundings))
     return value == "1" and there and not _infiniband_in_use(surroundings)
 
 

@@ -25,13 +25,13 @@ def names(surroundings: Surroundings) -> list[tuple[str, str]]:
     return [(one.name, one.status.value) for one in found(CHECK, surroundings).values()]
 
 
-def test_a_host_without_adapters_has_nothing_to_say(tmp_path: Path) -> None:
-    assert names(machine(tmp_path)) == []
+def test_a_host_without_adapters(tmp_path: Path) -> None:
+    assert all_well(CHECK, machine(tmp_path)) == "no InfiniBand"
 
 
 def test_healthy_ports(tmp_path: Path) -> None:
     ports = machine(tmp_path, ("4: ACTIVE", 1, 100), ("4: ACTIVE", 0, 0))
-    assert all_well(CHECK, ports) == "2 ports, 2 active"
+    assert all_well(CHECK, ports) == "mlx5_0 port 1, mlx5_1 port 1 active"
 
 
 def test_a_cable_with_faults_is_named(tmp_path: Path) -> None:
@@ -42,7 +42,9 @@ def test_a_cable_with_faults_is_named(tmp_path: Path) -> None:
     assert names(errors) == [("infiniband-symbol-errors", "warning")]
 
 
-def test_a_port_that_is_down_beside_one_that_is_not_is_a_note(tmp_path: Path) -> None:
-    both = machine(tmp_path, ("4: ACTIVE", 0, 0), ("1: DOWN", 0, 0))
-    assert names(both) == [("infiniband-port-down", "note")]
-    assert all_well(CHECK, machine(tmp_path / "none", ("1: DOWN", 0, 0))) == "1 port, 0 active"
+def test_a_port_that_is_down_is_a_note_beside_one_that_is_not(tmp_path: Path) -> None:
+    one_left = machine(tmp_path, ("4: ACTIVE", 0, 0), ("1: DOWN", 0, 0))
+    assert names(one_left) == [("infiniband-down", "note")]
+    assert found(CHECK, one_left)["infiniband-down"].what.endswith("mlx5_1 port 1 (down)")
+    none_left = machine(tmp_path / "none", ("2: INIT", 0, 0), ("1: DOWN", 0, 0))
+    assert names(none_left) == [("infiniband-down", "warning")]

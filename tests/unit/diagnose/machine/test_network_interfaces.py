@@ -1,4 +1,4 @@
-"""Interfaces, routes, ports for connections, InfiniBand."""
+"""Interfaces, routes, ports for connections."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torchmuster.diagnose.machine.network_interfaces import CHECKS
 from torchmuster.finding import Status
 from torchmuster.launch.network.interfaces import Interface
 
-INTERFACES, ROUTES, INFINIBAND = CHECKS
+INTERFACES, ROUTES = CHECKS
 LOOPBACK = Interface(name="lo", up=True, addresses=("127.0.0.1", "::1"))
 ETHERNET = Interface(name="eth0", up=True, addresses=("10.0.0.5", "fe80::5"))
 HEADER = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
@@ -221,24 +221,3 @@ def test_a_reserved_port_is_given_to_nobody(tmp_path: Path) -> None:
         "proc/sys/net/ipv4/ip_local_reserved_ports": "8080,29400-29500\n",
     }
     all_well(ROUTES, made_up_machine(tmp_path, files))
-
-
-def ib(**states: str) -> dict[str, object]:
-    return {
-        f"sys/class/infiniband/{card}/ports/1/state": state + "\n" for card, state in states.items()
-    }
-
-
-def test_infiniband(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    all_well(INFINIBAND, made_up_machine(tmp_path))
-    one_left = made_up_machine(tmp_path, ib(mlx5_0="4: ACTIVE", mlx5_1="1: DOWN"))
-    finding = only(INFINIBAND, one_left)
-    assert (finding.name, finding.status) == ("infiniband-down", Status.NOTE)
-    assert "mlx5_1 port 1" in finding.what
-    assert finding == snapshot
-    none_left = made_up_machine(tmp_path, ib(mlx5_0="2: INIT", mlx5_1="1: DOWN"))
-    finding = only(INFINIBAND, none_left)
-    assert finding.status is Status.WARNING
-    assert "sudo systemctl start opensm" in finding.fix
-    all_active = made_up_machine(tmp_path, ib(mlx5_0="4: ACTIVE", mlx5_1="4: ACTIVE"))
-    assert "mlx5_0 port 1, mlx5_1 port 1" in all_well(INFINIBAND, all_active)
