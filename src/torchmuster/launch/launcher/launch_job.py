@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -320,6 +321,8 @@ class _Launch:
                     took_s=took_s,
                 )
                 await asyncio.to_thread(_go_back_into_the_queue, slurm_job, why_not)
+            if outcome.result is Result.FAILED:
+                logger.info(f"failed after {format_seconds(took_s)}; {_explain_command(run)}")
             return code
 
     def _on_phase(self, name: str) -> None:
@@ -417,6 +420,13 @@ def _left(machines: Sequence[str]) -> str:
     if not machines:
         return "all processes have exited"
     return f"no answer from {name_several(machines)}; the node agent there stops its ranks as soon as it can"
+
+
+def _explain_command(run: RunFolder) -> str:
+    """Return the command that explains a run, as it works in this folder."""
+    if run.path.resolve().parent == Path("runs").resolve():
+        return "muster explain last"
+    return shlex.join(["muster", "explain", _shown(run.path)])
 
 
 def _shown(path: Path) -> str:

@@ -38,6 +38,7 @@ from torchmuster.launch.launcher.stopping import (
     saved_by_ranks,
     waiting_text,
 )
+from torchmuster.launch.launcher.traceback_filter import TracebackFilter
 from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.launch.transports.channel import Transport
@@ -98,6 +99,7 @@ class Session:
         self._kill_at_s = math.inf
         self.current: Sequence[NodeHandle] = ()  # the hosts of the last attempt
         self._silence = SilenceWatch()
+        self._tracebacks = TracebackFilter(console.output)
         self._attempt = 0
         self._command = spec.command  # with the arguments to resume
         self._first_step = 0
@@ -291,9 +293,11 @@ class Session:
                 if any(not host.ended.good if host.ended else host.lost for host in hosts):
                     return await self.fail(hosts)
                 if all(host.ended for host in hosts):
+                    self._tracebacks.show_all()
                     return None
                 if any(host.stopping for host in hosts):
                     continue
+                self._tracebacks.show_due()
                 hang_monitor.look()
                 if hang_monitor.must_end:
                     return await self.fail(hosts)
@@ -387,7 +391,7 @@ class Session:
 
     def _output(self, rank: int, text: str) -> None:
         self._silence.heard(text)
-        self._console.output(rank, text)
+        self._tracebacks.output(rank, text)
 
     # ---- ends
 
@@ -396,6 +400,8 @@ class Session:
         noticed_s, self.noticed_unix_s = time.monotonic(), time.time()
         hang = self._hang_monitor.finding if self._hang_monitor is not None else None
         await self.end(hosts)
+        if self.cause is None:
+            self._tracebacks.drop()  # the report shows the one that matters
         self._hang_monitor = None
         ends = [
             root_cause.NodeExit(
@@ -444,6 +450,8 @@ class Session:
         slow = describe()
         if slow:
             logger.info(f"timed out: {slow}")
+        if self.cause is not None:
+            self._tracebacks.show_all()
         for host in waiting:
             if not host.ended:
                 host.lose(f"it did not stop within {time.monotonic() - began_s:.0f} s")
