@@ -144,6 +144,8 @@ def test_a_hang_is_named_and_its_interrupt_gives_new_ranks(with_ranks: Kernel) -
     kernel.wait_for("rank 1 on")
     kernel.wait_for("keeps the others waiting: in time.sleep")
     kernel.interrupt()
+    kernel.wait_for("Ctrl-C again")  # rank 0 does not return: nothing is lost before the second one
+    kernel.interrupt()
     done = kernel.finish()
     assert "interrupted, but rank 0 waits in all_reduce at cell-4:4" in done.error
     assert " and did not return" in done.error
@@ -162,7 +164,8 @@ def test_a_failure_is_shown_while_the_others_wait_in_vain(with_ranks: Kernel) ->
     kernel.wait_for("AssertionError: no data")
     kernel.wait_for("rank 0 waits in barrier at cell-4:2; rank 1 has finished the cell")
     kernel.interrupt()
-    kernel.interrupt()  # asked twice: at once
+    kernel.wait_for("Ctrl-C again")
+    kernel.interrupt()
     error = kernel.finish().error
     assert error.startswith(
         "rank 1 failed, as shown above\ninterrupted, but rank 0 waits in barrier"

@@ -152,6 +152,8 @@ def test_cells_on_ranks_are_seen_interrupted_and_leave_nothing(
         see(page, 2, "rank 1 on")
         page.picture(pictures / "notebook-hang.png")
         page.click(INTERRUPT)
+        see(page, 2, "Ctrl-C again")
+        page.click(INTERRUPT)
         see(page, 2, "their variables are lost")
         run_cell(page, 3)
         see(page, 3, "[all 2 ranks] 'here again'")

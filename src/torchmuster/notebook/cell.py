@@ -1,8 +1,10 @@
 """Run a cell in a rank: its last expression as text, its traceback reduced to the user's code."""
 
 import ast
+import io
 import linecache
 import pprint
+import tokenize
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ CELL = "cell-"
 _LONGEST_VALUE = 20_000
 _LONGEST_TRACEBACK = 16_000
 _WIDTH = 88
+_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,18 @@ def run_cell(code: str, name: str, space: dict[str, Any]) -> CellOutcome:
 def _parsed(code: str, name: str) -> tuple[ast.Module, ast.Expression | None]:
     """Return the statements, and the last expression unless a semicolon hides it, as in IPython."""
     tree = ast.parse(code, name)
-    if not tree.body or not isinstance(tree.body[-1], ast.Expr) or code.rstrip().endswith(";"):
+    if not tree.body or not isinstance(tree.body[-1], ast.Expr) or _is_hidden(code):
         return tree, None
     last = tree.body.pop()
     assert isinstance(last, ast.Expr)
     return tree, ast.Expression(last.value)
+
+
+def _is_hidden(code: str) -> bool:
+    """Return whether the last token of a cell, without comments, is a semicolon."""
+    tokens = list(tokenize.generate_tokens(io.StringIO(code).readline))
+    code_tokens = [token for token in tokens if token.type not in _NO_CODE]
+    return bool(code_tokens) and code_tokens[-1].string == ";"
 
 
 def _cell_shown(value: object) -> str:

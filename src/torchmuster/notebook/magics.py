@@ -16,6 +16,7 @@ from torchmuster.notebook.cell import CELL
 from torchmuster.notebook.ranks import OutputListener, Ranks
 from torchmuster.units import plural
 
+_INTERRUPTING = "interrupting; to stop waiting and lose all variables of the ranks: Ctrl-C again\n"
 _PROGRESS_S = 1.0
 _PROGRESS_ON_A_TERMINAL_S = 10.0  # if a line cannot be replaced
 
@@ -145,7 +146,12 @@ class Notebook:
         )
         # The number that the notebook shows; execution_count is already the next one's in some versions.
         name = f"{CELL}{len(self.shell.user_ns['In']) - 1}"
-        listener = OutputListener(wrote=seen.lines.add, found=seen.found, passing=seen.passing)
+        listener = OutputListener(
+            wrote=seen.lines.add,
+            found=seen.found,
+            passing=seen.passing,
+            interrupted=lambda: _write(_INTERRUPTING),
+        )
         try:
             result = ranks.run(code, name, chosen, listener)
         finally:
@@ -161,7 +167,7 @@ class Notebook:
             raise RanksError("interrupted")
 
     def _start_again(self, ranks: Ranks, stuck: Sequence[int], errors: str) -> NoReturn:
-        """Kill ranks that did not react to the interrupt, and start new ones."""
+        """Kill ranks that did not return before the second interrupt, and start new ones."""
         where = shown.progress_text(stuck, stuck, shown.read_heartbeats(ranks.run_folder))
         ranks.stop()
         self._start(ranks.spec)

@@ -6,7 +6,6 @@ main thread reads it and can be interrupted with Ctrl-C.
 
 import contextlib
 import itertools
-import math
 import queue
 import signal
 import threading
@@ -61,8 +60,6 @@ def collect_interrupts() -> Iterator[Interrupts]:
 
 
 _LOOK_EVERY_S = 0.1
-# SIGINT interrupts Python code immediately, but not a rank that waits in a collective.
-_INTERRUPT_WITHIN_S = 5.0
 _LATE_OUTPUT_S = 0.6
 _VERDICT_WITHIN_S = 10.0
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -87,16 +84,17 @@ Event = Arrived | Heard | launcher.FromLauncher | None  # None: the launcher has
 
 @dataclass(frozen=True, kw_only=True)
 class OutputListener:
-    """Callbacks while a cell runs: printed text, findings, and finished ranks."""
+    """Callbacks while a cell runs: printed text, findings, finished ranks, and an interrupt."""
 
     wrote: Callable[[int, str], None]
     found: Callable[[Sequence[Finding]], None]
     passing: Callable[[Mapping[int, Done]], None]
+    interrupted: Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksResult:
-    """The results of the ranks that returned; ``stuck`` did not return after an interrupt."""
+    """The results of the ranks that returned; ``stuck`` did not return before the second interrupt."""
 
     done: dict[int, Done]
     interrupted: bool = False
@@ -167,20 +165,22 @@ class Ranks:
     def run(
         self, code: str, name: str, ranks: Collection[int], listener: OutputListener
     ) -> RanksResult:
-        """Run a cell on some ranks, and wait for all of them; Ctrl-C interrupts them."""
+        """Run a cell on some ranks, and wait for all of them.
+
+        Ctrl-C interrupts them, and the cell ends when they have returned: a rank may be saving, or
+        wait in a collective, which SIGINT does not interrupt. A second Ctrl-C stops waiting.
+        """
         request = next(self._requests)
         running, done = set(ranks), dict[int, Done]()
-        told = 0
-        give_up_s = math.inf
+        interrupted = False
         with collect_interrupts() as asked:
             for rank in ranks:
                 self._here[rank].send(Run(request=request, name=name, code=code))
-            # After the second interrupt, stop waiting.
-            while running and asked.count < 2 and time.monotonic() < give_up_s:
-                if asked.count > told:
-                    told = asked.count
+            while running and asked.count < 2:
+                if asked.count and not interrupted:
+                    interrupted = True
                     self._launcher.tell(launcher.Interrupt())
-                    give_up_s = time.monotonic() + _INTERRUPT_WITHIN_S
+                    listener.interrupted()
                 event = self._next()
                 match event:
                     case Heard(rank=rank, message=Done() as message) if message.request == request:

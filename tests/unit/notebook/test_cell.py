@@ -15,6 +15,8 @@ from torchmuster.notebook.cell import run_cell
         ("x = 5\nx", "5"),
         ("x = 5", ""),
         ("5;", ""),
+        ("5;  # a semicolon hides the value", ""),
+        ("5  # no semicolon;", "5"),
         ("None", ""),
         ("", ""),
         ("# only a word", ""),
