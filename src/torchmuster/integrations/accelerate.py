@@ -4,42 +4,26 @@
 can pass one: ``Accelerator(log_with=MusterTracker())``.
 """
 
-import contextlib
-import functools
-import time
 from types import ModuleType
 from typing import Any
 
 from torchmuster.integrations import recorder as recording
+from torchmuster.integrations.wrap import Call, wrap
 
 
 def watch_accelerator(module: ModuleType) -> None:
     """Record what every ``Accelerator`` logs and saves from now on."""
-    kind = module.Accelerator
-    log, save_state = kind.log, kind.save_state
 
-    @functools.wraps(log)
-    def logged(
-        self: Any, values: dict[str, Any], step: int | None = None, *more: Any, **names: Any
-    ) -> Any:
-        with contextlib.suppress(Exception):
-            record_values(values, step)
-        return log(self, values, step, *more, **names)
+    def logged(call: Call) -> None:
+        record_values(call.arguments["values"], call.arguments.get("step"))
 
-    @functools.wraps(save_state)
-    def saved(self: Any, *arguments: Any, **names: Any) -> Any:
-        recorder = recording.recorder
-        if recorder is None:
-            return save_state(self, *arguments, **names)
-        began = time.perf_counter()
-        with recorder.library_saves():
-            place = save_state(self, *arguments, **names)
-        if place is not None:
-            took_s = time.perf_counter() - began
-            recorder.saved(str(place), library="accelerate", seconds=took_s)
-        return place
+    def saved(call: Call) -> None:
+        if recording.recorder is not None and call.result is not None:
+            place = str(call.result)
+            recording.recorder.saved(place, library="accelerate", seconds=call.seconds)
 
-    kind.log, kind.save_state = logged, saved
+    wrap(module.Accelerator, "log", before=logged)
+    wrap(module.Accelerator, "save_state", after=saved, saves=True)
 
 
 def record_values(values: dict[str, Any], step: int | None = None) -> None:

@@ -4,51 +4,42 @@
 micro-batch of a step. Under Accelerate and Hugging Face's Trainer it comes from these libraries instead.
 """
 
-import functools
 import sys
-import time
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torchmuster.integrations import recorder as recording
+from torchmuster.integrations.wrap import Call, wrap
 
 
 def watch_engine(module: ModuleType) -> None:
     """Record the loss and the checkpoints of every ``DeepSpeedEngine`` from now on."""
-    kind = module.DeepSpeedEngine
     losses: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of the last micro-batch
-    backward, step, save_checkpoint = kind.backward, kind.step, kind.save_checkpoint
+    reported: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the last step of each engine
 
-    @functools.wraps(backward)
-    def computed(self: Any, loss: Any, *arguments: Any, **names: Any) -> Any:
-        losses[self] = loss
-        return backward(self, loss, *arguments, **names)
+    def computed(call: Call) -> None:
+        losses[call.arguments["self"]] = call.arguments["loss"]
 
-    @functools.wraps(step)
-    def stepped(self: Any, *arguments: Any, **names: Any) -> Any:
-        before = self.global_steps
-        result = step(self, *arguments, **names)
-        loss = losses.pop(self, None)
-        if self.global_steps > before and loss is not None and not _is_reported_by_accelerate():
-            recording.log(self.global_steps, loss=loss)
-        return result
+    def stepped(call: Call) -> None:
+        engine = call.arguments["self"]
+        loss = losses.pop(engine, None)
+        is_new = engine.global_steps > reported.get(engine, 0)
+        reported[engine] = engine.global_steps
+        if is_new and loss is not None and not _is_reported_by_accelerate():
+            recording.log(engine.global_steps, loss=loss)
 
-    @functools.wraps(save_checkpoint)
-    def saved(self: Any, save_dir: Any, tag: Any = None, *arguments: Any, **names: Any) -> Any:
-        recorder = recording.recorder
-        if recorder is None:
-            return save_checkpoint(self, save_dir, tag, *arguments, **names)
-        began = time.perf_counter()
-        with recorder.library_saves():
-            result = save_checkpoint(self, save_dir, tag, *arguments, **names)
-        if not _is_reported_by_accelerate():
-            took_s = time.perf_counter() - began
-            place = f"{save_dir}/{tag or f'global_step{self.global_steps}'}"
-            recorder.saved(place, library="deepspeed", step=self.global_steps, seconds=took_s)
-        return result
+    def saved(call: Call) -> None:
+        if recording.recorder is None or _is_reported_by_accelerate():
+            return
+        step = call.arguments["self"].global_steps
+        tag = call.arguments.get("tag") or f"global_step{step}"
+        place = f"{call.arguments['save_dir']}/{tag}"
+        recording.recorder.saved(place, library="deepspeed", step=step, seconds=call.seconds)
 
-    kind.backward, kind.step, kind.save_checkpoint = computed, stepped, saved
+    wrap(module.DeepSpeedEngine, "backward", before=computed)
+    wrap(module.DeepSpeedEngine, "step", after=stepped)
+    wrap(module.DeepSpeedEngine, "save_checkpoint", after=saved, saves=True)
 
 
 def _is_reported_by_accelerate() -> bool:

@@ -1,5 +1,7 @@
 """Enable recording of a rank's script, for the libraries that it imports."""
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -7,44 +9,28 @@ from torchmuster.integrations.import_hooks import when_imported
 from torchmuster.integrations.recorder import Recorder, begin_recording
 from torchmuster.integrations.torch_hooks import watch_torch
 
+# A library's module -> our module and its function that watches it. Ours is imported with the library's.
+_WATCHED = {
+    "transformers.trainer": ("transformers", "add_to_every_trainer"),
+    "accelerate.accelerator": ("accelerate", "watch_accelerator"),
+    "lightning.fabric.fabric": ("lightning", "watch_fabric_saves"),
+    "deepspeed.runtime.engine": ("deepspeed", "watch_engine"),
+    "torchtitan.components.metrics": ("torchtitan", "watch_metrics"),
+}
+
 
 def record_script(rank: int, records: Path, world_size: int) -> Recorder:
     """Record steps, losses and checkpoints from now on; Lightning finds its callback through an entry point."""
     recorder = begin_recording(rank, records, world_size)
     watch_torch(recorder)
-    when_imported("transformers.trainer", _watch_transformers)
-    when_imported("accelerate.accelerator", _watch_accelerate)
-    when_imported("lightning.fabric.fabric", _watch_fabric)
-    when_imported("deepspeed.runtime.engine", _watch_deepspeed)
-    when_imported("torchtitan.components.metrics", _watch_torchtitan)
+    for library, (module, function) in _WATCHED.items():
+        when_imported(library, _watcher(module, function))
     return recorder
 
 
-def _watch_transformers(module: ModuleType) -> None:
-    from torchmuster.integrations.transformers import add_to_every_trainer
+def _watcher(module: str, function: str) -> Callable[[ModuleType], None]:
+    def watch(library: ModuleType) -> None:
+        own = importlib.import_module(f"torchmuster.integrations.{module}")
+        getattr(own, function)(library)
 
-    add_to_every_trainer(module)
-
-
-def _watch_accelerate(module: ModuleType) -> None:
-    from torchmuster.integrations.accelerate import watch_accelerator
-
-    watch_accelerator(module)
-
-
-def _watch_fabric(module: ModuleType) -> None:
-    from torchmuster.integrations.lightning import watch_fabric_saves
-
-    watch_fabric_saves(module)
-
-
-def _watch_deepspeed(module: ModuleType) -> None:
-    from torchmuster.integrations.deepspeed import watch_engine
-
-    watch_engine(module)
-
-
-def _watch_torchtitan(module: ModuleType) -> None:
-    from torchmuster.integrations.torchtitan import watch_metrics
-
-    watch_metrics(module)
+    return watch

@@ -3,14 +3,13 @@
 Lightning finds the callback through its entry point (``lightning.pytorch.callbacks_factory``), so a script needs no change.
 """
 
-import functools
 import importlib
 import sys
-import time
 from types import ModuleType
 from typing import Any
 
 from torchmuster.integrations import recorder as recording
+from torchmuster.integrations.wrap import Call, wrap
 
 # How names of an evaluation begin, by convention.
 _EVALUATED = ("val", "test", "eval")
@@ -28,22 +27,13 @@ def old_callbacks() -> list[Any]:
 
 def watch_fabric_saves(module: ModuleType) -> None:
     """Record what every ``Fabric`` saves from now on."""
-    kind = module.Fabric
-    save = kind.save
 
-    @functools.wraps(save)
-    def saved(self: Any, path: Any, *arguments: Any, **names: Any) -> None:
-        recorder = recording.recorder
-        if recorder is None:
-            save(self, path, *arguments, **names)
-            return
-        began = time.perf_counter()
-        with recorder.library_saves():
-            save(self, path, *arguments, **names)
-        took_s = time.perf_counter() - began
-        recorder.saved(str(path), library="torch.save", seconds=took_s)
+    def saved(call: Call) -> None:
+        if recording.recorder is not None:
+            place = str(call.arguments["path"])
+            recording.recorder.saved(place, library="torch.save", seconds=call.seconds)
 
-    kind.save = saved
+    wrap(module.Fabric, "save", after=saved, saves=True)
 
 
 def _callbacks(package: str) -> list[Any]:
@@ -61,13 +51,12 @@ def _callbacks(package: str) -> list[Any]:
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             recorder.begin_at(int(trainer.global_step))
-            save = trainer.save_checkpoint
 
-            def recorded(filepath: Any, *arguments: Any, **keywords: Any) -> None:
-                save(filepath, *arguments, **keywords)
-                recorder.saved(str(filepath), library="lightning", step=int(trainer.global_step))
+            def saved(call: Call) -> None:
+                step = int(trainer.global_step)
+                recorder.saved(str(call.arguments["filepath"]), library="lightning", step=step)
 
-            trainer.save_checkpoint = recorded
+            wrap(trainer, "save_checkpoint", after=saved)
 
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -3,17 +3,15 @@
 Each function gets the module of torch that was just imported, and uses only its public names.
 """
 
-import contextlib
-import functools
 import itertools
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 from torchmuster.integrations.import_hooks import when_imported
 from torchmuster.integrations.recorder import Recorder
+from torchmuster.integrations.wrap import Call, wrap
 
 _MOST_LOOKED_AT = 8  # entries of a batch in which the number of samples is looked for
 
@@ -37,31 +35,19 @@ def _watch_steps(module: ModuleType, recorder: Recorder) -> None:
 
 def _watch_batches(module: ModuleType, recorder: Recorder) -> None:
     """Time the iterators of DataLoader: there is no hook for them, so their ``__next__`` is wrapped."""
-    loader, wrapped = module.DataLoader, set()
-    make_iterator = loader.__iter__
+    wrapped = set()
 
-    @functools.wraps(make_iterator)
-    def iterate(self: Any) -> Any:
-        iterator = make_iterator(self)
-        kind = type(iterator)
+    def read(call: Call) -> None:
+        samples = samples_of(call.result)
+        recorder.batch_read(id(call.arguments["self"]), call.seconds, samples)
+
+    def iterated(call: Call) -> None:
+        kind = type(call.result)
         if kind not in wrapped:
             wrapped.add(kind)
-            kind.__next__ = _timed(kind.__next__, recorder)
-        return iterator
+            wrap(kind, "__next__", after=read)
 
-    loader.__iter__ = iterate
-
-
-def _timed(read: Callable[[Any], Any], recorder: Recorder) -> Callable[[Any], Any]:
-    @functools.wraps(read)
-    def timed(self: Any) -> Any:
-        began = time.perf_counter()
-        batch = read(self)
-        with contextlib.suppress(Exception):
-            recorder.batch_read(id(self), time.perf_counter() - began, samples_of(batch))
-        return batch
-
-    return timed
+    wrap(module.DataLoader, "__iter__", after=iterated)
 
 
 def samples_of(batch: Any) -> int:
@@ -85,36 +71,19 @@ def _entries(batch: Any) -> Iterator[Any]:
 
 
 def _watch_saves(torch: ModuleType, recorder: Recorder) -> None:
-    save = torch.save
+    def saved(call: Call) -> None:
+        file = call.arguments["f"]
+        if isinstance(file, str | os.PathLike):
+            recorder.file_saved(os.fspath(file), call.seconds)
 
-    @functools.wraps(save)
-    def recorded(obj: Any, f: Any, *arguments: Any, **keywords: Any) -> Any:
-        began = time.perf_counter()
-        result = save(obj, f, *arguments, **keywords)
-        if isinstance(f, str | os.PathLike):
-            with contextlib.suppress(Exception):
-                recorder.file_saved(os.fspath(f), time.perf_counter() - began)
-        return result
-
-    torch.save = recorded  # type: ignore[attr-defined]
+    wrap(torch, "save", after=saved)
 
 
 def _watch_sharded_saves(module: ModuleType, recorder: Recorder) -> None:
-    save = module.save
+    def saved(call: Call) -> None:
+        writer = call.arguments.get("storage_writer")
+        place = call.arguments.get("checkpoint_id") or getattr(writer, "path", None)
+        if place is not None:
+            recorder.saved(os.fspath(place), library="DCP", seconds=call.seconds)
 
-    @functools.wraps(save)
-    def recorded(*arguments: Any, **keywords: Any) -> Any:
-        began = time.perf_counter()
-        result = save(*arguments, **keywords)
-        with contextlib.suppress(Exception):
-            place = keywords.get("checkpoint_id") or next(
-                (one for one in arguments[1:] if isinstance(one, str | os.PathLike)), None
-            )
-            writer = keywords.get("storage_writer")
-            place = place or getattr(writer, "path", None)
-            if place is not None:
-                took_s = time.perf_counter() - began
-                recorder.saved(os.fspath(place), library="DCP", seconds=took_s)
-        return result
-
-    module.save = recorded  # type: ignore[attr-defined]
+    wrap(module, "save", after=saved)
