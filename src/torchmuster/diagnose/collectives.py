@@ -2,9 +2,10 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torchmuster.diagnose import wrong_values
+from torchmuster.diagnose.blame import Blamed, blame
 from torchmuster.diagnose.rank_record import RankRecord
 from torchmuster.finding import Finding, Status
 
@@ -188,20 +189,24 @@ def _is_slow(
 
 
 def _by_common_end(
-    slow: dict[tuple[int, int], float],
-    kind: dict[tuple[int, int], float],
-    by_rank: dict[int, RankRecord],
+    slow: Collection[tuple[int, int]],
+    known: Collection[tuple[int, int]],
+    by_rank: Mapping[int, RankRecord],
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Yield slow pairs; if all pairs of a rank are slow, group them under that rank."""
-    left = dict(slow)
-    for rank, record in by_rank.items():
-        own = [pair for pair in kind if rank in pair]
-        if len(own) > 1 and all(pair in left for pair in own):
-            yield f"{record.where} and the others", own
-            for pair in own:
-                del left[pair]
-    for low, high in left:
-        yield f"{by_rank[low].where} and {by_rank[high].where}", [(low, high)]
+    for cause in blame(_both_ways(slow), _both_ways(known)):
+        pairs = sorted({(min(pair), max(pair)) for pair in cause.directions})
+        if cause.end is not None:
+            yield f"{by_rank[cause.end].where} and the others", pairs
+        elif cause.kind is Blamed.EVERYTHING:
+            yield "all ranks", pairs
+        else:
+            low, high = pairs[0]
+            yield f"{by_rank[low].where} and {by_rank[high].where}", pairs
+
+
+def _both_ways(pairs: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
+    return {*pairs, *((high, low) for low, high in pairs)}
 
 
 def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """Find the ranks that corrupt values, from which rank received wrong values from which."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from torchmuster.diagnose.blame import blame
 from torchmuster.diagnose.rank_record import RankRecord, Values
 from torchmuster.finding import Finding, Status
 
@@ -46,23 +46,16 @@ def wrong_pairs(records: Iterable[RankRecord]) -> Seen:
 
 
 def blame_ranks(seen: Seen) -> list[tuple[int, ...]]:
-    """Return the smallest set of ranks that explains the observations; a pair if it may be either.
+    """Return the ranks that explain the observations; a pair of ranks if it may be either.
 
-    A rank that corrupts what it sends or receives does so with several others; an error between two
-    ranks only may be caused by either.
+    A rank that corrupts what it sends or receives does so with several others.
     """
     guilty: list[tuple[int, ...]] = []
-    left = {frozenset(pair) for pair in seen}  # one element: a rank that corrupts its own part
-    while left:
-        counts = Counter(rank for pair in left for rank in pair)
-        worst = max(counts, key=lambda rank: (counts[rank], -rank))
-        if counts[worst] > 1 or frozenset((worst,)) in left:
-            guilty.append((worst,))
-            left = {pair for pair in left if worst not in pair}
+    for cause in blame(seen | {(sender, receiver) for receiver, sender in seen}):
+        if cause.end is not None:
+            guilty.append((cause.end,))
         else:
-            pair = min(left, key=sorted)
-            guilty.append(tuple(sorted(pair)))
-            left.remove(pair)
+            guilty.append(tuple(sorted(cause.directions[0])))
     return guilty
 
 

@@ -4,8 +4,9 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torchmuster.diagnose.blame import Blamed
 from torchmuster.diagnose.links import quality
-from torchmuster.diagnose.links.culprits import LinkGroup, grouped
+from torchmuster.diagnose.links.groups import LinkGroup, grouped
 from torchmuster.diagnose.links.model import NOT_TRIED, End, Link, by_places
 from torchmuster.finding import Finding, Status, worst_first
 from torchmuster.launch.network import firewall, reach
@@ -178,11 +179,11 @@ def _judge_data(group: LinkGroup, problem: str, both_ways: bool) -> Finding:
 
 
 def _all(group: LinkGroup, problem: str, links: Sequence[Link], both_ways: bool) -> Finding:
-    silent = problem == "timeout" and group.kind in ("between", "of", "everywhere")
+    silent = problem == "timeout" and group.kind in (Blamed.LINK, Blamed.END, Blamed.EVERYTHING)
     cause = _SILENT_BOTH_WAYS if silent else _CAUSES[problem]
     known = by_places(links)
     backs = [known.get((one.target.place, one.source.place)) for one in group.links]
-    one_way = group.kind in ("from", "into", "out of") and all(
+    one_way = group.kind in (Blamed.DIRECTION, Blamed.INTO, Blamed.OUT_OF) and all(
         back is not None and not back.problem for back in backs
     )
     remark = "; the other direction works" if one_way else ""
@@ -199,15 +200,15 @@ def _all(group: LinkGroup, problem: str, links: Sequence[Link], both_ways: bool)
 
 def _not_reached(group: LinkGroup) -> str:
     first = group.links[0]
-    if group.kind == "into" and group.end:
+    if group.kind is Blamed.INTO and group.end:
         return f"no other host reaches {group.end.name}"
-    if group.kind == "out of" and group.end:
+    if group.kind is Blamed.OUT_OF and group.end:
         return f"{group.end.name} reaches no other host"
-    if group.kind == "of" and group.end:
+    if group.kind is Blamed.END and group.end:
         return f"{group.end.name} and the other hosts do not reach each other"
-    if group.kind == "everywhere":
+    if group.kind is Blamed.EVERYTHING:
         return "no host reaches another"
-    if group.kind == "between":
+    if group.kind is Blamed.LINK:
         return f"{first.source.name} and {first.target.name} do not reach each other"
     return f"{first.source.name} does not reach {first.target.name}"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchmuster.diagnose.links.call import STALLED_S
-from torchmuster.diagnose.links.culprits import LinkGroup, grouped
+from torchmuster.diagnose.links.groups import LinkGroup, grouped
 from torchmuster.diagnose.links.model import Link
 from torchmuster.finding import Finding, Status
 
