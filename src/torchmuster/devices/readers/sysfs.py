@@ -4,17 +4,17 @@ A file that is missing, forbidden, empty or garbled reads as None: with a suspen
 driver or a container one field is missing, never the whole report.
 """
 
-import os
 import re
-import struct
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torchmuster.devices.model import DeviceProcess
 from torchmuster.units import parse_bytes
 
+# Engine names of amdgpu and i915 (busy time), and of xe (busy cycles).
+_COMPUTE_ENGINES = ("drm-engine-compute", "drm-cycles-ccs")
+_RENDER_ENGINES = ("drm-engine-gfx", "drm-engine-render", "drm-cycles-rcs")
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
@@ -97,19 +97,6 @@ def joules(sensors: Path) -> float | None:
     return next((count / 1e6 for count in counts if count is not None), None)
 
 
-# Engine names of amdgpu and i915 (busy time), and of xe (busy cycles).
-_COMPUTE_ENGINES = ("drm-engine-compute", "drm-cycles-ccs")
-_RENDER_ENGINES = ("drm-engine-gfx", "drm-engine-render", "drm-cycles-rcs")
-
-# DRM_IOCTL_XE_DEVICE_QUERY and DRM_IOCTL_I915_QUERY, and the query "memory regions" in each.
-_XE_QUERY, _XE_REGIONS, _XE_HEADER_BYTES = 0xC0286440, 1, 8
-_I915_QUERY, _I915_REGIONS, _I915_HEADER_BYTES = 0xC0106479, 4, 16
-_REGION, _REGION_BYTES, _DEVICE_MEMORY = "=HHIQQ", 88, 1
-_LONGEST_ANSWER_BYTES = 1 << 16
-
-Ioctl = Callable[[int, int, bytearray], object]
-
-
 def drm_processes(proc_root: Path) -> dict[str, list[DeviceProcess]]:
     """Return, by PCI address, the processes that have a GPU open: all for root, else the user's."""
     found = defaultdict(list)
@@ -161,59 +148,3 @@ def _local_bytes(client: Mapping[str, str]) -> int | None:
 
 def _busy(client: Mapping[str, str], engines: Iterable[str]) -> bool:
     return any(client.get(engine, "0").split()[:1] not in ([], ["0"]) for engine in engines)
-
-
-def kernel_driver(descriptor: int, request: int, argument: bytearray) -> object:
-    """Call ``ioctl`` of the kernel."""
-    import fcntl  # missing on Windows, where this is never called
-
-    return fcntl.ioctl(descriptor, request, argument)
-
-
-def drm_local_memory(
-    pci: Path, driver: str, dev_root: Path, ioctl: Ioctl
-) -> tuple[int | None, int | None, str | None]:
-    """Return total and used bytes from the driver, and why it could not be queried."""
-    nodes = [name for name in read_names(pci / "drm") if name.startswith("renderD")]
-    if not nodes:
-        return None, None, "its driver offers no render node"
-    node = dev_root / "dri" / nodes[0]
-    try:
-        descriptor = os.open(node, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-    except OSError as error:
-        return None, None, f"{node} cannot be opened: {error.strerror}"
-    try:
-        header = _XE_HEADER_BYTES if driver == "xe" else _I915_HEADER_BYTES
-        answer = _answer(descriptor, driver, ioctl)
-        places = range(header, len(answer) - _REGION_BYTES + 1, _REGION_BYTES)
-        regions = [struct.unpack_from(_REGION, answer, place) for place in places]
-    except (OSError, struct.error):
-        return None, None, None
-    finally:
-        os.close(descriptor)
-    local = [region for region in regions if region[0] == _DEVICE_MEMORY]
-    total = sum(region[3] for region in local)
-    second = sum(region[4] for region in local)
-    # Without the privilege to see usage, xe reports 0 used; i915 reports free memory instead.
-    used = second if driver == "xe" else total - second
-    return total or None, used or None, None
-
-
-def _answer(descriptor: int, driver: str, ioctl: Ioctl) -> bytes:
-    """Query the memory regions: first the length of the answer, then the answer."""
-    size, data = 0, array("B")
-    for _ in range(2):
-        data = array("B", bytes(size))
-        address = data.buffer_info()[0] if size else 0
-        if driver == "xe":
-            query = bytearray(struct.pack("=QIIQQQ", 0, _XE_REGIONS, size, address, 0, 0))
-            ioctl(descriptor, _XE_QUERY, query)
-            (size,) = struct.unpack_from("=I", query, 12)
-        else:
-            item = array("B", struct.pack("=QiIQ", _I915_REGIONS, size, 0, address))
-            place = item.buffer_info()[0]
-            ioctl(descriptor, _I915_QUERY, bytearray(struct.pack("=IIQ", 1, 0, place)))
-            (size,) = struct.unpack_from("=i", item, 8)
-        if not 0 < size <= _LONGEST_ANSWER_BYTES:
-            return b""
-    return data.tobytes()
