@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import new_name, read_manifest, write_file
 from torchmuster.checkpoints.tensor_file import Index, file_head, rank_file
 from torchmuster.checkpoints.verify import verify_checkpoint

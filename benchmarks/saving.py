@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.train import seeds
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, SaveReport
 from torchmuster.train.strategies.ddp import Ddp

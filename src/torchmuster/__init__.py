@@ -52,7 +52,7 @@ _MODULES = {
     # checkpoints
     "Checkpointer": "torchmuster.train.checkpointing.checkpointer",
     "CheckpointSettings": "torchmuster.train.checkpointing.policy",
-    "open_store": "torchmuster.checkpoints.places",
+    "open_store": "torchmuster.checkpoints.store",
     "newest_good": "torchmuster.checkpoints.verify",
     # errors and findings
     "MusterError": "torchmuster.errors",

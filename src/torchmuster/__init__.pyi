@@ -1,5 +1,5 @@
 # Written by tests/engine/test_public_api.py: pytest --snapshot-update renews it.
-from torchmuster.checkpoints.places import open_store as open_store
+from torchmuster.checkpoints.store import open_store as open_store
 from torchmuster.checkpoints.verify import newest_good as newest_good
 from torchmuster.decision import Decision as Decision
 from torchmuster.distributed import DDPTrainer as DDPTrainer

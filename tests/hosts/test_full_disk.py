@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, now_unix_s, write_file
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.checkpoints.verify import newest_good
 from torchmuster.errors import MusterError
 

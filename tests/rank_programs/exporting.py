@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rank_programs.saving import Training
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.train.checkpointing.checkpointer import Checkpointer
 from torchmuster.train.weights import save_weights
 from torchmuster.train.world import World

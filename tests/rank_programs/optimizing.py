@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from rank_programs.resuming import StopAt
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import best_manifest, committed_manifests
 from torchmuster.errors import Impossible
 from torchmuster.train import optimizers

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 from torchmuster.checkpoints.export import export_weights
 from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_check
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.written import settings_yaml

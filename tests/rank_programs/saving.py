@@ -9,38 +9,43 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import torch
+from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from patience import GIVE_UP_S
-from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, committed_manifests, read_manifest
-from torchmuster.checkpoints.places import open_store
-from torchmuster.checkpoints.store import Store
-from torchmuster.checkpoints.tensor_file import INDEX, Index
-from torchmuster.devices.model import Device, DeviceKind
-from torchmuster.devices.readers import cpu
+from torchmuster.checkpoints.store import FolderStore, Store, open_store
 from torchmuster.errors import MusterError
 from torchmuster.train import seeds
-from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, Mode, SaveReport
-from torchmuster.train.checkpointing.storage import STATE
+from torchmuster.train.checkpointing import checkpointer as checkpointer_module
+from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, SaveReport
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
 from torchmuster.train.strategies.single import Single
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.weights import whole_tensor
 from torchmuster.train.world import World, all_gather_object
+
+DAMAGES = (
+    "cut",
+    "longer",
+    "empty",
+    "flipped",
+    "flipped first",
+    "flipped last",
+    "gone",
+    "bomb",
+)
 
 
 class Kinds(nn.Module):
@@ -80,12 +85,10 @@ class Training:
         )
         self.step = 0
 
-    def train(self, steps: int, checkpointer: Checkpointer | None = None) -> None:
+    def train(self, steps: int) -> None:
         for _ in range(steps):
             generator = torch.Generator().manual_seed(self.step * 64 + self.world.global_rank)
             self.model(torch.randint(11, (8,), generator=generator)).backward()
-            if checkpointer is not None:
-                checkpointer.before_update()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -96,7 +99,7 @@ class Training:
         return {**state, "progress": {"step": self.step, "odd": odd, "none": None, "yes": True}}
 
     def save(self, checkpointer: Checkpointer) -> None:
-        checkpointer.save(self.state(), step=self.step, own=seeds.save_random_states(self.world))
+        checkpointer.save(self.state(), self.step, own=seeds.save_random_states(self.world))
 
     def restore(self, loaded: Loaded) -> None:
         self.strategy.load_state_dict(self.model, loaded.state, self.optimizer)
@@ -126,43 +129,41 @@ def _add(found: Any, part: Any) -> None:
 
 
 def relay(
-    world: World, folder: Path, places: list[str], saves: list[tuple[str, Mode]]
+    world: World, folder: Path, places: list[str], saves: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read each place into each strategy, then train and save anew; return what was read and saved."""
-    ways = ["fsdp", "ddp"] if world.world_size > 1 else ["fsdp", "single"]
+    """Read each folder into each strategy, then train and save anew; return what was read and saved."""
+    strategies = ["fsdp", "ddp"] if world.world_size > 1 else ["fsdp", "single"]
     read = {
-        f"{place} into {way}": _read(world, folder / place, way) for place in places for way in ways
+        f"{place} into {strategy}": _read(world, folder / place, strategy)
+        for place in places
+        for strategy in strategies
     }
     return read, {
-        f"{way}-{world.world_size}": _save(world, folder, way, mode) for way, mode in saves
+        f"{strategy}-{world.world_size}": _save(world, folder, strategy) for strategy in saves
     }
 
 
-def _read(world: World, place: Path, way: str) -> tuple[str, int, bool, str]:
-    training = Training(world, way, seed=1)
-    with Checkpointer(FolderStore(place), world, strategy=way) as checkpointer:
+def _read(world: World, place: Path, strategy: str) -> tuple[str, int, bool, str]:
+    training = Training(world, strategy, seed=1)
+    with Checkpointer(place) as checkpointer:
         loaded = checkpointer.load(training.state())
     assert loaded is not None
     training.restore(loaded)
     held = loaded.state["model"]["norm.running_mean"].tolist()
     assert all_gather_object(held, world) == [held] * world.world_size
-    assert loaded.found.manifest.global_batch_size == 16
+    assert loaded.newest.manifest.global_batch_size == 16
     return training.digest(), loaded.step, loaded.own is not None, repr(loaded.state["progress"])
 
 
-def _save(world: World, folder: Path, way: str, mode: Mode) -> str:
-    training = Training(world, way)
+def _save(world: World, folder: Path, strategy: str) -> str:
+    training = Training(world, strategy)
     with Checkpointer(
-        FolderStore(folder / f"{way}-{world.world_size}"),
-        world,
-        strategy=way,
-        mode=mode,
-        global_batch_size=16,
+        folder / f"{strategy}-{world.world_size}", strategy=strategy, global_batch_size=16
     ) as checkpointer:
         training.train(3)
         digest = training.digest()
         training.save(checkpointer)
-        training.train(2, checkpointer)
+        training.train(2)
     return digest
 
 
@@ -187,13 +188,12 @@ def on_meshes(world: World, folder: Path) -> list[str]:
         {"w": weight},
     ]
     wrong = []
-    store = FolderStore(folder / "meshes")
-    with Checkpointer(store, world, strategy="fsdp", mode="async", keep=2) as checkpointer:
+    with Checkpointer(folder / "meshes", keep=2) as checkpointer:
         for number, tensors in enumerate(states, start=1):
-            checkpointer.save({"model": tensors}, step=number, own={})
+            checkpointer.save({"model": tensors}, number)
             report = checkpointer.wait()
             assert report is not None
-            assert not report.problem, report.problem
+            assert report.problem is None, report.problem
             for places in ([Shard(1), Replicate()], [Shard(0), Shard(0)]):
                 whole = {name: whole_tensor(one) for name, one in tensors.items()}
                 room = {
@@ -217,70 +217,69 @@ def _on(mesh: DeviceMesh, whole: torch.Tensor, *placements: Placement) -> DTenso
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-class Obstructed(FolderStore):
-    """A folder that fails, or waits, when a rank's tensors are written."""
+class Obstructed(HuggingFaceStorageWriter):
+    """Torch's writer, which fails, or waits, when a rank's tensors are written."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.fails = ""
-        self.gate: threading.Event | None = None
+    fails = False
+    gate: threading.Event | None = None
 
-    @contextmanager
-    def create(self, name: str, file: str) -> Iterator[BinaryIO]:
-        if self.gate is not None and file.endswith(".safetensors"):
-            assert self.gate.wait(GIVE_UP_S)
-        with super().create(name, file) as stream:
-            if self.fails and file.endswith(self.fails):
-                raise OSError(28, "No space left on device")
-            yield stream
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if Obstructed.gate is not None:
+            assert Obstructed.gate.wait(GIVE_UP_S)
+        written = super().write_data(plan, planner)
+        if Obstructed.fails:
+            raise OSError(28, "No space left on device")
+        return written
+
+
+class NoManifest(FolderStore):
+    """A folder whose disk may be full when the manifest is written."""
+
+    fails = False
+
+    def write(self, name: str, file: str, content: bytes) -> None:
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        super().write(name, file, content)
 
 
 def go_wrong(world: World, folder: Path) -> dict[str, Any]:
     """Let saves fail in several ways, and one be slow; return what was said."""
-    found: dict[str, Any] = {"problems": [], "left": []}
+    result: dict[str, Any] = {"problems": [], "left": []}
     heard: list[SaveReport] = []
-    store = Obstructed(folder / "shared")
+    store = NoManifest(folder / "shared")
     training = Training(world, "ddp")
     training.train(1)
-    with Checkpointer(
-        store,
-        world,
-        strategy="ddp",
-        keep=2,
-        mode="async",
-        buffers=[name.removeprefix("module.") for name, _ in training.model.named_buffers()],
-        on_saved=heard.append,
-    ) as checkpointer:
-        found["nothing yet"] = checkpointer.load(training.state())
+    checkpointer_module.HuggingFaceStorageWriter = Obstructed  # type: ignore[misc]
+    with Checkpointer(store, keep=2, on_saved=heard.append) as checkpointer:
+        result["nothing yet"] = checkpointer.load(training.state())
         training.save(checkpointer)
         # One rank fails in writing its tensors, then the first in committing, then none.
-        for fails in (".safetensors" if world.global_rank == 1 else "", MARKER, ""):
-            training.train(1, checkpointer)
+        for fails in ("tensors" if world.global_rank == 1 else "", "manifest", ""):
+            training.train(1)
             checkpointer.wait()
-            store.fails = fails
+            Obstructed.fails, store.fails = fails == "tensors", fails == "manifest"
             training.save(checkpointer)
             report = checkpointer.wait()
             assert report is not None
-            found["problems"].append(report.problem)
-            found["left"].append(len(all_gather_object(store.names(), world)[0]))
-            store.fails = ""
+            result["problems"].append(report.problem)
+            result["left"].append(len(all_gather_object(store.names(), world)[0]))
         # The rest of the training goes on while a save is written.
-        store.gate = threading.Event()
+        Obstructed.gate = threading.Event()
         at_save = training.digest()
         saved_step = training.step
         training.save(checkpointer)
-        training.train(3, checkpointer)
-        found["went on"] = (training.digest() != at_save, len(heard) == 4)
+        training.train(3)
+        checkpointer.poll()
+        result["went on"] = (training.digest() != at_save, len(heard) == 4)
         # The next save has to wait for it.
-        assert checkpointer._save is not None
-        waited_for = checkpointer._save.pace._hurry  # is set by who waits
-        threading.Thread(target=_let_go, args=(store.gate, waited_for)).start()
+        threading.Thread(target=_let_go, args=(Obstructed.gate, world)).start()
         training.save(checkpointer)
         waited = checkpointer.wait()
         assert waited is not None
-        found["waited"] = 0.2 < waited.waited_s <= waited.stall_s
-        found["steps"] = [one.step for one in heard]
-        found["kept"] = [one.step for one in committed_manifests(store)]
+        result["waited"] = 0.2 < waited.waited_s <= waited.stall_s
+        result["steps"] = [report.step for report in heard]
+        result["kept"] = [manifest.step for manifest in committed_manifests(store)]
         if world.is_first:
             store.delete(committed_manifests(store)[0].name)
         all_gather_object(None, world)
@@ -288,34 +287,37 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         loaded = checkpointer.load(other.state())
         assert loaded is not None
         other.restore(loaded)
-        found["as it was"] = (loaded.step == saved_step, other.digest() == at_save)
-        found["files"] = store.sizes(loaded.found.name)
-        found["buffers are in"] = _files_of_buffers(store, loaded.found.name)
-        found["misfits"] = [
+        result["as it was"] = (loaded.step == saved_step, other.digest() == at_save)
+        result["files"] = store.sizes(loaded.newest.name)
+        result["buffers are in"] = _files_of_buffers(folder / "shared" / loaded.newest.name)
+        result["misfits"] = [
             _refusal(checkpointer, Training(world, "ddp", width=7)),
             _refusal(checkpointer, Training(world, "ddp", kind="SGD")),
             _refusal(checkpointer, Training(world, "ddp"), dtype=torch.float16),
             _refusal(checkpointer, Training(world, "ddp"), extra="model.another"),
         ]
-        found["unkeepable"] = _unkeepable(checkpointer)
-    return found
+        result["unsupported"] = _unsupported(checkpointer)
+    return result
 
 
-def _let_go(gate: threading.Event, waited_for: threading.Event) -> None:
-    """Open a gate some time after somebody has begun to wait."""
-    waited_for.wait(GIVE_UP_S)
-    time.sleep(0.3)
+def _let_go(gate: threading.Event, world: World) -> None:
+    """Open a gate while the next save waits for it."""
+    time.sleep(0.5)
     gate.set()
 
 
-def _files_of_buffers(store: Store, name: str) -> set[str]:
-    index = Index.read(store, name)
+def _files_of_buffers(folder: Path) -> set[str]:
     buffers = (
         "model.norm.running_mean",
         "model.norm.running_var",
         "model.norm.num_batches_tracked",
     )
-    return {chunk.file for one in buffers for chunk in index.tensors[one].pieces()}
+    files = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as opened:
+            if not set(buffers).isdisjoint(opened.keys()):
+                files.add(path.name)
+    return files
 
 
 def _refusal(
@@ -333,73 +335,41 @@ def _refusal(
     return "it was loaded"
 
 
-def _unkeepable(checkpointer: Checkpointer) -> list[str]:
+def _unsupported(checkpointer: Checkpointer) -> list[str]:
     said = []
     for value in ({1, 2}, torch.zeros(2, dtype=torch.complex128)):
         try:
-            checkpointer.save({"model": {"it": value}}, step=1, own={})
+            checkpointer.save({"model": {"it": value}}, 1)
         except MusterError as error:
             said.append(error.what)
     return said
 
 
-def room_and_mode(world: World, folder: Path) -> dict[str, Any]:
-    """Look for room on machines that have much, little and none."""
-    training = Training(world, "ddp")
-    state = training.state()
-    found: dict[str, Any] = {}
-    read = cpu.read_cpu
-    try:
-        for name, free in (("much", 10**9), ("little", 2000 if world.global_rank else 10**9)):
-            cpu.read_cpu = _host(free)  # type: ignore[assignment]
-            for mode in ("auto", "async"):
-                with Checkpointer(
-                    FolderStore(folder / "room"), world, strategy="ddp", mode=mode
-                ) as checkpointer:
-                    said = [one.what for one in checkpointer.check_room(state)]
-                    found[f"{name} {mode}"] = (checkpointer.mode, said)
-                    if name == "little" and mode == "auto":
-                        training.train(1, checkpointer)
-                        training.save(checkpointer)
-                        report = checkpointer.wait()
-                        assert report is not None
-                        found["sync stalls"] = report.stall_s >= report.took_s
-    finally:
-        cpu.read_cpu = read
-    found["not shared"] = _on_disks_of_their_own(world, folder, state)
+def room(world: World, folder: Path) -> dict[str, Any]:
+    """Look for room on disks that have little and none, and on disks that are not shared."""
+    state = Training(world, "ddp").state()
+    result: dict[str, Any] = {"not shared": _on_disks_of_their_own(world, folder, state)}
     store = FolderStore(folder / "empty")
     if world.is_first:  # killed in the middle of a save
-        with store.create("step-00000007-dead", "rank-00000.json") as stream:
-            stream.write(b"{}")
+        (folder / "empty" / "step-00000007-dead").mkdir(parents=True)
+        (folder / "empty" / "step-00000007-dead" / "shard-00001-model.safetensors").touch()
     for name, free in (("one fits", 10_000), ("none fits", 1000)):
         store.free_bytes = partial(int, free)  # type: ignore[method-assign]
-        with Checkpointer(store, world, strategy="ddp", keep=4) as checkpointer:
-            found[name] = checkpointer.check_room(state)
-        found["left"] = store.names()
-    return found
+        with Checkpointer(store, keep=4) as checkpointer:
+            result[name] = checkpointer.check_room(state)
+        result["left"] = store.names()
+    return result
 
 
 def _on_disks_of_their_own(world: World, folder: Path, state: dict[str, Any]) -> list[Any]:
-    """Save as ranks of two machines that do not have a disk in common; return what is said, and what is left."""
-    alone = replace(world, local_rank=0, local_world_size=1, node_rank=world.global_rank)
+    """Save as ranks of two hosts that have no disk in common; return what is said, and what is left."""
     store = FolderStore(folder / f"of-{world.global_rank}" / "saves")
-    with Checkpointer(store, alone, strategy="ddp") as checkpointer:
-        said = checkpointer.check_room(state)
-        checkpointer.save(state, step=1, own={})
+    with Checkpointer(store) as checkpointer:
+        findings = checkpointer.check_room(state)
+        checkpointer.save(state, 1)
         report = checkpointer.wait()
     assert report is not None
-    return [said, report.problem.split("; ")[1:], all_gather_object(store.names(), world)]
-
-
-def _host(free_bytes: int) -> Callable[[], Device]:
-    return lambda: Device(
-        kind=DeviceKind.CPU,
-        index=0,
-        uuid="CPU-0",
-        name="CPU",
-        total_bytes=2 * free_bytes,
-        used_bytes=free_bytes,
-    )
+    return [findings, report.problem, all_gather_object(store.names(), world)]
 
 
 def damage_each(world: World, folder: Path, canary: Path) -> list[str]:
@@ -407,7 +377,7 @@ def damage_each(world: World, folder: Path, canary: Path) -> list[str]:
     store = FolderStore(folder / "good")
     training = Training(world, "fsdp")
     wrong: list[str] = []
-    with Checkpointer(store, world, strategy="fsdp") as checkpointer:
+    with Checkpointer(store) as checkpointer:
         training.train(1)
         training.save(checkpointer)
         checkpointer.wait()
@@ -417,59 +387,67 @@ def damage_each(world: World, folder: Path, canary: Path) -> list[str]:
         checkpointer.wait()
         newest = committed_manifests(store)[0]
         intact = folder / "intact"
-        place = Path(store.where) / newest.name
+        damaged = folder / "good" / newest.name
         if world.is_first:
-            shutil.copytree(place, intact)
+            shutil.copytree(damaged, intact)
         reader = Training(world, "fsdp", seed=3)
-        for file in sorted([*newest.files, MARKER]):
-            for way in ("cut", "flipped", "gone", "bomb", "signed bomb"):
-                if way == "signed bomb" and file == MARKER:
-                    continue
-                if world.is_first:
-                    shutil.rmtree(place)
-                    shutil.copytree(intact, place)
-                    _damage(store, newest.name, file, way, canary)
-                all_gather_object(None, world)
-                said = _load_damaged(checkpointer, reader, before, way, file)
-                wrong += [f"{file} {way}: {said}"] if said else []
+        cases = [(file, kind) for file in sorted([*newest.files, MARKER]) for kind in DAMAGES]
+        cases += [(file, "signed bomb") for file in sorted(newest.files)]
+        cases += [("stray.safetensors", "copied"), (".metadata", "bomb")]
+        for file, kind in cases:
+            if world.is_first:
+                shutil.rmtree(damaged)
+                shutil.copytree(intact, damaged)
+                _damage(damaged, file, kind, canary)
+            all_gather_object(None, world)
+            said = _load_damaged(checkpointer, reader, before, kind, file)
+            wrong += [f"{file} {kind}: {said}"] if said else []
     return wrong
 
 
 def _load_damaged(
-    checkpointer: Checkpointer, reader: Training, before: str, way: str, file: str
+    checkpointer: Checkpointer, reader: Training, before: str, kind: str, file: str
 ) -> str:
     try:
         loaded = checkpointer.load(reader.state())
     except MusterError as error:
-        # That the state or the index is none is seen before anything is loaded; then the one before is used.
-        refused = way == "signed bomb" and file not in (STATE, INDEX)
-        return "" if refused else str(error)
-    if loaded is None or loaded.step != 1:
+        return "" if kind == "signed bomb" else str(error)
+    step = 2 if file == ".metadata" else 1  # a file that nobody reads does no harm
+    if loaded is None or loaded.step != step:
         return f"step {loaded and loaded.step} was loaded"
+    if step == 2:
+        return ""
     reader.restore(loaded)
-    rejected = [one for one in loaded.found.rejected if one.what and "step-00000002" in one.what]
+    rejected = [finding for finding in loaded.newest.rejected if "step-00000002" in finding.what]
     return "" if reader.digest() == before and rejected else "not what was saved, or nothing said"
 
 
-def _damage(store: Store, name: str, file: str, way: str, canary: Path) -> None:
-    path = Path(store.where) / name / file
-    content = bytearray(path.read_bytes())
-    if way == "gone":
+def _damage(folder: Path, file: str, kind: str, canary: Path) -> None:
+    path = folder / file
+    if kind == "copied":
+        shutil.copyfile(next(folder.glob("*.safetensors")), path)
+        return
+    content = bytearray(path.read_bytes()) if path.exists() else bytearray()
+    if kind == "gone":
         path.unlink()
         return
-    if way == "cut":
+    if kind == "cut":
         content = content[:-1]
-    elif way == "flipped":
-        content[len(content) // 2] ^= 1
+    elif kind == "longer":
+        content += b" "
+    elif kind == "empty":
+        content = bytearray()
+    elif kind.startswith("flipped"):
+        content[{"flipped": len(content) // 2, "flipped first": 0, "flipped last": -1}[kind]] ^= 1
     else:
         content = bytearray(_bomb(canary))
     path.write_bytes(content)
-    if way == "signed bomb":  # whoever wrote it knows how to write a manifest
-        manifest = read_manifest(store, name)
+    if kind == "signed bomb":  # whoever wrote it knows how to write a manifest
+        manifest = read_manifest(FolderStore(folder.parent), folder.name)
         assert manifest is not None
         record = FileRecord(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
         forged = msgspec.structs.replace(manifest, files={**manifest.files, file: record})
-        (path.parent / MARKER).write_bytes(forged.to_json())
+        (folder / MARKER).write_bytes(forged.to_json())
 
 
 def _bomb(canary: Path) -> bytes:
@@ -489,9 +467,9 @@ def fill_disk(world: World, folder: Path) -> list[tuple[str, int]]:
     ballast = folder / "ballast"
     training = Training(world, "ddp", width=256)
     said = []
-    with Checkpointer(store, world, strategy="ddp", mode="async") as checkpointer:
+    with Checkpointer(store) as checkpointer:
         for full in (False, True, False):
-            training.train(1, checkpointer)
+            training.train(1)
             if world.is_first:
                 ballast.unlink(missing_ok=True)
                 if full:
@@ -556,29 +534,27 @@ def lose_service(world: World) -> list[tuple[str, list[int]]]:
 
 
 def _save_to(store: Store, service: Service | None, world: World) -> list[tuple[str, list[int]]]:
-    create = store.create
+    upload = store.upload
 
-    @contextmanager
-    def lost(name: str, file: str) -> Iterator[BinaryIO]:
-        with create(name, file) as stream:
-            if service is not None and file.endswith(".safetensors"):
-                service.kill()
-            yield stream
+    def lost(name: str, path: Path) -> None:
+        if service is not None:
+            service.kill()
+        upload(name, path)
 
     said = []
     training = Training(world, "fsdp")
-    with Checkpointer(store, world, strategy="fsdp", mode="async") as checkpointer:
-        for goes in (True, False, True):
-            training.train(1, checkpointer)
-            store.create = create if goes else lost  # type: ignore[method-assign]
+    with Checkpointer(store) as checkpointer:
+        for works in (True, False, True):
+            training.train(1)
+            store.upload = upload if works else lost  # type: ignore[method-assign]
             training.save(checkpointer)
-            training.train(1, checkpointer)
+            training.train(1)
             report = checkpointer.wait()
             assert report is not None
-            if service is not None and not goes:
+            if service is not None and not works:
                 service.again()
             all_gather_object(None, world)
-            said.append((report.problem, [one.step for one in committed_manifests(store)]))
+            said.append((report.problem, [saved.step for saved in committed_manifests(store)]))
         at_save = training.step - 1
         loaded = checkpointer.load(training.state())
         assert loaded is not None

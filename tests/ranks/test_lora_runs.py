@@ -13,7 +13,7 @@ from syrupy.assertion import SnapshotAssertion
 from rank_group import RunRanks
 from rank_programs import lora_runs
 from rank_programs.lora_runs import FORMER, Part
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.tensor_file import INDEX, Index
 
 pytestmark = [pytest.mark.ranks, pytest.mark.integrations]

@@ -15,7 +15,7 @@ from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.held_model import held_model
 from ranks.launched import Launched, launched
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.checkpoints.verify import committed_steps
 from torchmuster.launch.history import run_state
 

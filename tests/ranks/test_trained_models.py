@@ -14,7 +14,7 @@ from nightly import nightly_except
 from rank_group import RunRanks
 from rank_programs import trained_models
 from torchmuster.checkpoints.export import export_weights
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.written import settings_yaml

@@ -13,7 +13,6 @@ import msgspec
 
 from torchmuster.checkpoints.store import decode_strictly
 from torchmuster.errors import MusterError
-from torchmuster.units import plural
 
 PROGRAM = "torchmuster.worker.exported"
 # Largest differences of logits, relative to the largest logit.
@@ -33,23 +32,17 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class ExportCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder of weights to change and check, and what it must equal."""
+    """A folder of weights to change and check."""
 
     folder: str
     merge: bool = False  # first merge the adapter in it into the base model
     dtype: str | None = None  # first convert the weights to this dtype
     base_dtype: str = "float32"  # dtype of an adapter's base model in the run
-    checkpoint: str | None = None  # the store's folder or URL; None: only names are compared
-    name: str = ""
-    config: str | None = None  # the run's settings
-    model: str | None = None  # the run's folder with config and tokenizer
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that a check established; an error has ``what``."""
 
-    tensors: int = 0  # compared bit by bit
-    source: str = ""  # what they were compared with
     difference: float | None = None  # of the logits, relative to the largest one
     limit: float = MERGED
     unchecked: str = ""  # what was not compared, and why
@@ -57,11 +50,9 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     fix: str = ""
 
-    def sentence(self) -> str:
+    def sentences(self) -> list[str]:
         """Return which checks were made, with their results."""
         made = []
-        if self.tensors:
-            made.append(f"{plural(self.tensors, 'tensor')} equal to those of {self.source}")
         if self.difference is not None:
             made.append(
                 f"logits equal to the run's model (difference {self.difference:.1g}, "
@@ -69,7 +60,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.unchecked:
             made.append(self.unchecked)
-        return "; ".join(made)
+        return made
 
 
 def run_check(request: ExportCheck, *, limit_s: float | None = None) -> CheckResult:

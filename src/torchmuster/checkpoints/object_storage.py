@@ -9,22 +9,23 @@ import contextlib
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import fsspec
 from fsspec.core import url_to_fs
 
-from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, names_in_order
+from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, in_order
 from torchmuster.errors import MusterError
 from torchmuster.redaction import redact_text
 
-# Part size: S3 allows 10,000 parts, and a part is in memory while it is sent.
-_PART_BYTES = 32 * 2**20
 _READ_AHEAD_BYTES = 4 * 2**20
 
 
 class ObjectStore:
     """Implements :class:`~torchmuster.checkpoints.store.Store` over an fsspec file system."""
+
+    folder = None
 
     def __init__(self, storage: fsspec.AbstractFileSystem, root: str) -> None:
         self._storage = storage
@@ -43,103 +44,65 @@ class ObjectStore:
 
     def names(self) -> list[str]:
         """Return every checkpoint, including unfinished ones, in the order of their steps."""
-        return names_in_order([one.rsplit("/", 1)[-1] for one in self._listed(self._root)])
+        with self._errors():
+            try:
+                paths = self._storage.ls(self._root, detail=False)
+            except FileNotFoundError:
+                paths = []
+        return in_order([path.rstrip("/").rsplit("/", 1)[-1] for path in paths])
 
-    @contextmanager
-    def create(self, name: str, file: str) -> Iterator[BinaryIO]:
-        """Upload a file, which appears when the upload is complete."""
-        path = self._path(name, file)
-        with self._in_words(writing=True):
-            # Without autocommit this code completes the upload; else closing does, also after an
-            # error.
-            upload = self._storage.open(path, "wb", block_size=_PART_BYTES, autocommit=False)
-        stream = _Stream(upload, self)
-        try:
-            yield cast(BinaryIO, stream)
-            with self._in_words(writing=True):
-                upload.close()
-                upload.commit()
-        except BaseException:
-            with contextlib.suppress(Exception):  # report the first error
-                upload.discard()
-            with contextlib.suppress(AttributeError):
-                upload.closed = True  # or garbage collection would upload it
-            raise
+    def sizes(self, name: str) -> dict[str, int | None]:
+        """Return the size of each file; empty if the checkpoint does not exist."""
+        prefix = f"{self._path(name)}/"
+        with self._errors():
+            try:
+                files = self._storage.find(prefix, detail=True)
+            except FileNotFoundError:
+                files = {}
+        return {path.removeprefix(prefix): int(info["size"] or 0) for path, info in files.items()}
+
+    def size(self, name: str, file: str) -> int | None:
+        """Return the size of a file; None if there is no such file."""
+        with contextlib.suppress(FileNotFoundError), self._errors():
+            return int(self._storage.info(self._path(name, file))["size"] or 0)
+        return None
 
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file to read and seek in; FileNotFoundError if it does not exist."""
         path = self._path(name, file)
-        with self._in_words():
-            return cast(
-                BinaryIO,
-                _Stream(
-                    self._storage.open(
-                        path, "rb", block_size=_READ_AHEAD_BYTES, cache_type="readahead"
-                    ),
-                    self,
-                ),
+        with self._errors():
+            stream = self._storage.open(
+                path, "rb", block_size=_READ_AHEAD_BYTES, cache_type="readahead"
             )
+        return cast(BinaryIO, _Reader(stream, self))
 
-    def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file; empty if the checkpoint does not exist."""
-        folder = self._path(name)
-        found = self._found(folder).items()
-        return {path[len(folder) + 1 :]: int(info["size"] or 0) for path, info in found}
+    def write(self, name: str, file: str, content: bytes) -> None:
+        """Upload a small file in one request."""
+        with self._errors(writing=True):
+            self._storage.pipe_file(self._path(name, file), content)
 
-    def size(self, name: str, file: str) -> int | None:
-        """Return the size of one file in bytes; None if it does not exist."""
-        try:
-            with self._in_words():
-                return int(self._storage.info(self._path(name, file))["size"] or 0)
-        except FileNotFoundError:
-            return None
+    def upload(self, name: str, path: Path) -> None:
+        """Upload a local file; it appears when the upload is complete."""
+        with self._errors(writing=True):
+            self._storage.put_file(str(path), self._path(name, path.name))
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its marker first."""
-        paths = [self._path(name, MARKER), *self._found(self._path(name))]
-        for path in dict.fromkeys(paths):
-            with contextlib.suppress(FileNotFoundError), self._in_words():
-                self._storage.rm_file(path)
+        files = [MARKER, *self.sizes(name)]
+        for file in dict.fromkeys(files):
+            with contextlib.suppress(FileNotFoundError), self._errors():
+                self._storage.rm_file(f"{self._path(name)}/{file}")
 
     def free_bytes(self) -> int | None:
         """None: object storage has no size limit."""
         return None
 
-    def checked_on_arrival(self) -> bool:
-        """Whether the service verifies uploads: S3 rejects a part that does not match its checksum.
-
-        False if checksums are disabled, or the client's version does not support them.
-        """
-        protocol = self._storage.protocol
-        if "s3" not in ((protocol,) if isinstance(protocol, str) else protocol):
-            return False
-        with self._in_words():
-            config = self._storage.s3.meta.config
-        return getattr(config, "request_checksum_calculation", None) == "when_supported"
-
-    def _found(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Return all files of a checkpoint, with those in sub-folders."""
-        try:
-            with self._in_words():
-                found = self._storage.find(folder, detail=True)
-        except FileNotFoundError:
-            return {}
-        return {path: info for path, info in found.items() if path.startswith(f"{folder}/")}
-
-    def _listed(self, path: str) -> dict[str, dict[str, Any]]:
-        try:
-            with self._in_words():
-                entries = self._storage.ls(path, detail=True)
-        except FileNotFoundError:
-            return {}
-        return {one["name"]: one for one in entries if one["name"].rstrip("/") != path}
-
-    def _path(self, name: str, file: str = "") -> str:
+    def _path(self, name: str, file: str | None = None) -> str:
         path = f"{self._root}/{checked_name(name)}"
-        return f"{path}/{checked_file(file)}" if file else path
+        return path if file is None else f"{path}/{checked_file(file)}"
 
     @contextmanager
-    def _in_words(self, *, writing: bool = False) -> Iterator[None]:
+    def _errors(self, *, writing: bool = False) -> Iterator[None]:
         """Convert the clients' various errors to one; a missing file stays FileNotFoundError."""
         try:
             yield
@@ -155,7 +118,7 @@ class ObjectStore:
             ) from error
 
 
-class _Stream(io.RawIOBase):
+class _Reader(io.RawIOBase):
     """An fsspec file whose errors are converted to the store's."""
 
     def __init__(self, inner: Any, store: ObjectStore) -> None:
@@ -163,27 +126,16 @@ class _Stream(io.RawIOBase):
         self._store = store
 
     def readable(self) -> bool:
-        return bool(self._inner.readable())
-
-    def writable(self) -> bool:
-        return bool(self._inner.writable())
+        return True
 
     def seekable(self) -> bool:
-        return self.readable()
+        return True
 
     def readinto(self, buffer: Any) -> int:
-        with self._store._in_words():
+        with self._store._errors():
             piece = self._inner.read(len(buffer))
         buffer[: len(piece)] = piece
         return len(piece)
-
-    def readall(self) -> bytes:
-        with self._store._in_words():
-            return bytes(self._inner.read())
-
-    def write(self, piece: Any) -> int:
-        with self._store._in_words(writing=True):
-            return int(self._inner.write(piece))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return int(self._inner.seek(offset, whence))
@@ -192,6 +144,5 @@ class _Stream(io.RawIOBase):
         return int(self._inner.tell())
 
     def close(self) -> None:
-        if not self.closed and self.readable():
-            self._inner.close()  # an upload is closed when it is completed
+        self._inner.close()
         super().close()

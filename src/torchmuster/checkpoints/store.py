@@ -1,26 +1,29 @@
-"""The ``Store`` protocol: the operations that a folder and object storage have in common.
+"""Where checkpoints are: a folder of a local or shared disk, or object storage.
 
-Names of checkpoints and files also come from disk, so every store validates them here:
-a manifest cannot name a file elsewhere.
+Each checkpoint is a folder ``step-<number>-<hex digits>`` of plain files. Names also come from manifests and
+listings, so every store checks them: a manifest cannot name a file elsewhere.
 """
 
+import contextlib
+import errno
+import os
 import re
-from contextlib import AbstractContextManager
+import shutil
+import stat
+from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 import msgspec
 
 from torchmuster.errors import Impossible
-from torchmuster.redaction import harmless
+from torchmuster.redaction import harmless, redact_text
 
-# Written last: a folder without it is not a checkpoint.
-MARKER = "manifest.json"
-# A file that is being written has a name that begins with a dot, which no checkpoint file can have.
-# Files of many ranks are in sub-folders (rank_file of tensor_file.py).
-_FILE = re.compile(r"(?:ranks-[0-9]{5,7}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_FOLDER = re.compile(r"ranks-[0-9]{5,7}")
+MARKER = "manifest.json"  # written last: a folder without it is not a checkpoint
 _CHECKPOINT = re.compile(r"step-(\d{8,15})-[0-9a-f]{4,16}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some shared file systems cannot sync a folder
 _PIECE_BYTES = 2**20
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -30,32 +33,54 @@ class Store(Protocol):
     def where(self) -> str:
         """The folder or URL, for display."""
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder, if ranks can write files there; None for object storage."""
+
     def names(self) -> list[str]:
         """Return every checkpoint, including unfinished ones, in the order of their steps."""
 
-    def create(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
-        """Write a file: complete and durable after the block, or absent if the block raises."""
+    def sizes(self, name: str) -> dict[str, int | None]:
+        """Return the size of each file in a checkpoint; None for an entry that is not a regular file."""
+
+    def size(self, name: str, file: str) -> int | None:
+        """Return the size of a file; None if there is no such file."""
 
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file to read and seek in; FileNotFoundError if it does not exist."""
 
-    def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file; empty if the checkpoint does not exist.
+    def write(self, name: str, file: str, content: bytes) -> None:
+        """Write a small file: complete and durable on return, or absent after an error."""
 
-        It lists the whole checkpoint, so only one process may call it; see :meth:`size`.
-        """
-
-    def size(self, name: str, file: str) -> int | None:
-        """Return the size of one file in bytes; None if it does not exist."""
+    def upload(self, name: str, path: Path) -> None:
+        """Copy a local file into a checkpoint."""
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its marker first, so that a partial one never counts as complete."""
 
     def free_bytes(self) -> int | None:
-        """Return the free space; None if unlimited, as in object storage."""
+        """Return the free space; None if it is not limited."""
 
-    def checked_on_arrival(self) -> bool:
-        """Whether the service itself verifies uploads against a checksum."""
+
+def open_store(location: str | Path) -> Store:
+    """Open a folder, or a URL that fsspec supports (``s3://bucket/prefix``); create nothing yet."""
+    text = str(location)
+    if text.startswith("file://"):
+        return FolderStore(Path(text.removeprefix("file://")))
+    if "://" not in text:
+        return FolderStore(Path(text).expanduser())
+    from torchmuster.checkpoints.object_storage import ObjectStore  # importing fsspec is slow
+
+    try:
+        return ObjectStore.at(text)
+    except (ImportError, ValueError) as error:
+        protocol = text.split("://", 1)[0]
+        fix = "install the package that fsspec names for it"
+        if protocol in ("s3", "s3a"):
+            fix = "pip install 'torchmuster[s3]'"
+        raise Impossible(
+            f"cannot access checkpoints at {protocol}://", why=redact_text(str(error)), fix=fix
+        ) from None
 
 
 def step_of(name: str) -> int | None:
@@ -64,44 +89,35 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def in_order(names: list[str]) -> list[str]:
+    """Return the valid checkpoint names, in the order of their steps."""
+    return sorted(filter(_CHECKPOINT.fullmatch, names), key=lambda name: (step_of(name), name))
+
+
 def checked_name(name: str) -> str:
     """Return a checkpoint's name if it is valid, so that it is safe in a path."""
     if step_of(name) is None:
         raise Impossible(
             f"{harmless(name)!r} is not a checkpoint name",
-            why="checkpoint names have the form step-<number>-<4 hexadecimal digits>",
+            why="checkpoint names have the form step-<number>-<hexadecimal digits>",
             fix="muster checkpoint ls shows the names",
         )
     return name
 
 
 def is_file_name(file: str) -> bool:
-    """Return whether this is a valid checkpoint file: a plain name, or one in a folder of ranks."""
+    """Return whether this can be the name of a checkpoint's file."""
     return _FILE.fullmatch(file) is not None
 
 
-def is_folder_name(folder: str) -> bool:
-    """Return whether this is a sub-folder with the files of some ranks."""
-    return _FOLDER.fullmatch(folder) is not None
-
-
 def checked_file(file: str) -> str:
-    """Return the name of a checkpoint file if it is valid, so that it is safe in a path."""
+    """Return the name of a checkpoint's file if it is valid, so that it is safe in a path."""
     if not is_file_name(file):
         raise Impossible(
             f"{harmless(file)!r} is not a valid checkpoint file name",
-            why="file names have letters, digits, dots, dashes and underscores; the only folders are "
-            "ranks-<number>",
+            why="file names have letters, digits, dots, dashes and underscores",
         )
     return file
-
-
-def names_in_order(names: list[str]) -> list[str]:
-    """Return the valid checkpoint names, in the order of their steps."""
-    steps = {one: step_of(one) for one in names}
-    return sorted(
-        (one for one in names if steps[one] is not None), key=lambda one: (steps[one], one)
-    )
 
 
 def read_small(store: Store, name: str, file: str, *, most_bytes: int) -> bytes:
@@ -110,17 +126,9 @@ def read_small(store: Store, name: str, file: str, *, most_bytes: int) -> bytes:
     with store.open(name, file) as stream:
         while piece := stream.read(_PIECE_BYTES):  # in pieces: one read would allocate the maximum
             content += piece
-            refuse_too_large(file, len(content), most_bytes=most_bytes)
+            if len(content) > most_bytes:
+                raise ValueError(f"{file} is larger than {most_bytes} bytes")
     return bytes(content)
-
-
-def refuse_too_large(file: str, size_bytes: int, *, most_bytes: int) -> None:
-    """Raise ValueError for a file above the limit: before it is read, and before it is written."""
-    if size_bytes > most_bytes:
-        raise ValueError(f"{file} is larger than {most_bytes} bytes")
-
-
-T = TypeVar("T")
 
 
 def decode_strictly(text: bytes | msgspec.Raw, kind: type[T]) -> T:
@@ -129,3 +137,111 @@ def decode_strictly(text: bytes | msgspec.Raw, kind: type[T]) -> T:
         return msgspec.json.decode(text, type=kind, strict=True)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(harmless(str(error))) from None
+
+
+class FolderStore:
+    """Implements :class:`Store` over a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+
+    @property
+    def where(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder."""
+        return self._folder
+
+    def names(self) -> list[str]:
+        """Return every checkpoint, including unfinished ones, in the order of their steps."""
+        try:
+            return in_order([path.name for path in self._folder.iterdir() if path.is_dir()])
+        except FileNotFoundError:
+            return []
+
+    def sizes(self, name: str) -> dict[str, int | None]:
+        """Return the size of each file; empty if the checkpoint does not exist."""
+        sizes: dict[str, int | None] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._path(name)) as entries:
+            for entry in entries:
+                sizes[entry.name] = None
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # deleted meanwhile, or a dangling link
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
+
+    def size(self, name: str, file: str) -> int | None:
+        """Return the size of a file; None if there is no such file."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._path(name, file).stat().st_size
+        return None
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """Open a file to read and seek in; FileNotFoundError if it does not exist."""
+        path = self._path(name, file)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return os.fdopen(handle, "rb")
+
+    def write(self, name: str, file: str, content: bytes) -> None:
+        """Write a temporary file, sync it to disk, then rename it."""
+        path = self._path(name, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+        try:
+            with temporary.open("xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+            for folder in (path.parent, self._folder):
+                _sync_folder(folder)
+        except BaseException:
+            with contextlib.suppress(OSError):  # report the first error
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def upload(self, name: str, path: Path) -> None:
+        """Copy a local file into a checkpoint."""
+        shutil.copyfile(path, self._path(name, path.name))
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint, its marker first; for a link, only the link."""
+        folder = self._path(name)
+        if folder.is_symlink():
+            folder.unlink()
+            return
+        with contextlib.suppress(FileNotFoundError):  # another process may be deleting it too
+            (folder / MARKER).unlink(missing_ok=True)
+            _sync_folder(folder)
+            shutil.rmtree(folder)
+
+    def free_bytes(self) -> int | None:
+        """Return the free space on the disk, for this user."""
+        folder = self._folder
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+
+    def _path(self, name: str, file: str | None = None) -> Path:
+        folder = self._folder / checked_name(name)
+        return folder if file is None else folder / checked_file(file)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync the folder: a rename or a deletion is the folder's content, not the file's."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(handle)

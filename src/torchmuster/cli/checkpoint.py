@@ -13,8 +13,7 @@ from torchmuster.checkpoints.export import ADAPTER_CONFIG, export_weights
 from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_check
 from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_manifests
 from torchmuster.checkpoints.model_class import class_in_folder
-from torchmuster.checkpoints.places import open_store, place_of
-from torchmuster.checkpoints.store import Store, step_of
+from torchmuster.checkpoints.store import Store, open_store, step_of
 from torchmuster.checkpoints.verify import look_at_checkpoint, newest_first, verify_checkpoint
 from torchmuster.cli import output, parsers
 from torchmuster.cli.which_run import choose_run
@@ -34,7 +33,6 @@ class Meant:
     """A checkpoint store, the requested checkpoint if any, and the run they belong to if any."""
 
     store: Store
-    place: str  # the folder or URL of the store
     wanted: str = ""
     run: RunFolder | None = None
 
@@ -92,15 +90,15 @@ def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
     if parent and step_of(last) is not None:
         place, wanted = parent, last
     if "://" in place:
-        return Meant(store=open_store(place), place=place, wanted=wanted)
+        return Meant(store=open_store(place), wanted=wanted)
     folder = Path(place)
     if folder.is_dir() and not RunFolder(folder).marker.is_file():
-        return Meant(store=open_store(folder), place=place, wanted=wanted, run=_run_above(folder))
+        return Meant(store=open_store(folder), wanted=wanted, run=_run_above(folder))
     run = choose_run(place, runs, "training")
     settings = _settings_of(run)
     given = settings.checkpoint.folder if settings else None
-    place = place_of(run, given)
-    return Meant(store=open_store(place), place=place, wanted=wanted, run=run)
+    place = f"{given.rstrip('/')}/{run.id}" if given else str(run.checkpoints)
+    return Meant(store=open_store(place), wanted=wanted, run=run)
 
 
 def _run_above(folder: Path) -> RunFolder | None:
@@ -331,8 +329,7 @@ def _export(options: argparse.Namespace) -> int:
             why=f"there is no {ADAPTER_CONFIG} for {meant.store.where}; only LoRA runs have one",
             fix=f"leave out {flag}, or give a LoRA run",
         )
-    name = _good_one(meant)
-    manifest, _ = look_at_checkpoint(meant.store, name)
+    manifest = _newest_good(meant)
     checked = CheckResult()
 
     def finish(folder: Path) -> None:
@@ -340,36 +337,32 @@ def _export(options: argparse.Namespace) -> int:
         if options.merge:
             output.say("merging the adapter into the base model's weights")
         output.say("checking the export in a separate process")
-        run = meant.run
         checked = run_check(
             ExportCheck(
                 folder=str(folder),
                 merge=options.merge,
                 dtype=options.dtype,
                 base_dtype=meant.dtype(),
-                checkpoint=meant.place,
-                name=name,
-                config=str(run.config) if run is not None and run.config.is_file() else None,
-                model=None if beside is None else str(beside),
             )
         )
 
     done = export_weights(
         meant.store,
-        name,
+        manifest,
         options.to,
         beside=beside,
         as_it_is=meant.is_own_model(),
         finish=finish,
-        on_bytes=_Progress("written", manifest),
+        on_bytes=_Progress("written and compared", manifest),
     )
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     tensors = plural(done.tensors, "tensor")
     size = format_bytes(done.size_bytes)
-    output.print_text(f"{options.to}: {files}, {tensors}, {size}, from {name}")
+    output.print_text(f"{options.to}: {files}, {tensors}, {size}, from {manifest.name}")
     if done.beside:
         output.print_text(f"also written: {', '.join(done.beside)}")
-    output.print_text(f"checked: {checked.sentence()}")
+    made = [f"{tensors} equal to those of checkpoint {manifest.name}", *checked.sentences()]
+    output.print_text(f"checked: {'; '.join(made)}")
     if checked.unchecked and {"config.json", ADAPTER_CONFIG} & set(done.beside):
         output.say(f"warning: {checked.unchecked}")
     output.print_text(_how_to_load(options.to, done.beside))
@@ -388,7 +381,7 @@ def _how_to_load(folder: Path, beside: Sequence[str]) -> str:
     return "there is no config.json for this model; transformers needs one next to the weights"
 
 
-def _good_one(meant: Meant) -> str:
+def _newest_good(meant: Meant) -> Manifest:
     """Return the checkpoint to export after verifying it; print findings on damaged ones."""
     names = meant.names()
     for name in names:
@@ -396,8 +389,8 @@ def _good_one(meant: Meant) -> str:
         findings = verify_checkpoint(
             meant.store, name, on_bytes=_Progress(f"{name}: read", manifest)
         )
-        if not findings:
-            return name
+        if manifest is not None and not findings:
+            return manifest
         output.show_findings(findings, sys.stderr)
     if not names:
         raise Impossible(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchmuster import untrusted
 from torchmuster.checkpoints.manifest import committed_manifests
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.cli import job_flags, node_group, output, parsers, slurm_run
 from torchmuster.cli.config import settings_from
 from torchmuster.cli.data_check import check_data, show_data

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import committed_manifests
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.cli import output
 from torchmuster.errors import Impossible, NoSuchRun
 from torchmuster.launch.history import run_state

@@ -283,8 +283,6 @@ class Trainer:
             tally.wait()
         now.phase = "update"
         rate = self.optimizer.param_groups[0]["lr"]  # before a schedule changes it
-        if self._saves is not None:
-            tally.checkpoint_s += self._saves.before_update()
         outcome = update.apply()
         self._lines.note(epoch=step.epoch, learning_rate=float(rate), norm=outcome.norm_tensor)
         tally.end_step(outcome.found_inf)

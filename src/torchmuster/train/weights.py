@@ -5,7 +5,7 @@ time, so no device ever holds the whole model; rank 0 keeps one file's content i
 """
 
 import hashlib
-import json
+import itertools
 import os
 import shutil
 import stat
@@ -16,12 +16,12 @@ from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchmuster.checkpoints.export import files_of_weights, write_index
 from torchmuster.errors import MusterError
-from torchmuster.train.checkpointing.storage import byte_pieces
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.torch_private import WRAPPED
 from torchmuster.train.world import World, all_gather_object
@@ -81,9 +81,9 @@ def save_weights(
             with replaced_folder(folder) as unfinished:
                 if beside is not None:
                     shutil.copytree(beside, unfinished, dirs_exist_ok=True)
-                hashes = _write_files(
-                    unfinished, tensors, _weights_files(state, names, most_in_a_file_bytes)
-                )
+                sizes = {name: state[name].nbytes for name in names}
+                files = files_of_weights(sizes, most_in_a_file_bytes)
+                hashes = _write_files(unfinished, tensors, files)
         except (OSError, SafetensorError) as error:
             problem = str(error)
     for _ in tensors:  # every rank takes part in gathering each tensor
@@ -109,10 +109,7 @@ def refuse_unwritten(problem: str, folder: Path, world: World) -> None:
 
 def tensor_hash(tensor: torch.Tensor) -> str:
     """Return the SHA-256 hash of a tensor's bytes, with its dtype and shape."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    for piece in byte_pieces(tensor):
-        digest.update(piece)
-    return digest.hexdigest()
+    return hashlib.sha256(save({"tensor": tensor.detach().cpu().contiguous()})).hexdigest()
 
 
 def compare_hashes(folder: Path, hashes: Mapping[str, str]) -> int:
@@ -212,39 +209,16 @@ def _whole_tensors(
         yield name, tensor
 
 
-def _weights_files(
-    state: Mapping[str, torch.Tensor], names: list[str], most_bytes: int
-) -> list[list[str]]:
-    """Split the names into files, in their order."""
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name in names:
-        size = state[name].numel() * state[name].element_size()
-        if files[-1] and filled + size > most_bytes:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += size
-    return files
-
-
 def _write_files(
-    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[list[str]]
+    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: Mapping[str, list[str]]
 ) -> dict[str, str]:
     """Write the files; return the hash of each tensor."""
-    place_of: dict[str, str] = {}
     hashes: dict[str, str] = {}
     total_bytes = 0
-    for number, names in enumerate(files, start=1):
-        file = "model.safetensors"
-        if len(files) > 1:
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        content = dict(next(tensors) for _ in names)
-        total_bytes += sum(one.numel() * one.element_size() for one in content.values())
+    for file, names in files.items():
+        content = dict(itertools.islice(tensors, len(names)))
+        total_bytes += sum(tensor.nbytes for tensor in content.values())
         hashes.update({name: tensor_hash(tensor) for name, tensor in content.items()})
         save_tensors(content, folder / file)
-        place_of.update(dict.fromkeys(names, file))
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": place_of}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    write_index(folder, files, total_bytes)
     return hashes

@@ -9,7 +9,7 @@ import torch
 
 from made_up_checkpoints import Whole, save
 from torchmuster.checkpoints.export import export_weights
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.integrations]
 

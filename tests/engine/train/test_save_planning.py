@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import Manifest, new_name, read_manifest
 from torchmuster.checkpoints.tensor_file import Index, read_file_head
 from torchmuster.checkpoints.verify import verify_checkpoint

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from fake_accelerator import FakeAccelerator
-from torchmuster.checkpoints.local import FolderStore
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import FolderStore
+from torchmuster.checkpoints.store import open_store
 from torchmuster.errors import Impossible
 from torchmuster.train.checkpointing.checkpointer import (
     Checkpointer,

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from rank_group import RunRanks
 from rank_programs import exporting
 from torchmuster.checkpoints.export import export_weights
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,7 @@ from patience import GIVE_UP_S
 from ranks.launched import Launched, launched
 from stress.kill_matrix.events import Kill, Layout, Plan
 from stress.kill_matrix.moments import Moments
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.checkpoints.verify import verify_checkpoint
 from torchmuster.finding import render
 from torchmuster.runfolder import RunFolder

@@ -14,7 +14,7 @@ from made_up_checkpoints import save
 from torchmuster.checkpoints import object_storage
 from torchmuster.checkpoints.export import export_weights
 from torchmuster.checkpoints.manifest import new_name, write_file
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.checkpoints.verify import newest_good, verify_checkpoint
 from torchmuster.errors import MusterError
 

@@ -16,7 +16,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import A_WEIGHT, Whole, boxes, cut_out, save
 from torchmuster.checkpoints.export import Exported, contiguous_runs, export_weights
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
 from torchmuster.checkpoints.tensor_file import (
     ELEMENT_BYTES,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.checkpoints.local import FolderStore
-from torchmuster.checkpoints.places import open_store, place_of
+from torchmuster.checkpoints.store import FolderStore
+from torchmuster.checkpoints.store import open_store
 from torchmuster.checkpoints.store import MARKER, read_small
 from torchmuster.checkpoints.verify import newest_good
 from torchmuster.errors import Impossible

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import save, write
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import (
     MARKER,
     FileRecord,

@@ -9,7 +9,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import save, write
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.checkpoints.store import MARKER, Store
 from torchmuster.checkpoints.verify import keep_newest, newest_good, verify_checkpoint
 from torchmuster.errors import Impossible, MusterError

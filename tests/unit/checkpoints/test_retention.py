@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from made_up_checkpoints import save, write
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, best_manifest, committed_manifests
 from torchmuster.checkpoints.verify import (
     committed_steps,

@@ -17,7 +17,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import Whole, save, write
 from torchmuster.checkpoints.export import export_weights
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, Manifest
 from torchmuster.checkpoints.verify import (
     committed_steps,

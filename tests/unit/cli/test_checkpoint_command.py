@@ -8,7 +8,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import save, write
 from muster_command import Muster
-from torchmuster.checkpoints.local import FolderStore
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.cli import checkpoint
 from torchmuster.cli.checkpoint import meant_by
 from torchmuster.errors import NoSuchRun

@@ -16,7 +16,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, Result
 from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.cli import output, train
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings

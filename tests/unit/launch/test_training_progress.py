@@ -6,7 +6,7 @@ from pathlib import Path
 
 from script_checkpoints import cut, record, torch_file
 from torchmuster.checkpoints import manifest
-from torchmuster.checkpoints.places import open_store
+from torchmuster.checkpoints.store import open_store
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.training_progress import TrainingProgress, read_training_progress
 from torchmuster.runfolder import create_run_folder

@@ -137,8 +137,8 @@ class Timeline:
 
     def _saves(self) -> Iterator[TimelineEvent]:
         with contextlib.suppress(Exception):  # another command reports damaged ones
-            from torchmuster.checkpoints.local import FolderStore
             from torchmuster.checkpoints.manifest import committed_manifests
+            from torchmuster.checkpoints.store import FolderStore
 
             kept = committed_manifests(FolderStore(self.run.checkpoints))
             for newest in kept[:1]:

@@ -43,7 +43,7 @@ def read_training_progress(
         if spec.checkpoints is None:
             return _of_script(spec, metrics, reached)
         from torchmuster.checkpoints.manifest import committed_manifests
-        from torchmuster.checkpoints.places import open_store
+        from torchmuster.checkpoints.store import open_store
 
         for newest in committed_manifests(open_store(spec.checkpoints))[:1]:
             return TrainingProgress(

@@ -10,8 +10,8 @@ from html import escape
 
 from torchmuster import untrusted
 from torchmuster.checkpoints.foreign import Completeness, Condition
-from torchmuster.checkpoints.local import FolderStore
 from torchmuster.checkpoints.manifest import Manifest, committed_manifests
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.finding import Status
 from torchmuster.launch.history.failure_report import FailureReport, failure_report_of
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint

@@ -2,319 +2,82 @@
 
 ::
 
-    with Checkpointer(open_store("checkpoints"), world, strategy="ddp") as checkpointer:
+    with Checkpointer("checkpoints") as checkpointer:
+        loaded = checkpointer.load(state())
         ...
-        loss.backward()
-        checkpointer.before_update()  # waits until a save has copied what the update changes
         optimizer.step()
         if step % 100 == 0:
-            checkpointer.save(state, step=step, own=random_states.keep(world))
+            checkpointer.save(state(), step)
 
-All ranks call every method, in the same order. Each rank plans its part of a save itself; the ranks exchange only the
-checkpoint's name and the records of their files, through the job's store (:class:`RankExchange`).
+Tensors are written by torch's DCP (``torch.distributed.checkpoint``) as safetensors, by all ranks together. Everything
+else is in one manifest with the hash of every file, which rank 0 writes as soon as all ranks have written. All ranks
+call every method, in the same order.
 """
 
 import contextlib
 import itertools
+import platform
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
-from torchmuster.checkpoints.manifest import new_name
-from torchmuster.checkpoints.store import Store
-from torchmuster.checkpoints.verify import NewestCheckpoint, keep_newest, sweep_unfinished
-from torchmuster.decision import Decision
+from torchmuster.checkpoints.manifest import (
+    FileRecord,
+    Manifest,
+    commit_checkpoint,
+    new_name,
+    sha256_of,
+)
+from torchmuster.checkpoints.store import Store, open_store
+from torchmuster.checkpoints.verify import (
+    NewestCheckpoint,
+    keep_newest,
+    look_at_checkpoint,
+    newest_first,
+    sweep_unfinished,
+    verify_file,
+)
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.probes.process_group import use_device
-from torchmuster.train.checkpointing import disk_check, loading
-from torchmuster.train.checkpointing.disk_check import remove_unfinished
-from torchmuster.train.checkpointing.exchange import (
-    RankExchange,
-    RankFailure,
-    error_text,
-    first_of,
-)
-from torchmuster.train.checkpointing.flatten import flatten, shared_tensors
-from torchmuster.train.checkpointing.loading import finding_of_rank, newest_valid_checkpoint
-from torchmuster.train.checkpointing.pace import Pace
-from torchmuster.train.checkpointing.planning import (
-    SavePlan,
-    assign_writers,
-    holdings_of,
-    layout_digest,
-    plan_save,
-)
-from torchmuster.train.checkpointing.storage import (
-    WriteFacts,
-    byte_pieces_of,
-    commit_save,
-    refuse_unknown_dtype,
-    unstaged_bytes,
-    write_rank_files,
-)
-from torchmuster.train.world import World
-from torchmuster.units import GiB, MiB
+from torchmuster.train.checkpointing.local_copy import LocalCopy
+from torchmuster.train.checkpointing.matching import tensors_to_load
+from torchmuster.train.checkpointing.ranks import Ranks, cause_of
+from torchmuster.train.checkpointing.state_tree import flatten, tied_tensors, unflatten
+from torchmuster.units import format_bytes
 
-_LARGEST_BLOCK, _SMALLEST_BLOCK = GiB, MiB
-
-
-def pinned_blocks(size_bytes: int) -> list[int]:
-    """Return the sizes of blocks of pinned memory that hold ``size_bytes``, rounded up to 1 MiB.
-
-    All are powers of two, because torch rounds each pinned allocation up to one.
-    """
-    left = -(-size_bytes // _SMALLEST_BLOCK) * _SMALLEST_BLOCK
-    blocks, block = [], _LARGEST_BLOCK
-    while left:
-        count, left = divmod(left, block)
-        blocks += [block] * count
-        block //= 2
-    return blocks
-
-
-class Staging:
-    """Host memory of the size that a rank writes. Used by one save at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_host = device.type == "cpu"
-        self._blocks: list[torch.Tensor] = []
-        self._stream: torch.Stream | None = None
-
-    def ready(self) -> "torch.Event | None":
-        """Return an event after all work queued on the device so far; the copy waits for it."""
-        if self._on_host:
-            return None
-        event = torch.Event(self._device)
-        event.record()
-        return event
-
-    def take(
-        self, tensors: Sequence[torch.Tensor], after: "torch.Event | None"
-    ) -> Iterator[memoryview]:
-        """Copy the tensors one by one; return an iterator over their bytes, to be read later."""
-        self.reserve(sum(one.nbytes for one in tensors))
-        if self._on_host:
-            filled = self._copy(tensors)
-        else:
-            # A separate stream: the copy need not wait for the forward that is queued meanwhile. The
-            # same one for all saves, as each stream has its own pool of device memory.
-            if self._stream is None:
-                self._stream = torch.Stream(self._device)
-            with self._stream:
-                if after is not None:
-                    self._stream.wait_event(after)
-                filled = self._copy(tensors)
-            self._stream.synchronize()
-        return itertools.chain.from_iterable(map(byte_pieces_of, filled))
-
-    def reserve(self, size_bytes: int) -> None:
-        """Allocate ``size_bytes`` of memory; a training calls this before its first step.
-
-        On an accelerator the memory is pinned: the device copies to it while the host does other
-        work. Pinning takes about 0.3 s per GB, in which the device may have to wait.
-        """
-        missing = size_bytes - sum(len(block) for block in self._blocks)
-        if missing > 0:
-            sizes = [missing] if self._on_host else pinned_blocks(missing)
-            self._blocks += [
-                torch.empty(size, dtype=torch.uint8, pin_memory=not self._on_host) for size in sizes
-            ]
-
-    def release(self) -> None:
-        """Release the memory."""
-        self._blocks = []
-        if not self._on_host and hasattr(torch.accelerator, "empty_host_cache"):
-            torch.accelerator.empty_host_cache()  # torch keeps pinned memory for later use
-
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy the tensors to the blocks, one after the other; return what they fill."""
-        filled: list[torch.Tensor] = []
-        blocks, room = iter(self._blocks), torch.empty(0, dtype=torch.uint8)
-        for tensor in tensors:
-            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            while len(source):
-                if not len(room):
-                    room = next(blocks)
-                    filled.append(room)
-                count = min(len(source), len(room))
-                room[:count].copy_(source.narrow(0, 0, count), non_blocking=not self._on_host)
-                source = source.narrow(0, count, len(source) - count)
-                room = room[count:]
-        if len(room):
-            filled[-1] = filled[-1][: len(filled[-1]) - len(room)]
-        return filled
-
-
-class AsyncSave:
-    """The state of a save, shared by the training thread and the writing thread."""
-
-    def __init__(
-        self,
-        store: Store,
-        world: World,
-        exchange: RankExchange,
-        facts: WriteFacts,
-        *,
-        keep: int,
-        rest: Any,
-        own: Any,
-        tensors: dict[str, torch.Tensor],
-        changing: Collection[str],
-        staging: Staging | None,
-        waited_s: float,
-    ) -> None:
-        """Copy what changes before the next update, if ``staging``; else nothing changes meanwhile.
-
-        Values may differ between ranks, as each rank's BatchNorm has seen different samples. Rank
-        0's values are saved, so only rank 0 writes these unsharded tensors.
-        """
-        self._store = store
-        self._world = world
-        self._exchange = exchange
-        self._keep = keep
-        self._rest = rest
-        self._own = own
-        self._tensors = tensors
-        self._only_first = {one for one in changing if not isinstance(tensors[one], DTensor)}
-        self._copies: dict[str, torch.Tensor] = {}
-        if staging is not None:
-            written = changing if world.is_first else set(changing) - self._only_first
-            self._copies = {one: tensors[one].clone() for one in written}
-        self._staging = staging
-        self.pace = Pace()
-        if staging is None or world.device.type != "cpu":
-            self.pace.hurry()  # training waits for it, or uses another device
-        self._begun = time.perf_counter()
-        self._ready = staging.ready() if staging is not None else None
-        self.facts = facts
-        self.staged = threading.Event()  # everything that an update changes is copied
-        self.done = threading.Event()
-        self.thread: threading.Thread | None = None
-        self.name = ""
-        self.problem = ""
-        self.size_bytes = 0
-        self.waited_s = waited_s
-        self.stall_s = 0.0
-        self.took_s = 0.0
-
-    def run(self) -> None:
-        """Split the state among the ranks, copy it, write it, commit. Never raises."""
-        try:
-            use_device(self._world.device)  # this may be a new thread
-            self._write()
-        except RankFailure as error:
-            self.problem = error_text(error)
-            if self.name:  # if that fails too, the next successful save does it
-                remove_unfinished(self._store, self.name, self._world)
-        except Exception as error:
-            # The others may have committed.
-            self.problem = error_text(error)
-        finally:
-            self._tensors, self._copies = {}, {}
-            self.took_s = time.perf_counter() - self._begun
-            self.staged.set()
-            self.done.set()
-
-    def _write(self) -> None:
-        self.name, tied, is_same = self._exchange.run(
-            lambda: layout_digest(self._tensors, self._only_first), self._begin
-        )
-        tensors = {**self._tensors, **self._copies}
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
-        # The copies on the device are released once they are staged, not when the files are written.
-        self._tensors, self._copies = tensors, {}
-        without_values = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in tensors.items()
-        }
-        only_first = self._only_first - tied.keys()
-        writers = None
-        if not is_same:
-            left_out = () if self._world.is_first else only_first
-            writers = self._exchange.run(lambda: holdings_of(tensors, left_out), assign_writers)
-        plan = SavePlan(mine=frozenset(), splits={})
-
-        def write() -> dict[str, Any]:
-            nonlocal plan
-            try:
-                plan = self._plan(tensors, only_first, writers)
-                return write_rank_files(
-                    self._store,
-                    self.name,
-                    tensors,
-                    plan,
-                    rank=self._world.global_rank,
-                    own=self._own,
-                    take=unstaged_bytes if self._staging is None else self._take,
-                    rest_after=self.pace.rest,
-                )
-            finally:
-                self.staged.set()  # after an error, training need not wait for the other ranks
-
-        def commit(written: list[dict[str, Any]]) -> int:
-            return commit_save(
-                self._store,
-                self.name,
-                self.facts,
-                written,
-                tensors=without_values,
-                plan=plan,
-                tied=tied,
-                rest=self._rest,
-            )
-
-        self.size_bytes = self._exchange.run(write, commit)
-        if self._world.is_first:
-            # Deletions that fail now are retried after the next save.
-            with contextlib.suppress(OSError, MusterError):
-                keep_newest(self._store, self._keep, just_committed=self.name)
-
-    def _begin(self, layouts: list[str]) -> list[Any]:
-        """Return the name of the checkpoint, tied tensors, and whether all ranks plan the same."""
-        return [
-            new_name(self.facts.step),
-            shared_tensors(self._tensors),
-            len(set(layouts)) == 1,
-        ]
-
-    def _plan(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        only_first: Collection[str],
-        writers: Mapping[str, Collection[int]] | None,
-    ) -> SavePlan:
-        rank = self._world.global_rank
-        if writers is None:
-            return plan_save(
-                tensors, only_first=only_first, rank=rank, world_size=self._world.world_size
-            )
-        mine = frozenset(name for name, ranks in writers.items() if rank in ranks)
-        return SavePlan(mine=mine, splits={})
-
-    def _take(self, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
-        assert self._staging is not None
-        content = self._staging.take(tensors, self._ready)
-        tensors.clear()
-        self._tensors.clear()
-        self.staged.set()
-        return content
-
-
-Mode = Literal["auto", "async", "sync"]
+# Planning takes one message per rank; from this number on, torch reuses the plan of the last save.
+CACHE_PLANS_FROM = 64
+# The dtypes that safetensors and torch share.
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32),
+    *(torch.int64, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16),
+    *(torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+}
+_planner_numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """The result of a save. ``problem`` is the same on all ranks; "" if committed."""
+    """The result of a save. ``problem`` is the same on all ranks; None if committed."""
 
     step: int
     name: str
@@ -322,7 +85,7 @@ class SaveReport:
     stall_s: float  # how long this rank's training waited for it
     waited_s: float  # the part of it spent on the previous save
     took_s: float
-    problem: str = ""
+    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,152 +95,131 @@ class Loaded:
     step: int
     state: dict[str, Any]
     own: dict[str, Any] | None
-    found: NewestCheckpoint
+    newest: NewestCheckpoint
 
 
 class Checkpointer:
-    """Saves to a store and loads from it. One save runs at a time."""
+    """Saves to a folder or URL and loads from it. One save runs at a time."""
 
     def __init__(
         self,
-        store: Store,
-        world: World,
+        location: Store | Path | str,
         *,
-        strategy: str,
+        strategy: str = "",
         keep: int = 3,
-        keep_best: bool = False,
-        mode: Mode = "auto",
         global_batch_size: int | None = None,
-        buffers: Collection[str] | None = None,
-        on_saved: Callable[[SaveReport], None] = lambda report: None,
+        on_saved: Callable[[SaveReport], None] | None = None,
     ) -> None:
         """Prepare to save; nothing is written yet.
 
-        ``buffers`` names the model's tensors that a forward changes; rank 0's values are saved.
-        Default: all tensors that the optimizer does not train, including frozen weights.
-
-        ``on_saved`` is called for every save, committed or failed, in the training thread, on the
-        next call of one of these methods; ranks call it at different steps, so it must not
-        communicate.
+        ``keep`` newest checkpoints and the best one are kept. ``on_saved`` is called for every save,
+        committed or failed, in the training thread, on the next call of one of these methods; ranks
+        call it at different steps, so it must not communicate.
         """
         if not dist.is_initialized():
             raise Impossible(
                 "a Checkpointer was created before the process group",
                 fix="create the group first: with join_world() as world: …",
             )
-        self.store = store
-        self.mode = _begin_with(mode)
-        self._asked = mode
-        self._world = world
+        if isinstance(location, str | Path):
+            location = open_store(location)
+        self.store: Store = location
         self._strategy = strategy
-        self._global_batch_size = global_batch_size
         self._keep = keep
-        self._keep_best = keep_best
-        self._buffers = buffers
+        self._global_batch_size = global_batch_size
         self._on_saved = on_saved
-        self._exchange = RankExchange.of_job(world)
-        self._staging = Staging(world.device)
-        self._save: AsyncSave | None = None
+        self._ranks = Ranks()
+        self._local = LocalCopy(location, self._ranks)
+        self._planner = _planner_class()
+        self._stager: DefaultStager | None = None
+        self._save: _Save | None = None
         self._last: SaveReport | None = None
 
     def check_room(self, state: dict[str, Any]) -> list[Finding]:
-        """Check free memory and disk space before the first step; decide how "auto" saves.
+        """Check before the first step that a checkpoint fits, and that all ranks see the same folder.
 
         Deletes the files of interrupted saves: only one training run saves to a location.
         """
         self.wait()
-        size_bytes = disk_check.checkpoint_bytes(flatten(state)[1].values())
-        memory = disk_check.fits_in_memory(size_bytes, self._world)
-        lack = self._exchange.run(
-            lambda: "" if memory.value else memory.reason, lambda of_ranks: max(of_ranks, key=bool)
-        )
-        findings = self._exchange.run(lambda: self._look_at_disk(size_bytes), first_of)
-        found = [finding_of_rank(one) for one in findings]
-        if not any(one.status is Status.FAILURE for one in found):
-            found += disk_check.storage_findings(self.store, self._world, self._exchange)
-        if self._asked == "auto":
-            self.mode = (
-                Decision(value="sync", reason=f"training waits for each save: {lack}")
-                if lack
-                else Decision(value="async", reason=f"saves run in the background: {memory.reason}")
-            )
-        elif lack and self._asked == "async":
-            found.append(disk_check.memory_finding(lack))
-        fits = not lack and not any(one.status is Status.FAILURE for one in found)
-        if self.mode.value == "async" and fits and self._world.device.type != "cpu":
-            with contextlib.suppress(RuntimeError):  # the first save tries again, and reports it
-                self._staging.reserve(size_bytes // self._world.world_size)
-        return found
+        size_bytes = sum(tensor.nbytes for tensor in flatten(state)[1].values())
+        findings: list[Finding] = []
+        with self._ranks.together():
+            if self._ranks.is_first:
+                sweep_unfinished(self.store)
+                findings = _room_findings(self.store, size_bytes, keep=self._keep)
+        findings = self._ranks.from_first(findings)
+        if not any(finding.status is Status.FAILURE for finding in findings):
+            findings += self._local.sharing_findings()
+        return findings
 
     def save(
         self,
         state: dict[str, Any],
-        *,
         step: int,
-        own: dict[str, Any],
+        *,
+        own: dict[str, Any] | None = None,
         best: Mapping[str, float] | None = None,
     ) -> None:
-        """Save a state; returns when everything that changes before the next update is copied.
+        """Save a state; returns when its tensors are copied to host memory.
 
-        Parameters and optimizer states are copied while the next forward and backward run, until
-        :meth:`before_update`. ``own`` is this rank's own state, as JSON types. ``best`` marks the best
-        checkpoint so far, with its metric: it is kept in addition to the newest ones.
+        The state is a tree of dictionaries, lists, tensors, numbers and strings. Sharded tensors stay
+        sharded; of the others that the optimizer does not train, such as the statistics of BatchNorm,
+        rank 0's are saved. ``own`` is this rank's own state, as JSON types. ``best`` marks the best
+        checkpoint so far, with its metric.
         """
-        begun = time.perf_counter()
+        began = time.perf_counter()
         self.wait()
-        waited_s = time.perf_counter() - begun
+        waited_s = time.perf_counter() - began
         rest, tensors = flatten(state)
-        refuse_unknown_dtype(tensors)
-        beside = self.mode.value == "async"
-        save = AsyncSave(
-            self.store,
-            self._world,
-            self._exchange,
-            WriteFacts(
-                step=step,
-                world_size=self._world.world_size,
-                strategy=self._strategy,
-                global_batch_size=self._global_batch_size,
-                best=best,
+        _refuse_unsupported(tensors)
+        tied = tied_tensors(tensors)
+        name = self._ranks.from_first(new_name(step))
+        if self._stager is None:
+            self._stager = _stager()
+        future = async_save(
+            self._tensors_to_write(state, tensors, tied),
+            storage_writer=HuggingFaceStorageWriter(
+                str(self._local.folder(name)), save_distributed=True
             ),
-            keep=self._keep,
-            rest=rest,
-            own=own,
-            tensors=tensors,
-            changing=_changing(state, tensors, self._buffers),
-            staging=self._staging if beside else None,
-            waited_s=waited_s,
+            planner=self._planner(
+                flatten_state_dict=False,
+                flatten_sharded_tensors=False,
+                enable_plan_caching=self._ranks.size >= CACHE_PLANS_FROM,
+            ),
+            async_stager=self._stager,
+            process_group=self._ranks.group,
         )
-        self._save = save
-        if beside:
-            # A daemon: a failed training exits at once, even if the store still waits.
-            thread = threading.Thread(target=save.run, name="muster-saving", daemon=True)
-            save.thread = thread
-            thread.start()
-            save.stall_s += time.perf_counter() - begun
-        else:
-            save.run()
-            save.stall_s += time.perf_counter() - begun
-            self._hear()
+        assert isinstance(future, Future), "the stager copies before it returns"
+        manifest = Manifest(
+            name=name,
+            step=step,
+            world_size=self._ranks.size,
+            strategy=self._strategy,
+            global_batch_size=self._global_batch_size,
+            made_unix_s=round(time.time(), 3),
+            files={},
+            best=best,
+            versions={"torch": str(torch.__version__), "python": platform.python_version()},
+            tied=tied,
+            state=rest,
+        )
+        self._save = _Save(self._commit, future, manifest, own, began=began, waited_s=waited_s)
 
-    def before_update(self) -> None:
-        """Wait until parameters and optimizer states, which an update changes, are copied."""
-        save = self._save
-        if save is None:
-            return
-        if not save.staged.is_set():
-            begun = time.perf_counter()
-            save.staged.wait()
-            save.stall_s += time.perf_counter() - begun
-        if save.done.is_set():
-            self._hear()
+    def poll(self) -> None:
+        """Report a save that has ended meanwhile; call it every step."""
+        if self._save is not None and not self._save.thread.is_alive():
+            self.wait()
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is committed or has failed; return its report."""
-        if self._save is not None:
-            self._save.pace.hurry()
-            self._save.done.wait()
-            self._hear()
+        save, self._save = self._save, None
+        if save is not None:
+            save.thread.join()
+            self._last = save.report()
+            if self._last.problem is not None:
+                self._planner = _planner_class()  # forget plans that were made but not used
+            if self._on_saved is not None:
+                self._on_saved(self._last)
         return self._last
 
     def load(self, state: dict[str, Any], *, optional: Collection[str] = ()) -> Loaded | None:
@@ -486,26 +228,44 @@ class Checkpointer:
         The tensors keep their device and sharding, regardless of the number of ranks that wrote
         them. The returned state has these tensors, and everything else as saved. ``optional`` names
         tensors (``model.layers.0.weight``) that a checkpoint may lack if it names the base model
-        that they come from; these are unchanged and not in the returned state.
+        that they come from; these are unchanged and not in the returned state. A checkpoint that
+        does not match is rejected before anything is changed.
         """
         self.wait()
-        found = newest_valid_checkpoint(self.store, self._world, self._exchange)
-        if found is None:
+        newest = self._newest_good()
+        if newest is None:
             return None
-        read = loading.load_into(
-            self.store, found, state, self._world, self._exchange, optional=optional
+        manifest, folder = newest.manifest, str(self._local.folder(newest.name))
+        with self._ranks.together():
+            stored = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+            tensors = tensors_to_load(manifest, stored, state, optional)
+        twice = manifest.tied.keys() | tied_tensors(tensors).keys()
+        with self._ranks.together():
+            load(
+                {name: tensor for name, tensor in tensors.items() if name not in twice},
+                storage_reader=HuggingFaceStorageReader(folder),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=self._ranks.group,
+            )
+        for name, first in manifest.tied.items():
+            if name in tensors and not _is_same_memory(tensors[name], tensors[first]):
+                tensors[name].copy_(tensors[first])
+        self._local.clear(newest.name)
+        own = manifest.own[self._ranks.rank] if len(manifest.own) == self._ranks.size else None
+        return Loaded(
+            step=manifest.step, state=unflatten(manifest.state, tensors), own=own, newest=newest
         )
-        return Loaded(step=found.manifest.step, state=read.state, own=read.own, found=found)
 
     def on_any_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank; all ranks call this."""
-        return bool(self._exchange.run(lambda: flag, any))
+        return any(self._ranks.from_all(flag))
 
     def close(self) -> None:
-        """Wait for the last save and release its resources."""
+        """Wait for the last save and release its memory."""
         self.wait()
-        self._staging.release()
-        self._exchange.close()
+        if self._stager is not None:
+            self._stager.close()
+        self._local.close()
 
     def __enter__(self) -> Self:
         return self
@@ -520,51 +280,249 @@ class Checkpointer:
         if error is None:
             self.close()
 
-    def _look_at_disk(self, size_bytes: int) -> list[dict[str, str]]:
-        if not self._world.is_first:
-            return []
-        sweep_unfinished(self.store)
-        return [
-            one.as_json()
-            for one in disk_check.disk_findings(
-                size_bytes, self.store, keep=self._keep + self._keep_best
-            )
-        ]
-
-    def _hear(self) -> None:
-        save, self._save = self._save, None
-        if save is None:
-            return
-        if save.thread is not None:
-            save.thread.join()
-        self._last = SaveReport(
-            step=save.facts.step,
-            name=save.name,
-            size_bytes=save.size_bytes,
-            stall_s=save.stall_s,
-            waited_s=save.waited_s,
-            took_s=save.took_s,
-            problem=save.problem,
-        )
-        self._on_saved(self._last)
-
-
-def _begin_with(mode: Mode) -> Decision[str]:
-    if mode == "auto":
-        return Decision(value="async", reason="saves run in the background")
-    return Decision(value=mode, reason=f"mode {mode}: requested")
-
-
-def _changing(
-    state: dict[str, Any], tensors: dict[str, torch.Tensor], buffers: Collection[str] | None
-) -> list[str]:
-    """Return the names of tensors that may change before the next update."""
-    if buffers is None:
+    def _tensors_to_write(
+        self, state: dict[str, Any], tensors: dict[str, torch.Tensor], tied: Mapping[str, str]
+    ) -> dict[str, torch.Tensor]:
+        """Return what this rank offers to DCP, which divides equal tensors among the ranks."""
         groups = state.get("optimizer", {}).get("param_groups", ())
         trained = {f"model.{name}" for group in groups for name in group["params"]}
-        tied = shared_tensors(tensors)
-        late = {name for name in tensors if tied.get(name, name) in trained}
-    else:
-        early = {f"model.{name}" for name in buffers}
-        late = {name for name in tensors if name.startswith("model.") and name not in early}
-    return [name for name in tensors if name not in late and not name.startswith("optimizer.")]
+        trained |= {tied[name] for name in trained & tied.keys()}
+        mine = {}
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            is_empty_shard = isinstance(tensor, DTensor) and not local.numel()
+            is_of_first = (
+                not isinstance(tensor, DTensor)
+                and name not in trained
+                and not name.startswith("optimizer.")
+            )
+            if name in tied or is_empty_shard or (is_of_first and not self._ranks.is_first):
+                continue
+            mine[name] = tensor if local.is_contiguous() else tensor.contiguous()
+        return mine
+
+    def _commit(
+        self, future: "Future[Any]", manifest: Manifest, own: Any
+    ) -> tuple[str | None, int]:
+        """Wait until all ranks have written, and write the manifest; return the problem and the size.
+
+        Runs in a thread of its own, on all ranks.
+        """
+        name, ranks = manifest.name, self._ranks
+        files, problem = {}, None
+        try:
+            future.result()
+            files = self._own_files(name)
+        except (Exception, CheckpointException) as error:
+            problem = cause_of(error, ranks.rank)
+        gathered = ranks.to_first((problem, files, own))
+        size_bytes = 0
+        if ranks.is_first:
+            problem = next((text for text, _, _ in gathered if text is not None), None)
+            if problem is None:
+                try:
+                    size_bytes = commit_checkpoint(
+                        self.store, _complete(manifest, gathered)
+                    ).size_bytes
+                except (OSError, MusterError, ValueError) as error:
+                    problem = cause_of(error, 0)
+            with contextlib.suppress(OSError, MusterError):  # the next save tries it again
+                if problem is None:
+                    keep_newest(self.store, self._keep)
+                else:
+                    self.store.delete(name)
+        self._local.clear(name)
+        result: tuple[str | None, int] = ranks.from_first((problem, size_bytes))
+        return result
+
+    def _own_files(self, name: str) -> dict[str, FileRecord]:
+        """Read back and hash what this rank has written, and upload it to object storage."""
+        folder = self._local.folder(name)
+        paths = sorted(folder.glob(f"shard-{self._ranks.rank + 1:05d}-*"))
+        records = {
+            path.name: FileRecord(
+                size_bytes=path.stat().st_size,
+                sha256=sha256_of(self._local.store, name, path.name),
+            )
+            for path in paths
+        }
+        if self.store.folder is None:
+            for path in paths:
+                self.store.upload(name, path)
+        return records
+
+    def _newest_good(self) -> NewestCheckpoint | None:
+        """Return the newest checkpoint whose files are all intact; None if there is no checkpoint.
+
+        Rank 0 lists them, as listings of shared disks may differ. If none of them is good, it raises
+        an error: starting from scratch would silently discard all of them.
+        """
+        names: list[str] = []
+        with self._ranks.together():
+            if self._ranks.is_first:
+                names = newest_first(self.store)
+        rejected: list[Finding] = []
+        for name in self._ranks.from_first(names):
+            manifest, findings = self._verified_by_all(name)
+            if manifest is not None and not findings:
+                return NewestCheckpoint(name=name, manifest=manifest, rejected=tuple(rejected))
+            rejected += findings
+            self._local.clear(name)
+        if any(finding.status is Status.FAILURE for finding in rejected):
+            raise MusterError(
+                f"all checkpoints in {self.store.where} are unusable",
+                why="\n".join(finding.what for finding in rejected),
+                fix="to see the errors: muster checkpoint verify; to start from scratch, move the "
+                "checkpoints away",
+            )
+        return None
+
+    def _verified_by_all(self, name: str) -> tuple[Manifest | None, list[Finding]]:
+        """Return rank 0's manifest, and the findings of all ranks, each of which reads a part of the files."""
+        first: tuple[Manifest | None, list[Finding]] = None, []
+        with self._ranks.together():
+            if self._ranks.is_first:
+                first = look_at_checkpoint(self.store, name)
+        manifest, findings = self._ranks.from_first(first)
+        if manifest is None or findings:
+            return None, findings
+        with self._ranks.together():
+            for file in self._local.share(sorted(manifest.files)):
+                self._local.download(name, file)
+                findings += verify_file(self._local.store, name, file, manifest.files[file])
+        by_text = {
+            finding.what: finding
+            for of_rank in self._ranks.from_all(findings)
+            for finding in of_rank
+        }
+        return manifest, list(by_text.values())
+
+
+class _Save:
+    """A save that is being written, and the thread that commits it."""
+
+    def __init__(
+        self,
+        commit: Callable[..., tuple[str | None, int]],
+        future: "Future[Any]",
+        manifest: Manifest,
+        own: Any,
+        *,
+        began: float,
+        waited_s: float,
+    ) -> None:
+        self._manifest = manifest
+        self._began = began
+        self._waited_s = waited_s
+        self._result: tuple[str | None, int] = ("the process is ending", 0)
+        self._took_s = 0.0
+        # A daemon: a failed training exits at once, even if the storage still waits.
+        self.thread = threading.Thread(
+            target=self._run, args=(commit, future, own), name="muster-saving", daemon=True
+        )
+        self.thread.start()
+        self._stall_s = time.perf_counter() - began
+
+    def _run(self, commit: Callable[..., tuple[str | None, int]], future: Any, own: Any) -> None:
+        try:
+            self._result = commit(future, self._manifest, own)
+        except Exception as error:  # another rank is gone
+            self._result = f"{type(error).__name__}: {error}", 0
+        self._took_s = time.perf_counter() - self._began - self._waited_s
+
+    def report(self) -> SaveReport:
+        """Return the result; call it after the thread has ended."""
+        problem, size_bytes = self._result
+        return SaveReport(
+            step=self._manifest.step,
+            name=self._manifest.name,
+            size_bytes=size_bytes,
+            stall_s=self._stall_s,
+            waited_s=self._waited_s,
+            took_s=self._took_s,
+            problem=problem,
+        )
+
+
+def _planner_class() -> type[DefaultSavePlanner]:
+    """Return a subclass of its own: torch caches plans per class name, for all of a process's saves.
+
+    Two checkpointers of one class would get each other's plans (NVIDIA-NeMo/Automodel#3369).
+    """
+    return type(f"SavePlanner{next(_planner_numbers)}", (DefaultSavePlanner,), {})
+
+
+def _stager() -> DefaultStager:
+    """Return a stager that copies to host memory, reused by all saves, before it returns."""
+    is_on_device = torch.accelerator.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=is_on_device,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=is_on_device,
+        )
+    )
+
+
+def _complete(
+    manifest: Manifest, gathered: list[tuple[Any, dict[str, FileRecord], Any]]
+) -> Manifest:
+    """Return the manifest with the files and the own states of all ranks."""
+    files = {file: record for _, records, _ in gathered for file, record in records.items()}
+    own = tuple(theirs for _, _, theirs in gathered)
+    return msgspec.structs.replace(manifest, files=files, own=own)
+
+
+def _refuse_unsupported(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise for a tensor that safetensors cannot hold; torch would write a file that nobody can read."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+            raise Impossible(
+                f"{name} cannot be saved in a checkpoint: it is {tensor.dtype}, {tensor.layout}",
+                why="safetensors does not support this dtype or layout",
+                fix=f"convert it to {', '.join(sorted(map(str, _DTYPES)))}",
+            )
+
+
+def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    local, first = (
+        each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other)
+    )
+    return local.data_ptr() == first.data_ptr()
+
+
+def _room_findings(store: Store, size_bytes: int, *, keep: int) -> list[Finding]:
+    """Return a finding if ``keep`` checkpoints, plus the one being written, do not fit in the store."""
+    free = store.free_bytes()
+    if free is None:
+        return []
+    held = sum(size or 0 for name in store.names() for size in store.sizes(name).values())
+    needed = (keep + 1) * size_bytes
+    figures = (
+        f"a checkpoint takes {format_bytes(size_bytes)}, and {keep + 1} exist during a save: "
+        f"{format_bytes(needed)} in total; free: {format_bytes(free)}, existing checkpoints: "
+        f"{format_bytes(held)}"
+    )
+    if free < size_bytes:
+        return [
+            Finding(
+                name="checkpoint-no-room",
+                status=Status.FAILURE,
+                what=f"no space for a checkpoint in {store.where}",
+                why=figures,
+                fix="free disk space there, or save to another location (checkpoint.folder)",
+            )
+        ]
+    if free + held < needed:
+        return [
+            Finding(
+                name="checkpoint-little-room",
+                status=Status.WARNING,
+                what=f"not enough space for {keep} checkpoints in {store.where}",
+                why=figures,
+                fix="free disk space there, keep fewer (checkpoint.keep), or save to another "
+                "location (checkpoint.folder)",
+            )
+        ]
+    return []

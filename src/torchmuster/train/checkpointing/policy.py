@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchmuster.checkpoints.base_model import BaseModel
-from torchmuster.checkpoints.places import open_store
-from torchmuster.checkpoints.store import Store
+from torchmuster.checkpoints.store import Store, open_store
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status, render
 from torchmuster.runfolder import is_no_room
@@ -41,7 +40,6 @@ class CheckpointSettings:
     every_s: float | None = None
     keep: int = 3
     keep_best: bool = False
-    mode: Literal["auto", "async", "sync"] = "auto"
     stop: StopRequest | None = None
     retry_final: bool = False
     base: BaseModel | None = None
@@ -86,26 +84,21 @@ class CheckpointPolicy:
                 raise Impossible(found.what, why=found.why, fix=found.fix)
         return render(findings)
 
-    def before_update(self) -> float:
-        """Wait until the weights may change; return how long it took."""
-        begun = time.perf_counter()
-        self._checkpointer.before_update()
-        return time.perf_counter() - begun
-
     def is_due(self, step: int, elapsed_s: float) -> bool:
         """Return whether to save after a step; ``elapsed_s`` is the same on all ranks."""
+        self._checkpointer.poll()
         every, every_s = self._saving.every, self._saving.every_s
         if every is not None and step % every == 0:
             return True
         return every_s is not None and elapsed_s - self._saved_at_s >= every_s
 
     def save(self, step: int, elapsed_s: float, *, best: Mapping[str, float] | None = None) -> None:
-        """Copy the state; it is written now or in the background.
+        """Copy the state; it is written in the background.
 
         ``best`` is the metric and its value if this checkpoint is the best one so far.
         """
         state, own = self._take()
-        self._checkpointer.save(state, step=step, own=own, best=best)
+        self._checkpointer.save(state, step, own=own, best=best)
         self._saved_step = step
         self._saved_at_s = elapsed_s
 
@@ -115,7 +108,7 @@ class CheckpointPolicy:
         if stop is None or not stop.due(step):
             return
         report = self._save_and_wait(step, elapsed_s)
-        if report is not None and report.problem:
+        if report is not None and report.problem is not None:
             raise MusterError(
                 f"stop requested ({stop.words}), but step {step} could not be saved",
                 why=report.problem,
@@ -126,11 +119,11 @@ class CheckpointPolicy:
     def end(self, step: int) -> None:
         """Save the final state, and wait until everything is written."""
         report = self._save_and_wait(step, 0.0)
-        while self._saving.retry_final and report is not None and is_no_room(report.problem):
+        while self._saving.retry_final and _has_no_room(report):
             if self._is_stopped_within(RETRY_EVERY_S):
                 raise MusterError(
                     f"stopped before the final state, step {step}, could be saved",
-                    why=report.problem,
+                    why="there is still no space for it",
                     fix="free disk space there, and rerun: it resumes from the newest checkpoint",
                 )
             report = self._save_and_wait(step, 0.0)
@@ -149,16 +142,20 @@ class CheckpointPolicy:
 
     def _save_and_wait(self, step: int, elapsed_s: float) -> SaveReport | None:
         report = self._checkpointer.wait()
-        if self._saved_step != step or (report is not None and report.problem):
+        if self._saved_step != step or (report is not None and report.problem is not None):
             self.is_last = True
             self.save(step, elapsed_s)
             report = self._checkpointer.wait()
         return report
 
 
+def _has_no_room(report: SaveReport | None) -> bool:
+    return report is not None and report.problem is not None and is_no_room(report.problem)
+
+
 def save_message(report: SaveReport, *, is_last: bool = False, retries: bool = False) -> str:
     """Describe the result of a save in one line; a failure with its fix."""
-    if not report.problem:
+    if report.problem is None:
         return (
             f"saved step {report.step}: {format_bytes(report.size_bytes)} in {report.took_s:.1f} s, "
             f"stalled {report.stall_s:.2f} s"
@@ -171,7 +168,7 @@ def save_message(report: SaveReport, *, is_last: bool = False, retries: bool = F
     if is_last:
         what = f"the final state, step {report.step}, could not be saved"
         fix = "fix the cause and rerun: it resumes from the newest checkpoint"
-        if retries and is_no_room(report.problem):
+        if retries and _has_no_room(report):
             fix = (
                 f"free disk space there: the ranks keep the state in memory and try again every "
                 f"{RETRY_EVERY_S:.0f} s"

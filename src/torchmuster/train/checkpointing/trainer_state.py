@@ -21,10 +21,9 @@ from torchmuster.train.checkpointing.policy import (
 )
 from torchmuster.train.data.step import Loader
 from torchmuster.train.metrics.reports import Reports
-from torchmuster.train.models.lora import peft_config
 from torchmuster.train.seeds import derive_seed, seed_process
 from torchmuster.train.strategies.strategy import Strategy
-from torchmuster.train.weights import frozen_names, is_below, own_name
+from torchmuster.train.weights import frozen_names, is_below
 from torchmuster.train.world import World
 from torchmuster.units import plural
 
@@ -61,7 +60,10 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
     """Enable saves during training, and save the final state."""
 
     def say(report: SaveReport) -> None:
-        (saves.missing.add if report.problem else saves.missing.discard)(report.step)
+        if report.problem is None:
+            saves.missing.discard(report.step)
+        else:
+            saves.missing.add(report.step)
         message = save_message(report, is_last=saves.is_last, retries=saving.retry_final)
         trainer.reports.saved(message, asdict(report))
 
@@ -72,8 +74,6 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
         with _complete_state(trainer) as state:
             said = saves.check_room(_state_to_save(state, trainer, saving))
         trainer.reports.say(said)
-        if saving.mode == "auto" and checkpointer.mode.value == "sync":
-            trainer.reports.say(f"checkpoints: {checkpointer.mode.reason}")
         trainer.reports.begin_saves()
         yield saves
         saves.end(trainer.step)
@@ -116,21 +116,14 @@ def _weight_decay(trainer: SavedTrainer) -> str:
 def _checkpointer(
     trainer: SavedTrainer,
     saving: CheckpointSettings,
-    on_saved: Callable[[SaveReport], None] = lambda report: None,
+    on_saved: Callable[[SaveReport], None] | None = None,
 ) -> Checkpointer:
-    model = trainer.model
-    # Most of it is frozen, and never changes.
-    adapted = saving.base is not None or peft_config(model) is not None
     portions = portions_of(trainer.loader)
     return Checkpointer(
         saving.store(),
-        trainer.world,
         keep=saving.keep,
-        keep_best=saving.keep_best,
-        mode=saving.mode,
         strategy=trainer.strategy.value.name,
         global_batch_size=None if portions is None else portions.global_batch_size,
-        buffers=[own_name(name) for name, _ in model.named_buffers()] if adapted else None,
         on_saved=on_saved,
     )
 
@@ -142,7 +135,7 @@ def _state_to_save(
     if saving.base is None:
         return state
     frozen = frozen_names(trainer.model)
-    model = {name: one for name, one in state["model"].items() if not is_below(name, frozen)}
+    model = {name: tensor for name, tensor in state["model"].items() if not is_below(name, frozen)}
     return {**state, "model": model, "base": saving.base.as_json()}
 
 
@@ -175,8 +168,8 @@ def _complete_state(trainer: SavedTrainer) -> Iterator[dict[str, Any]]:
 
 def _trainer_state_text(loaded: Loaded, trainer: SavedTrainer) -> str:
     """Report what was loaded, and why newer checkpoints were skipped."""
-    found, ranks = loaded.found, trainer.world.world_size
-    saved_by = found.manifest.world_size
+    newest, ranks = loaded.newest, trainer.world.world_size
+    saved_by = newest.manifest.world_size
     now = "" if saved_by == ranks else f", now {ranks}"
     text = f"resuming from step {loaded.step} (saved by {plural(saved_by, 'rank')}{now})"
-    return "\n".join(filter(None, [render(found.rejected), text]))
+    return "\n".join(filter(None, [render(newest.rejected), text]))
