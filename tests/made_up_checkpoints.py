@@ -1,23 +1,18 @@
 """Checkpoints without a training: written as a training writes them, from bytes that a test gives."""
 
+import hashlib
 import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
-from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
+from torchmuster.checkpoints.manifest import FileRecord, Manifest, commit_checkpoint, new_name
 from torchmuster.checkpoints.store import Store
-from torchmuster.checkpoints.tensor_file import (
-    ELEMENT_BYTES,
-    INDEX,
-    Chunk,
-    Index,
-    StoredTensor,
-    file_head,
-)
+from torchmuster.checkpoints.tensor_files import ELEMENT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +25,17 @@ class Whole:
     cuts: tuple[tuple[int, ...], ...] = ()
 
 
+class Part(NamedTuple):
+    """A part of a tensor in a rank's file."""
+
+    key: str
+    dtype: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    content: bytes
+
+
+SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
 A_WEIGHT = Whole(dtype="F32", shape=(4, 2), content=bytes(range(32)), cuts=((2,), ()))
 
 
@@ -57,40 +63,65 @@ def write(
 ) -> Manifest:
     """Write all files of a checkpoint but its marker."""
     tensors = tensors or {"model.weight": A_WEIGHT}
-    name = new_name(step)
-    of_rank: list[list[tuple[Chunk, str, bytes]]] = [[] for _ in range(ranks)]
-    stored = {}
+    parts: list[list[Part]] = [[] for _ in range(ranks)]
     deal = itertools.cycle(range(ranks))
     for key, whole in tensors.items():
-        chunks = []
-        for number, (offset, shape) in enumerate(boxes(whole)):
-            rank = next(deal)
-            file = f"rank-{rank:05d}.safetensors"
-            chunk = Chunk(offset=offset, shape=shape, file=file, key=f"{key}@{number}")
-            chunks.append(chunk)
-            of_rank[rank].append((chunk, whole.dtype, cut_out(whole, offset, shape)))
-        stored[key] = StoredTensor(dtype=whole.dtype, shape=whole.shape, chunks=tuple(chunks))
-    contents: dict[str, Iterable[bytes]] = {
-        INDEX: [Index(tensors=stored, tied=tied or {}).to_json()],
-        "state.json": [json.dumps({"progress": {"step": step}}).encode()],
-    }
-    for rank, pieces in enumerate(of_rank):
-        described = [(chunk.key, dtype, chunk.shape) for chunk, dtype, _ in pieces]
-        contents[f"rank-{rank:05d}.safetensors"] = [
-            file_head(described),
-            *(one[2] for one in pieces),
-        ]
-        contents[f"rank-{rank:05d}.json"] = [json.dumps({"python": [rank]}).encode()]
-    files = {file: write_file(store, name, file, pieces) for file, pieces in contents.items()}
+        for offset, shape in boxes(whole):
+            part = Part(key, whole.dtype, offset, shape, cut_out(whole, offset, shape))
+            parts[next(deal)].append(part)
+    state: dict[str, dict[str, object]] = {"progress": {"step": step}}
+    for key in [*tensors, *(tied or {})]:
+        part_of_state, _, own_name = key.partition(".")
+        state.setdefault(part_of_state, {})[own_name] = {"__tensor__": key}
+    return write_parts(store, step, parts, state=state, tied=tied)
+
+
+def write_parts(
+    store: Store,
+    step: int,
+    parts: Sequence[Sequence[Part]],
+    *,
+    state: object = None,
+    tied: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Write the parts of tensors that each rank has; return the manifest, which is not written."""
+    name = new_name(step)
+    files = {}
+    for rank, of_rank in enumerate(parts, start=1):
+        content = shard(of_rank)
+        store.write(name, SHARD.format(rank), content)
+        digest = hashlib.sha256(content).hexdigest()
+        files[SHARD.format(rank)] = FileRecord(size_bytes=len(content), sha256=digest)
     return Manifest(
         name=name,
         step=step,
-        world_size=ranks,
+        world_size=len(parts),
         strategy="fsdp",
         global_batch_size=32,
         made_unix_s=1_769_860_800.0 + step,
         files=files,
+        tied=tied or {},
+        state=state,
+        own=tuple({"python": [rank]} for rank in range(len(parts))),
     )
+
+
+def shard(parts: Iterable[Part]) -> bytes:
+    """Return a file as torch's HuggingFaceStorageWriter writes it; as it, sorted by element size."""
+    in_order = sorted(parts, key=lambda part: -ELEMENT_BYTES[part.dtype])
+    offsets = {part.key: {"saved_offsets": part.offset} for part in in_order}
+    header: dict[str, object] = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets)}}
+    end = 0
+    for part in in_order:
+        begin, end = end, end + len(part.content)
+        header[part.key] = {
+            "dtype": part.dtype,
+            "shape": part.shape,
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(part.content for part in in_order)
 
 
 def boxes(whole: Whole) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -10,15 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fake_accelerator import Call, FakeAccelerator
+from fake_accelerator import FakeAccelerator
 from made_up_worlds import made_up_world
 from patience import GIVE_UP_S
 from torchmuster.diagnose.probes.in_time import in_time
 from torchmuster.launch.probes import process_group
 from torchmuster.launch.rank import collectives, heartbeat
 from torchmuster.launch.rank.heartbeat import HeartbeatWriter
-from torchmuster.train.checkpointing.checkpointer import AsyncSave, Staging
-from torchmuster.train.checkpointing.storage import WriteFacts
 from torchmuster.train.world import World
 
 pytestmark = pytest.mark.engine
@@ -49,35 +47,6 @@ def run_in_thread(work: Any, name: str) -> None:
     thread = threading.Thread(target=work, name=name)
     thread.start()
     thread.join(GIVE_UP_S)
-
-
-def test_the_thread_that_saves_uses_the_gpu_of_its_rank(gpus: FakeAccelerator) -> None:
-    class Exchange:
-        def run(self, work: Any, answer: Any) -> Any:
-            return answer([work()])
-
-    class Store:
-        def write(self, *words: Any) -> None:
-            raise OSError("no disk")
-
-    facts = WriteFacts(step=1, world_size=1, strategy="single", global_batch_size=None, best=None)
-    save = AsyncSave(
-        Store(),  # type: ignore[arg-type]
-        gpu_world(),
-        Exchange(),  # type: ignore[arg-type]
-        facts,
-        keep=1,
-        rest={},
-        own={},
-        tensors={"model.weight": torch.ones(4)},
-        changing=(),
-        staging=Staging(GPU),
-        waited_s=0.0,
-    )
-    run_in_thread(save.run, "saving")
-    made = gpus.calls_of("saving")
-    assert made[0] == Call("saving", "set_device_index", 3)
-    assert "Stream.synchronize" in [call.name for call in made]
 
 
 def test_work_with_a_time_limit_uses_the_gpu_of_its_rank(

@@ -143,16 +143,10 @@ def manifest(data: bytes) -> None:
         Manifest.from_json(data).to_json()
 
 
-def index(data: bytes) -> None:
-    from torchmuster.checkpoints.tensor_file import Index
-
-    Index.from_json(data)
-
-
 def tensor_head(data: bytes) -> None:
-    from torchmuster.checkpoints.tensor_file import read_file_head
+    from torchmuster.checkpoints.tensor_files import read_head
 
-    read_file_head(io.BytesIO(data), len(data))
+    read_head(io.BytesIO(data), len(data))
 
 
 @contextlib.contextmanager
@@ -302,9 +296,6 @@ TARGETS: dict[str, Target] = {
             b'{"format":99}',
             b'{"format":2,"step":-1,"files":{"../x":{}}}',
         ),
-    ),
-    "checkpoint-index": Target(
-        plain(index), (b'{"tensors":{}}', b'{"tensors":{"a":{"dtype":"F32"}}}'), (ValueError,)
     ),
     "safetensors-head": Target(
         plain(tensor_head),

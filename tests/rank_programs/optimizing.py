@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from rank_programs.resuming import StopAt
-from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import best_manifest, committed_manifests
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.errors import Impossible
 from torchmuster.train import optimizers
 from torchmuster.train.checkpointing.policy import CheckpointSettings
@@ -98,7 +98,7 @@ def make(
         clip_norm=1.0,
         schedule=lambda optimizer: schedule(optimizer, "cosine", warmup_steps=2, total_steps=STEPS),
         evaluation=evaluation,
-        checkpoints=CheckpointSettings(to=folder, mode="sync", **saving),
+        checkpoints=CheckpointSettings(to=folder, **saving),
         reports=Reports(world, quiet=True),
         seed=1,
     )

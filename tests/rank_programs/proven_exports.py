@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 from torchmuster.checkpoints.export import export_weights
 from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_check
+from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
@@ -94,25 +95,17 @@ def _export(
     **how: Any,
 ) -> Any:
     store = FolderStore(run.checkpoints)
-    name = store.names()[-1]
+    manifest = committed_manifests(store)[0]
     results = []
 
     def finish(unfinished: Path) -> None:
         _damage(unfinished, damage)
-        request = ExportCheck(
-            folder=str(unfinished),
-            checkpoint=str(run.checkpoints),
-            name=name,
-            config=str(run.config),
-            model=str(run.model),
-            **how,
-        )
-        results.append(exported.check_export(request))
+        results.append(exported.check_export(ExportCheck(folder=str(unfinished), **how)))
 
     try:
         export_weights(
             store,
-            name,
+            manifest,
             folder,
             beside=run.model,
             finish=finish,

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,7 +121,6 @@ def make(
     folder: Path,
     *,
     every: int | None = 3,
-    mode: Literal["async", "sync"] = "sync",
     stop_at: int | None = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] = entropy,
     log_every: int = 1,
@@ -151,7 +150,6 @@ def make(
         checkpoints=CheckpointSettings(
             to=folder / "checkpoints",
             every=every,
-            mode=mode,
             stop=StopAt(stop_at),  # type: ignore[arg-type]
         ),
         reports=Reports(world, folder=folder, quiet=True, log_every=log_every),
@@ -224,11 +222,11 @@ def _digest(trainer: Trainer) -> str:
 
 def exactly(world: World, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Train in several ways, straight on and interrupted."""
-    few_lines: dict[str, Any] = {"log_every": 4, "every": None, "mode": "async"}
+    few_lines: dict[str, Any] = {"log_every": 4, "every": None}
     ways: dict[str, tuple[Name, dict[str, Any], dict[str, Any]]] = {
         # Saved after steps 3, 6 and 9: at the edge of each epoch.
         "ddp": ("ddp", {}, {"kills": (1, 5), "stops": (10,)}),
-        "fsdp": ("fsdp", {"mode": "async"}, {"kills": (5,), "stops": (7,)}),
+        "fsdp": ("fsdp", {}, {"kills": (5,), "stops": (7,)}),
         "fp16": ("ddp", {"fp16": True}, {"stops": (5,)}),
         "few lines": ("fsdp", few_lines, {"stops": (5, 6)}),
     }
@@ -348,9 +346,7 @@ def _odd(
         optimizer=adamw,
         data=loader,
         strategy=Ddp(world, **find) if name == "ddp" else build_strategy(name, world),
-        checkpoints=CheckpointSettings(
-            to=folder / "checkpoints", every=every, mode="async", keep=20
-        ),
+        checkpoints=CheckpointSettings(to=folder / "checkpoints", every=every, keep=20),
         reports=Reports(world, folder=folder, quiet=True, log_every=50),
     )
 

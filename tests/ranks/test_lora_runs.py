@@ -1,6 +1,5 @@
 """LoRA and QLoRA on real ranks: exact steps, small checkpoints, adapters that peft loads."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ from syrupy.assertion import SnapshotAssertion
 from rank_group import RunRanks
 from rank_programs import lora_runs
 from rank_programs.lora_runs import FORMER, Part
+from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import FolderStore
-from torchmuster.checkpoints.tensor_file import INDEX, Index
+from torchmuster.checkpoints.tensor_files import read_tensors
 
 pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
@@ -86,10 +86,9 @@ class Trained:
     def newest(self, name: str) -> tuple[set[str], dict[str, Any]]:
         """Return the names of the model's tensors in the newest checkpoint, and its state."""
         store = FolderStore(self.folder / name / "checkpoints")
-        checkpoint = self.folder / name / "checkpoints" / store.names()[-1]
-        names = Index.from_json((checkpoint / INDEX).read_bytes()).tensors
-        state = json.loads((checkpoint / "state.json").read_text())
-        return {one for one in names if one.startswith("model.")}, state
+        manifest = committed_manifests(store)[0]
+        names = read_tensors(store, manifest.name, manifest.files)
+        return {one for one in names if one.startswith("model.")}, manifest.state
 
 
 @pytest.fixture(scope="module")

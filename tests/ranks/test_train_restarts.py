@@ -15,8 +15,8 @@ from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.held_model import held_model
 from ranks.launched import Launched, launched
+from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import open_store
-from torchmuster.checkpoints.verify import committed_steps
 from torchmuster.launch.history import run_state
 
 pytestmark = pytest.mark.ranks
@@ -56,10 +56,14 @@ def folder(own_machine: Path) -> Path:
     return own_machine
 
 
+def committed_steps(run: Launched) -> list[int]:
+    return [manifest.step for manifest in committed_manifests(open_store(run.run.checkpoints))]
+
+
 def wait_for_save(run: Launched, at_least: int) -> None:
     """Wait until a checkpoint of at least this step is there."""
     until = time.monotonic() + GIVE_UP_S
-    while max(committed_steps(open_store(run.run.checkpoints)), default=0) < at_least:
+    while max(committed_steps(run), default=0) < at_least:
         assert time.monotonic() < until, f"step {at_least} was not saved\n{run}"
         time.sleep(0.05)
 
@@ -88,7 +92,7 @@ def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
         ranks_of(run)[1].kill()
         (folder / "onward").touch()
         wait_for_save(run, 16)
-        saved = max(committed_steps(open_store(run.run.checkpoints)))
+        saved = max(committed_steps(run))
         run.process.kill()
         (folder / "finish").touch()  # a rank that waits in its model cannot save
         result = run.end()
@@ -119,7 +123,7 @@ def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
     assert result.code == 1, run
     # An attempt that saved a later step than the one before has got on, and does not count.
     assert 2 <= result.err.count("; restarting") < 10
-    saved = max(committed_steps(open_store(run.run.checkpoints)))
+    saved = max(committed_steps(run))
     (reason,) = re.findall(r"why (crash loop: .*)", " ".join(result.err.split()))
     assert reason.startswith("crash loop: failed 3 times after step "), reason
     assert f"with the same error; the last good checkpoint is step {saved}" in reason

@@ -14,6 +14,7 @@ from nightly import nightly_except
 from rank_group import RunRanks
 from rank_programs import trained_models
 from torchmuster.checkpoints.export import export_weights
+from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
@@ -92,7 +93,7 @@ def exported(trained: Trained) -> Mapping[str, Path]:
     for name, run in trained.runs.items():
         store = FolderStore(run.checkpoints)
         folders[name] = trained.folder / "exported" / name
-        export_weights(store, store.names()[-1], folders[name], beside=run.model)
+        export_weights(store, committed_manifests(store)[0], folders[name], beside=run.model)
     return folders
 
 

@@ -23,6 +23,7 @@ from torchmuster.checkpoints.tensor_files import (
     Chunk,
     StoredTensor,
     file_head,
+    read_head,
     read_tensors,
 )
 from torchmuster.errors import Impossible, MusterError
@@ -44,7 +45,8 @@ class Exported:
     """What was written."""
 
     files: tuple[str, ...]
-    tensors: int
+    compared: int  # tensors that are equal to the checkpoint's, bit by bit
+    tensors: int  # in the files; a merged adapter becomes the whole model
     size_bytes: int
     beside: tuple[str, ...]
 
@@ -103,8 +105,7 @@ def export_weights(
             set_dtype(unfinished, _dtype_of(tensors.values()))
         finish(unfinished)
         _make_durable(unfinished)
-        weights = sorted(unfinished.glob("*.safetensors"))
-        size_bytes = sum(path.stat().st_size for path in weights)
+        exported = _exported(unfinished, compared=len(tensors))
         unfinished.rename(folder)
     except OSError as error:
         raise MusterError(
@@ -114,14 +115,7 @@ def export_weights(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Exported(
-        files=tuple(path.name for path in weights),
-        tensors=len(tensors),
-        size_bytes=size_bytes,
-        beside=tuple(
-            sorted(path.name for path in folder.iterdir() if ".safetensors" not in path.name)
-        ),
-    )
+    return exported
 
 
 def files_of_weights(sizes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:
@@ -316,6 +310,26 @@ def _compare(target: BinaryIO, piece: bytes) -> None:
             why=f"{Path(target.name).name} differs from the checkpoint",
             fix="write them again; if this happens again, check the disk and the memory of this host",
         )
+
+
+def _exported(folder: Path, *, compared: int) -> Exported:
+    """Read the headers of the written files."""
+    files = sorted(folder.glob("*.safetensors"))
+    count, size_bytes = 0, 0
+    for file in files:
+        with file.open("rb") as stream:
+            entries = read_head(stream, file.stat().st_size)
+        count += len(entries)
+        for dtype, chunk in entries.values():
+            size_bytes += math.prod(chunk.shape) * ELEMENT_BYTES[dtype]
+    names = (path.name for path in folder.iterdir())
+    return Exported(
+        files=tuple(path.name for path in files),
+        compared=compared,
+        tensors=count,
+        size_bytes=size_bytes,
+        beside=tuple(sorted(name for name in names if ".safetensors" not in name)),
+    )
 
 
 def _make_durable(folder: Path) -> None:

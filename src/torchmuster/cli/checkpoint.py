@@ -361,8 +361,8 @@ def _export(options: argparse.Namespace) -> int:
     output.print_text(f"{options.to}: {files}, {tensors}, {size}, from {manifest.name}")
     if done.beside:
         output.print_text(f"also written: {', '.join(done.beside)}")
-    made = [f"{tensors} equal to those of checkpoint {manifest.name}", *checked.sentences()]
-    output.print_text(f"checked: {'; '.join(made)}")
+    equal = f"{plural(done.compared, 'tensor')} equal to those of checkpoint {manifest.name}"
+    output.print_text(f"checked: {'; '.join([equal, *checked.sentences()])}")
     if checked.unchecked and {"config.json", ADAPTER_CONFIG} & set(done.beside):
         output.say(f"warning: {checked.unchecked}")
     output.print_text(_how_to_load(options.to, done.beside))

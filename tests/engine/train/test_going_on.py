@@ -34,7 +34,7 @@ pytestmark = pytest.mark.engine
 WORLD = made_up_world()
 
 
-def report(step: int, problem: str = "") -> SaveReport:
+def report(step: int, problem: str | None = None) -> SaveReport:
     size = 0 if problem else 3 * 2**30 // 2
     return SaveReport(
         step=step, name="", size_bytes=size, stall_s=0.021, waited_s=0.0, took_s=3.14,
@@ -53,7 +53,10 @@ class Noting:
     def check_room(self, state: Any) -> list[Finding]:
         return self._found
 
-    def save(self, state: Any, *, step: int, own: Any, best: Any) -> None:
+    def poll(self) -> None:
+        """Say nothing of saves that have ended."""
+
+    def save(self, state: Any, step: int, *, own: Any, best: Any) -> None:
         assert (state, own, best) == ({"a": 1}, {"b": 2}, None)
         self.saved.append(step)
 

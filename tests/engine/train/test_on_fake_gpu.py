@@ -12,7 +12,6 @@ from torch import nn
 from fake_accelerator import FakeAccelerator
 from fake_gpu_tensors import FakeGpu
 from made_up_worlds import made_up_world
-from torchmuster.train.checkpointing.checkpointer import Staging
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.legacy.data import _own_device
@@ -55,26 +54,6 @@ def test_numbers_are_copied_to_pinned_memory_and_read_after_their_event(
     assert "Event.synchronize" not in before
     assert names(accelerator)[-1] == "Event.synchronize"
     assert [call.argument for call in accelerator.calls if call.name == "Event"] == [GPU]
-
-
-def test_a_save_copies_on_its_own_stream_after_the_step_and_before_it_is_written(
-    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FakeGpu(accelerator, monkeypatch):
-        tensors = [torch.arange(6.0, device=GPU), torch.ones(3, dtype=torch.int16, device=GPU)]
-        staging = Staging(GPU)
-        after = staging.ready()
-        accelerator.calls.clear()
-        taken = b"".join(staging.take(tensors, after))
-    assert taken == torch.arange(6.0).numpy().tobytes() + b"\x01\x00" * 3
-    assert sum(accelerator.pinned) >= 30
-    order = [name for name in names(accelerator) if name not in ("pin_memory", "set_device_index")]
-    assert order[-6:] == [
-        *("Stream.__enter__", "Stream.wait_event", "copy_", "copy_"),
-        *("Stream.__exit__", "Stream.synchronize"),
-    ]
-    waited = next(call for call in accelerator.calls if call.name == "Stream.wait_event")
-    assert waited.argument is after
 
 
 def test_the_random_state_is_that_of_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

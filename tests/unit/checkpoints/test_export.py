@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from made_up_checkpoints import A_WEIGHT, Whole, boxes, cut_out, save
+from made_up_checkpoints import A_WEIGHT, Part, Whole, boxes, cut_out, save, write_parts
 from torchmuster.checkpoints.export import Exported, contiguous_runs, export_weights
+from torchmuster.checkpoints.manifest import commit_checkpoint
 from torchmuster.checkpoints.store import FolderStore
-from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
-from torchmuster.checkpoints.tensor_file import (
-    ELEMENT_BYTES,
-    INDEX,
-    Chunk,
-    Index,
-    StoredTensor,
-    file_head,
-    read_file_head,
-)
+from torchmuster.checkpoints.tensor_files import ELEMENT_BYTES, read_head
 from torchmuster.errors import Impossible, MusterError
 
 MiB = 2**20
@@ -88,12 +79,12 @@ TENSORS = {
 
 def _read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     content = path.read_bytes()
-    entries = read_file_head(io.BytesIO(content), len(content))
-    for one in entries.values():
-        assert one.begin % ELEMENT_BYTES[one.dtype] == 0  # torch does not read it elsewhere
-    return {
-        name: (one.dtype, one.shape, content[one.begin : one.end]) for name, one in entries.items()
-    }
+    tensors = {}
+    for name, (dtype, chunk) in read_head(io.BytesIO(content), len(content)).items():
+        assert chunk.begin % ELEMENT_BYTES[dtype] == 0  # torch does not read it elsewhere
+        end = chunk.begin + math.prod(chunk.shape) * ELEMENT_BYTES[dtype]
+        tensors[name] = dtype, chunk.shape, content[chunk.begin : end]
+    return tensors
 
 
 def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
@@ -103,10 +94,11 @@ def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "additional_chat_templates/tool.jinja"):
         (beside / name).parent.mkdir(exist_ok=True)
         (beside / name).write_text(name)
-    name = save(store, 5, TENSORS, ranks=3, tied={"model.head": "model.layers.0.weight"}).name
-    done = export_weights(store, name, tmp_path / "a" / "out", beside=beside)
+    saved = save(store, 5, TENSORS, ranks=3, tied={"model.head": "model.layers.0.weight"})
+    done = export_weights(store, saved, tmp_path / "a" / "out", beside=beside)
     assert done == Exported(
         files=("model.safetensors",),
+        compared=5,
         tensors=5,
         size_bytes=67,
         beside=("additional_chat_templates", "config.json", "tokenizer.json"),
@@ -142,12 +134,13 @@ LORA = {
 
 def test_of_lora_the_adapter_alone_under_the_names_of_peft(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "c")
-    name = save(store, 5, {**LORA, "optimizer.x": A_WEIGHT}).name
+    saved = save(store, 5, {**LORA, "optimizer.x": A_WEIGHT})
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
-    done = export_weights(store, name, tmp_path / "out", beside=tmp_path / "model")
+    done = export_weights(store, saved, tmp_path / "out", beside=tmp_path / "model")
     assert done == Exported(
         files=("adapter_model.safetensors",),
+        compared=3,
         tensors=3,
         size_bytes=3 * len(A_WEIGHT.content),
         beside=("adapter_config.json",),
@@ -162,26 +155,26 @@ def test_of_lora_the_adapter_alone_under_the_names_of_peft(tmp_path: Path) -> No
 def test_lora_without_its_config_is_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """Next to a config.json, these names would give a model with random weights."""
     store = FolderStore(tmp_path / "c")
-    name = save(store, 5, LORA).name
+    saved = save(store, 5, LORA)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for beside in (None, tmp_path / "model"):
         with pytest.raises(Impossible) as refused:
-            export_weights(store, name, tmp_path / "out", beside=beside)
-        assert str(refused.value).replace(name, "NAME") == snapshot(name="refusal")
+            export_weights(store, saved, tmp_path / "out", beside=beside)
+        assert str(refused.value).replace(saved.name, "NAME") == snapshot(name="refusal")
         assert not (tmp_path / "out").exists()
-    done = export_weights(store, name, tmp_path / "out", as_it_is=True)  # a model of the user's
+    done = export_weights(store, saved, tmp_path / "out", as_it_is=True)  # a model of the user's
     assert done.files == ("model.safetensors",)
     assert done.tensors == len(LORA)
 
 
 def test_an_adapter_config_without_lora_is_refused(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "c")
-    name = save(store, 5).name
+    saved = save(store, 5)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     with pytest.raises(MusterError, match="the run trained a LoRA"):
-        export_weights(store, name, tmp_path / "out", beside=tmp_path / "model")
+        export_weights(store, saved, tmp_path / "out", beside=tmp_path / "model")
     assert not (tmp_path / "out").exists()
 
 
@@ -194,15 +187,15 @@ def test_an_export_that_is_found_wrong_leaves_nothing(tmp_path: Path) -> None:
         raise MusterError("it is wrong")
 
     with pytest.raises(MusterError, match="it is wrong"):
-        export_weights(store, save(store, 5).name, tmp_path / "out", finish=refuse)
+        export_weights(store, save(store, 5), tmp_path / "out", finish=refuse)
     assert seen == [["model.safetensors"]]
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_large_model_becomes_several_files_and_a_map(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "c")
-    name = save(store, 5, TENSORS).name
-    done = export_weights(store, name, tmp_path / "out", most_in_a_file_bytes=35)
+    saved = save(store, 5, TENSORS)
+    done = export_weights(store, saved, tmp_path / "out", most_in_a_file_bytes=35)
     assert done.files == (
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -222,12 +215,12 @@ def test_what_cannot_be_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     store = FolderStore(tmp_path / "c")
-    good = save(store, 5).name
-    without = save(store, 6, {"optimizer.x": A_WEIGHT}).name
+    good = save(store, 5)
+    without = save(store, 6, {"optimizer.x": A_WEIGHT})
     with pytest.raises(Impossible) as refused:
         export_weights(store, without, tmp_path / "out")
-    assert without in refused.value.what
-    assert str(refused.value).replace(without, "NAME") == snapshot
+    assert without.name in refused.value.what
+    assert str(refused.value).replace(without.name, "NAME") == snapshot
     with pytest.raises(Impossible, match="already exists"):
         export_weights(store, good, tmp_path / "c")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 31}))
@@ -240,14 +233,14 @@ def test_what_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     store = FolderStore(tmp_path / "c")
-    name = save(store, 5).name
+    saved = save(store, 5)
 
     def full(handle: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(MusterError) as refused:
-        export_weights(store, name, tmp_path / "out")
+        export_weights(store, saved, tmp_path / "out")
     assert str(tmp_path / "out") in refused.value.what
     assert refused.value.why == os.strerror(28)
     assert refused.value.fix == snapshot
@@ -257,59 +250,24 @@ def test_what_fails_leaves_nothing(
 @pytest.mark.slow
 def test_three_hundred_megabytes_take_little_memory(tmp_path: Path) -> None:
     """One tensor of 200 MiB, its halves on two ranks, and one of 100 MiB cut along its columns."""
-    store, name = FolderStore(tmp_path / "c"), new_name(1)
-    half, column = (25 * MiB, 1), (100, MiB // 8)
-    files = {}
-    for rank in range(2):
-        described = [("a", "F32", half), ("b", "F32", column)]
-        files[f"rank-{rank:05d}.safetensors"] = write_file(
-            store, name, f"rank-{rank:05d}.safetensors", _content(file_head(described), 150, rank)
-        )
-    chunks = {
-        "model.a": [((rank * half[0], 0), half, rank, "a") for rank in range(2)],
-        "model.b": [((0, rank * column[1]), column, rank, "b") for rank in range(2)],
-    }
-    wholes = {"model.a": (2 * half[0], 1), "model.b": (column[0], 2 * column[1])}
-    index = Index(
-        tensors={
-            one: StoredTensor(
-                dtype="F32",
-                shape=wholes[one],
-                chunks=tuple(
-                    Chunk(offset=offset, shape=shape, file=f"rank-{rank:05d}.safetensors", key=key)
-                    for offset, shape, rank, key in pieces
-                ),
-            )
-            for one, pieces in chunks.items()
-        }
-    )
-    files[INDEX] = write_file(store, name, INDEX, [index.to_json()])
-    commit_checkpoint(
-        store,
-        Manifest(name=name, step=1, world_size=2, strategy="fsdp", made_unix_s=1.0, files=files),
-    )
+    store = FolderStore(tmp_path / "c")
+    parts = []
+    for rank, letter in enumerate((b"A", b"B")):
+        half = Part("model.a", "F32", (rank * 25 * MiB, 0), (25 * MiB, 1), letter * 100 * MiB)
+        column = Part("model.b", "F32", (0, rank * MiB // 8), (100, MiB // 8), letter * 50 * MiB)
+        parts.append([half, column])
+    state = {"model": {"a": None, "b": None}}
+    saved = commit_checkpoint(store, write_parts(store, 1, parts, state=state))
+    del parts, half, column
     tracemalloc.start()
     try:
-        done = export_weights(store, name, tmp_path / "out")
+        done = export_weights(store, saved, tmp_path / "out")
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert done.size_bytes == 300 * MiB
     assert peak_bytes < 16 * MiB
-    with (tmp_path / "out" / "model.safetensors").open("rb") as stream:
-        entries = read_file_head(stream, (tmp_path / "out" / "model.safetensors").stat().st_size)
-        for place, rank in ((0, 0), (100 * MiB - 1, 0), (100 * MiB, 1), (200 * MiB - 1, 1)):
-            stream.seek(entries["a"].begin + place)
-            assert stream.read(1) == bytes([65 + rank])
-        row = column[1] * 4
-        for place, rank in ((0, 0), (row - 1, 0), (row, 1), (2 * row, 0), (100 * MiB - 1, 1)):
-            stream.seek(entries["b"].begin + place)
-            assert stream.read(1) == bytes([65 + rank])
+    tensors = _read(tmp_path / "out" / "model.safetensors")
+    assert tensors["a"][2] == b"A" * 100 * MiB + b"B" * 100 * MiB
+    assert tensors["b"][2] == (b"A" * (MiB // 2) + b"B" * (MiB // 2)) * 100
     shutil.rmtree(tmp_path)  # pytest would keep it for a while
-
-
-def _content(beginning: bytes, mebibytes: int, rank: int) -> Iterator[bytes]:
-    yield beginning
-    piece = bytes([65 + rank]) * MiB
-    for _ in range(mebibytes):
-        yield piece

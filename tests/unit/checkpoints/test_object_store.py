@@ -8,9 +8,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from syrupy.assertion import SnapshotAssertion
 
-from made_up_checkpoints import save, write
-from torchmuster.checkpoints.store import open_store
-from torchmuster.checkpoints.store import MARKER, Store
+from made_up_checkpoints import SHARD, save, write
+from torchmuster.checkpoints.store import MARKER, Store, open_store
 from torchmuster.checkpoints.verify import keep_newest, newest_good, verify_checkpoint
 from torchmuster.errors import Impossible, MusterError
 
@@ -30,24 +29,13 @@ def test_checkpoints_are_written_read_and_kept(store: Store) -> None:
     assert verify_checkpoint(store, new.name) == []
     assert keep_newest(store, 2) == [old.name, remains.name]
     assert store.names() == [middle.name, new.name]
-    path = f"/bucket/run/{new.name}/state.json"
+    path = f"/bucket/run/{new.name}/{SHARD.format(1)}"
     MemoryFileSystem().pipe_file(path, bytes(len(MemoryFileSystem().cat_file(path))))
     found = newest_good(store)
     assert found is not None
     assert found.name == middle.name
     assert [one.name for one in found.rejected] == ["checkpoint-file-changed"]
-    assert found.rejected[0].evidence == f"memory:///bucket/run/{new.name}/state.json"
-
-
-def test_files_of_many_ranks_are_in_sub_folders(store: Store) -> None:
-    name, deep = "step-00000010-00aa", "ranks-00500/rank-00501.json"
-    for file, content in (("state.json", b"1"), (deep, b"123")):
-        with store.create(name, file) as stream:
-            stream.write(content)
-    assert store.sizes(name) == {"state.json": 1, deep: 3}
-    assert (store.size(name, deep), store.size(name, "rank-00501.json")) == (3, None)
-    store.delete(name)
-    assert store.sizes(name) == {}
+    assert found.rejected[0].evidence == f"memory:///bucket/run/{new.name}/{SHARD.format(1)}"
 
 
 def test_the_marker_goes_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +47,7 @@ def test_the_marker_goes_first(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     store.delete(name)
     assert deleted[0] == MARKER
     assert sorted(deleted) == sorted({*deleted})
-    assert len(deleted) == 7
+    assert len(deleted) == 3
 
 
 def test_names_cannot_lead_elsewhere(store: Store) -> None:

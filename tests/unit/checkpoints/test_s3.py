@@ -103,31 +103,22 @@ def test_checkpoints_in_s3_and_a_service_that_is_killed_in_the_middle(tmp_path: 
         assert "AWS_ENDPOINT_URL" in fix
         saver.ask("bucket bucket")
         old, new = saver.ask("save 10"), saver.ask("save 20")
-        assert saver.ask("deep 15") == [{"ranks-00500/rank-00501.json": 2}, None]
-        assert saver.ask("names") == {old: 7, new: 7}
+        assert saver.ask("names") == {old: 3, new: 3}
         assert saver.ask("newest") == new
         assert saver.ask(f"export {tmp_path / 'out'}") == ["model.safetensors"]
         saver.ask(f"spoil {new}")
         assert saver.ask(f"verify {new}") == ["checkpoint-file-changed"]
         assert saver.ask("newest") == old
         saver.ask(f"delete {new}")
-        assert saver.ask("names") == {old: 7}
-        assert saver.ask("checked") is True
-        without = {"AWS_REQUEST_CHECKSUM_CALCULATION": "when_required"}
-        with client("s3://bucket/other", port, **without) as other:
-            assert other.ask("checked") is False  # so it is read back
-            assert other.ask("save 10") == other.ask("newest")
-
-        assert saver.ask("break-off 25") == "broken off by the writer"
-        assert _checkpoints_seen(port) == {old}
-        assert saver.ask("upload 30") == "a part is there"
-        assert _checkpoints_seen(port) == {old}  # nothing of it is to be seen
+        assert saver.ask("names") == {old: 3}
+        large = tmp_path / "shard-00001-model.safetensors"
+        large.write_bytes(bytes(120 * 2**20))  # in several parts
+        saver.send(f"upload {large}")
+        assert _checkpoints_seen(port) == {old}  # nothing of it is to be seen before it is complete
         server.kill()
         server.wait()
-        saver.send("go on")
         killed = saver.answer()["error"]
         assert killed[0].endswith(" s3://bucket/run")
-        assert killed[1].startswith("EndpointConnectionError: ")
         assert SECRET not in "".join(killed)
         assert saver.ask("newest")["error"][0] == what
 

@@ -15,12 +15,11 @@ import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from made_up_checkpoints import Whole, save, write
+from made_up_checkpoints import SHARD, Whole, save, write
 from torchmuster.checkpoints.export import export_weights
-from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, Manifest
+from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.verify import (
-    committed_steps,
     look_at_checkpoint,
     newest_good,
     verify_checkpoint,
@@ -28,15 +27,7 @@ from torchmuster.checkpoints.verify import (
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 
-FILES = [
-    "rank-00000.safetensors",
-    "rank-00001.safetensors",
-    "rank-00000.json",
-    "rank-00001.json",
-    "state.json",
-    "index.json",
-    MARKER,
-]
+FILES = [SHARD.format(1), SHARD.format(2), MARKER]
 OTHER = {f"model.{one}": Whole(dtype="I8", shape=(2,), content=b"ab") for one in "xyz"}
 
 
@@ -122,16 +113,17 @@ def test_the_words_for_each_damage(tmp_path: Path, snapshot: SnapshotAssertion) 
     folder = tmp_path / name
 
     told: list[Finding] = []
-    _grown(folder / "state.json")
+    size = (folder / SHARD.format(1)).stat().st_size
+    _grown(folder / SHARD.format(1))
     told += verify_checkpoint(store, name)
-    os.truncate(folder / "state.json", 3)
+    os.truncate(folder / SHARD.format(1), 3)
     told += verify_checkpoint(store, name)
-    (folder / "state.json").write_bytes(bytes(26))
+    (folder / SHARD.format(1)).write_bytes(bytes(size))
     told += verify_checkpoint(store, name)
-    (folder / "state.json").unlink()
+    (folder / SHARD.format(1)).unlink()
     told += verify_checkpoint(store, name)
     text = (folder / MARKER).read_bytes()
-    (folder / MARKER).write_bytes(text.replace(b'"format": 1', b'"format": 2'))
+    (folder / MARKER).write_bytes(text.replace(b'"format":1', b'"format":2'))
     told += verify_checkpoint(store, name)
     (folder / MARKER).unlink()
     told += verify_checkpoint(store, name)
@@ -150,12 +142,12 @@ def test_the_words_for_each_damage(tmp_path: Path, snapshot: SnapshotAssertion) 
 def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     name = save(store, 20).name
-    path = tmp_path / name / "state.json"
+    path = tmp_path / name / SHARD.format(1)
     size = path.stat().st_size
 
     class BadBlock(FolderStore):
         def open(self, name: str, file: str) -> BinaryIO:
-            if file == "state.json":
+            if file == SHARD.format(1):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return super().open(name, file)
 
@@ -168,7 +160,7 @@ def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
 def test_sizes_are_enough_for_a_quick_look_and_hashes_for_the_truth(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     manifest = save(store, 20)
-    _flipped(tmp_path / manifest.name / "index.json")
+    _flipped(tmp_path / manifest.name / SHARD.format(1))
     assert look_at_checkpoint(store, manifest.name) == (manifest, [])
     read: list[int] = []
     assert len(verify_checkpoint(store, manifest.name, on_bytes=read.append)) == 1
@@ -188,20 +180,25 @@ def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path: Path) 
         ("checkpoint-unfinished", Status.NOTE)
     ]
     assert unfinished.name in found.rejected[0].what
-    assert committed_steps(store) == [10, 20, 20, 30]
-    older = newest_good(store, at_most_step=15)
-    assert older is not None
-    assert older.manifest.step == 10
-    assert older.rejected == ()
 
 
 def test_where_none_is_good_there_is_none(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "not-there")
     assert newest_good(store) is None
-    assert committed_steps(store) == []
     (tmp_path / "not-there" / save(store, 1).name / MARKER).write_text("{}")
     assert newest_good(store) is None
-    assert committed_steps(store) == []
+
+
+def test_a_stray_file_of_tensors_is_damage(tmp_path: Path) -> None:
+    """torch reads every file of tensors in the folder."""
+    store = FolderStore(tmp_path)
+    name = save(store, 20).name
+    (tmp_path / name / "notes.txt").touch()
+    assert verify_checkpoint(store, name) == []
+    shutil.copyfile(tmp_path / name / SHARD.format(1), tmp_path / name / SHARD.format(3))
+    (finding,) = verify_checkpoint(store, name)
+    assert finding.name == "checkpoint-file-extra"
+    assert newest_good(store) is None
 
 
 class _Bomb:
@@ -236,7 +233,7 @@ def test_a_pickle_in_any_place_executes_nothing(tmp_path: Path, two: Saved, list
         found = newest_good(store)
         assert found is not None
         assert found.name == (two.newest.name if fits else two.before.name)
-        if fits and file.endswith((".safetensors", "index.json")):
+        if fits:
             with pytest.raises(MusterError, match=re.escape(file)):
-                export_weights(store, two.newest.name, tmp_path / "out")
+                export_weights(store, found.manifest, tmp_path / "out")
         assert not canary.exists()

@@ -15,7 +15,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, Result
-from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name, write_file
+from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name
 from torchmuster.checkpoints.store import open_store
 from torchmuster.cli import output, train
 from torchmuster.config.layers import Flag
@@ -55,7 +55,6 @@ def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunF
     run.state.write_text(json.dumps(state))
     if saved:
         store, name = open_store(run.checkpoints), new_name(4)
-        record = write_file(store, name, "state.json", [b"{}"])
         commit_checkpoint(
             store,
             Manifest(
@@ -64,7 +63,7 @@ def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunF
                 world_size=3,
                 strategy="ddp",
                 made_unix_s=0.0,
-                files={"state.json": record},
+                files={},
             ),
         )
     return run

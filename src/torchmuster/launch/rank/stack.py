@@ -59,10 +59,7 @@ _COMPILERS = tuple(map(_in_torch, torch_private.COMPILERS))
 _MODULES = _in_torch("nn", "modules")
 _OPTIMIZER = _in_torch("optim", "optimizer.py")
 _CHECKPOINT = _in_torch("distributed", "checkpoint")
-# Our own saves; ranks wait for each other in these functions.
-_CHECKPOINTER = str(Path("train", "checkpointing", "checkpointer.py"))
-_EXCHANGE = str(Path("train", "checkpointing", "exchange.py"))
-_EXCHANGE_WAITS = ("collect_texts", "wait_for_answer")
+_CHECKPOINTER = str(Path("train", "checkpointing", "checkpointer.py"))  # our own saves
 _CALLED = re.compile(r"([\w.]+)\s*\(")
 _IMPORTED = re.compile(r"(?:from|import)\s+([\w.]+(?:, *[\w.]+)*)")
 
@@ -178,8 +175,6 @@ def _doing(frames: Sequence[StackFrame], own: int | None) -> tuple[str, bool]:
     """Return the innermost known operation below the user's code, and whether it waits for other ranks."""
     collective = ""
     for frame in frames[:own]:
-        if frame.file.endswith(_EXCHANGE) and frame.function in _EXCHANGE_WAITS:
-            return "waiting for other ranks in a save or load", True
         if _DISTRIBUTED in frame.file:
             if frame.function in WAITS_FOR_OTHERS:
                 collective = (

@@ -43,7 +43,7 @@ def unflatten(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if mark == _FLOAT:
         return _FLOATS[content]
     if mark == _PAIRS:
-        return {key: unflatten(value, tensors) for key, value in content}
+        return {unflatten(key, tensors): unflatten(value, tensors) for key, value in content}
     return {key: unflatten(value, tensors) for key, value in rest.items()}
 
 
@@ -85,7 +85,9 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
         }
         if all(isinstance(key, str) and key not in _MARKS for key in value):
             return content
-        return {_PAIRS: [[key, item] for key, item in content.items()]}
+        return {
+            _PAIRS: [[_without_tensors(key, path, tensors), item] for key, item in content.items()]
+        }
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
     if value is None or isinstance(value, bool | int | str):

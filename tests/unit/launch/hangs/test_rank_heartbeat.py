@@ -345,12 +345,6 @@ def test_letters_before_the_call_are_counted_as_python_counts_them(tmp_path: Pat
         ("torch/autograd/graph.py", "_engine_run_backward", "backward", False),
         ("torch/serialization.py", "save", "torch.save", False),
         ("torch/somewhere.py", "unknown", "unknown", False),
-        (
-            "torchmuster/train/checkpointing/exchange.py",
-            "wait_for_answer",
-            "waiting for other ranks in a save or load",
-            True,
-        ),
     ],
 )
 def test_what_libraries_do_has_a_name(
