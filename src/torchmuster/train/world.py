@@ -133,7 +133,7 @@ def is_simulated(world: World) -> bool:
 def all_gather_object(value: Any, world: World) -> list[Any]:
     """Return each rank's object (plain JSON types), in rank order.
 
-    Each rank receives the objects of all; a background thread uses ``RankExchange`` instead.
+    Each rank receives the objects of all; a background thread needs a group of its own.
     """
     text = json.dumps(value).encode()
     if world.world_size == 1:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from made_up_checkpoints import save, write
+from made_up_checkpoints import SHARD, save, write
 from muster_command import Muster
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.cli import checkpoint
@@ -23,7 +23,7 @@ def run(own_machine: Path) -> RunFolder:
     run = create_run_folder(own_machine / "runs", "train")
     store = FolderStore(run.checkpoints)
     names = [save(store, step).name for step in (10, 20, 30)]
-    (run.checkpoints / names[2] / "state.json").write_text("{}")
+    (run.checkpoints / names[2] / SHARD.format(1)).write_text("{}")
     write(store, 40)
     run.model.mkdir()
     (run.model / "tokenizer.json").write_text("{}")
@@ -40,7 +40,7 @@ def test_a_run_s_checkpoints_are_listed_newest_first(
     assert [one["state"] for one in as_json] == ["unfinished", "damaged", "complete", "complete"]
     assert as_json[3]["world_size"] == 2
     assert as_json[3]["global_batch_size"] == 32
-    assert as_json[3]["size_bytes"] == 500
+    assert as_json[3]["size_bytes"] == 384
     assert as_json[0]["size_bytes"] is None
     assert as_json[1]["findings"][0]["name"] == "checkpoint-file-truncated"
 
