@@ -1,40 +1,14 @@
 """Explain an error text: which rules match it, and which of them is the root cause."""
 
-import importlib
 import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from torchmuster.finding import Finding, Status
-from torchmuster.known_errors.rule import Role, Rule, expression, in_small_letters
+from torchmuster.known_errors import tracebacks
+from torchmuster.known_errors.rule import Role, Rule, all_rules, expression, in_small_letters
 from torchmuster.redaction import redact_text
-
-SUBJECTS = (
-    "meeting",
-    "network",
-    "nccl",
-    "drivers",
-    "cuda",
-    "memory",
-    "limits",
-    "installation",
-    "libraries",
-    "script",
-    "tensors",
-    "checkpoints",
-    "ssh",
-    "slurm",
-)
-
-
-@cache
-def all_rules() -> tuple[Rule, ...]:
-    """Return the rules of all subjects."""
-    files = (importlib.import_module(f"torchmuster.known_errors.{name}") for name in SUBJECTS)
-    return tuple(rule for file in files for rule in file.RULES)
-
 
 # In a longer log only lines that look like errors are read; if these are too many, the first and the last.
 _LONGEST = 200_000
@@ -117,7 +91,7 @@ _OCCURRENCES_LOOKED_AT = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What an error text means; ``evidence`` is the line by which it was recognized."""
+    """What an error text means; ``evidence`` is the line by which it was recognized, and the user's own line."""
 
     name: str
     role: Role
@@ -209,6 +183,10 @@ def _follows_from_the_script(first: _Hit, text: str) -> bool:
 def _explanation(hit: _Hit, text: str, host: str) -> Explanation:
     rule = hit.rule
     details = _details(hit, text) | {"host": host}
+    evidence = line_at(text, hit.found.start())
+    own_line = tracebacks.raised_at(text[: hit.found.start()])
+    if own_line is not None:
+        evidence += f"\nraised at {own_line}"
     return Explanation(
         name=rule.name,
         role=rule.role,
@@ -216,7 +194,7 @@ def _explanation(hit: _Hit, text: str, host: str) -> Explanation:
         why=_filled(rule.why, details),
         confirm=_filled(rule.confirm, details),
         fix=_filled(rule.fix, details),
-        evidence=redact_text(line_at(text, hit.found.start())),
+        evidence=redact_text(evidence),
     )
 
 

@@ -1,10 +1,17 @@
-"""A rule: the patterns of an error, what it means, how to confirm it and how to fix it."""
+"""A rule: the patterns of an error, what it means, how to confirm it and how to fix it.
+
+The rules are data, in ``rules/<subject>.toml``.
+"""
 
 import enum
 import re
 import string
+import tomllib
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+
+_SMALL = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 
 class Role(enum.IntEnum):
@@ -41,6 +48,19 @@ class Rule:
 
 
 @cache
+def all_rules() -> tuple[Rule, ...]:
+    """Return the rules of all subjects; of rules that match equally well, the first one counts."""
+    rules = []
+    for path in sorted(Path(__file__).with_name("rules").glob("*.toml")):
+        for entry in tomllib.loads(path.read_text(encoding="utf-8"))["rule"]:
+            role = Role[entry.pop("role", "cause").replace("-", "_").upper()]
+            for key in ("patterns", "unless", "details"):
+                entry[key] = tuple(entry.get(key, ()))
+            rules.append(Rule(**entry, role=role))
+    return tuple(rules)
+
+
+@cache
 def expression(pattern: str) -> re.Pattern[str]:
     """Return the compiled regular expression of a pattern, for lower-case text."""
     return re.compile(_in_small_letters(_spelled_out(pattern)), re.MULTILINE)
@@ -49,9 +69,6 @@ def expression(pattern: str) -> re.Pattern[str]:
 def in_small_letters(text: str) -> str:
     """Return the text in lower case, without moving any character; this makes searches much faster."""
     return text.translate(_SMALL)
-
-
-_SMALL = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 
 def _spelled_out(pattern: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchmuster.known_errors.explain import all_rules
+from torchmuster.known_errors.rule import all_rules
 from unit.known_errors.scoring import CORPUS, Case, cases, score
 
 RIGHT_AT_LEAST = 0.95

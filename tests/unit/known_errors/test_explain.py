@@ -334,3 +334,15 @@ def test_an_error_in_the_middle_of_a_very_long_log_is_found() -> None:
 
 def test_the_machine_is_called_by_its_name() -> None:
     assert "on gpu-b" in explain_text("No module named 'einops'", host="gpu-b")[0].what
+
+
+def test_the_line_of_the_users_own_code_is_in_the_excerpt() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "/home/ana/train_hf.py", line 12, in <module>\n    rows.map(f)\n'
+        '  File "/env/lib/python3.11/site-packages/datasets/fingerprint.py", line 3, in hash\n    dumps(x)\n'
+        "_pickle.PicklingError: Can't pickle <function <lambda>>: it's not found\n"
+    )
+    explanation = first(text)
+    assert explanation.name == "cannot-pickle"
+    assert explanation.evidence.splitlines()[-1] == "raised at /home/ana/train_hf.py:12"
+    assert "spawned process" not in explanation.what

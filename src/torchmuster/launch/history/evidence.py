@@ -21,9 +21,9 @@ import msgspec
 
 from torchmuster import untrusted
 from torchmuster.finding import Finding
+from torchmuster.known_errors import tracebacks
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import flight_recorder
-from torchmuster.launch.history import tracebacks
 from torchmuster.launch.history.root_cause import NodeExit
 from torchmuster.launch.history.run_state import UnixTime, append_line, read_as
 from torchmuster.redaction import redact_text

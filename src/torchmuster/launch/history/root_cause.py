@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchmuster.finding import Finding, Status
+from torchmuster.known_errors import tracebacks
 from torchmuster.known_errors.explain import Explanation, explain_text
 from torchmuster.known_errors.rule import Role
 from torchmuster.launch import protocol
-from torchmuster.launch.history import known_failures, tracebacks
+from torchmuster.launch.history import known_failures
 from torchmuster.launch.launcher.console import printable, rank_text
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.redaction import redact_text
