@@ -23,7 +23,8 @@ WINDOWS_S = {
     catalogue.SKIPPED_STEPS: 600.0,
     catalogue.RUN_RANKS: 600.0,
 }
-_EXPLAIN = "muster explain {run}"
+# The fix of alerts about runs that muster launched.
+EXPLAIN = "muster explain {run}"
 
 
 @dataclass(kw_only=True)
@@ -107,7 +108,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="{job}: no step for {value} s (run {run})",
         why="ranks wait for each other or for a disk, or a step or an evaluation takes longer "
         "than 5 minutes",
-        fix=_EXPLAIN,
+        fix=EXPLAIN,
     ),
     Alert(
         name="MusterLossNotANumber",
@@ -193,7 +194,7 @@ ALERTS: tuple[Alert, ...] = (
         for_s=1800,
         summary="{job}: low goodput: {percent} of the time went into useful steps (run {run})",
         why="restarts, saving, evaluation or waiting take the rest",
-        fix=_EXPLAIN,
+        fix=EXPLAIN,
     ),
     Alert(
         name="MusterSinkFails",
@@ -218,7 +219,7 @@ ALERTS: tuple[Alert, ...] = (
         for_s=60,
         summary="{job}: only {value} ranks send heartbeats (run {run})",
         why="a host or its ranks are lost",
-        fix=_EXPLAIN,
+        fix=EXPLAIN,
     ),
     Alert(
         name="MusterRunFailed",
@@ -227,7 +228,7 @@ ALERTS: tuple[Alert, ...] = (
         when=lambda series, limit: series.has("phase", "failed"),
         summary="{job}: run {run} has failed",
         why="a rank or the launcher failed; the logs of the ranks are in the run folder",
-        fix=_EXPLAIN,
+        fix=EXPLAIN,
     ),
     Alert(
         name="MusterLauncherDied",
@@ -236,7 +237,7 @@ ALERTS: tuple[Alert, ...] = (
         when=lambda series, limit: series.has("phase", "died"),
         summary="{job}: the launcher of run {run} died",
         why="it was killed, or its host is down",
-        fix=_EXPLAIN,
+        fix=EXPLAIN,
     ),
     Alert(
         name=RUN_FINISHED,

@@ -17,6 +17,7 @@ from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alert_watch import AlertNews, AlertWatch
+from torchmuster.monitor.alerts import EXPLAIN
 from torchmuster.monitor.collecting import collector
 from torchmuster.monitor.exporter import serve_metrics
 from torchmuster.monitor.metric import Metric, Sample
@@ -223,8 +224,9 @@ def _close_tensorboard(board: TensorBoard) -> None:
 def _text_of(news: AlertNews) -> str:
     if not news.raised:
         return f"resolved: {news.summary}"
-    # Fixes for runs of the launcher do not apply here.
-    fix = "" if "{run}" in news.alert.fix else f"; fix: {news.fix}"
+    fix = f"; fix: {news.fix}"
+    if news.alert.fix == EXPLAIN:  # there is no run folder here
+        fix = ""
     return f"{news.alert.severity}: {news.summary}: {news.alert.why}{fix}"
 
 

@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from torchmuster.decision import Decision
 from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers import sysfs
 from torchmuster.devices.readers.apple import sysctl
@@ -22,11 +21,38 @@ PROC, SYS = Path("/proc"), Path("/sys")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Quota:
+class CpuQuota:
     """A CPU quota in cores, and the file that sets it."""
 
     cores: float
     file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuLimit:
+    """How many cores (``value``) of those of the host this process may use, and why.
+
+    ``quota`` is set if the cgroup's quota is what limits it; ``allowed`` are the cores in its
+    affinity mask.
+    """
+
+    value: int
+    machine: int
+    allowed: int
+    quota: CpuQuota | None = None
+
+    @property
+    def reason(self) -> str:
+        """The limit, as one line."""
+        if self.quota is not None:
+            reason = f"this cgroup's CPU quota is {round(self.quota.cores, 2)} ({self.quota.file})"
+            if self.allowed < self.machine:
+                reason += f"; the affinity mask alone would allow {self.allowed}"
+        elif self.allowed < self.machine:
+            reason = "the affinity mask of this process (taskset, cpuset or Slurm) allows no others"
+        else:
+            return f"all {self.machine} cores: no affinity mask or cgroup CPU quota limits this process"
+        return f"{self.value} of {self.machine} cores: {reason}"
 
 
 def read_cpu(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = None) -> Device:
@@ -48,22 +74,16 @@ def usable_cores(
     *,
     machine_cores: int | None = None,
     allowed_cores: Callable[[], int] | None = None,
-) -> Decision[int]:
+) -> CpuLimit:
     """Return how many cores this process may use, and what limits them."""
     machine = machine_cores or os.cpu_count() or 1
     allowed = max(1, min((allowed_cores or _affinity)(), machine))
     quota = min(_quotas(proc_root, sys_root), key=lambda one: one.cores, default=None)
-    granted = max(1, math.ceil(quota.cores)) if quota else machine
-    if quota and granted < allowed:
-        reason = f"this cgroup's CPU quota is {round(quota.cores, 2)} ({quota.file})"
-        if allowed < machine:
-            reason += f"; the affinity mask alone would allow {allowed}"
-        return Decision(value=granted, reason=f"{granted} of {machine} cores: {reason}")
-    if allowed < machine:
-        reason = "the affinity mask of this process (taskset, cpuset or Slurm) allows no others"
-        return Decision(value=allowed, reason=f"{allowed} of {machine} cores: {reason}")
-    reason = "no affinity mask or cgroup CPU quota limits this process"
-    return Decision(value=machine, reason=f"all {machine} cores: {reason}")
+    if quota is not None:
+        granted = max(1, math.ceil(quota.cores))
+        if granted < allowed:
+            return CpuLimit(value=granted, machine=machine, allowed=allowed, quota=quota)
+    return CpuLimit(value=allowed, machine=machine, allowed=allowed)
 
 
 def _affinity() -> int:
@@ -100,7 +120,7 @@ def _cpu_memory(proc_root: Path, sys_root: Path) -> tuple[int | None, int | None
         # Version 1 writes "no limit" as a huge number, which then limits nothing.
         if limit is not None:
             totals.append(limit)
-            frees.append(limit - (used or 0) + _reclaimable(folder))
+            frees.append(limit - (used or 0) + reclaimable_bytes(folder))
     total = min(totals)
     return total, total - max(min(total, *frees), 0)
 
@@ -109,22 +129,22 @@ def _first(folder: Path, *files: str) -> int | None:
     return next((n for file in files if (n := sysfs.read_integer(folder / file)) is not None), None)
 
 
-def _reclaimable(folder: Path) -> int:
+def reclaimable_bytes(folder: Path) -> int:
     """Return the cached file pages that the kernel drops before it refuses memory."""
     pairs = (line.split() for line in (sysfs.read_text(folder / "memory.stat") or "").splitlines())
     counts = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
     return int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
 
 
-def _quotas(proc_root: Path, sys_root: Path) -> Iterator[_Quota]:
+def _quotas(proc_root: Path, sys_root: Path) -> Iterator[CpuQuota]:
     for folder in cgroup_folders("cpu", proc_root, sys_root):
         quota, _, period = (sysfs.read_text(folder / "cpu.max") or "").partition(" ")
         if quota.isdecimal() and period.isdecimal() and int(period):
-            yield _Quota(cores=int(quota) / int(period), file="cpu.max")
+            yield CpuQuota(cores=int(quota) / int(period), file="cpu.max")
         allowance = sysfs.read_integer(folder / "cpu.cfs_quota_us")
         length = sysfs.read_integer(folder / "cpu.cfs_period_us")
         if allowance and length and allowance > 0:
-            yield _Quota(cores=allowance / length, file="cpu.cfs_quota_us")
+            yield CpuQuota(cores=allowance / length, file="cpu.cfs_quota_us")
 
 
 def cgroup_folders(controller: str, proc_root: Path, sys_root: Path) -> Iterator[Path]:

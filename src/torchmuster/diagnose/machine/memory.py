@@ -3,10 +3,9 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchmuster.devices.readers import sysfs
-from torchmuster.devices.readers.cpu import cgroup_folders
+from torchmuster.devices.readers.cpu import cgroup_folders, reclaimable_bytes
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.node.memory_evidence import MemoryWatch
@@ -70,19 +69,11 @@ def _tightest(surroundings: Surroundings, whole: _Room) -> _Room:
             limit = sysfs.read_integer(folder / limit_file)
             if limit is None or limit >= room.total_bytes:
                 continue  # cgroup v1 writes "no limit" as a huge number
-            used = (sysfs.read_integer(folder / used_file) or 0) - _reclaimable(
-                folder / "memory.stat"
-            )
+            used = (sysfs.read_integer(folder / used_file) or 0) - reclaimable_bytes(folder)
             free = min(whole.free_bytes, limit - max(used, 0))
             path = "/" + (folder / limit_file).relative_to(surroundings.root).as_posix()
             room = _Room(total_bytes=limit, free_bytes=max(free, 0), limited_by=path)
     return room
-
-
-def _reclaimable(statistics: Path) -> int:
-    """Return the cached file pages that the kernel drops before it refuses memory."""
-    found = re.findall(r"^(?:total_)?inactive_file (\d+)$", sysfs.read_text(statistics) or "", re.M)
-    return max((int(count) for count in found), default=0)
 
 
 def _limit(room: _Room, whole: _Room) -> Iterator[Finding]:

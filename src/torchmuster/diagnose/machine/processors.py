@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from torchmuster.devices.readers import sysfs
-from torchmuster.devices.readers.cpu import cgroup_folders, usable_cores
+from torchmuster.devices.readers.cpu import CpuLimit, cgroup_folders, usable_cores
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
 
@@ -29,8 +29,8 @@ def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
         allowed_cores=(lambda: _processors_count(allowed[1])) if allowed else None,
     )
     findings = [
-        *_quota(usable.value, usable.reason),
-        *_one_core(usable.value, usable.reason, machine),
+        *_quota(usable),
+        *_one_core(usable),
         *_throttled(surroundings),
         *_load(surroundings, usable.value),
         *_governor(surroundings),
@@ -58,32 +58,31 @@ def _nodes(surroundings: Surroundings) -> list[str]:
     ]
 
 
-def _quota(cores: int, reason: str) -> Iterator[Finding]:
-    found = re.search(r"CPU quota is ([\d.]+) \((\S+)\)", reason)
-    if not found:
+def _quota(limit: CpuLimit) -> Iterator[Finding]:
+    if limit.quota is None:
         return
-    less_than_one = float(found[1]) < 1
+    less_than_one = limit.quota.cores < 1
     yield Finding(
         name="cpu-quota",
         status=Status.WARNING if less_than_one else Status.NOTE,
-        what=f"a CPU quota limits this process to {found[1]} cores",
-        why=f"{reason}; torch counts all cores of the host, and the kernel pauses threads beyond "
+        what=f"a CPU quota limits this process to {round(limit.quota.cores, 2)} cores",
+        why=f"{limit.reason}; torch counts all cores of the host, and the kernel pauses threads beyond "
         "the quota in mid-step, which delays every other rank",
-        fix=f"export OMP_NUM_THREADS={cores}  # for one rank; divide it among several\n"
+        fix=f"export OMP_NUM_THREADS={limit.value}  # for one rank; divide it among several\n"
         "docker run --cpus=8 …  # or a larger quota\n"
         "resources: {limits: {cpu: 8}}  # Kubernetes, in the container",
-        evidence=found[2],
+        evidence=limit.quota.file,
     )
 
 
-def _one_core(cores: int, reason: str, machine: int) -> Iterator[Finding]:
-    if cores > 1 or machine == 1 or "affinity" not in reason:
+def _one_core(limit: CpuLimit) -> Iterator[Finding]:
+    if limit.allowed > 1 or limit.machine == 1:
         return
     yield Finding(
         name="cpu-affinity",
         status=Status.WARNING,
-        what=f"this process can use one core of {machine}",
-        why=f"{reason}; all ranks, their threads and DataLoader workers would share it",
+        what=f"this process can use one core of {limit.machine}",
+        why=f"{limit.reason}; all ranks, their threads and DataLoader workers would share it",
         fix="#SBATCH --cpus-per-task=8  # Slurm's default is one core per task\n"
         "taskset -cp 0-$(($(nproc --all) - 1)) $$  # if the shell was bound by taskset",
     )

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchmuster.devices.model import DeviceKind, LinkKind, Node
 from torchmuster.devices.readers.cpu import usable_cores
@@ -250,31 +250,26 @@ def _variables_devices(surroundings: Surroundings) -> Iterator[Finding]:
 
 def _interfaces(surroundings: Surroundings) -> Iterator[Finding]:
     """Yield a failure for interfaces that cannot work, a warning for single-host ones."""
-    environment, known = surroundings.environment, interfaces.read_interfaces()
+    known = interfaces.read_interfaces()
     gpus = surroundings.look().main_kind is DeviceKind.CUDA
-    failing = interfaces.socket_findings(environment, known, alone=True, gpus=gpus)
-    among_others = interfaces.socket_findings(environment, known, alone=False, gpus=gpus)
-    told = {one.what for one in failing}
-    yield from failing
-    for one in among_others:
-        if one.what not in told:
-            what = one.what.replace("cannot work on this host", "works on this host alone")
-            yield Finding(
-                name=one.name,
-                status=Status.WARNING,
-                what=what,
-                why=one.why,
-                fix=one.fix,
-                evidence=one.evidence,
-            )
-    if not among_others:
-        chosen = [
-            environment.get(one) for one in (interfaces.GLOO_VARIABLE, interfaces.NCCL_VARIABLE)
-        ]
-        words = (
-            f"interface {chosen[0] or chosen[1]} chosen" if any(chosen) else "no interface chosen"
-        )
-        yield Finding(name="chosen-interfaces", status=Status.OK, what=words)
+    chosen = []
+    all_well = True
+    for variable in (interfaces.GLOO_VARIABLE, interfaces.NCCL_VARIABLE):
+        value = surroundings.environment.get(variable, "")
+        findings = interfaces.socket_findings({variable: value}, known, alone=True, gpus=gpus)
+        if not findings:
+            for finding in interfaces.socket_findings(
+                {variable: value}, known, alone=False, gpus=gpus
+            ):
+                what = f"{variable}={value} works on this host alone"
+                findings.append(replace(finding, status=Status.WARNING, what=what))
+        yield from findings
+        all_well = all_well and not findings
+        if value:
+            chosen.append(value)
+    if all_well:
+        seen = f"interface {chosen[0]} chosen" if chosen else "no interface chosen"
+        yield Finding(name="chosen-interfaces", status=Status.OK, what=seen)
 
 
 # ---- threads
