@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,6 +37,7 @@ _AFTER_A_MISTAKE_S = 1.0
 _TELLING = ("not-done", "missing", "ended", "raised", "died", "hangs", "wrong-value", "waits")
 _LOOK_EVERY_S = 0.01
 _PRINTED_LINES = 6
+_MESSAGE_LINES = 6  # of an error, after its first line
 _TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception raised from|\s*$")
 
 
@@ -173,7 +175,11 @@ def _with_printed(outcome: LearnerOutcome, folder: Path, rank: int) -> LearnerOu
 def _be_rank(
     program: Program, file: Path, rank: int, ranks: int, joined: bool, folder: Path, port: int
 ) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # What the learner sees is of the learner's file, not of the check.
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("default", module=re.escape(file.stem))
     printed = os.open(folder / f"printed-{rank}.txt", os.O_WRONLY | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -217,10 +223,17 @@ def _outcome(program: Program, bench: Bench, file: Path, joined: bool) -> Learne
     except (SystemExit, KeyboardInterrupt) as error:
         return LearnerOutcome(mistake="ended", seen=f"{type(error).__name__}{_line(error, file)}")
     except BaseException as error:
-        text = str(error).partition("\n")[0]
-        return LearnerOutcome(
-            mistake="raised", seen=f"{type(error).__name__}: {text}{_line(error, file)}"
-        )
+        return LearnerOutcome(mistake="raised", seen=_raised(error, file))
+
+
+def _raised(error: BaseException, file: Path) -> str:
+    """Return an error with its place, the learner's lines of the traceback, and its message."""
+    message, *more = [line for line in str(error).splitlines() if line.strip()] or [""]
+    lines = [f"{type(error).__name__}: {message}{_line(error, file)}"]
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == str(file) and frame.line:
+            lines.append(f"  line {frame.lineno}: {frame.line}")
+    return "\n".join([*lines, *more[:_MESSAGE_LINES]])
 
 
 def _line(error: BaseException, file: Path) -> str:

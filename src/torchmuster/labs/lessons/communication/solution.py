@@ -1,6 +1,6 @@
 """Create a group of ranks, verify communication, and destroy it.
 
-Try it: muster run --device cpu --ranks 2 communication.py
+Try it: python communication.py, or on several ranks: muster run --ranks 2 communication.py
 """
 
 import os
@@ -20,7 +20,7 @@ def get_device_info() -> dict[str, Any]:
     count = torch.cuda.device_count() if available else 0
     return {
         "num_gpus": count,
-        "devices": [torch.cuda.get_device_properties(place) for place in range(count)],
+        "devices": [torch.cuda.get_device_properties(number) for number in range(count)],
         "cuda_available": available,
     }
     # end of solution
@@ -67,7 +67,9 @@ def cleanup_distributed() -> None:
 
 def main() -> None:
     """Example of a script."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # without a launcher: one rank
+    os.environ.setdefault("MASTER_PORT", "29500")
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     setup_distributed(rank, world_size)
     try:
         works = verify_gpu_communication(rank, world_size)
@@ -76,5 +78,5 @@ def main() -> None:
         cleanup_distributed()
 
 
-if __name__ == "__main__" and "RANK" in os.environ:
+if __name__ == "__main__":
     main()

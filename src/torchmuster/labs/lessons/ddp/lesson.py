@@ -123,7 +123,7 @@ LESSON = Lesson(
         "the learning rate?",
         "Count the parameters: how many bytes does DDP send per step?",
     ),
-    on_gpus="Move the model to the rank's device first and pass it on: DistributedDataParallel(model, "
-    "device_ids=[local_rank]); the backend is nccl. Communication overlaps with backward, so a "
+    on_gpus="The solution runs there unchanged: the model moves to the rank's device, and DDP gets "
+    "device_ids; the backend is nccl. Communication overlaps with backward, so a "
     "large part of its time is hidden. Batches are moved with non_blocking=True.",
 )

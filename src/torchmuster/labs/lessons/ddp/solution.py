@@ -1,9 +1,10 @@
 """Train one model on several ranks: equal weights, each rank with its own part of the data.
 
-Try it: muster run --device cpu --ranks 2 ddp.py
+Try it: python ddp.py, or on several ranks: muster run --ranks 2 ddp.py
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 def create_distributed_dataloader(
@@ -51,18 +60,25 @@ class DDPTrainer:
     """A model wrapped in DDP, its training and its checkpoints."""
 
     def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
-        """Wrap the model: call ``self.model``, and create the optimizer from it."""
+        """Wrap the model: call ``self.model``, and create the optimizer from it.
+
+        The model is on its device already; on a GPU, DDP gets that device as ``device_ids``.
+        """
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0  # how many epochs have been trained
         # solution
-        self.model = DistributedDataParallel(model)
+        self.device = next(model.parameters()).device
+        device_ids = [self.device] if self.device.type == "cuda" else None
+        self.model = DistributedDataParallel(model, device_ids=device_ids)
         # end of solution
 
     def train_epoch(
         self, dataloader: DataLoader[Any], optimizer: torch.optim.Optimizer, criterion: nn.Module
     ) -> float:
-        """Train on every batch once. Call ``set_epoch`` on the sampler for a new order.
+        """Train on every batch once, on the model's device.
+
+        Call ``set_epoch`` on the sampler for a new order.
 
         Returns the mean loss over all samples of all ranks; the last batch may be smaller.
         """
@@ -70,13 +86,14 @@ class DDPTrainer:
         sampler = dataloader.sampler
         assert isinstance(sampler, DistributedSampler)
         sampler.set_epoch(self.epoch)
-        total = torch.zeros(2)
+        total = torch.zeros(2, device=self.device)
         for inputs, targets in dataloader:
+            inputs, targets = inputs.to(self.device), targets.to(self.device)
             optimizer.zero_grad()
             loss = criterion(self.model(inputs), targets)
             loss.backward()
             optimizer.step()
-            total += torch.tensor([loss.item() * len(inputs), len(inputs)])
+            total += torch.tensor([loss.item() * len(inputs), len(inputs)], device=self.device)
         dist.all_reduce(total)
         self.epoch += 1
         return float(total[0] / total[1])
@@ -91,7 +108,8 @@ class DDPTrainer:
                 "optimizer": optimizer.state_dict(),
                 "epoch": epoch,
             }
-            torch.save(state, path)
+            torch.save(state, f"{path}.new")
+            Path(f"{path}.new").replace(path)  # a crash leaves the older file whole
         dist.barrier()
         # end of solution
 
@@ -107,12 +125,18 @@ class DDPTrainer:
 
 def main() -> None:
     """Train a small model for a few epochs; rank 0 prints the losses."""
-    dist.init_process_group("gloo")
+    for name, value in ALONE.items():  # without a launcher: one rank
+        os.environ.setdefault(name, value)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     inputs = torch.randn(512, 8)
     dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    trainer = DDPTrainer(nn.Linear(8, 1), rank, world_size)
+    trainer = DDPTrainer(nn.Linear(8, 1).to(device), rank, world_size)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
     loader = create_distributed_dataloader(dataset, 16, rank, world_size)
     for epoch in range(3):
@@ -122,5 +146,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__" and "RANK" in os.environ:
+if __name__ == "__main__":
     main()

@@ -34,7 +34,10 @@ def trainer(bench: Bench) -> None:
     _same_on_both(torch.tensor([mean]), "validated-alone", "validate")
     compare(mean, _mean_loss(given), "validate")
     path = str(bench.folder / "checkpoint.pt")
-    given.save_checkpoint(path, 4)
+    with watched(torch, "save") as saves:
+        given.save_checkpoint(path, 4)
+    targets = [str(words[1]) for words, _ in saves.all if len(words) > 1]
+    require(path not in targets, "checkpoint-torn", f"torch.save(…, {path!r})")
     other = _trainer(bench)
     epoch = other.load_checkpoint(path)
     restored = other.optimizer.param_groups[0]["lr"], other.scheduler.last_epoch

@@ -37,6 +37,11 @@ LESSON = Lesson(
             "the learning rate jumps back to its initial value, which harms the training",
             '"scheduler": self.scheduler.state_dict(), and load it again',
         ),
+        "checkpoint-torn": Word(
+            "a crash in the middle of a save destroys the last checkpoint",
+            "torch.save writes into the file that it replaces: a killed job leaves half of it",
+            "write to another name, then Path(new).replace(path)",
+        ),
         "validated-alone": Word(
             "each rank has a different validation loss",
             "a rank that stops early because of it stops alone, and the others hang",

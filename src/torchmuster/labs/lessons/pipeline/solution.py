@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,8 @@ class ProductionTrainer:
         # solution
         total = 0.0
         self.optimizer.zero_grad()
-        for place, (inputs, targets) in enumerate(group, 1):
-            with self._silence(place < len(group)):
+        for number, (inputs, targets) in enumerate(group, 1):
+            with self._silence(number < len(group)):
                 with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
                     loss = nn.functional.cross_entropy(self.model(inputs), targets)
                 (loss / len(group)).backward()
@@ -95,7 +96,10 @@ class ProductionTrainer:
         # end of solution
 
     def save_checkpoint(self, path: str, epoch: int) -> None:
-        """Write everything needed for a resume on rank 0; every rank waits for it."""
+        """Write everything needed for a resume on rank 0; every rank waits for it.
+
+        A crash during the save must leave the older checkpoint whole.
+        """
         # solution
         if dist.get_rank() == 0:
             state = {
@@ -104,7 +108,8 @@ class ProductionTrainer:
                 "scheduler": self.scheduler.state_dict(),
                 "epoch": epoch,
             }
-            torch.save(state, path)
+            torch.save(state, f"{path}.new")
+            Path(f"{path}.new").replace(path)
         dist.barrier()
         # end of solution
 
@@ -136,7 +141,7 @@ def profile_steps(
                 with record_function(name):
                     part()
     seen.export_chrome_trace(trace)
-    times = {one.key: one.cpu_time_total for one in seen.key_averages() if one.key in parts}
+    times = {event.key: event.cpu_time_total for event in seen.key_averages() if event.key in parts}
     return {name: times[name] / sum(times.values()) for name in parts}
     # end of solution
 
