@@ -39,17 +39,15 @@ def protocol_messages(data: bytes) -> None:
 
     for decode in (protocol.decode_to_agent, protocol.decode_from_agent):
         with contextlib.suppress(protocol.UnreadableMessage):
-            protocol.to_lines(decode(data))
+            protocol.to_line(decode(data))
 
 
 def protocol_lines(data: bytes) -> None:
     from torchmuster.launch import protocol
 
-    assembler = protocol.FrameAssembler()
     with contextlib.suppress(protocol.UnreadableMessage):
         for line in data.splitlines(keepends=True):
-            if (whole := assembler.add(line)) is not None:
-                protocol.decode_from_agent(whole)
+            protocol.decode_from_agent(protocol.from_line(line))
 
 
 def handshake(data: bytes) -> None:

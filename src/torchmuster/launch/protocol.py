@@ -6,21 +6,18 @@ stop. The same messages are sent through a pipe (the local host), through ssh's 
 output, and through TLS (nodes of a Slurm job, ``muster join``).
 
 Every message is one JSON object with its ``kind``. Unknown fields are ignored, so that a newer version can
-add some; an unknown kind or a wrong type is an error. On a pipe a message is split into lines of at most
-``LINE_LIMIT`` characters: ``+`` and a piece, or ``=`` and the last piece. See
+add some; an unknown kind or a wrong type is an error. On a pipe a message is a line that begins with ``=``. See
 docs/dev/wire-protocol.md.
 """
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
 
 from torchmuster.launch.hangs.heartbeat import Heartbeat, Integer
 
-PROTOCOL = 2
-LINE_LIMIT = 900
+PROTOCOL = 1
 # Messages are small; a larger one is not from torchmuster.
 MESSAGE_LIMIT = 4 * 2**20
 _ERROR_LIMIT = 200
@@ -413,37 +410,13 @@ def decode_from_agent(data: bytes) -> FromAgent:
     return message
 
 
-def to_lines(message: Message) -> bytes:
-    """Return a message as lines for a pipe."""
-    data = encode(message)
-    if not data.isascii():  # pieces are cut by bytes, which would split a character
-        data = json.dumps(json.loads(data)).encode("ascii")
-    return b"".join(_pieces(data))
+def to_line(message: Message) -> bytes:
+    """Return a message as a line for a pipe: ``=`` and its JSON."""
+    return b"=" + encode(message) + b"\n"
 
 
-def _pieces(data: bytes) -> Iterator[bytes]:
-    last = max(0, len(data) - 1) // LINE_LIMIT
-    for number in range(last + 1):
-        mark = b"=" if number == last else b"+"
-        yield mark + data[number * LINE_LIMIT : (number + 1) * LINE_LIMIT] + b"\n"
-
-
-class FrameAssembler:
-    """Reassemble messages from the lines of a pipe."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    def add(self, line: bytes) -> bytes | None:
-        """Add one line; return the JSON of a message once its last piece has arrived."""
-        mark, piece = line[:1], line[1:].rstrip(b"\r\n")
-        self._size += len(piece)
-        if mark not in (b"+", b"=") or self._size > MESSAGE_LIMIT:
-            raise UnreadableMessage(line[:200].decode(errors="replace").strip())
-        self._pieces.append(piece)
-        if mark == b"+":
-            return None
-        whole = b"".join(self._pieces)
-        self._pieces, self._size = [], 0
-        return whole
+def from_line(line: bytes) -> bytes:
+    """Return the JSON of the message in a line."""
+    if not line.startswith(b"=") or len(line) > MESSAGE_LIMIT:
+        raise UnreadableMessage(line[:_ERROR_LIMIT].decode(errors="replace").strip())
+    return line[1:].rstrip(b"\r\n")

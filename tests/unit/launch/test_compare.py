@@ -122,7 +122,7 @@ def test_another_kind_of_processor_is_a_warning(snapshot: SnapshotAssertion) -> 
 
 def test_another_torchmuster_is_a_warning(snapshot: SnapshotAssertion) -> None:
     finding = only(node("a"), node("b", torchmuster="9.9.9"))
-    assert (finding.name, finding.status) == ("torchmuster-version", Status.WARNING)
+    assert (finding.name, finding.status) == ("torchmuster-version", Status.FAILURE)
     assert f"pip install torchmuster=={__version__} " in finding.fix
     assert finding.what.replace(__version__, "VERSION") == snapshot
 

@@ -140,9 +140,9 @@ def test_an_end_always_fits_into_a_message() -> None:
     small = protocol.Ended(attempt=2, good=False, failures=(failure(0), failure(1)))
     assert failures.fitting(small) is small
     large = protocol.Ended(attempt=2, good=False, failures=tuple(map(failure, range(128))))
-    assert len(protocol.to_lines(large)) > protocol.MESSAGE_LIMIT
+    assert len(protocol.to_line(large)) > protocol.MESSAGE_LIMIT
     fitted = failures.fitting(large)
-    assert len(protocol.to_lines(fitted)) < protocol.MESSAGE_LIMIT
+    assert len(protocol.to_line(fitted)) < protocol.MESSAGE_LIMIT
     assert (fitted.attempt, fitted.good, len(fitted.failures)) == (2, False, 128)
     assert fitted.failures[127] == large.failures[127]  # the first that failed
     assert fitted.failures[5].error.startswith("ValueError: 5 ")

@@ -10,8 +10,8 @@ from torchmuster.launch import protocol
 from torchmuster.launch.transports import local
 from torchmuster.launch.transports.local import PipeChannel
 
-ALIVE = protocol.to_lines(protocol.Alive()).decode()
-LONG = protocol.Output(rank=3, text="ü" * 3 * protocol.LINE_LIMIT)
+ALIVE = protocol.to_line(protocol.Alive()).decode()
+LONG = protocol.Output(rank=3, text="ü" * 3000)
 # Neither reads its input nor ends when that ends, like ssh on a link that is cut.
 STUCK = "import time; print('ready', flush=True); time.sleep(600)"
 
@@ -35,7 +35,7 @@ def python(program: str) -> list[str]:
 def test_what_a_login_prints_is_not_taken_for_a_message(
     banner: str, message: protocol.FromAgent
 ) -> None:
-    said = f"{banner}\n{protocol.to_lines(message).decode()}"
+    said = f"{banner}\n{protocol.to_line(message).decode()}"
 
     async def scene() -> tuple[protocol.FromAgent | None, str]:
         channel = await PipeChannel.open(python(f"import sys; sys.stdout.write({said!r})"))

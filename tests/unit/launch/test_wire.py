@@ -33,15 +33,11 @@ ENDED = protocol.Ended(
 
 
 def through_a_pipe(message: protocol.Message) -> bytes:
-    """Return the JSON that arrives; every line on its way is short, ASCII and whole."""
-    lines = protocol.to_lines(message).splitlines(keepends=True)
-    assembler = protocol.FrameAssembler()
-    whole = [assembler.add(line) for line in lines]
-    assert all(line.isascii() and line.endswith(b"\n") for line in lines)
-    assert all(len(line) <= protocol.LINE_LIMIT + 2 for line in lines)
-    assert whole[:-1] == [None] * (len(lines) - 1)
-    assert whole[-1] is not None
-    return whole[-1]
+    """Return the JSON that arrives, from one line."""
+    line = protocol.to_line(message)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    return protocol.from_line(line)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +76,6 @@ def test_what_an_agent_says_arrives(message: protocol.FromAgent) -> None:
     assert protocol.decode_from_agent(through_a_pipe(message)) == message
 
 
-@pytest.mark.parametrize("extra", range(-40, 41))
-def test_a_message_is_cut_anywhere_and_put_together_again(extra: int) -> None:
-    # Three pieces, their ends at every place around the limit.
-    message = protocol.Output(rank=0, text="x" * (2 * protocol.LINE_LIMIT + extra) + "é")
-    assert protocol.to_lines(message).count(b"\n") in (2, 3)
-    assert protocol.decode_from_agent(through_a_pipe(message)) == message
-
-
 @given(st.text(max_size=3000), st.integers(0, 10**6))
 def test_any_text_of_a_rank_arrives(text: str, rank: int) -> None:
     safe = text.encode("utf-8", errors="replace").decode()  # halves of characters never leave a log
@@ -95,18 +83,9 @@ def test_any_text_of_a_rank_arrives(text: str, rank: int) -> None:
     assert protocol.decode_from_agent(through_a_pipe(message)) == message
 
 
-def test_messages_follow_each_other_on_one_pipe() -> None:
-    assembler = protocol.FrameAssembler()
-    lines = (protocol.to_lines(PREPARE) + protocol.to_lines(protocol.Alive())).splitlines(
-        keepends=True
-    )
-    arrived = [data for line in lines if (data := assembler.add(line)) is not None]
-    assert [protocol.decode_to_agent(data) for data in arrived] == [PREPARE, protocol.Alive()]
-
-
 def test_line_ends_of_other_systems_are_no_part_of_a_message() -> None:
-    data = protocol.to_lines(protocol.Alive()).replace(b"\n", b"\r\n")
-    assert protocol.FrameAssembler().add(data) == b'{"kind":"alive"}'
+    data = protocol.to_line(protocol.Alive()).replace(b"\n", b"\r\n")
+    assert protocol.from_line(data) == b'{"kind":"alive"}'
 
 
 def test_a_field_that_is_not_known_is_ignored() -> None:
@@ -188,17 +167,13 @@ def test_what_is_not_a_message_of_an_agent_is_an_error(data: bytes) -> None:
 @pytest.mark.parametrize("line", [b"Last login: Mon\n", b"\n", b"", b"\x00=\n", b" =x\n"])
 def test_a_line_that_is_not_of_the_protocol_is_named_in_the_error(line: bytes) -> None:
     with pytest.raises(protocol.UnreadableMessage) as caught:
-        protocol.FrameAssembler().add(line)
+        protocol.from_line(line)
     assert str(caught.value) == line.decode().strip()
 
 
-def test_whoever_sends_without_an_end_is_refused_before_memory_is_gone() -> None:
-    assembler = protocol.FrameAssembler()
-    piece = b"+" + b"x" * protocol.LINE_LIMIT + b"\n"
-    for _ in range(protocol.MESSAGE_LIMIT // protocol.LINE_LIMIT):
-        assert assembler.add(piece) is None
+def test_a_line_that_is_too_long_is_refused() -> None:
     with pytest.raises(protocol.UnreadableMessage):
-        assembler.add(piece)
+        protocol.from_line(b"=" + b"x" * protocol.MESSAGE_LIMIT)
 
 
 def test_a_number_that_json_does_not_know_is_not_sent_as_nothing_unnoticed() -> None:

@@ -86,9 +86,9 @@ def _torchmuster(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
     if len(groups) > 1:
         yield Finding(
             name="torchmuster-version",
-            status=Status.WARNING,
+            status=Status.FAILURE,
             what=f"torchmuster versions differ: {_shares(groups)}",
-            why="the versions are compatible, but may behave differently",
+            why="node agents of another version may misunderstand the launcher",
             fix=_install(next(iter(groups)), "torchmuster", _others(groups)),
         )
 

@@ -43,7 +43,7 @@ class PipeConnection:
 
     async def send(self, message: protocol.FromAgent) -> None:
         """Send a message."""
-        data = protocol.to_lines(message)
+        data = protocol.to_line(message)
         async with self._writing:
             await asyncio.to_thread(self._write, data)
 
@@ -59,14 +59,15 @@ class PipeConnection:
             self._deliver(None)
 
     def _read(self) -> None:
-        assembler = protocol.FrameAssembler()
         try:
-            for line in sys.stdin.buffer:
-                if (data := assembler.add(line)) is not None:
-                    self._deliver(protocol.decode_to_agent(data))
+            for line in iter(self._read_line, b""):
+                self._deliver(protocol.decode_to_agent(protocol.from_line(line)))
         except (OSError, protocol.UnreadableMessage) as error:
             print(f"torchmuster: cannot decode the launcher's message: {error}", file=sys.stderr)
         self._deliver(None)
+
+    def _read_line(self) -> bytes:
+        return sys.stdin.buffer.readline(protocol.MESSAGE_LIMIT + 1)
 
     def _deliver(self, message: protocol.ToAgent | None) -> None:
         try:

@@ -92,7 +92,7 @@ def _seconds(timestamp: object) -> float | None:
 
 def fitting(ended: protocol.Ended) -> protocol.Ended:
     """Return a report that fits into a message: if necessary, only the first failure is complete."""
-    if len(protocol.to_lines(ended)) <= protocol.MESSAGE_LIMIT:
+    if len(protocol.to_line(ended)) <= protocol.MESSAGE_LIMIT:
         return ended
     failures = _shorten_later(ended.failures, 1, _without_texts)
     return msgspec.structs.replace(ended, failures=tuple(failures))

@@ -9,7 +9,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Arrive
 
 # How a node agent's output begins; output of login scripts or Slurm prologs does not look like this.
-FIRST_WORDS = (b'={"kind":', b'+{"kind":')
+FIRST_WORDS = b'={"kind":'
 _KEPT_WORDS = 4000
 _CLOSE_WITHIN_S = 12.0
 _LAST_WORDS_WITHIN_S = 1.0
@@ -24,7 +24,6 @@ class PipeChannel:
         assert process.stderr is not None
         self._process = process
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
-        self._assembler = protocol.FrameAssembler()
         self._understood = False
         self._words = ""
         self._listening = asyncio.create_task(self._keep_words())
@@ -39,6 +38,7 @@ class PipeChannel:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            limit=protocol.MESSAGE_LIMIT,
             start_new_session=True,
             env=environment,
         )
@@ -52,7 +52,7 @@ class PipeChannel:
     async def send(self, message: protocol.ToAgent) -> None:
         """Send a message; on a closed channel this does nothing."""
         with contextlib.suppress(OSError, RuntimeError):
-            self._stdin.write(protocol.to_lines(message))
+            self._stdin.write(protocol.to_line(message))
             await self._stdin.drain()
 
     async def receive(self) -> protocol.FromAgent | None:
@@ -62,8 +62,7 @@ class PipeChannel:
                 self._keep(line)
                 continue
             self._understood = True
-            if (data := self._assembler.add(line)) is not None:
-                return protocol.decode_from_agent(data)
+            return protocol.decode_from_agent(protocol.from_line(line))
         await self._process.wait()
         # Its child processes may keep its standard error open.
         await asyncio.wait({self._listening}, timeout=_LAST_WORDS_WITHIN_S)
