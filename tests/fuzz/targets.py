@@ -106,7 +106,7 @@ def run_folder() -> Iterator[Parse]:
             run_state.read_state(run)
             [*RunMetrics(run, "job").samples(2e9)]
             node_records.read_node_ranks(run, 2e9)
-            failure_report_of(run).story.moments()
+            failure_report_of(run).record.timeline()
 
         yield read
 

@@ -98,7 +98,7 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
         assert command.end().code == 0
         account = failure_report_of(copied(command))
     assert [one.name for one in account.findings] == ["run-finished"]
-    told_of = [one.what for one in account.story.moments()]
+    told_of = [one.what for one in account.record.timeline()]
     assert sum("keeps the others waiting" in what for what in told_of) == 3
 
 

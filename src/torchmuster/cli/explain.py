@@ -58,9 +58,9 @@ def _run_explain(options: argparse.Namespace) -> int:
 
 
 def _show_explain(account: "FailureReport") -> None:
-    from torchmuster.launch.history.failure_report import timeline_text
+    from torchmuster.launch.history.run_record import timeline_text
 
-    run, moments = account.story.run, account.story.moments()
+    run, moments = account.record.run, account.record.timeline()
     output.print_text(f"run {run.id}\n")
     for line in timeline_text(moments):
         output.print_text(f"  {line}")
@@ -76,12 +76,12 @@ def _show_explain(account: "FailureReport") -> None:
 
 
 def _print_json(account: "FailureReport") -> None:
-    story = account.story
-    state, job = story.state, story.job
+    record = account.record
+    state, job = record.state, record.job
     output.print_json(
         {
-            "id": story.run.id,
-            "folder": str(story.run.path),
+            "id": record.run.id,
+            "folder": str(record.run.path),
             "phase": state.phase if state else None,
             "exit_code": state.exit_code if state else None,
             "killed_ranks": list(state.killed_ranks) if state else [],
@@ -89,10 +89,12 @@ def _print_json(account: "FailureReport") -> None:
             "since_unix_s": state.since_unix_s if state else None,
             "command": job.command if job else None,
             "launched_on": job.launcher.host if job else None,
-            "moments": [{"at_unix_s": one.at_unix_s, "what": one.what} for one in story.moments()],
+            "moments": [
+                {"at_unix_s": one.at_unix_s, "what": one.what} for one in record.timeline()
+            ],
             "findings": [one.as_json() for one in account.findings],
             "checkpoints": [
-                _checkpoint_as_json(one) for one in story.checkpoints[:_MOST_CHECKPOINTS]
+                _checkpoint_as_json(one) for one in record.checkpoints[:_MOST_CHECKPOINTS]
             ],
             "resume": state.resume if state else "",
             "files": list(account.files),

@@ -328,7 +328,7 @@ def test_a_long_story_is_cut_in_its_middle(run: RunFolder, explained: Explain) -
     event_log.ended("failed", 1, headline())
     story = explained().partition("\n\n")[2].partition("\n\n")[0].splitlines()
     assert len(story) == 14
-    assert story[5] == "  … 19 more …"
+    assert story[5] == "  … 18 more …"
     assert story[-1].endswith(f"failed: {headline()}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from patience import GIVE_UP_S
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.history import failure_report, run_state
+from torchmuster.launch.history import run_record, run_state
 from torchmuster.launch.history.run_state import SPARE_READY, SPARE_REFUSED, TAKEOVER
 from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.hosts import Hosts
@@ -47,7 +47,7 @@ def test_the_timeline_of_a_run_shows_spares_and_takeovers() -> None:
         run_state.RunEvent(at_unix_s=1.0, name="started", facts=started),
         run_state.RunEvent(at_unix_s=2.0, name=TAKEOVER, facts={"what": "spare c takes over"}),
     ]
-    shown = [failure_report.failure_text(event) for event in events]
+    shown = [run_record.event_text(event) for event in events]
     assert shown == ["2 ranks started: a 1, b 1; spares: c", "spare c takes over"]
 
 

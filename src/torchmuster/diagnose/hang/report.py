@@ -246,7 +246,7 @@ def no_job(hosts: Sequence[str], unreadable: int, unreachable: Sequence[Finding]
     why = "no process has RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in its environment"
     fix = "muster hang --hosts …   # if the ranks are on other hosts"
     if unreadable:
-        why += f"; {plural(unreadable, 'process')} could not be read"
+        why += f"; processes that could not be read: {unreadable}"
         fix = f'sudo "$(command -v muster)" hang   # reads processes of all users\n{fix}'
     return Impossible(
         f"there are no ranks of a distributed job on {', '.join(hosts)}", why=why, fix=fix

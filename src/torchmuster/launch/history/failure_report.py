@@ -19,197 +19,13 @@ from torchmuster.known_errors.rule import Role
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.history.resume import plan_resume, resume_finding
-from torchmuster.launch.history.script_checkpoints import (
-    ScriptCheckpoint,
-    lost_saves,
-    read_script_checkpoints,
-)
+from torchmuster.launch.history.run_record import RunRecord
+from torchmuster.launch.history.script_checkpoints import lost_saves
 from torchmuster.launch.launcher.console import rank_text
-from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
 
-_SAME_LAUNCH_S = 5.0  # a launch writes its first event and its state this close together
-_NO_HANG_SINCE = ("hang-over", "submitted", "waiting", "joining", "starting")
-_LINES_SHOWN = 14
 _LOST_NAMED = 5
-_FIRST_LINES = 5
-_LONGEST_LINE = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimelineEvent:
-    """One line of the timeline."""
-
-    at_unix_s: float
-    what: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """Everything recorded of a run; missing or truncated parts are left out."""
-
-    run: RunFolder
-    job: run_state.RunJob | None
-    state: run_state.RunState | None
-    events: tuple[run_state.RunEvent, ...]
-    failures: tuple[evidence.FailedAttempt, ...]
-    hangs: tuple[evidence.HangRecord, ...]
-    checkpoints: tuple[ScriptCheckpoint, ...] = ()  # of the user's script, newest first
-
-    @classmethod
-    def of(cls, run: RunFolder) -> "Timeline":
-        """Read a run's folder."""
-        return cls(
-            run=run,
-            job=run_state.read_job(run),
-            state=run_state.read_state(run),
-            events=tuple(run_state.read_events(run)),
-            failures=tuple(evidence.read_failures(run)),
-            hangs=tuple(evidence.read_hangs(run)),
-            checkpoints=tuple(read_script_checkpoints(run.metrics)),
-        )
-
-    @property
-    def was_resumed(self) -> bool:
-        """Whether the run's state counts from a later launch than its first."""
-        started = self.state.started_unix_s if self.state is not None else None
-        if started is None or not self.events:
-            return False
-        return self.events[0].at_unix_s < started - _SAME_LAUNCH_S
-
-    @property
-    def hang_now(self) -> evidence.HangRecord | None:
-        """The last reported hang, unless it was reported as over or another attempt has started since."""
-        ends = [one for one in self.events if one.name in _NO_HANG_SINCE]
-        after = max((one.at_unix_s for one in ends), default=0.0)
-        return next((one for one in self.hangs[-1:] if one.at_unix_s >= after), None)
-
-    @property
-    def verdict(self) -> evidence.FailedAttempt | None:
-        """The failure that ended the run; None if none was recorded.
-
-        A failure of an earlier launch in the same folder does not count.
-        """
-        last, state = self.failures[-1] if self.failures else None, self.state
-        if last is None or state is None or last.at_unix_s < state.started_unix_s:
-            return None
-        what = last.finding.what.partition("\n")[0]
-        return last if what in state.headline or not state.headline else None
-
-    @property
-    def untold_restarts(self) -> list[run_state.RunEvent]:
-        """Restarts after a failure with no other record, such as a failure of the launcher itself."""
-        found, since = [], 0.0
-        for event in self.events:
-            if event.name != run_state.RESTART:
-                continue
-            told = [one for one in self.failures if since < one.at_unix_s <= event.at_unix_s]
-            if all(one.finding.what != event.facts.get("headline") for one in told):
-                found.append(event)
-            since = event.at_unix_s
-        return found
-
-    def moments(self) -> list[TimelineEvent]:
-        """Return the events in chronological order."""
-        return sorted(self._moments(), key=lambda one: one.at_unix_s)
-
-    def _moments(self) -> Iterator[TimelineEvent]:
-        state = self.state
-        if state is not None:
-            words = printable(self.job.shown) if self.job else "unknown command"
-            yield TimelineEvent(at_unix_s=state.started_unix_s, what=f"launched: {words}")
-        for event in self.events:
-            if words := _event_words(event):
-                yield TimelineEvent(at_unix_s=event.at_unix_s, what=words)
-        for event in self.untold_restarts:
-            yield TimelineEvent(at_unix_s=event.at_unix_s, what=_restart_words(event))
-        for failed in self.failures:
-            words = (
-                f"attempt {failed.attempt + 1} failed: {_failure_report_line(failed.finding.what)}"
-            )
-            yield TimelineEvent(at_unix_s=failed.at_unix_s, what=words)
-        yield from self._saves()
-        told = bool(self.events) and state is not None and self.events[-1].name == state.phase
-        if state is not None and not state.active and not told:
-            words = f"{state.phase}: {_failure_report_line(state.headline)}"
-            yield TimelineEvent(at_unix_s=state.since_unix_s, what=words)
-
-    def _saves(self) -> Iterator[TimelineEvent]:
-        with contextlib.suppress(Exception):  # another command reports damaged ones
-            from torchmuster.checkpoints.manifest import committed_manifests
-            from torchmuster.checkpoints.store import FolderStore
-
-            kept = committed_manifests(FolderStore(self.run.checkpoints))
-            for newest in kept[:1]:
-                count = len(kept) - 1
-                older = f"; {plural(count, 'older checkpoint')} kept" if count else ""
-                words = f"saved step {newest.step}: checkpoints/{newest.name}{older}"
-                yield TimelineEvent(at_unix_s=newest.made_unix_s, what=words)
-        for saved in self.checkpoints[:1]:
-            count = len(self.checkpoints) - 1
-            before = f"; {plural(count, 'earlier checkpoint')}" if count else ""
-            words = f"saved step {saved.step:,}: {saved.path} ({saved.condition}){before}"
-            yield TimelineEvent(at_unix_s=saved.at_unix_s, what=words)
-
-
-def timeline_text(moments: Sequence[TimelineEvent]) -> list[str]:
-    """Return the timeline as text lines with times; the middle of a long one is left out."""
-    if not moments:
-        return []
-    first = moments[0].at_unix_s
-    lines = [
-        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one.at_unix_s))}"
-        f"  {'+' + format_seconds(max(0.0, one.at_unix_s - first)):>8}  {one.what}"
-        for one in moments
-    ]
-    if len(lines) > _LINES_SHOWN:
-        last = _LINES_SHOWN - _FIRST_LINES - 1
-        left_out = f"… {len(lines) - _FIRST_LINES - last} more …"
-        lines = [*lines[:_FIRST_LINES], left_out, *lines[-last:]]
-    return lines
-
-
-def failure_text(event: run_state.RunEvent) -> str:
-    """Return the text of an event, including restarts; "" for intermediate phases."""
-    return _restart_words(event) if event.name == run_state.RESTART else _event_words(event)
-
-
-def _event_words(event: run_state.RunEvent) -> str:
-    """Return the text of an event; "" for intermediate phases."""
-    facts = event.facts
-    match event.name:
-        case "submitted" | "waiting" | "joining" | "starting" | "running":
-            return ""
-        case "started":
-            count, attempt = facts.get("ranks"), facts.get("attempt")
-            hosts = facts.get("hosts")
-            where = f": {', '.join(map(str, hosts))}" if isinstance(hosts, list) else ""
-            spares = facts.get("spares")
-            if isinstance(spares, list):
-                where += f"; spares: {', '.join(map(str, spares)) or 'none'}"
-            again = f" (attempt {attempt + 1})" if isinstance(attempt, int) and attempt else ""
-            return f"{count} rank{'' if count == 1 else 's'} started{where}{again}"
-        case "finished" | "failed" | "stopped" | "saved":
-            headline = _failure_report_line(str(facts.get("headline", "")))
-            return headline if headline.startswith(event.name) else f"{event.name}: {headline}"
-    return _failure_report_line(str(facts.get("what", "")))
-
-
-def _restart_words(event: run_state.RunEvent) -> str:
-    headline, step = (
-        _failure_report_line(str(event.facts.get("headline", ""))),
-        event.facts.get("from_step"),
-    )
-    where = f" from step {step:,}" if isinstance(step, int) else ""
-    return f"{headline or 'it failed'}; restarted{where}"
-
-
-def _failure_report_line(text: str) -> str:
-    line = text.partition("\n")[0]
-    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
-
-
 _LOGS_NAMED = 8
 _LOGS_READ = 16
 _LOG_BYTES = 64 * 1024
@@ -221,74 +37,74 @@ _PATH_INSIDE = re.compile(r"(?<![\w/])/\S*/((?:logs/rank-|hang/\d+|checkpoints/)
 class FailureReport:
     """The report of a run, root cause first; ``files`` are names within its folder."""
 
-    story: Timeline
+    record: RunRecord
     findings: tuple[Finding, ...]
     files: tuple[str, ...]
 
 
 def failure_report_of(run: RunFolder) -> FailureReport:
     """Read a run folder and return its failure report."""
-    story = Timeline.of(run)
-    findings = [_with_names_inside(one) for one in _failure_report_findings(story)]
+    record = RunRecord.of(run)
+    findings = [_with_names_inside(finding) for finding in _findings(record)]
     return FailureReport(
-        story=story,
-        findings=(*findings, *_to_resume(story)),
-        files=tuple(_failure_report_files(story)),
+        record=record,
+        findings=(*findings, *_to_resume(record)),
+        files=tuple(_files(record)),
     )
 
 
-def _failure_report_findings(story: Timeline) -> Iterator[Finding]:
-    state = story.state
+def _findings(record: RunRecord) -> Iterator[Finding]:
+    state = record.state
     if state is None:
-        yield _failure_report_unknown()
-        yield from _last_troubles(story)
+        yield _unknown()
+        yield from _last_troubles(record)
         return
     match state.phase:
         case "finished":
-            yield _finished(story, state)
-            yield from _lost(story)
+            yield _finished(record, state)
+            yield from _lost(record)
         case "failed":
-            yield _failed(story, state)
+            yield _failed(record, state)
         case "saved":
             words = state.headline or "checkpointed after a stop request"
-            yield Finding(name="run-saved", status=Status.OK, what=words, fix=_how_to_go_on(story))
-            yield from _killed(story, state)
+            yield Finding(name="run-saved", status=Status.OK, what=words, fix=_how_to_go_on(record))
+            yield from _killed(record, state)
         case "stopped":
             yield Finding(name="run-stopped", status=Status.NOTE, what=state.headline)
-            yield from _killed(story, state)
-            yield from _last_troubles(story)
+            yield from _killed(record, state)
+            yield from _last_troubles(record)
         case "died":
-            yield _died(story, state)
-            yield from _last_troubles(story)
+            yield _died(record, state)
+            yield from _last_troubles(record)
         case _:
-            yield _active(story, state)
-            if story.hang_now is not None:
-                yield _of_hang(story.hang_now)
+            yield _active(record, state)
+            if record.hang_now is not None:
+                yield _of_hang(record.hang_now)
 
 
-def _killed(story: Timeline, state: run_state.RunState) -> Iterator[Finding]:
+def _killed(record: RunRecord, state: run_state.RunState) -> Iterator[Finding]:
     """Return the ranks that had to be killed after the stop request, as they were reported."""
     if not state.killed_ranks:
         return
-    told = [one.facts for one in story.events if one.name == "ranks-killed"]
+    told = [one.facts for one in record.events if one.name == "ranks-killed"]
     facts = told[-1] if told else {"what": f"{rank_text(state.killed_ranks)} had to be killed"}
     what, why, fix = (str(facts.get(name, "")) for name in ("what", "why", "fix"))
     yield Finding(name="ranks-killed", status=Status.WARNING, what=what, why=why, fix=fix)
 
 
-def _finished(story: Timeline, state: run_state.RunState) -> Finding:
+def _finished(record: RunRecord, state: run_state.RunState) -> Finding:
     took = format_seconds(max(0.0, state.since_unix_s - state.started_unix_s))
-    resumed = " after it was resumed" if story.was_resumed else ""
+    resumed = " after it was resumed" if record.was_resumed else ""
     return Finding(
         name="run-finished",
         status=Status.OK,
-        what=f"{state.headline or 'finished'} in {took}{resumed}{_after_failures(story)}",
+        what=f"{state.headline or 'finished'} in {took}{resumed}{_after_failures(record)}",
     )
 
 
-def _lost(story: Timeline) -> Iterator[Finding]:
+def _lost(record: RunRecord) -> Iterator[Finding]:
     """Return the saves that failed: a finished run may have fewer checkpoints than its user expects."""
-    if steps := lost_saves(story.run.metrics):
+    if steps := lost_saves(record.run.metrics):
         named = ", ".join(map(str, steps[:_LOST_NAMED]))
         more = f" and {len(steps) - _LOST_NAMED} more" if len(steps) > _LOST_NAMED else ""
         yield Finding(
@@ -296,25 +112,25 @@ def _lost(story: Timeline) -> Iterator[Finding]:
             status=Status.WARNING,
             what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
             why="the training continued without them",
-            fix="muster checkpoint ls   # what was saved; then free disk space before the next run",
+            fix=f"muster checkpoint ls {record.run.path}   # what was saved; then free disk space before the next run",
         )
 
 
-def _failed(story: Timeline, state: run_state.RunState) -> Finding:
+def _failed(record: RunRecord, state: run_state.RunState) -> Finding:
     """Return the last attempt's root cause, with other records from the folder."""
-    if story.verdict is None:
+    if record.last_failure is None:
         finding = Finding(name="run-failed", status=Status.FAILURE, what=state.headline)
-        if not story.failures:
-            return _explained(finding, _known_in(_logs(story.run)))
-        before = f"before that: {story.failures[-1].finding.what}"
+        if not record.failures:
+            return _explained(finding, _known_in(_logs(record.run)))
+        before = f"before that: {record.failures[-1].finding.what}"
         return dataclasses.replace(finding, why=before, fix="see console.log in the run folder")
-    finding = story.verdict.finding
+    finding = record.last_failure.finding
     why = [finding.why]
-    if earlier := story.failures[:-1]:
+    if earlier := record.failures[:-1]:
         why.append(
             f"{plural(len(earlier), 'attempt')} had failed before: {earlier[-1].finding.what}"
         )
-    hang = story.hang_now
+    hang = record.hang_now
     if hang is not None and finding.name not in messages.NAMES.values():
         why.append(f"reported shortly before: {hang.finding.what}")
     said = [one.what for one in hang.analysis] if hang is not None else []
@@ -323,52 +139,54 @@ def _failed(story: Timeline, state: run_state.RunState) -> Finding:
     )
 
 
-def _died(story: Timeline, state: run_state.RunState) -> Finding:
-    job = story.job
-    phases = [event.name for event in story.events if event.name in run_state.ACTIVE]
+def _died(record: RunRecord, state: run_state.RunState) -> Finding:
+    job = record.job
+    phases = [event.name for event in record.events if event.name in run_state.ACTIVE]
     was = f"the run was {phases[-1]}; " if phases else ""
     if job is not None and not job.launcher.is_of_this_machine:
-        return _not_heard_of(story, state, job.launcher.host, was)
-    left = f"muster stop {story.run.path}   # stops any remaining processes"
+        return _not_heard_of(record, state, job.launcher.host, was)
+    left = f"muster stop {record.run.path}   # stops any remaining processes"
     return Finding(
         name="launcher-killed",
         status=Status.FAILURE,
         what=f"{state.headline}{f' on {job.launcher.host}' if job else ''}, and its ranks were stopped",
         why=f"{was}the launcher logged no error, so it was killed: by kill -9, the out-of-memory killer, or "
         "a reboot of the host",
-        fix=_joined(["journalctl and dmesg there show what killed it", left, _how_to_go_on(story)]),
+        fix=_joined(
+            ["journalctl and dmesg there show what killed it", left, _how_to_go_on(record)]
+        ),
     )
 
 
-def _not_heard_of(story: Timeline, state: run_state.RunState, host: str, was: str) -> Finding:
-    there = f"on {host}, if it is up: muster stop {story.run.path}"
+def _not_heard_of(record: RunRecord, state: run_state.RunState, host: str, was: str) -> Finding:
+    there = f"on {host}, if it is up: muster stop {record.run.path}"
     return Finding(
         name="launcher-gone",
         status=Status.FAILURE,
         what=state.headline.replace("the launcher", f"the launcher on {host}"),
         why=f"{was}that host is down or lost access to this disk, or this folder is an older copy",
-        fix=_joined([there, _how_to_go_on(story)]),
+        fix=_joined([there, _how_to_go_on(record)]),
     )
 
 
-def _active(story: Timeline, state: run_state.RunState) -> Finding:
-    job = story.job
+def _active(record: RunRecord, state: run_state.RunState) -> Finding:
+    job = record.job
     if job is not None and job.launcher.is_of_this_machine:
         since = format_seconds(max(0.0, time.time() - state.started_unix_s))
-        what = f"{state.phase}; launched {since} ago{_after_failures(story)}"
+        what = f"{state.phase}; launched {since} ago{_after_failures(record)}"
         return Finding(name="run-active", status=Status.OK, what=what)
     host = job.launcher.host if job else "another host"
     return Finding(
         name="run-active",
         status=Status.NOTE,
-        what=f"{state.phase} at its last heartbeat{_after_failures(story)}",
+        what=f"{state.phase} at its last heartbeat{_after_failures(record)}",
         why=f"the launcher runs on {host} and cannot be checked from here; the newest file in the run folder "
-        f"is {_age_of_newest(story.run)} old",
-        fix=f"on {host}: muster explain {story.run.id}",
+        f"is {_age_of_newest(record.run)} old",
+        fix=f"on {host}: muster explain {record.run.id}",
     )
 
 
-def _failure_report_unknown() -> Finding:
+def _unknown() -> Finding:
     return Finding(
         name="run-unknown",
         status=Status.NOTE,
@@ -378,17 +196,17 @@ def _failure_report_unknown() -> Finding:
     )
 
 
-def _last_troubles(story: Timeline) -> Iterator[Finding]:
+def _last_troubles(record: RunRecord) -> Iterator[Finding]:
     """Return the last known problems of a run that ended without a root cause."""
-    hang = story.hang_now
+    hang = record.hang_now
     if hang is not None:
         yield _of_hang(hang)
-    for failed in story.failures[-1:]:
+    for failed in record.failures[-1:]:
         what = f"attempt {failed.attempt + 1} had failed: {failed.finding.what}"
         yield dataclasses.replace(failed.finding, status=Status.WARNING, what=what)
-    stopped = story.state is not None and story.state.phase == "stopped"
-    if hang is None and not story.failures and not stopped:
-        yield from _known_in(_logs(story.run))[:2]
+    stopped = record.state is not None and record.state.phase == "stopped"
+    if hang is None and not record.failures and not stopped:
+        yield from _known_in(_logs(record.run))[:2]
 
 
 def _of_hang(hang: evidence.HangRecord) -> Finding:
@@ -397,19 +215,19 @@ def _of_hang(hang: evidence.HangRecord) -> Finding:
     return dataclasses.replace(hang.finding, evidence=_joined([hang.finding.evidence, *said]))
 
 
-def _how_to_go_on(story: Timeline) -> str:
-    ours = story.job is not None and story.job.typed[:1] == ["train"]
-    resume = f"muster train --resume {story.run.path}   # resumes from its newest valid checkpoint"
+def _how_to_go_on(record: RunRecord) -> str:
+    ours = record.job is not None and record.job.typed[:1] == ["train"]
+    resume = f"muster train --resume {record.run.path}   # resumes from its newest valid checkpoint"
     return resume if ours else ""
 
 
-def _to_resume(story: Timeline) -> Iterator[Finding]:
+def _to_resume(record: RunRecord) -> Iterator[Finding]:
     """Yield from which checkpoint the user's script can resume, if it did not finish."""
-    state, job = story.state, story.job
+    state, job = record.state, record.job
     if state is None or job is None or state.active or state.phase == "finished":
         return
     with contextlib.suppress(OSError):
-        if finding := resume_finding(job, plan_resume(job, story.run.metrics)):
+        if finding := resume_finding(job, plan_resume(job, record.run.metrics)):
             yield finding
             return
     if state.resume:  # a copy of the folder, without the checkpoints
@@ -422,20 +240,20 @@ def _to_resume(story: Timeline) -> Iterator[Finding]:
         )
 
 
-def _after_failures(story: Timeline) -> str:
-    failed = len(story.failures) + len(story.untold_restarts)
+def _after_failures(record: RunRecord) -> str:
+    failed = len(record.failures) + len(record.unexplained_restarts)
     return f", after {plural(failed, 'failed attempt')}" if failed else ""
 
 
 # ---- logs
 
 
-def _failure_report_files(story: Timeline) -> Iterator[str]:
+def _files(record: RunRecord) -> Iterator[str]:
     """Return the names of the files to read, the most relevant first."""
-    run = story.run
-    guilty = [one.rank for failed in story.failures[-1:] for one in failed.ranks]
+    run = record.run
+    guilty = [one.rank for failed in record.failures[-1:] for one in failed.ranks]
     logs = [run.rank_log(rank) for rank in guilty] or sorted(run.logs.glob("rank-*.log"))
-    kept = [path for hang in story.hangs[-1:] for path in hang.files]
+    kept = [path for hang in record.hangs[-1:] for path in hang.files]
     for path in dict.fromkeys([*kept, *logs[:_LOGS_NAMED], run.console]):
         if path.exists():
             yield path.relative_to(run.path).as_posix()

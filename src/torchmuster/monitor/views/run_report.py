@@ -61,7 +61,7 @@ def run_report(run: RunFolder) -> str:
 def _read_run_report(run: RunFolder) -> _Told:
     watch = RunWatch(run)
     account = failure_report_of(run)
-    state = account.story.state
+    state = account.record.state
     # In a run that has ended, the last heartbeats are those at its end.
     now = time.time() if state is None or state.active else state.since_unix_s
     watch.catch_up(_READ_WITHIN_S)
@@ -80,15 +80,15 @@ def _read_run_report(run: RunFolder) -> _Told:
         picture=picture,
         account=account,
         saved=saved,
-        of_script=_conditions(account.story.checkpoints),
+        of_script=_conditions(account.record.checkpoints),
         settings=settings,
         is_whole=not watch.is_behind,
     )
 
 
 def _page(told: _Told) -> Iterator[str]:
-    picture, story = told.picture, told.account.story
-    started = story.state.started_unix_s if story.state else None
+    picture, record = told.picture, told.account.record
+    started = record.state.started_unix_s if record.state else None
     when = "" if started is None else f", launched {_clock(started)}"
     yield f"<h1>{escaped_text(picture.job)}: {page_parts.failure_part(picture.phase)}</h1>"
     yield f'<p class="quiet">run {escaped_text(picture.id)}{when}</p>'
@@ -140,7 +140,7 @@ def _section(title: str, body: str) -> str:
 
 def _answer(told: _Told) -> str:
     """Return the command, the result and what to do, in a few lines."""
-    job = told.account.story.job
+    job = told.account.record.job
     asked = "unknown: job.json is missing"
     if job:
         asked = f"muster {printable(as_people_know_it(job.typed, job.command, job.flags))}"
@@ -155,7 +155,7 @@ def _true(told: _Told) -> str:
     """Return the outcome and the most important figures."""
     picture, values = told.picture, told.picture.values
     first = [one.what for one in told.account.findings[:1]]
-    resumed = " since it was resumed" if told.account.story.was_resumed else ""
+    resumed = " since it was resumed" if told.account.record.was_resumed else ""
     parts = [f"duration {format_seconds(picture.lasts_s)}{resumed}"]
     if catalogue.STEPS in values:
         parts.append(f"{_steps(picture)} steps")
