@@ -80,7 +80,11 @@ def test_a_run_prints_its_banner_once_and_then_lines(capsys: pytest.CaptureFixtu
     banner = [line.split()[0] for line in lines[:6]]
     assert banner == ["model", "ranks", "batch", "data", "strategy", "precision"]
     assert lines[4].startswith("strategy  single: ")
-    assert starts[6:] == ["step 1/3", "step 3/3", "step 6/6"]
+    assert [one for one in starts if one.startswith("step ")] == [
+        "step 1/3",
+        "step 3/3",
+        "step 6/6",
+    ]
 
 
 def test_an_end_is_asked_for_and_kept_to(snapshot: SnapshotAssertion) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -244,6 +245,7 @@ class Reports:
         self._files = MetricsFile(folder) if folder is not None and world.is_first else None
         self._listeners = tuple(on_record) if world.is_first else ()
         self._last_step: int | None = None
+        self._advised: set[str] = set()
         self.screen: Screen = self._plain()
 
     def _plain(self) -> Screen:
@@ -271,10 +273,18 @@ class Reports:
         """Show and write a record."""
         if self._speaks:
             self.screen.say(render_step_line(record, last_step=self._last_step))
+            self._advise(record.verdict)
         if self._files is not None and (trouble := self._files.write_step(record)):
             self.say(trouble)
         for listener in self._listeners:
             listener(record)
+
+    def _advise(self, verdict: str) -> None:
+        """Show what takes the time, once."""
+        kind = re.sub(r"\d+", "", verdict)
+        if kind and kind not in self._advised:
+            self._advised.add(kind)
+            self.screen.say(verdict)
 
     def evaluation(self, step: int, epoch: int, numbers: Mapping[str, float]) -> None:
         """Show and write the results of an evaluation."""

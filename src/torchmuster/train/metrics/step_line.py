@@ -5,7 +5,9 @@ from typing import Any
 
 from torchmuster.units import format_bytes
 
-# Report shares of the time from these thresholds on.
+WIDTH = 100  # characters of a step line
+SHOWN_SHARE = 0.01
+# Advise on shares of the time from these thresholds on.
 _MUCH_DATA = 0.2
 _MUCH_COMMUNICATION = 0.3
 _MUCH_CHECKPOINT = 0.1
@@ -44,27 +46,28 @@ class StepRecord:
 
 
 def render_step_line(record: StepRecord, *, last_step: int | None = None) -> str:
-    """Return the record as one line."""
-    of = f"/{last_step}" if last_step is not None else ""
-    parts = [
-        f"step {record.step}{of}",
-        f"epoch {record.epoch}",
-        "loss -" if record.loss is None else f"loss {record.loss:.4f}",
-        f"lr {record.learning_rate:.3g}",
-    ]
-    if record.gradient_norm is not None:
-        parts.append(f"norm {record.gradient_norm:.3g}")
-    parts.append(f"{_amount(record.samples_per_s)} samples/s")
-    if record.tokens_per_s is not None:
-        parts.append(f"{_amount(record.tokens_per_s)} tokens/s")
-    if record.flop_s is not None:
-        parts.append(_step_line_rate(record.flop_s, record.mfu))
-    parts.append(_shares(record))
-    parts.append(format_bytes(record.memory_peak_bytes))
+    """Return the record as one line of at most 100 characters; what is last in it gives way."""
+    progress = f"step {record.step}"
+    if last_step is not None:
+        progress += f"/{last_step}"
+    loss = "loss -"
+    if record.loss is not None:
+        loss = f"loss {record.loss:.4f}"
+    parts = [progress, f"epoch {record.epoch}", loss, f"lr {record.learning_rate:.3g}"]
     if record.skipped_steps:
         parts.append(f"{record.skipped_steps} skipped")
-    if record.verdict:
-        parts.append(record.verdict)
+    if record.tokens_per_s is None:
+        parts.append(f"{_amount(record.samples_per_s)} samples/s")
+    else:
+        parts.append(f"{_amount(record.tokens_per_s)} tokens/s")
+    if record.gradient_norm is not None:
+        parts.append(f"norm {record.gradient_norm:.3g}")
+    if record.mfu is not None:
+        parts.append(_utilization(record.mfu))
+    parts.append(format_bytes(record.memory_peak_bytes))
+    parts += _waits(record)
+    while len(" | ".join(parts)) > WIDTH:
+        parts.pop()
     return " | ".join(parts)
 
 
@@ -72,29 +75,22 @@ def _amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _step_line_rate(flop_s: float, mfu: float | None) -> str:
-    size, name = (1e12, "TFLOP/s") if flop_s >= 1e11 else (1e9, "GFLOP/s")
-    rate = flop_s / size
-    text = f"{rate:,.0f} {name}" if rate >= 100 else f"{rate:.3g} {name}"
-    if mfu is None:
-        return text
-    # More than the peak rate is impossible: one of the two figures is wrong.
-    if mfu > 1.0:
-        return (
-            f"{text} (error: {mfu * 100:.0f} % of the peak rate, "
-            "so the peak rate or the FLOPs are wrong)"
-        )
-    return f"{text} (MFU {mfu * 100:.0f} %)"
+def _utilization(mfu: float) -> str:
+    if mfu > 1.0:  # impossible: the peak rate or the FLOPs are wrong
+        return f"MFU {mfu * 100:.0f} % (wrong)"
+    return f"MFU {mfu * 100:.0f} %"
 
 
-def _shares(record: StepRecord) -> str:
-    communication = record.communication_share
-    text = f"data {record.data_share:.0%} compute {record.compute_share:.0%} communication "
-    text += "not measured" if communication is None else f"{communication:.0%}"
-    text += f" checkpoint {record.checkpoint_share:.0%}"
-    if record.evaluation_share:
-        text += f" evaluation {record.evaluation_share:.0%}"
-    return text.replace("%", " %")
+def _waits(record: StepRecord) -> list[str]:
+    """Return the shares of the time that were not compute, the largest first."""
+    shares = {
+        "data": record.data_share,
+        "communication": record.communication_share or 0.0,
+        "saving": record.checkpoint_share,
+        "evaluation": record.evaluation_share,
+    }
+    names = sorted(shares, key=lambda name: -shares[name])
+    return [f"{name} {shares[name] * 100:.0f} %" for name in names if shares[name] >= SHOWN_SHARE]
 
 
 def dominant_cost(
