@@ -209,13 +209,14 @@ class Data:
         Annotated[int, Meta(ge=2)], Meta(description="Tokens per row of a batch.")
     ] = 1024
     pack: Annotated[
-        bool,
+        bool | None,
         Meta(
             description="Pack several texts into a row, which do not attend to each other; false "
-            "pads each text to a row of its own. Only text and tokens continue in the next row; "
-            "chats and completions are truncated."
+            "pads each text to a row of its own; on if left out, unless a trial shows that the model "
+            "mixes the texts of a row. Only text and tokens continue in the next row; chats and "
+            "completions are truncated."
         ),
-    ] = True
+    ] = None
     shuffle: Annotated[
         bool, Meta(description="Shuffle the data in each epoch, based on the seed.")
     ] = True

@@ -126,7 +126,7 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
         dataset=data.dataset,
         images=data.images,
         sequence_length=None if data.dataset or data.images else data.sequence_length,
-        packed=data.pack and bool(data.files or data.hugging_face),
+        packed=data.pack is not False and bool(data.files or data.hugging_face),
         optimizer=train.optimizer,
         clip_norm=train.clip_norm,
         folder=folder,

@@ -1,6 +1,6 @@
 """Create the dataset, loaders and evaluation that the settings describe."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,9 @@ from torchmuster.train.losses import Loss, measured_loss
 from torchmuster.train.models import factory, hugging_face
 from torchmuster.train.models.factory import ModelRecipe
 from torchmuster.train.trainer import Evaluation
-from torchmuster.train.world import World, rank_zero_first
+from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import format_bytes
+from torchmuster.worker.reporting import rank_zero_log
 
 _USUAL_MICRO_BATCH_SIZE = 8
 
@@ -41,11 +42,27 @@ def images_of(place: str, recipe: ModelRecipe, world: World) -> ImageFolder:
         return ImageFolder(found, hugging_face.load_image_processor(recipe.files))
 
 
-def text_of(settings: Settings, world: World) -> TextFormat | None:
-    """Return how records become rows; None if the data is not text."""
+def text_of(settings: Settings, world: World, recipe: ModelRecipe | None) -> TextFormat | None:
+    """Return how records become rows; None if the data is not text.
+
+    Without a model (``recipe``), rows are packed unless ``data.pack`` is false.
+    """
     with rank_zero_first(world, per="node"):  # the first rank downloads and converts
         records = open_training(settings)
-        return None if records is None else text_format(settings, records)[0]
+        if records is None:
+            return None
+        text = text_format(settings, records)[0]
+    if recipe is None:
+        return text
+    with rank_zero_first(world):
+        problem = None
+        if world.is_first and text.pack:
+            problem = recipe.mixed_documents(text.tokenizer.vocabulary)
+    (problem, *_) = all_gather_object(problem, world)
+    text, reason = with_proven_packing(text, settings, lambda: problem)
+    if reason:
+        rank_zero_log(world, reason)
+    return text
 
 
 def text_format(settings: Settings, records: Records) -> tuple[TextFormat, str]:
@@ -62,10 +79,31 @@ def text_format(settings: Settings, records: Records) -> tuple[TextFormat, str]:
     text = TextFormat(
         tokenizer=tokenizer_named(name, chat_template=data.chat_template),
         sequence_length=data.sequence_length,
-        pack=data.pack,
+        pack=data.pack is not False,
         record=record,
     )
     return text, reason
+
+
+def with_proven_packing(
+    text: TextFormat, settings: Settings, mixes: Callable[[], str | None]
+) -> tuple[TextFormat, str]:
+    """Turn packing off if the model mixes the documents of a row; return the reason, too.
+
+    ``mixes`` tries the model. With ``data.pack: true`` such a model is refused.
+    """
+    if not text.pack:
+        return text, ""
+    problem = mixes()
+    if problem is None:
+        return text, ""
+    if settings.data.pack:
+        raise Impossible(
+            "data.pack is true, but this model mixes the documents of a row",
+            why=problem,
+            fix="remove data.pack: each document then has rows of its own",
+        )
+    return replace(text, pack=False), f"data.pack is off: {problem}"
 
 
 def record_format(settings: Settings) -> RecordFormat:

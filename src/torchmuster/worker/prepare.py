@@ -24,7 +24,7 @@ from torchmuster.train.data.text import Records, TextFormat, refuse_records, row
 from torchmuster.train.models import hugging_face
 from torchmuster.train.models.factory import check_tokens
 from torchmuster.units import plural
-from torchmuster.worker.data import open_evaluation, open_training, text_format
+from torchmuster.worker.data import open_evaluation, open_training, text_format, with_proven_packing
 
 STREAM_CHECKED = 100  # records of a stream that are read before the ranks start
 
@@ -48,8 +48,16 @@ def prepare_data(settings: Settings) -> DataReport | None:
     if records is None:
         return None
     text, reason = text_format(settings, records)
+    notes: list[str] = []
+    if name is not None:
+        files = hugging_face.find_model(name)
+        text, note = with_proven_packing(
+            text, settings, lambda: hugging_face.mixed_documents_of(files)
+        )
+        notes = [note] if note else []
     check_tokens(config, vocabulary=text.tokenizer.vocabulary, sequence_length=text.sequence_length)
     report = data_report(records, text, reason)
+    report.lines.extend(notes)
     evaluated = open_evaluation(settings)
     if evaluated is not None:
         lines = data_report(evaluated, text, "").lines

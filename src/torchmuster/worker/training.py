@@ -75,7 +75,7 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     stop = StopRequest(world) if saves_checkpoints(settings.checkpoint) else None
     with oom_report(world):
         recipe = recipe_of(settings, world)
-        text = text_of(settings, world)
+        text = text_of(settings, world, recipe)
         trainer = _trainer(settings, recipe, text, world, folder, stop)
     run = RunFolder(folder)
     if text is not None and world.is_first and not run.data.is_file():

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
-from torchmuster.train.models import hugging_face, lora
+from torchmuster.train.models import hugging_face, lora, packing
 from torchmuster.train.models.hugging_face import ModelFiles
 from torchmuster.train.precision import Precision
 
@@ -190,6 +190,15 @@ class ModelRecipe:
         )
         lora.keep_training_kernels(loaded)
         return self._adapted(loaded)
+
+    def mixed_documents(self, vocabulary: int) -> str | None:
+        """Return why the model cannot be trained on packed rows of text; None if it can."""
+        if self.files is not None:
+            return hugging_face.mixed_documents_of(self.files)
+        assert self.build is not None
+        with torch.random.fork_rng(devices=[]):
+            model = call_import(self.build, "model.build")
+        return packing.mixed_documents(model, vocabulary)
 
     def check(self) -> None:
         """Reject adapters for a model that has no weights, or none for its head."""

@@ -22,6 +22,7 @@ from torchmuster.checkpoints.model_class import (
 from torchmuster.config.here import looks_like_path
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
+from torchmuster.train.models import packing
 
 INSTALL = "pip install 'torchmuster[transformers]'"
 DTYPES: dict[str, torch.dtype] = {
@@ -135,6 +136,21 @@ def build_model(
     except ValueError as error:
         raise _cannot_build(files, kind, error) from error
     return _for_training(model)
+
+
+def mixed_documents_of(files: ModelFiles) -> str | None:
+    """Return why this architecture cannot be trained on packed rows; None if it can.
+
+    A small model of it is tried.
+    """
+    kind = model_class(files).value
+    try:
+        config = packing.smaller(model_config(files))
+        with torch.random.fork_rng(devices=[]):
+            model = getattr(_transformers(), kind.auto).from_config(config, dtype=torch.float32)
+    except Exception as error:  # configs of architectures raise errors of their own
+        return f"no small model could be built to try it: {error}"
+    return packing.mixed_documents(model, config.vocab_size)
 
 
 def load_model(
