@@ -191,7 +191,7 @@ def test_doctor_multiplies_on_every_gpu_that_torch_sees(
     monkeypatch.setattr(torch_at_work, "_MATMUL_S", 0.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device.index}")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
-    devices = torch_at_work._torch_at_work_devices(torch)
+    devices = torch_at_work._devices(torch)
     assert devices == [torch.device("cpu"), *(torch.device("cuda", one) for one in range(8))]
     with FakeGpu(accelerator, monkeypatch):
         record = torch_at_work._multiply(torch, GPU)

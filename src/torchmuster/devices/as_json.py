@@ -17,8 +17,8 @@ def node_as_json(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> dic
         "taken_unix_s": node.taken_unix_s,
         "driver_version": node.driver_version,
         "cuda_version": node.cuda_version,
-        "accelerators": [_as_json_device(device, shown, claims) for device in node.accelerators],
-        "cpu": _as_json_plain(node.cpu),
+        "accelerators": [_device(device, shown, claims) for device in node.accelerators],
+        "cpu": _plain(node.cpu),
         "links": [
             {"a": link.a, "b": link.b, "kind": link.short, "lanes": link.lanes}
             for link in node.links
@@ -27,10 +27,10 @@ def node_as_json(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> dic
     }
 
 
-def _as_json_device(device: Device, shown: Visible, claims: Mapping[str, Claim]) -> dict[str, Any]:
+def _device(device: Device, shown: Visible, claims: Mapping[str, Claim]) -> dict[str, Any]:
     claim = claims.get(device.uuid)
     return {
-        **_as_json_plain(device),
+        **_plain(device),
         "visible": device in shown.devices,
         "hidden_by": shown.hidden_by.get(device.uuid),
         "in_use": bool(in_use_by(device)),
@@ -38,7 +38,7 @@ def _as_json_device(device: Device, shown: Visible, claims: Mapping[str, Claim])
     }
 
 
-def _as_json_plain(device: Device) -> dict[str, Any]:
+def _plain(device: Device) -> dict[str, Any]:
     return {**asdict(device), "number": device.number, "free_bytes": device.free_bytes}
 
 

@@ -227,7 +227,7 @@ def device_load(device: Device) -> tuple[bool, int, int]:
 
 
 def _best(node: Node, eligible: Sequence[Device], count: int) -> tuple[Device, ...]:
-    ranked = sorted(eligible, key=lambda one: (device_load(one), _choose_number(one)))
+    ranked = sorted(eligible, key=lambda one: (device_load(one), _number(one)))
     limit = device_load(ranked[count - 1])
     sure = [one for one in ranked if device_load(one) < limit]
     equal = [one for one in ranked if device_load(one) == limit]
@@ -256,7 +256,7 @@ def _grow(node: Node, members: list[Device], pool: Sequence[Device], count: int)
     left = {one.uuid: one for one in pool}
     weakest = {one.uuid: min(link_strength(node, one, m) for m in members) for one in pool}
     total = {one.uuid: sum(link_strength(node, one, m) for m in members) for one in pool}
-    constant = {one.uuid: (-(one.free_bytes or 0), _choose_number(one)) for one in pool}
+    constant = {one.uuid: (-(one.free_bytes or 0), _number(one)) for one in pool}
     unlike = {one.uuid: one.name != model for one in pool}
     while len(members) < count:
         best = min(
@@ -284,11 +284,11 @@ def _rank(node: Node, members: Sequence[Device]) -> tuple[object, ...]:
             (-major, -minor)
             for major, minor in sorted(one.compute_capability or (0, 0) for one in members)
         ],
-        sorted(_choose_number(one) for one in members),
+        sorted(_number(one) for one in members),
     )
 
 
-def _choose_number(device: Device) -> tuple[str, tuple[int, int]]:
+def _number(device: Device) -> tuple[str, tuple[int, int]]:
     return device.kind, device.place
 
 

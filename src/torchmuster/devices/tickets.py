@@ -143,7 +143,7 @@ def devices_of_those_ahead(
             continue
         devices = _devices_for(waiting, node, {**claimed, **promised})
         if not devices and now_unix_s - waiting.since_unix_s >= LONG_WAIT_S:
-            devices = _usable_devices(waiting, node)
+            devices = _usable(waiting, node)
         claim = Claim(
             pid=waiting.pid, user=waiting.user, command=_AHEAD, since_unix_s=waiting.since_unix_s
         )
@@ -168,7 +168,7 @@ def _devices_for(
     return tuple(device.uuid for device in chosen.value)
 
 
-def _usable_devices(waiting: WaitingRequest, node: Node) -> tuple[str, ...]:
+def _usable(waiting: WaitingRequest, node: Node) -> tuple[str, ...]:
     """Return the devices that a request could get when they are free; empty if they are too few."""
     try:
         candidates = device_candidates(node, waiting.request, waiting.environment)

@@ -70,9 +70,7 @@ def _parse_cuda(text: str, family: Sequence[Device]) -> _Parsed:
     problem = ""
     # Check for repetitions as far as the list can be parsed, also after a number that is too high.
     for item in text.split(",") if text else []:
-        name = (
-            (item if item.startswith(text[:4]) else None) if by_uuid else _visibility_number(item)
-        )
+        name = (item if item.startswith(text[:4]) else None) if by_uuid else _number(item)
         if name is None:
             problem = _stops_at(item, "names no GPU")
             break
@@ -121,7 +119,7 @@ def _parse_xpu(text: str, family: Sequence[Device]) -> _Parsed:
     if not text:
         return list(family), ""
     # ``1.0`` is a tile of GPU 1.
-    numbers = {item: _visibility_number(item.partition(".")[0]) for item in text.split(",")}
+    numbers = {item: _number(item.partition(".")[0]) for item in text.split(",")}
     unknown = [item for item, number in numbers.items() if number not in range(len(family))]
     chosen = [one for position, one in enumerate(family) if position in numbers.values()]
     return chosen, f"{unknown[0]!r} names no GPU, so the driver ignores it" if unknown else ""
@@ -134,7 +132,7 @@ _PARSERS: dict[DeviceKind, Callable[[str, Sequence[Device]], _Parsed]] = {
 }
 
 
-def _visibility_number(item: str) -> int | None:
+def _number(item: str) -> int | None:
     """Parse a number as CUDA does (``1gpu`` is 1); None if it is not a number or negative."""
     match = re.match(r"\s*([+-]?\d+)", item, re.ASCII)
     return int(match[1]) if match and int(match[1]) >= 0 else None

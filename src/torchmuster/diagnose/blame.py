@@ -50,11 +50,11 @@ def blame(bad: Collection[Direction], known: Collection[Direction] | None = None
         if end == other:
             causes.append(Blame(kind=Blamed.END, end=end, directions=((end, end),)))
             left = {direction for direction in left if end not in direction}
-    worst = _most_to_blame(left, set(bad), tested, ends)
+    worst = _most_to(left, set(bad), tested, ends)
     while worst is not None:
         causes.append(worst)
         left -= set(worst.directions)
-        worst = _most_to_blame(left, set(bad), tested, ends)
+        worst = _most_to(left, set(bad), tested, ends)
     while left:
         direction = min(left)
         back = (direction[1], direction[0])
@@ -65,7 +65,7 @@ def blame(bad: Collection[Direction], known: Collection[Direction] | None = None
     return causes
 
 
-def _most_to_blame(
+def _most_to(
     left: set[Direction], bad: set[Direction], tested: set[Direction], ends: list[int]
 ) -> Blame | None:
     """Return the end whose directions are all bad and that explains the most of those left.

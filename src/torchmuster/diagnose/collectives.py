@@ -30,9 +30,7 @@ def judge_slowness(records: Sequence[RankRecord]) -> list[Finding]:
 
 
 def _slow_devices(records: Sequence[RankRecord]) -> Iterator[Finding]:
-    slow = {
-        record.rank: share for record in records if (share := _collectives_share(record, records))
-    }
+    slow = {record.rank: share for record in records if (share := _share(record, records))}
     for host in dict.fromkeys(record.host for record in records):
         there = [record for record in records if record.host == host]
         guilty = [record for record in there if record.rank in slow]
@@ -41,15 +39,13 @@ def _slow_devices(records: Sequence[RankRecord]) -> Iterator[Finding]:
         worst = min(slow[record.rank] for record in guilty)
         whole = len(guilty) == len(there) and (len(there) > 1 or there[0].device == "cpu")
         if whole:
-            yield _collectives_slow(f"{host} computes", "slow-host", guilty, worst)
+            yield _slow(f"{host} computes", "slow-host", guilty, worst)
         else:
             for record in guilty:
-                yield _collectives_slow(
-                    f"{record.where} computes", "slow-device", [record], slow[record.rank]
-                )
+                yield _slow(f"{record.where} computes", "slow-device", [record], slow[record.rank])
 
 
-def _collectives_share(record: RankRecord, records: Sequence[RankRecord]) -> float | None:
+def _share(record: RankRecord, records: Sequence[RankRecord]) -> float | None:
     """Return a device's speed relative to others of its model, if it is slow; else None."""
     for own in record.matmuls:
         others = [
@@ -64,9 +60,7 @@ def _collectives_share(record: RankRecord, records: Sequence[RankRecord]) -> flo
     return None
 
 
-def _collectives_slow(
-    subject: str, name: str, guilty: Sequence[RankRecord], share: float
-) -> Finding:
+def _slow(subject: str, name: str, guilty: Sequence[RankRecord], share: float) -> Finding:
     first = guilty[0]
     if first.is_amd:
         fix = f"check the clocks of the GPU on {first.host}\namd-smi metric --clock --power --temperature"

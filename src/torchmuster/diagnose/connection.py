@@ -35,7 +35,7 @@ def check_connection(address: str, port: int, timeout_s: float) -> Finding:
             status=Status.FAILURE,
             what=f"{here} does not reach port {port} of {address}",
             why=_why(problem, address, port, timeout_s),
-            fix=_fix_connection(problem, address, port),
+            fix=_fix(problem, address, port),
             evidence=f"{type(error).__name__}: {error}",
         )
     took_ms = (time.monotonic() - began) * 1e3
@@ -70,7 +70,7 @@ def _why(problem: str, address: str, port: int, timeout_s: float) -> str:
     return words.get(problem) or meaning_of_errno(problem, timeout_s)
 
 
-def _fix_connection(problem: str, address: str, port: int) -> str:
+def _fix(problem: str, address: str, port: int) -> str:
     if problem in ("timeout", "prohibited", "refused"):
         start = f"first start the program that listens on it, or open the port on {address}\n"
         opened = f"open the port on {address}\n"

@@ -122,12 +122,10 @@ def able_together(
 
 def _fit(one: NodeHandle, other: NodeHandle, apart: Collection[tuple[int, int]]) -> bool:
     places = one.place, other.place
-    return (
-        places not in apart and places[::-1] not in apart and _group_kind(one) == _group_kind(other)
-    )
+    return places not in apart and places[::-1] not in apart and _kind(one) == _kind(other)
 
 
-def _group_kind(node: NodeHandle) -> tuple[str, str]:
+def _kind(node: NodeHandle) -> tuple[str, str]:
     assert node.record is not None
     return node.record.system, (node.record.torch or "").partition("+")[0]
 
@@ -376,7 +374,7 @@ class GroupCheck:
         known = {node.place: node for node in self._session.hosts.all}
         return GroupResult(
             machines=tuple(
-                _group_machine(name, place, known.get(place), absent.get(place))
+                _machine(name, place, known.get(place), absent.get(place))
                 for place, name in enumerate(self._transport.places)
             ),
             findings=tuple(without_consequences(self._findings)),
@@ -387,9 +385,7 @@ class GroupCheck:
         )
 
 
-def _group_machine(
-    name: str, place: int, node: NodeHandle | None, absent: Finding | None
-) -> Machine:
+def _machine(name: str, place: int, node: NodeHandle | None, absent: Finding | None) -> Machine:
     record = None if node is None else node.record
     missing = (absent.why or absent.what).partition("\n")[0] if absent else ""
     if node is None or record is None:

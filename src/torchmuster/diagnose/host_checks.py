@@ -47,9 +47,7 @@ def run_checks(
     began = time.monotonic()
     for place, check in enumerate(chosen):
         threading.Thread(
-            target=lambda place=place, check=check: results.put(
-                (place, _run_host_checks(check, surroundings))
-            ),
+            target=lambda place=place, check=check: results.put((place, _run(check, surroundings))),
             name=f"check {check.name}",
             daemon=True,
         ).start()
@@ -70,7 +68,7 @@ def run_checks(
     return _silence_once([found[place] for place in range(len(chosen))])
 
 
-def _run_host_checks(check: Check, surroundings: Surroundings) -> CheckResults:
+def _run(check: Check, surroundings: Surroundings) -> CheckResults:
     began, ended = time.monotonic(), True
     try:
         findings = tuple(check.run(surroundings))

@@ -93,14 +93,14 @@ async def _serve() -> None:
             await asyncio.to_thread(print, json.dumps(said), file=out, flush=True)
 
     tasks: set[asyncio.Task[None]] = set()
-    lines = _host_probe_lines()
+    lines = _lines()
     while (line := await lines.get()) is not None:
         task = asyncio.create_task(deal_with(line))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
-def _host_probe_lines() -> "asyncio.Queue[bytes | None]":
+def _lines() -> "asyncio.Queue[bytes | None]":
     """Return a queue of the lines of stdin, with None at its end.
 
     A thread reads them, because not every system supports pipes in an event loop.

@@ -40,12 +40,12 @@ class HostProbe(ProbeClient):
 
     def _hear(self, word: Word) -> None:
         if isinstance(word, protocol.SidecarEnded):
-            self.end(_end_probing(word))
+            self.end(_end(word))
         else:
             self.hear(word.text)
 
 
-def _end_probing(word: protocol.SidecarEnded) -> str:
+def _end(word: protocol.SidecarEnded) -> str:
     """Return how a probe exited, as text."""
     words = "\n".join(word.words.strip().splitlines()[-_WORDS_SHOWN:])
     if word.exit_code is None:
@@ -131,7 +131,7 @@ async def run_check_ranks(
     except MusterError as error:  # no common rendezvous address, or a host is lost
         await session.end(nodes)
         trouble += from_error(error)
-    return Probed(records=_probing_name(records_from(ears.lines), nodes), trouble=tuple(trouble))
+    return Probed(records=_name(records_from(ears.lines), nodes), trouble=tuple(trouble))
 
 
 async def _until_told(
@@ -152,7 +152,7 @@ async def _until_told(
     return None
 
 
-def _probing_name(records: Sequence[RankRecord], nodes: Sequence[NodeHandle]) -> list[RankRecord]:
+def _name(records: Sequence[RankRecord], nodes: Sequence[NodeHandle]) -> list[RankRecord]:
     """Replace the hosts' own names by the names that the user gave them."""
     return [
         msgspec.structs.replace(one, host=nodes[one.node].name)

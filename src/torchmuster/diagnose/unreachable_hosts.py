@@ -69,7 +69,7 @@ def judge_unreachable(host: str, trouble: Finding, seen: SshProblem) -> Finding:
         return _says_nothing(host, seen, trouble)
     if problem == "" and trouble.name == _TIMED_OUT:
         return _hangs(host, seen, trouble)
-    return replace(trouble, evidence=_unreachable_hosts_evidence(seen, trouble))
+    return replace(trouble, evidence=_evidence(seen, trouble))
 
 
 def _problem(seen: SshProblem) -> str:
@@ -123,7 +123,7 @@ def _own_interface(seen: SshProblem, trouble: Finding) -> Finding:
         what=f"{interface.name} of this host ({networks}) is not connected: {state}",
         why=f"the path to the host goes through {interface.name} of this host, and {state}",
         fix=fix,
-        evidence=_unreachable_hosts_evidence(seen, trouble),
+        evidence=_evidence(seen, trouble),
     )
 
 
@@ -136,7 +136,7 @@ def _absent(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         "its interface is down, or its address has changed",
         fix=f"power on {host} and check its cable; on its console, check that it has a link and "
         f"the address {seen.address}:\nip -br link\nip -br address",
-        evidence=_unreachable_hosts_evidence(seen, trouble),
+        evidence=_evidence(seen, trouble),
     )
 
 
@@ -151,7 +151,7 @@ def _kept_out(host: str, seen: SshProblem, trouble: Finding, problem: str) -> Fi
         what=f"{host} is up, but its port {seen.port} (ssh) is closed to this host: {words}",
         why=f"it is up, but a firewall on it or on the path blocks ssh on port {seen.port}",
         fix=_let_in(host, seen),
-        evidence=_unreachable_hosts_evidence(seen, trouble),
+        evidence=_evidence(seen, trouble),
     )
 
 
@@ -167,7 +167,7 @@ def _refused(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         "sudo systemctl enable --now ssh || sudo systemctl enable --now sshd\n"
         "if it runs on another port, set Port in ~/.ssh/config; if it runs on this one:\n"
         f"{_let_in(host, seen)}",
-        evidence=_unreachable_hosts_evidence(seen, trouble),
+        evidence=_evidence(seen, trouble),
     )
 
 
@@ -191,7 +191,7 @@ def _hangs(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         "packets of its key exchange (MTU), or the host is overloaded",
         fix=f"try smaller frames on this host, then on {host}, where the interface may have another "
         f"name:\n{command}\nssh -t {host} {command}",
-        evidence=_unreachable_hosts_evidence(seen, trouble),
+        evidence=_evidence(seen, trouble),
     )
 
 
@@ -205,11 +205,11 @@ def _says_nothing(host: str, seen: SshProblem, trouble: Finding) -> Finding:
         "disk, or a program other than ssh listens on that port",
         fix=f"on the console of {host}, check the load:\nuptime\nfree -h\n"
         f"sudo ss -ltnp 'sport = :{seen.port}'",
-        evidence=_unreachable_hosts_evidence(seen, trouble),
+        evidence=_evidence(seen, trouble),
     )
 
 
-def _unreachable_hosts_evidence(seen: SshProblem, trouble: Finding) -> str:
+def _evidence(seen: SshProblem, trouble: Finding) -> str:
     """Return ssh's error and the observations made after it."""
     words = seen.knock.problem or ("server responds" if seen.knock.greeted else "connected")
     lines = [

@@ -81,8 +81,7 @@ def _wrong_device(record: RankRecord) -> Finding:
     return Finding(
         name="wrong-device",
         status=Status.FAILURE,
-        what=f"{record.where} computes wrong results: {_wrong_values_count(values)} in its matrix "
-        "products",
+        what=f"{record.where} computes wrong results: {_count(values)} in its matrix products",
         why="the test multiplies small integers, so results must be exact; a device that gets "
         "them wrong also corrupts training, usually without an error",
         fix=_leave_out(record),
@@ -113,12 +112,12 @@ def _wrong_values(
     return Finding(
         name="wrong-values",
         status=Status.FAILURE,
-        what=f"{_wrong_values_name(guilty)} {'corrupts' if alone else 'corrupt'} values{between} "
+        what=f"{_name(guilty)} {'corrupts' if alone else 'corrupt'} values{between} "
         f"in {', '.join(seen)}",
         why=why,
         fix=fix,
         evidence="\n".join(
-            f"{name}: {_wrong_values_count(values)} over all ranks; {_first(values)}"
+            f"{name}: {_count(values)} over all ranks; {_first(values)}"
             for name, values in seen.items()
         ),
         hosts=tuple(dict.fromkeys(record.host for record in guilty)),
@@ -142,7 +141,7 @@ def _p2p_wrong(
         for pair in record.pairs:
             if pair.values.wrong and ranks & {record.rank, pair.peer}:
                 lines.append(
-                    f"rank {pair.peer} to rank {record.rank}: {_wrong_values_count(pair.values)}; "
+                    f"rank {pair.peer} to rank {record.rank}: {_count(pair.values)}; "
                     f"{_first(pair.values)}"
                 )
     cured = second and not any(one.trouble for one in second) and not wrong_pairs(second)
@@ -160,7 +159,7 @@ def _p2p_wrong(
     return Finding(
         name="p2p-wrong",
         status=Status.FAILURE,
-        what=f"wrong values arrive when {_wrong_values_name(guilty)} {exchange}",
+        what=f"wrong values arrive when {_name(guilty)} {exchange}",
         why=why,
         fix=fix,
         evidence="\n".join(lines[:6]),
@@ -198,12 +197,12 @@ def _sum_values(record: RankRecord) -> Values:
     return sum(sums, start=Values())
 
 
-def _wrong_values_name(records: Sequence[RankRecord]) -> str:
+def _name(records: Sequence[RankRecord]) -> str:
     names = [record.where for record in records]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _wrong_values_count(values: Values) -> str:
+def _count(values: Values) -> str:
     return f"{values.wrong:,} of {values.compared:,} values are wrong"
 
 

@@ -104,7 +104,7 @@ class GPUMonitor:
         """
         if step % self._every:
             return {}
-        values = {name: _gpu_monitor_number(name, value) for name, value in metrics.items()}
+        values = {name: _number(name, value) for name, value in metrics.items()}
         with self._lock:
             now_s = time.monotonic()
             if self._last is not None and step > self._last[0] and now_s > self._last[1]:
@@ -230,7 +230,7 @@ def _text_of(news: AlertNews) -> str:
     return f"{news.alert.severity}: {news.summary}: {news.alert.why}{fix}"
 
 
-def _gpu_monitor_number(name: str, value: object) -> float:
+def _number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]  # also accepts one-element tensors
     except (TypeError, ValueError, RuntimeError) as error:

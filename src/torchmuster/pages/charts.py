@@ -77,7 +77,7 @@ def linear_scale(
     high = max(values)
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):  # indistinguishable
         high = low + (abs(low) or 1.0)
-    step = _charts_step(high - low)
+    step = _step(high - low)
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     count = round((high - low) / step)
     ticks = tuple(_round(low + number * step, step) for number in range(count + 1))
@@ -107,7 +107,7 @@ def _round(value: float, step: float) -> float:
     return 0.0 if abs(value) < 1e-6 * step else float(f"{value:.12g}")
 
 
-def _charts_step(width: float) -> float:
+def _step(width: float) -> float:
     """Return a round step size that divides the width into four to eight steps."""
     rough = width / 5
     power = 10.0 ** math.floor(math.log10(rough))
@@ -230,25 +230,21 @@ def line_chart(
     up = _scale(y, [*values, *ends], bottom - 6, _TOP + 8)
     body = [
         *_grid_of_lines(x, y, across, up, right, bottom),
-        *(
-            part
-            for place, one in enumerate(curves)
-            for part in _charts_curve(one, place, across, up)
-        ),
-        *_charts_names(names, right + 24, _TOP + 10),
+        *(part for place, one in enumerate(curves) for part in _curve(one, place, across, up)),
+        *_names(names, right + 24, _TOP + 10),
     ]
     return svg_chart(title, width, bottom + 50, body)
 
 
 def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> str:
     """Draw a horizontal bar for each value, with its interval if given."""
-    left = _charts_room([one.name for one in bars])
+    left = _room([one.name for one in bars])
     ends = [end for one in bars for end in (one.value, one.low, one.high) if end is not None]
     along = linear_scale(ends or [1.0], left, _WIDTH - 130)
     body: list[str] = []
     for place, one in enumerate(bars):
         y = _TOP + place * _ROW
-        body.append(_charts_text(left - 8, y + 13, one.name, anchor="end"))
+        body.append(_text(left - 8, y + 13, one.name, anchor="end"))
         label = one.label or amount_text(one.value, unit)
         body.append(
             _rectangle(along.place(0), y, along.place(one.value), 0, f"{one.name}: {label}")
@@ -257,22 +253,22 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> str:
         if one.low is not None and one.high is not None:
             body.append(_whisker(along.place(one.low), along.place(one.high), y))
             end = max(end, along.place(one.high))
-        body.append(_charts_text(end + 6, y + 13, label))
+        body.append(_text(end + 6, y + 13, label))
     if min(ends, default=0) < 0:
         nothing = along.place(0)
-        body.append(_charts_line(nothing, _TOP - 6, nothing, _TOP + len(bars) * _ROW, "var(--ink)"))
+        body.append(_line(nothing, _TOP - 6, nothing, _TOP + len(bars) * _ROW, "var(--ink)"))
     return svg_chart(title, _WIDTH, _TOP + len(bars) * _ROW + 14, body)
 
 
 def stacked_chart(title: str, unit: str, stacks: Sequence[Stack]) -> str:
     """Draw stacked bars; equal names have equal colours."""
-    left = _charts_room([one.name for one in stacks])
+    left = _room([one.name for one in stacks])
     names = list(dict.fromkeys(name for one in stacks for name in one.parts))
     along = linear_scale([sum(one.parts.values()) for one in stacks] or [1.0], left, _WIDTH - 130)
     body: list[str] = []
     for place, one in enumerate(stacks):
         y = _TOP + place * _ROW
-        body.append(_charts_text(left - 8, y + 13, one.name, anchor="end"))
+        body.append(_text(left - 8, y + 13, one.name, anchor="end"))
         so_far = 0.0
         for name, value in one.parts.items():
             tip = f"{one.name}, {name}: {amount_text(value, unit)}"
@@ -285,14 +281,14 @@ def stacked_chart(title: str, unit: str, stacks: Sequence[Stack]) -> str:
                     f'style="fill:var(--paper)">{escape(amount_text(value, unit))}</text>'
                 )
             so_far += value
-        body.append(_charts_text(along.place(so_far) + 6, y + 13, amount_text(so_far, unit)))
+        body.append(_text(along.place(so_far) + 6, y + 13, amount_text(so_far, unit)))
     y, x = _TOP + len(stacks) * _ROW + 14, 14.0
     for place, name in enumerate(names):
         wide = 30 + _LETTER * len(name)
         if x + wide > _WIDTH:
             x, y = 14.0, y + 20
         body.append(_square(x, y - 9, place))
-        body.append(_charts_text(x + 16, y, name))
+        body.append(_text(x + 16, y, name))
         x += wide
     return svg_chart(title, _WIDTH, y + 16, body)
 
@@ -326,21 +322,21 @@ def _grid_of_lines(
 ) -> Iterator[str]:
     for value, words in zip(up.ticks, _tick_texts(up.ticks, y.unit), strict=True):
         place = up.place(value)
-        yield _charts_line(_LEFT, place, right + 8, place, "var(--grid)")
-        yield _charts_text(_LEFT - 6, place + 4, words, anchor="end")
+        yield _line(_LEFT, place, right + 8, place, "var(--grid)")
+        yield _text(_LEFT - 6, place + 4, words, anchor="end")
     last = -1e9
     for value, words in zip(across.ticks, _tick_texts(across.ticks, x.unit), strict=True):
         place = across.place(value)
-        yield _charts_line(place, _TOP, place, bottom, "var(--grid)")
+        yield _line(place, _TOP, place, bottom, "var(--grid)")
         half = _LETTER * len(words) / 2 + 3
         if place - half > last:  # a label that would overlap the previous one is left out
-            yield _charts_text(place, bottom + 16, words, anchor="middle")
+            yield _text(place, bottom + 16, words, anchor="middle")
             last = place + half
-    yield _charts_text((_LEFT + right) / 2, bottom + 36, x.title, anchor="middle")
-    yield _charts_text(14, _TOP - 6, y.title)
+    yield _text((_LEFT + right) / 2, bottom + 36, x.title, anchor="middle")
+    yield _text(14, _TOP - 6, y.title)
 
 
-def _charts_curve(curve: Curve, place: int, across: Scale, up: Scale) -> Iterator[str]:
+def _curve(curve: Curve, place: int, across: Scale, up: Scale) -> Iterator[str]:
     dash = ' stroke-dasharray="6 4"' if curve.dashed else ""
     colour = f"var(--c{place % len(_LIGHT)})"
     for number, part in itertools.groupby(curve.points, lambda one: math.isfinite(one[1])):
@@ -355,7 +351,7 @@ def _charts_curve(curve: Curve, place: int, across: Scale, up: Scale) -> Iterato
     drawn = [(across.place(x), y) for x, y in curve.points]
     if curve.low is not None and curve.high is not None:
         for (x, _), low, high in zip(drawn, curve.low, curve.high, strict=True):
-            yield _charts_line(x, up.place(low), x, up.place(high), colour, wide=1.5)
+            yield _line(x, up.place(low), x, up.place(high), colour, wide=1.5)
     if curve.marked:
         for x, y in drawn:
             if math.isfinite(y):
@@ -369,10 +365,10 @@ def _no_number(x: float, at: float) -> str:
     return f'<path d="M{x - 3:.1f} {_TOP + 2}l6 6m0 -6l-6 6" style="{style}">{tip}</path>'
 
 
-def _charts_names(names: Sequence[str], x: float, y: float) -> Iterator[str]:
+def _names(names: Sequence[str], x: float, y: float) -> Iterator[str]:
     for place, name in enumerate(names):
         yield _shape(x, y + place * 20, place, name)
-        yield _charts_text(x + 12, y + place * 20 + 4, name)
+        yield _text(x + 12, y + place * 20 + 4, name)
 
 
 def _shape(x: float, y: float, place: int, tip: str) -> str:
@@ -390,7 +386,7 @@ def _shape(x: float, y: float, place: int, tip: str) -> str:
             return f'<path d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z" {fill}>{title}</path>'
 
 
-def _charts_room(names: Sequence[str]) -> float:
+def _room(names: Sequence[str]) -> float:
     return min(320.0, 24 + _LETTER * max((len(name) for name in names), default=0))
 
 
@@ -414,12 +410,12 @@ def _whisker(low: float, high: float, y: float) -> str:
     )
 
 
-def _charts_line(x: float, y: float, to_x: float, to_y: float, colour: str, wide: float = 1) -> str:
+def _line(x: float, y: float, to_x: float, to_y: float, colour: str, wide: float = 1) -> str:
     return (
         f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" '
         f'style="stroke:{colour};stroke-width:{wide:g}"/>'
     )
 
 
-def _charts_text(x: float, y: float, words: str, *, anchor: str = "start") -> str:
+def _text(x: float, y: float, words: str, *, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

@@ -120,14 +120,14 @@ def read_amd(
         part = f"-{node.number}" if parts[node.pci] > 1 else ""
         serial = node.properties.get("unique_id", 0)
         unique = serial and serials[serial] == 1
-        total, used = (node.local_bytes or None, None) if part else _amd_memory(node)
+        total, used = (node.local_bytes or None, None) if part else _memory(node)
         sensors = sysfs.hwmon(node.pci, "amdgpu")
         temperature, limit = sysfs.temperatures(sensors, "junction", "edge")
         device = Device(
             kind=DeviceKind.ROCM,
             index=index,
             uuid=f"GPU-{serial:016x}" if unique else f"ROCM-{node.pci.name}{part}",
-            name=_amd_name(node, name_tables),
+            name=_name(node, name_tables),
             pci_bus_id=node.pci.name,
             numa_node=sysfs.numa_node(node.pci),
             total_bytes=total,
@@ -138,14 +138,14 @@ def read_amd(
             power_w=sysfs.watts(sensors, "power1_average", "power1_input"),
             power_limit_w=sysfs.watts(sensors, "power1_cap"),
             ecc=_ecc(node.pci / "ras"),
-            processes=_amd_processes(node, holders.get(node.gpu_id, []), used or 0, proc_root),
+            processes=_processes(node, holders.get(node.gpu_id, []), used or 0, proc_root),
             trouble=f"{entrance} cannot be opened" if shut else None,
         )
         devices.append(device)
     return devices, [_shut(entrance, devices)] if shut else []
 
 
-def _amd_memory(node: KfdNode) -> tuple[int | None, int | None]:
+def _memory(node: KfdNode) -> tuple[int | None, int | None]:
     """Return total and used bytes of the memory that ROCm allocates from."""
     total = sysfs.read_integer(node.pci / "mem_info_vram_total")
     if total is not None and node.local_bytes > total:
@@ -154,7 +154,7 @@ def _amd_memory(node: KfdNode) -> tuple[int | None, int | None]:
     return total or node.local_bytes or None, sysfs.read_integer(node.pci / "mem_info_vram_used")
 
 
-def _amd_name(node: KfdNode, tables: Sequence[Path]) -> str:
+def _name(node: KfdNode, tables: Sequence[Path]) -> str:
     """Return the name that ROCm and torch show, else the board's name, else the device id."""
     device = node.properties.get("device_id", 0)
     revision = sysfs.read_integer(node.pci / "revision") or 0
@@ -172,7 +172,7 @@ def _ecc(ras: Path) -> Ecc | None:
     return Ecc(enabled=True, corrected=found.get("ce"), uncorrected=found.get("ue"))
 
 
-def _amd_processes(
+def _processes(
     node: KfdNode, holders: Sequence[DeviceProcess], used_bytes: int, proc_root: Path
 ) -> tuple[DeviceProcess, ...]:
     """Add a desktop's windows, which KFD does not list, if some used memory is unaccounted for."""

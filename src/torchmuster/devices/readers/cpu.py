@@ -57,12 +57,12 @@ class CpuLimit:
 
 def read_cpu(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = None) -> Device:
     """Return the CPU, with the part of the host's memory that this process may use."""
-    total, used = _cpu_memory(proc_root, sys_root)
+    total, used = _memory(proc_root, sys_root)
     return Device(
         kind=DeviceKind.CPU,
         index=0,
         uuid="CPU-0",
-        name=_cpu_name(proc_root, system or platform.system()),
+        name=_name(proc_root, system or platform.system()),
         total_bytes=total,
         used_bytes=used,
     )
@@ -92,7 +92,7 @@ def _affinity() -> int:
     return len(getter(0)) if getter else os.cpu_count() or 1
 
 
-def _cpu_name(proc_root: Path, system: str) -> str:
+def _name(proc_root: Path, system: str) -> str:
     known = sysctl("machdep.cpu.brand_string") if system == "Darwin" else None
     try:
         # Do not read all of it: on a large host the file is long and slow to generate.
@@ -108,7 +108,7 @@ def _names_model(line: str) -> bool:
     return line.partition(":")[0].strip().lower() in ("model name", "cpu model")
 
 
-def _cpu_memory(proc_root: Path, sys_root: Path) -> tuple[int | None, int | None]:
+def _memory(proc_root: Path, sys_root: Path) -> tuple[int | None, int | None]:
     try:
         machine = psutil.virtual_memory()
     except (OSError, ValueError, psutil.Error):

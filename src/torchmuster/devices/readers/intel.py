@@ -42,13 +42,13 @@ def read_intel(
     chosen = discrete or integrated
     holders = sysfs.drm_processes(proc_root) if chosen else {}
     devices = [
-        _intel_device(index, pci / address, driver, dev_root, holders.get(address, []))
+        _device(index, pci / address, driver, dev_root, holders.get(address, []))
         for index, (address, driver) in enumerate(chosen)
     ]
     return devices, [_shut(device) for device in devices if device.trouble]
 
 
-def _intel_device(
+def _device(
     index: int, pci: Path, driver: str, dev_root: Path, processes: Sequence[DeviceProcess]
 ) -> Device:
     number = sysfs.read_integer(pci / "device") or 0

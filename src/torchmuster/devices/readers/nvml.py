@@ -104,14 +104,14 @@ def _read_device(index: int, handle: Any) -> Device:
     """Read one GPU field by field; if it stops answering, keep the fields read so far."""
     device = _unreadable(index, "")
     try:
-        for part in _nvml_parts(handle):
+        for part in _parts(handle):
             device = dataclasses.replace(device, **part)
     except Unreachable as error:
         return dataclasses.replace(device, trouble=str(error))
     return dataclasses.replace(device, trouble=None)
 
 
-def _nvml_parts(handle: Any) -> Iterator[dict[str, Any]]:
+def _parts(handle: Any) -> Iterator[dict[str, Any]]:
     yield {"uuid": _uuid(handle)}
     if name := ask_nvml(pynvml.nvmlDeviceGetName, handle):
         yield {"name": name}
@@ -120,7 +120,7 @@ def _nvml_parts(handle: Any) -> Iterator[dict[str, Any]]:
     mig = ask_nvml(pynvml.nvmlDeviceGetMigMode, handle)
     yield {"mig_enabled": bool(mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE)}
     yield {"compute_capability": measure_nvml(pynvml.nvmlDeviceGetCudaComputeCapability, handle)}
-    yield _nvml_memory(handle)
+    yield _memory(handle)
     utilization = measure_nvml(pynvml.nvmlDeviceGetUtilizationRates, handle)
     yield {"utilization_percent": utilization and utilization.gpu}
     yield {"temperature_c": measure_nvml(_temperature, handle)}
@@ -134,7 +134,7 @@ def _nvml_parts(handle: Any) -> Iterator[dict[str, Any]]:
     yield {"ecc": _ecc(handle), "throttled_by": _throttled_by(handle)}
     mode = ask_nvml(pynvml.nvmlDeviceGetComputeMode, handle)
     yield {"compute_prohibited": mode == pynvml.NVML_COMPUTEMODE_PROHIBITED}
-    yield {"processes": _nvml_processes(handle)}
+    yield {"processes": _processes(handle)}
 
 
 def _uuid(handle: Any) -> str:
@@ -144,7 +144,7 @@ def _uuid(handle: Any) -> str:
     return uuid
 
 
-def _nvml_memory(handle: Any) -> dict[str, Any]:
+def _memory(handle: Any) -> dict[str, Any]:
     """Return used memory without the driver's reserve, where the driver separates them."""
     memory = ask_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     if memory is None:  # drivers before 510
@@ -197,7 +197,7 @@ def _throttled_by(handle: Any) -> tuple[str, ...]:
     return tuple(text for bit, text in _THROTTLE_REASONS.items() if bits & bit)
 
 
-def _nvml_processes(handle: Any) -> tuple[DeviceProcess, ...]:
+def _processes(handle: Any) -> tuple[DeviceProcess, ...]:
     """Return the processes on a device; their owners are looked up later for all devices."""
     busy = {
         sample.pid: sample.smUtil
@@ -267,7 +267,7 @@ def _read_slices(parent: Device, handle: Any) -> Iterator[Device]:
             numa_node=parent.numa_node,
             compute_capability=parent.compute_capability,
             processes=_slice_processes(handle, gpu_instance),
-            **_nvml_memory(slice_handle),
+            **_memory(slice_handle),
         )
 
 

@@ -85,7 +85,7 @@ def blocked_findings(links: Sequence[Link], *, both_ways: bool) -> list[Finding]
         only_data = [one for one in meeting if one.problem == problem and not one.meeting_problem]
         every = [one for one in causes if one.problem == problem and one.meeting_problem != ""]
         found += [_meeting(group, problem) for group in grouped(only_meeting, links)]
-        found += [_judge_data(group, problem, both_ways) for group in grouped(only_data, links)]
+        found += [_data(group, problem, both_ways) for group in grouped(only_data, links)]
         found += [_all(group, problem, links, both_ways) for group in grouped(every, links)]
     return [*found, *_not_tried(links)]
 
@@ -137,12 +137,12 @@ def _told_apart(links: Sequence[Link]) -> list[Link]:
 def _status(group: LinkGroup, both_ways: bool) -> Status:
     """Return the severity: gloo needs only one direction of each link, NCCL needs both."""
     needed = both_ways or any(
-        reach.gloo_calls(_judge_place(one.source), _judge_place(one.target)) for one in group.links
+        reach.gloo_calls(_place(one.source), _place(one.target)) for one in group.links
     )
     return Status.FAILURE if needed else Status.WARNING
 
 
-def _judge_place(end: End) -> reach.NodeAddress:
+def _place(end: End) -> reach.NodeAddress:
     return reach.NodeAddress(name=end.name, system=end.system, address=end.address or "0.0.0.0")  # noqa: S104
 
 
@@ -158,12 +158,12 @@ def _meeting(group: LinkGroup, problem: str) -> Finding:
         f"{_CAUSES[problem].words}",
         why=f"{_CAUSES[problem].why}. The ranks could not rendezvous",
         fix=_let_in(target, callers, [port]),
-        evidence=_judge_evidence(group.links, port),
+        evidence=_evidence(group.links, port),
         hosts=(target.name,),
     )
 
 
-def _judge_data(group: LinkGroup, problem: str, both_ways: bool) -> Finding:
+def _data(group: LinkGroup, problem: str, both_ways: bool) -> Finding:
     target = group.links[0].target
     return Finding(
         name="data-ports-blocked",
@@ -173,7 +173,7 @@ def _judge_data(group: LinkGroup, problem: str, both_ways: bool) -> Finding:
         why=f"{_CAUSES[problem].why}. Ranks connect on ephemeral ports; an open rendezvous port is "
         "not enough",
         fix=_let_in(target, [one.source for one in group.links], [target.given_out_ports]),
-        evidence=_judge_evidence(group.links),
+        evidence=_evidence(group.links),
         hosts=(target.name,),
     )
 
@@ -192,8 +192,8 @@ def _all(group: LinkGroup, problem: str, links: Sequence[Link], both_ways: bool)
         status=_status(group, both_ways),
         what=f"{_not_reached(group)}{_at(group)}: {cause.words}{remark}",
         why=cause.why,
-        fix=_fix_judge(group, problem) + (f"\n{_looks(group)}" if silent else ""),
-        evidence=_judge_evidence(group.links),
+        fix=_fix(group, problem) + (f"\n{_looks(group)}" if silent else ""),
+        evidence=_evidence(group.links),
         hosts=group.hosts,
     )
 
@@ -219,7 +219,7 @@ def _at(group: LinkGroup) -> str:
     return f" at {only}" if not addresses and only else ""
 
 
-def _fix_judge(group: LinkGroup, problem: str) -> str:
+def _fix(group: LinkGroup, problem: str) -> str:
     if problem == "no-route":
         sources = dict.fromkeys(one.source.place for one in group.links)
         return "\n".join(
@@ -283,7 +283,7 @@ def _look_at(end: End) -> str:
     )
 
 
-def _judge_evidence(links: Sequence[Link], port: int | None = None) -> str:
+def _evidence(links: Sequence[Link], port: int | None = None) -> str:
     lines = []
     for one in links[:_LINES_SHOWN]:
         where = f"{one.name} at {one.target.address}"

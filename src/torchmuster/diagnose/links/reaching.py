@@ -231,7 +231,7 @@ def ends_of(found: Sequence[OpenedListeners], tried: dict[Pair, Tried]) -> list[
         calls = [entry for (_, called), entry in tried.items() if called == position]
         own = one.served.addresses if one.served is not None else ()
         chosen = min(own, key=lambda at: _distance(at.address, calls), default=None)
-        end = _end_reaching(one, chosen)
+        end = _end(one, chosen)
         notes = tuple(_passed_over(end, own, calls))
         ends.append(replace(end, findings=(*end.findings, *notes)))
     return ends
@@ -268,7 +268,7 @@ def _distance(address: str, calls: Sequence[Tried]) -> tuple[int, int]:
     return sum(map(bool, problems)), farness
 
 
-def _end_reaching(found: OpenedListeners, chosen: protocol.Address | None) -> End:
+def _end(found: OpenedListeners, chosen: protocol.Address | None) -> End:
     examiner, served = found.examiner, found.served
     end = End(
         name=examiner.name,

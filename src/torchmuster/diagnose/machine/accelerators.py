@@ -29,7 +29,7 @@ _RECOVERY_FIX = {
 }
 
 
-def _accelerators_state(surroundings: Surroundings) -> Iterator[Finding]:
+def _state(surroundings: Surroundings) -> Iterator[Finding]:
     node = surroundings.look()
     found = [*node.findings, *_prohibited(node), *_slowed(node), *_split(node), *_others(node)]
     yield from found
@@ -240,7 +240,7 @@ CHECKS = (
     Check(
         name="accelerators",
         asks="Do all accelerators respond, without overheating or errors, and accept programs?",
-        run=_accelerators_state,
+        run=_state,
     ),
     Check(
         name="accelerator-links",

@@ -49,7 +49,7 @@ class Package:
 
     def libraries(self) -> Iterator[tuple[str, int]]:
         """Yield its compiled files with their recorded sizes."""
-        for match in _RECORDED_LIBRARY.finditer(_installed_text(self.metadata / "RECORD") or ""):
+        for match in _RECORDED_LIBRARY.finditer(_text(self.metadata / "RECORD") or ""):
             yield match[1], int(match[2])
 
 
@@ -150,10 +150,10 @@ def _entries(folder: Path) -> list[str]:
 
 def _header(path: Path) -> list[str]:
     """Return the header fields of a metadata file, without the description."""
-    return (_installed_text(path) or "").partition("\n\n")[0].splitlines()
+    return (_text(path) or "").partition("\n\n")[0].splitlines()
 
 
-def _installed_text(path: Path) -> str | None:
+def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

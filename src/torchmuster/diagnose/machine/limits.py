@@ -32,30 +32,28 @@ class _Limit:
 def check_limits(surroundings: Surroundings) -> Iterator[Finding]:
     """Check the limits of this process, which its children inherit."""
     limits = {
-        name: _Limit(soft=_limits_number(soft), hard=_limits_number(hard))
+        name: _Limit(soft=_number(soft), hard=_number(hard))
         for name, soft, hard in _LINE.findall(surroundings.text("/proc/self/limits") or "")
     }
     findings = [
         *_open_files(limits),
         *_locked_memory(limits, surroundings),
-        *_limits_processes(limits, surroundings),
+        *_processes(limits, surroundings),
         *_pids(surroundings),
         *_sizes(limits),
     ]
     files = limits.get("Max open files")
     seen = (
-        f"{_limits_message(files.soft)} open files, other limits sufficient"
-        if files
-        else "not readable"
+        f"{_message(files.soft)} open files, other limits sufficient" if files else "not readable"
     )
     yield from findings or [Finding(name="limits", status=Status.OK, what=seen)]
 
 
-def _limits_number(word: str) -> int | None:
+def _number(word: str) -> int | None:
     return int(word) if word.isdecimal() else None
 
 
-def _limits_message(limit: int | None) -> str:
+def _message(limit: int | None) -> str:
     return "unlimited" if limit is None else f"{limit:,}"
 
 
@@ -91,7 +89,7 @@ def _open_files(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
         "files”; each connection to another rank needs one too",
         fix=raising,
         evidence=f"/proc/self/limits: Max open files {limit.soft} (hard limit "
-        f"{_limits_message(limit.hard)})",
+        f"{_message(limit.hard)})",
     )
 
 
@@ -115,9 +113,7 @@ def _locked_memory(limits: Mapping[str, _Limit], surroundings: Surroundings) -> 
     )
 
 
-def _limits_processes(
-    limits: Mapping[str, _Limit], surroundings: Surroundings
-) -> Iterator[Finding]:
+def _processes(limits: Mapping[str, _Limit], surroundings: Surroundings) -> Iterator[Finding]:
     limit = limits.get("Max processes")
     user = re.search(r"^Uid:\s+(\d+)", surroundings.text("/proc/self/status") or "", re.M)
     if limit is None or limit.soft is None or limit.soft > _FEW_FOR_A_USER or user is None:

@@ -20,7 +20,7 @@ _FIRST_FOR_NUMPY_2 = {
 _SHOWN = 6
 
 
-def _numpy_abi_numpy(surroundings: Surroundings) -> Iterator[Finding]:
+def _numpy(surroundings: Surroundings) -> Iterator[Finding]:
     found = installed.packages(surroundings)
     numpy = installed.first_installed("numpy", found)
     if numpy is None:
@@ -96,6 +96,6 @@ CHECKS = (
     Check(
         name="numpy",
         asks="Is the installed NumPy compatible with torch and other compiled packages?",
-        run=_numpy_abi_numpy,
+        run=_numpy,
     ),
 )

@@ -39,14 +39,14 @@ def check_ports(surroundings: Surroundings) -> Iterator[Finding]:
         if holder is None:
             free.append(str(port))
         else:
-            findings.append(_ports_taken(port, holder, surroundings, asked_for=port == chosen))
+            findings.append(_taken(port, holder, surroundings, asked_for=port == chosen))
     seen = f"{', '.join(free)} {'is' if len(free) == 1 else 'are'} free"
     if of_a_run is not None:
         seen = f"{of_a_run} belongs to the current run; {seen}"
     yield from findings or [Finding(name="ports", status=Status.OK, what=seen)]
 
 
-def _ports_taken(port: int, holder: str, surroundings: Surroundings, *, asked_for: bool) -> Finding:
+def _taken(port: int, holder: str, surroundings: Surroundings, *, asked_for: bool) -> Finding:
     if asked_for and _meets_here(surroundings):
         return Finding(
             name="master-port-taken",

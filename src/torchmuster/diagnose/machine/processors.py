@@ -20,13 +20,13 @@ _ALLOWED = re.compile(r"^Cpus_allowed_list:\s*(\S+)", re.MULTILINE)
 
 def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
     """Check quota, affinity, throttling, load and governor."""
-    machine = _processors_count(surroundings.text(f"{_CPUS}/online"))
+    machine = _count(surroundings.text(f"{_CPUS}/online"))
     allowed = _ALLOWED.search(surroundings.text("/proc/self/status") or "")
     usable = usable_cores(
         surroundings.path("/proc"),
         surroundings.path("/sys"),
         machine_cores=machine or None,
-        allowed_cores=(lambda: _processors_count(allowed[1])) if allowed else None,
+        allowed_cores=(lambda: _count(allowed[1])) if allowed else None,
     )
     findings = [
         *_quota(usable),
@@ -40,7 +40,7 @@ def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
     yield from findings or [Finding(name="processors", status=Status.OK, what=seen)]
 
 
-def _processors_count(ranges: str | None) -> int:
+def _count(ranges: str | None) -> int:
     """Return how many cores ``0-3,8`` lists; 0 if it is not readable."""
     count = 0
     for part in (ranges or "").strip().split(","):

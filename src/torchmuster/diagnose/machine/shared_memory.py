@@ -54,13 +54,13 @@ def check_shared_memory(surroundings: Surroundings) -> Iterator[Finding]:
     total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
     seen = f"{format_bytes(total)} at {FOLDER}, {format_bytes(free)} of it free"
     leftovers = _leftovers(surroundings)
-    findings = list(_shared_memory_findings(total, free, seen, leftovers))
+    findings = list(_findings(total, free, seen, leftovers))
     if not findings:
         findings.append(Finding(name="shared-memory", status=Status.OK, what=seen))
     yield from findings
 
 
-def _shared_memory_findings(
+def _findings(
     total: int, free: int, seen: str, leftovers: Sequence[_Leftover]
 ) -> Iterator[Finding]:
     small = total <= _CONTAINER_DEFAULT_BYTES
@@ -82,8 +82,7 @@ def _shared_memory_findings(
             status=Status.FAILURE if free < _BARELY_ANY_BYTES else Status.WARNING,
             what=f"{FOLDER} is full: {format_bytes(free)} of {format_bytes(total)} are free",
             why="DataLoader workers and NCCL allocate buffers in it and fail with “Bus error” or "
-            "“No space left on device”"
-            + (f"; {_shared_memory_message(leftovers)}" if leftovers else ""),
+            "“No space left on device”" + (f"; {_message(leftovers)}" if leftovers else ""),
             fix=_removal(leftovers)
             or f"ls -lS {FOLDER} | head  # the largest files and their owners",
             evidence=seen,
@@ -93,7 +92,7 @@ def _shared_memory_findings(
             name="shared-memory-stale",
             status=Status.NOTE,
             what=f"{format_bytes(wasted)} of {FOLDER} are taken by unused files",
-            why=_shared_memory_message(leftovers),
+            why=_message(leftovers),
             fix=_removal(leftovers),
             evidence=seen,
         )
@@ -109,7 +108,7 @@ def _missing() -> Finding:
     )
 
 
-def _shared_memory_message(leftovers: Sequence[_Leftover]) -> str:
+def _message(leftovers: Sequence[_Leftover]) -> str:
     owners = sorted({one.uid for one in leftovers})
     wasted = format_bytes(sum(one.size_bytes for one in leftovers))
     files = "1 file is" if len(leftovers) == 1 else f"{len(leftovers)} files are"

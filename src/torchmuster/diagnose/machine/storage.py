@@ -203,7 +203,7 @@ def cache_folders(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _fine(name: str, folder: Path, mount: Mount | None) -> Finding:
-    _, free, _ = _storage_room(_existing(folder))
+    _, free, _ = _room(_existing(folder))
     kind = f", {mount.kind}" if mount else ""
     return Finding(
         name=name, status=Status.OK, what=f"{folder}: {format_bytes(free)} free{kind}, writable"
@@ -227,7 +227,7 @@ def _trouble(folder: Path) -> OSError | None:
     return None
 
 
-def _storage_room(folder: Path) -> tuple[int, int, int | None]:
+def _room(folder: Path) -> tuple[int, int, int | None]:
     """Return size, free bytes and free inodes; None if the filesystem has no inode limit."""
     if not hasattr(os, "statvfs"):
         import shutil
@@ -242,7 +242,7 @@ def _storage_room(folder: Path) -> tuple[int, int, int | None]:
 def _no_room(folder: Path, name: str, little_bytes: int) -> Iterator[Finding]:
     existing = _existing(folder)
     trouble = _trouble(existing)
-    total, free, files = _storage_room(existing)
+    total, free, files = _room(existing)
     quoted = shlex.quote(str(existing))
     full = trouble is not None and trouble.errno == errno.ENOSPC
     if trouble is not None and not full:

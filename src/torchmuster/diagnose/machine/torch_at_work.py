@@ -53,7 +53,7 @@ class Trial:
         return next((str(one["stage"]) for one in reversed(self.records) if "begun" in one), "")
 
 
-def _run_torch_at_work(surroundings: Surroundings) -> Iterator[Finding]:
+def _run(surroundings: Surroundings) -> Iterator[Finding]:
     if installed.torch_folder(surroundings) is None:
         return  # reported by torch-whole
     trial = try_torch([surroundings.python, "-P", "-m", PROBE], surroundings.environment)
@@ -84,7 +84,7 @@ def try_torch(
         out, err = process.communicate(timeout=within_s)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        _end_torch_at_work(process)
+        _end(process)
         out, err = _last_words(process)
     return Trial(
         records=tuple(_records(out.decode(errors="replace").splitlines())),
@@ -115,7 +115,7 @@ def _records(lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
                     yield record
 
 
-def _end_torch_at_work(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     if os.name == "posix":
         os.killpg(process.pid, signal.SIGKILL)
     else:
@@ -133,11 +133,11 @@ def judge_trial(
     """Yield the findings of a trial; ``busy`` are devices in use by others, which may be slow."""
     found = [
         *_ended_early(trial, python),
-        *_torch_at_work_numpy(trial, python),
+        *_numpy(trial, python),
         *_group(trial),
         *(one for record in trial.of("import") for one in _gpus_seen(record, gpus)),
-        *(one for record in trial.of("device") for one in _torch_at_work_device(record)),
-        *_torch_at_work_slow(trial.of("device"), busy),
+        *(one for record in trial.of("device") for one in _device(record)),
+        *_slow(trial.of("device"), busy),
     ]
     yield from found
     if all(one.status is Status.NOTE for one in found):
@@ -180,7 +180,7 @@ def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
         )
 
 
-def _torch_at_work_numpy(trial: Trial, python: str) -> Iterator[Finding]:
+def _numpy(trial: Trial, python: str) -> Iterator[Finding]:
     for record in trial.of("numpy"):
         if record.get("error"):
             yield Finding(
@@ -215,7 +215,7 @@ def _gpus_seen(record: Mapping[str, Any], gpus: bool) -> Iterator[Finding]:
         )
 
 
-def _torch_at_work_device(record: Mapping[str, Any]) -> Iterator[Finding]:
+def _device(record: Mapping[str, Any]) -> Iterator[Finding]:
     name = record["name"]
     if record.get("error"):
         missing = "no kernel image" in str(record["error"])
@@ -243,9 +243,7 @@ def _torch_at_work_device(record: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _torch_at_work_slow(
-    records: Sequence[Mapping[str, Any]], busy: Collection[int]
-) -> Iterator[Finding]:
+def _slow(records: Sequence[Mapping[str, Any]], busy: Collection[int]) -> Iterator[Finding]:
     """Compare GPUs of one model with each other, as normal speed differs between models."""
     timed = [one for one in records if one.get("gflops") and one.get("index") not in (None, *busy)]
     for model in dict.fromkeys(one["model"] for one in timed):
@@ -271,7 +269,7 @@ CHECKS = (
         name="torch-at-work",
         asks="Can torch be imported, create a process group, and multiply correctly on each "
         "device?",
-        run=_run_torch_at_work,
+        run=_run,
         cost=Cost.SECONDS,
         deadline_s=DEADLINE_S + _LAST_WORDS_S + LOOK_WITHIN_S + 5,
     ),

@@ -223,7 +223,7 @@ HARMFUL_CHECKS = (
 # ---- which GPUs, which interfaces
 
 
-def _variables_devices(surroundings: Surroundings) -> Iterator[Finding]:
+def _devices(surroundings: Surroundings) -> Iterator[Finding]:
     node, environment = surroundings.look(), surroundings.environment
     shown = visible(node.accelerators, environment)
     gpus = [one for one in node.accelerators if one.mig_index is not None or not one.mig_enabled]
@@ -348,7 +348,7 @@ CHECKS = (
     Check(
         name="visible-devices",
         asks="Do CUDA_VISIBLE_DEVICES and similar variables name existing GPUs, each once?",
-        run=_variables_devices,
+        run=_devices,
     ),
     Check(
         name="chosen-interfaces",

@@ -122,7 +122,7 @@ def main() -> int:
     together = RankBarrier(process_group.group_store(), record.rank, record.world_size)
     record = _Course(record, together, group.device).run()
     _say(_changed(record, stage="end", ended=True))
-    _end_collectives(record, together)
+    _end(record, together)
     return 0
 
 
@@ -256,7 +256,7 @@ def _say(record: RankRecord) -> None:
     sys.stdout.flush()
 
 
-def _end_collectives(record: RankRecord, together: RankBarrier) -> None:
+def _end(record: RankRecord, together: RankBarrier) -> None:
     """Exit together: rank 0 may host the store, and others may still have to read from it."""
     try:
         together.share("end", True, _END_S)

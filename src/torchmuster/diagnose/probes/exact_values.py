@@ -203,12 +203,10 @@ def _wait_s(seat: Seat) -> float:
 
 def check_collectives(seat: Seat, together: RankBarrier) -> tuple[Operation, ...]:
     """Run every collective; slower groups run fewer large turns."""
-    return tuple(
-        _run_exact_values(name, prepare, seat, together) for name, prepare in OPERATIONS.items()
-    )
+    return tuple(_run(name, prepare, seat, together) for name, prepare in OPERATIONS.items())
 
 
-def _run_exact_values(
+def _run(
     name: str, prepare: Callable[[Seat, int, int], Prepared], seat: Seat, together: RankBarrier
 ) -> Operation:
     count = _Count(prepare, seat, together.heartbeat)

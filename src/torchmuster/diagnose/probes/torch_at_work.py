@@ -27,14 +27,14 @@ def main() -> int:
     began = time.perf_counter()
     import torch
 
-    _tell_torch_at_work("import", seconds=time.perf_counter() - began, **_facts(torch))
+    _tell("import", seconds=time.perf_counter() - began, **_facts(torch))
     _begin("numpy")
-    _tell_torch_at_work("numpy", **_probes_torch_at_work_numpy(torch))
+    _tell("numpy", **_numpy(torch))
     _begin("group")
-    _tell_torch_at_work("group", **_group())
-    for device in _torch_at_work_devices(torch):
+    _tell("group", **_group())
+    for device in _devices(torch):
         _begin("device")
-        _tell_torch_at_work("device", **_multiply(torch, device))
+        _tell("device", **_multiply(torch, device))
     return 0
 
 
@@ -53,7 +53,7 @@ def _facts(torch: Any) -> dict[str, Any]:
     return facts
 
 
-def _probes_torch_at_work_numpy(torch: Any) -> dict[str, Any]:
+def _numpy(torch: Any) -> dict[str, Any]:
     try:
         import numpy
     except ModuleNotFoundError:
@@ -86,7 +86,7 @@ def _group() -> dict[str, Any]:
     return {"error": ""}
 
 
-def _torch_at_work_devices(torch: Any) -> list["torch.device"]:
+def _devices(torch: Any) -> list["torch.device"]:
     found = [torch.device("cpu")]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
@@ -107,12 +107,12 @@ def _multiply(torch: Any, device: "torch.device") -> dict[str, Any]:
             torch.randint(0, 2, (size, size), generator=generator).mul_(2).sub_(1).float()
             for _ in range(2)
         )
-        return record | _torch_at_work_timed(torch, device, a, b)
+        return record | _timed(torch, device, a, b)
     except Exception as error:
         return record | {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
 
 
-def _torch_at_work_timed(torch: Any, device: "torch.device", a: Any, b: Any) -> dict[str, Any]:
+def _timed(torch: Any, device: "torch.device", a: Any, b: Any) -> dict[str, Any]:
     on_device = a.to(device), b.to(device)
     first = torch.mm(*on_device)
     began, products, wrong = time.perf_counter(), 0, int(not _is_right(torch, first, a, b))
@@ -137,10 +137,10 @@ def _is_right(torch: Any, product: Any, a: Any, b: Any) -> bool:
 
 
 def _begin(stage: str) -> None:
-    _tell_torch_at_work(stage, begun=True)
+    _tell(stage, begun=True)
 
 
-def _tell_torch_at_work(stage: str, **values: Any) -> None:
+def _tell(stage: str, **values: Any) -> None:
     sys.stdout.write(f"{MARK}{json.dumps({'stage': stage, **values})}\n")
     sys.stdout.flush()
 

@@ -21,7 +21,7 @@ def check_page(result: GroupResult) -> str:
     """Return the page. All text that hosts sent is escaped."""
     found = worst_first(result.findings)
     parts = [
-        f"<h1>{_page_verdict(result)}</h1>",
+        f"<h1>{_verdict(result)}</h1>",
         f"<p>{plural(len(result.machines), 'host')}, {plural(len(result.ranks), 'rank')}, "
         f"in {format_seconds(result.seconds)}</p>",
         *(f"<p>not tried: {escape(one)}</p>" for one in result.not_tried),
@@ -32,12 +32,12 @@ def check_page(result: GroupResult) -> str:
             parts += _links(grid)
     parts.append(_section("hosts", _machines(result.machines), len(result.machines)))
     if result.ranks:
-        parts.append(_section("ranks", _page_ranks(result.ranks), len(result.ranks)))
+        parts.append(_section("ranks", _ranks(result.ranks), len(result.ranks)))
     parts += [html_article(one) for one in found if one.status is Status.NOTE]
     return frame.html_page("muster check", parts)
 
 
-def _page_verdict(result: GroupResult) -> str:
+def _verdict(result: GroupResult) -> str:
     for status, word in ((Status.FAILURE, "failed"), (Status.WARNING, "passed, with warnings")):
         if any(finding.status is status for finding in result.findings):
             return f'muster check: <b class="{status.value}">{word}</b>'
@@ -51,10 +51,10 @@ def _section(title: str, body: str, rows: int) -> str:
 
 def _machines(machines: Sequence[Machine]) -> str:
     titles = ("host", "ranks", "devices", "cores", "torch", "python", "system", "clock")
-    return html_table(titles, (_page_machine(machine) for machine in machines[:_MOST_ROWS]))
+    return html_table(titles, (_machine(machine) for machine in machines[:_MOST_ROWS]))
 
 
-def _page_machine(machine: Machine) -> tuple[str, ...]:
+def _machine(machine: Machine) -> tuple[str, ...]:
     if machine.missing:
         return machine.name, "", f"not connected: {machine.missing}", "", "", "", "", ""
     return (
@@ -83,7 +83,7 @@ def _links(grid: Grid) -> Iterator[str]:
     yield html_table(("worst links", ""), worst)
 
 
-def _page_ranks(records: Sequence[RankRecord]) -> str:
+def _ranks(records: Sequence[RankRecord]) -> str:
     rows = []
     for record in records[:_MOST_ROWS]:
         sums = next((one for one in record.operations if one.name == "all-reduce"), None)

@@ -30,11 +30,11 @@ def check_json(result: GroupResult) -> dict[str, Any]:
         "schema": SCHEMA,
         "passed": exit_code(result.findings) == 0,
         "seconds": round(result.seconds, 1),
-        "machines": [_terminal_plain(machine) for machine in result.machines],
+        "machines": [_plain(machine) for machine in result.machines],
         "findings": [finding.as_json() for finding in worst_first(result.findings)],
         "not_tried": list(result.not_tried),
         "links": [_link(link) for link in result.links],
-        "ranks": [_terminal_plain(rank) for rank in result.ranks],
+        "ranks": [_plain(rank) for rank in result.ranks],
     }
 
 
@@ -43,7 +43,7 @@ def json_text(result: GroupResult) -> str:
     return json.dumps(check_json(result), indent=1, ensure_ascii=False) + "\n"
 
 
-def _terminal_plain(value: object) -> Any:
+def _plain(value: object) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
@@ -91,7 +91,7 @@ def _in_short(finding: Finding) -> Finding:
 def _machines(machines: Sequence[Machine]) -> Iterator[str]:
     shown = [one for one in machines if not one.missing][:_MOST_MACHINES]
     titles = ("host", "ranks", "devices", "cores", "torch", "python", "system", "clock")
-    yield from aligned_columns([titles, *(_terminal_row(machine) for machine in shown)])
+    yield from aligned_columns([titles, *(_row(machine) for machine in shown)])
     left_out = sum(not one.missing for one in machines) - len(shown)
     if left_out:
         yield f"… and {left_out} more; all are in check.json"
@@ -100,11 +100,11 @@ def _machines(machines: Sequence[Machine]) -> Iterator[str]:
             yield harmless(f"{machine.name}  not connected: {machine.missing}")
 
 
-def _terminal_row(machine: Machine) -> tuple[str, ...]:
+def _row(machine: Machine) -> tuple[str, ...]:
     return (
         machine.name,
         or_unknown(machine.ranks),
-        _terminal_devices(machine.devices),
+        _devices(machine.devices),
         or_unknown(machine.cores),
         machine.torch or "none",
         or_unknown(machine.python),
@@ -118,7 +118,7 @@ def or_unknown(value: object) -> str:
     return "?" if value is None else str(value)
 
 
-def _terminal_devices(devices: Sequence[str]) -> str:
+def _devices(devices: Sequence[str]) -> str:
     """Return the devices as text, equal ones counted: ``8 x NVIDIA A100``."""
     counts = {name: devices.count(name) for name in dict.fromkeys(devices)}
     parts = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]

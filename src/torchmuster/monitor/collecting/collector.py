@@ -97,7 +97,7 @@ def device_samples(node: Node) -> Iterator[Sample]:
     """Yield the samples of each device; unreadable values are left out."""
     for device in node.accelerators:
         labels = (node.hostname, device.uuid)
-        for metric, value in _collector_values(device):
+        for metric, value in _values(device):
             if value is not None:
                 yield Sample(metric, labels, float(value))
         for kind, count in _memory_errors(device):
@@ -121,7 +121,7 @@ def queue_samples(node: Node) -> Iterator[Sample]:
     yield Sample(catalogue.GPUS_CLAIMED, labels, float(len(claimed)))
 
 
-def _collector_values(device: Device) -> Iterator[tuple[Metric, float | None]]:
+def _values(device: Device) -> Iterator[tuple[Metric, float | None]]:
     percent = device.utilization_percent
     yield catalogue.GPU_UTILIZATION, None if percent is None else percent / 100
     yield catalogue.GPU_MEMORY_USED, device.used_bytes

@@ -105,11 +105,11 @@ def curves_part(picture: RunPicture) -> str:
         names = [name for name in names if name != "learning_rate"]
     if "tokens_per_s" in names:  # the samples/s curve has the same shape
         names = [name for name in names if name != "samples_per_s"]
-    found = [f"<figure>{_page_parts_curve(name, picture)}</figure>" for name in names]
+    found = [f"<figure>{_curve(name, picture)}</figure>" for name in names]
     return f'<div class="curves">{"".join(found)}</div>' if found else ""
 
 
-def _page_parts_curve(name: str, picture: RunPicture) -> str:
+def _curve(name: str, picture: RunPicture) -> str:
     title, unit, from_zero = _CURVES[name]
     return charts.line_chart(
         title,
@@ -233,7 +233,7 @@ def rank_map(ranks: Ranks) -> str:
     for title, cells in _maps([heartbeat for _, heartbeat in shown]):
         if any(cell is not None for cell in cells):
             places = "".join(
-                _page_parts_place(host, heartbeat, cell, title)
+                _place(host, heartbeat, cell, title)
                 for (host, heartbeat), cell in zip(shown, cells, strict=True)
             )
             parts.append(f'<div>{title}</div><div class="heat">{places}</div>')
@@ -243,16 +243,16 @@ def rank_map(ranks: Ranks) -> str:
 def _maps(heartbeats: Sequence[Heartbeat]) -> Iterator[tuple[str, list[Cell]]]:
     yield (
         "waiting for other ranks, % of time",
-        _each(heartbeats, lambda one: _page_parts_share(one.communication_share)),
+        _each(heartbeats, lambda one: _share(one.communication_share)),
     )
     yield (
         "waiting for data, % of time",
-        _each(heartbeats, lambda one: _page_parts_share(one.data_share)),
+        _each(heartbeats, lambda one: _share(one.data_share)),
     )
     first = max((one.step for one in heartbeats if one.step is not None), default=0)
     yield (
         "step (darker = further behind the first rank)",
-        _each(heartbeats, lambda one: _page_parts_step(one.step, first)),
+        _each(heartbeats, lambda one: _step(one.step, first)),
     )
     yield (
         "seconds since last heartbeat",
@@ -264,25 +264,25 @@ def _each(heartbeats: Sequence[Heartbeat], cell: Callable[[Heartbeat], Cell]) ->
     return [cell(one) for one in heartbeats]
 
 
-def _page_parts_share(share: float | None) -> Cell:
+def _share(share: float | None) -> Cell:
     # The clocks of a step and of its parts are read at different moments.
     return None if share is None else (share, f"{100 * min(share, 1.0):.0f}")
 
 
-def _page_parts_step(step: int | None, first: int) -> Cell:
-    return None if step is None else ((first - step) / _FAR_BEHIND, _page_parts_short(step))
+def _step(step: int | None, first: int) -> Cell:
+    return None if step is None else ((first - step) / _FAR_BEHIND, _short(step))
 
 
 def _silence(silent_s: float) -> Cell:
     return silent_s / _DEEP_SILENCE_S, f"{silent_s:.0f}"
 
 
-def _page_parts_short(step: int) -> str:
+def _short(step: int) -> str:
     """Return a number of at most six characters: 12,345 or 1.23M."""
     return f"{step:,}" if step < 1_000_000 else f"{step / 1e6:.2f}M"
 
 
-def _page_parts_place(host: str, heartbeat: Heartbeat, cell: Cell, title: str) -> str:
+def _place(host: str, heartbeat: Heartbeat, cell: Cell, title: str) -> str:
     name = escape(harmless(f"rank {heartbeat.rank} on {host}: {title}"))
     if cell is None:
         return f'<span class="unknown" title="{name}"><small>{heartbeat.rank}</small>?</span>'

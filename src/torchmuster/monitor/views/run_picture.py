@@ -149,7 +149,7 @@ class RunWatch:
         nodes = node_records.read_node_ranks(self._run, now_unix_s)
         labels = (self._job, self._run.id)
         samples += [*collector.rank_number(nodes, labels), *collector.rank_samples(nodes, labels)]
-        samples += _run_picture_room(self._run)
+        samples += _room(self._run)
         news = self._watching.look(samples, now_unix_s)
         until = now_unix_s if state is None or state.active else state.since_unix_s
         checkpoint = self._metrics.script_checkpoint
@@ -204,17 +204,17 @@ class RunWatch:
 
     def _count_time(self, line: dict[str, Any], step: int) -> None:
         step_s = line.get("step_s")
-        took_s = max(0, step - self._last_step) * _run_picture_number(step_s)
+        took_s = max(0, step - self._last_step) * _number(step_s)
         for part in PARTS:
-            self._spent_s[part] += took_s * _run_picture_number(line.get(f"{part}_share"))
+            self._spent_s[part] += took_s * _number(line.get(f"{part}_share"))
         self._last_step = step
 
     def _note_first_step(self, line: dict[str, Any]) -> None:
         """Remember when the first step of an attempt began, as far as its line tells."""
-        at_unix_s = _run_picture_number(line.get("at_unix_s"))
+        at_unix_s = _number(line.get("at_unix_s"))
         attempt = bisect_right(self._running_unix_s, at_unix_s) - 1
         if attempt >= 0:
-            began_unix_s = at_unix_s - _run_picture_number(line.get("step_s"))
+            began_unix_s = at_unix_s - _number(line.get("step_s"))
             self._first_steps.setdefault(self._running_unix_s[attempt], began_unix_s)
 
     def _follow_events(self) -> None:
@@ -227,11 +227,11 @@ class RunWatch:
             self._running_unix_s = sorted(running)
 
 
-def _run_picture_number(value: object) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _run_picture_room(run: RunFolder) -> Iterator[Sample]:
+def _room(run: RunFolder) -> Iterator[Sample]:
     """Yield the free space on the run's disk, for users who run no exporter."""
     with contextlib.suppress(OSError):
         free_bytes = shutil.disk_usage(run.path).free

@@ -52,13 +52,13 @@ class _Told:
 
 def run_report(run: RunFolder) -> str:
     """Return the HTML page. Data from the run is shown as text, never as markup."""
-    told = _read_run_report(run)
+    told = _read(run)
     picture = told.picture
     title = f"{harmless(picture.job)}: {picture.phase}"
     return frame.html_page(title, [part for part in _page(told) if part], style=page_parts.STYLE)
 
 
-def _read_run_report(run: RunFolder) -> _Told:
+def _read(run: RunFolder) -> _Told:
     watch = RunWatch(run)
     account = failure_report_of(run)
     state = account.record.state
@@ -98,14 +98,14 @@ def _page(told: _Told) -> Iterator[str]:
     yield _section("metrics by step", page_parts.curves_part(picture))
     if not told.is_whole:
         yield f"<p>The curves end at step {_steps(picture)}: reading the rest takes too long.</p>"
-    yield _section("time breakdown, whole run", _run_report_times(picture))
+    yield _section("time breakdown, whole run", _times(picture))
     yield _section("alerts", page_parts.alerts_part(picture.alerts))
     yield _section("events", page_parts.events_part(picture))
     yield _section("evaluation", _evaluation(picture))
     yield _section("checkpoints", _checkpoints(told.saved) + _script_checkpoints(told))
     ranks = rank_map(picture.ranks) if picture.ranks else ""
     yield _section("ranks at their last heartbeat", ranks)
-    yield _section("hosts and devices", _run_report_devices(picture))
+    yield _section("hosts and devices", _devices(picture))
     yield _section("data", told.data)
     if told.settings:
         body = f"<pre>{escape(harmless(redact_text(told.settings)))}</pre>"
@@ -174,7 +174,7 @@ def _true(told: _Told) -> str:
     return "\n".join([*first, ", ".join(parts)])
 
 
-def _run_report_times(picture: RunPicture) -> str:
+def _times(picture: RunPicture) -> str:
     """Return the time breakdown of the whole run, not only of the last steps."""
     whole_s = max(picture.lasts_s, sum(picture.spent_s.values()))
     if whole_s <= 0 or not any(picture.spent_s.values()):
@@ -218,7 +218,7 @@ def _script_checkpoints(told: _Told) -> str:
     return page_parts.checkpoint_table(told.of_script, told.picture.until_unix_s)
 
 
-def _run_report_devices(picture: RunPicture) -> str:
+def _devices(picture: RunPicture) -> str:
     """Return the hosts and devices of the last start, as recorded by the launcher."""
     started = [one for one in picture.events if one.name == "started"]
     devices = started[-1].facts.get("devices") if started else None

@@ -34,7 +34,7 @@ _MOST_RANKS = 512
 def run_screen(picture: RunPicture, width: int) -> Text:
     """Return the whole view as lines of at most this width."""
     lines: list[Text] = []
-    for part in (_head, _curves, _run_screen_times, _run_screen_ranks, _alerts):
+    for part in (_head, _curves, _times, _ranks, _alerts):
         shown = list(part(picture, width))
         lines += [Text(), *shown] if lines and shown else shown
     text = Text("\n").join(line[:width] for line in lines)
@@ -111,7 +111,7 @@ def _curves(picture: RunPicture, width: int) -> Iterator[Text]:
             yield text
 
 
-def _run_screen_times(picture: RunPicture, width: int) -> Iterator[Text]:
+def _times(picture: RunPicture, width: int) -> Iterator[Text]:
     if not picture.shares:
         return
     room = width - _LABEL - 1
@@ -129,7 +129,7 @@ def _run_screen_times(picture: RunPicture, width: int) -> Iterator[Text]:
     yield legend
 
 
-def _run_screen_ranks(picture: RunPicture, width: int) -> Iterator[Text]:
+def _ranks(picture: RunPicture, width: int) -> Iterator[Text]:
     if not picture.ranks:
         return
     room = width - _LABEL - 1
