@@ -43,32 +43,61 @@ class SeenRank:
         return self.process.rank
 
     @property
+    def is_read(self) -> bool:
+        """Whether its stack could be taken."""
+        return self.look is not None and not self.look.problem
+
+    @property
     def computes(self) -> bool:
         """Whether it uses its CPU for anything other than waiting."""
         look = self.look
         return look is not None and not look.waiting and look.busy >= BUSY_PROCESSORS
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it has moved or run at most once."""
+        return not self.computes and max(self.moved, self.woke) < _LEAST_MOVES
 
     def update(self, look: RankLook) -> None:
         """Record another observation of the rank."""
         before = self.look
         if look.problem and before is not None and look.state == before.state:
             return
-        again = before is not None and before.thread == look.thread
+        is_idle = look.busy < BUSY_PROCESSORS
+        is_first = before is None
+        same_thread = before is not None and before.thread == look.thread
+        same_call = before is not None and same_thread and before.stack == look.stack
         start, end, _ = look.wakeups
-        woke = end != start or (before is not None and again and start != before.wakeups[2])
-        same = before is not None and again and before.stack == look.stack
-        idle = look.busy < BUSY_PROCESSORS
-        keeps = same and idle and self.native
-        if before is not None and keeps:
-            kept = {name: getattr(before, name) for name in _READ}
-            look = msgspec.structs.replace(look, **kept)
-        if look.waiting and woke:
-            self.moves += 1
-        if before is not None and (not same or (look.waiting and woke)):
-            self.moved += 1
-        self.woke += woke
-        self.native = keeps or (not self.native and (idle or self.process.uses_gpu))
+        has_run = end != start or (
+            before is not None and same_thread and start != before.wakeups[2]
+        )
+        keeps_reading = same_call and is_idle and self.native
+        if before is not None and keeps_reading:
+            reading = {name: getattr(before, name) for name in _READ}
+            look = msgspec.structs.replace(look, **reading)
+        woke_in_collective = look.waiting and has_run
+        self.moves += woke_in_collective
+        self.moved += not is_first and (not same_call or woke_in_collective)
+        self.woke += has_run
+        self.native = keeps_reading or (not self.native and (is_idle or self.process.uses_gpu))
         self.look = look
+
+    def heartbeat(self, beat: int) -> Heartbeat:
+        """Return the last look as a heartbeat for the hang detector."""
+        look = self.look
+        assert look is not None
+        return Heartbeat(
+            rank=self.rank,
+            pid=look.pid,
+            beat=beat,
+            moves=self.moves,
+            phase=look.phase,
+            place=look.place,
+            doing=look.doing,
+            waiting=look.waiting,
+            state=look.state,
+            busy=look.busy,
+        )
 
 
 class JobWatch:
@@ -77,15 +106,15 @@ class JobWatch:
     def __init__(
         self, ranks: Sequence[SeenRank], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.ranks = sorted(ranks, key=lambda one: one.rank)
-        self.world_size = max(one.process.world_size for one in ranks)
+        self.ranks = sorted(ranks, key=lambda rank: rank.rank)
+        self.world_size = max(rank.process.world_size for rank in ranks)
         self._watch = HangWatch(clock, stacks_of=self.world_size)
         self._looks = 0
 
     @property
     def hosts(self) -> list[str]:
         """The hosts with ranks of the job; the host of the lowest rank comes first."""
-        return list(dict.fromkeys(one.host for one in self.ranks))
+        return list(dict.fromkeys(rank.host for rank in self.ranks))
 
     @property
     def hang(self) -> Hang | None:
@@ -95,43 +124,39 @@ class JobWatch:
     @property
     def unread(self) -> list[SeenRank]:
         """The ranks whose stack could not be taken."""
-        return [one for one in self.ranks if one.look is None or one.look.problem]
+        return [rank for rank in self.ranks if not rank.is_read]
 
     @property
     def still(self) -> list[int]:
-        """The ranks that have moved or run at most once."""
-        return [
-            one.rank
-            for one in self.ranks
-            if not one.computes and max(one.moved, one.woke) < _LEAST_MOVES
-        ]
+        """The ranks that stand still."""
+        return [rank.rank for rank in self.ranks if rank.stands_still]
 
     @property
     def exited(self) -> bool:
         """Whether all ranks have exited."""
-        return all(one.look is not None and one.look.state == GONE for one in self.ranks)
+        return all(rank.look is not None and rank.look.state == GONE for rank in self.ranks)
 
     @property
     def moving(self) -> bool:
         """Whether no rank stands still."""
-        return not self.still and any(
-            one.moved >= _LEAST_MOVES or one.computes for one in self.ranks
-        )
+        if self.still:
+            return False
+        return any(rank.moved >= _LEAST_MOVES or rank.computes for rank in self.ranks)
 
     def request_for(self, host: str, *, nonblocking: bool) -> LookRequest:
         """Return what to ask a host: native frames only if they are not known yet."""
-        own = [one for one in self.ranks if one.host == host]
-        wanted = [one for one in own if not one.native]
+        processes = [rank.process for rank in self._of(host)]
+        unknown = [rank.process for rank in self._of(host) if not rank.native]
         return LookRequest(
-            pids=tuple(one.process.pid for one in own),
-            native_if_idle=tuple(one.process.pid for one in wanted),
-            native=tuple(one.process.pid for one in wanted if one.process.uses_gpu),
+            pids=tuple(process.pid for process in processes),
+            native_if_idle=tuple(process.pid for process in unknown),
+            native=tuple(process.pid for process in unknown if process.uses_gpu),
             nonblocking=nonblocking,
         )
 
     def heard(self, host: str, looks: Sequence[RankLook]) -> None:
         """Record observations of the ranks of a host."""
-        by_pid = {one.process.pid: one for one in self.ranks if one.host == host}
+        by_pid = {rank.process.pid: rank for rank in self._of(host)}
         for look in looks:
             by_pid[look.pid].update(look)
 
@@ -141,37 +166,23 @@ class JobWatch:
         if self.unread:
             return None
         for host in self.hosts:
-            seen = [_heartbeat(one, self._looks) for one in self.ranks if one.host == host]
-            self._watch.hear(host, [*seen, *self._exited(host)])
+            seen = [rank.heartbeat(self._looks) for rank in self._of(host)]
+            self._watch.hear(host, [*seen, *self._exited_before(host)])
         return self._watch.news()
 
-    def _exited(self, host: str) -> list[Heartbeat]:
-        """Return heartbeats for exited ranks of a host, whose ranks have consecutive numbers."""
-        own = [one.process for one in self.ranks if one.host == host]
-        expected = {
-            one.rank - one.local_rank + place
-            for one in own
-            for place in range(one.local_world_size)
-        }
-        missing = expected - {one.rank for one in own}
+    def _of(self, host: str) -> list[SeenRank]:
+        return [rank for rank in self.ranks if rank.host == host]
+
+    def _exited_before(self, host: str) -> list[Heartbeat]:
+        """Return heartbeats for ranks of a host that exited before the first look; its ranks are consecutive."""
+        seen: set[int] = set()
+        expected: set[int] = set()
+        for rank in self._of(host):
+            process = rank.process
+            first = process.rank - process.local_rank
+            seen.add(process.rank)
+            expected.update(range(first, first + process.local_world_size))
+        missing = sorted(expected - seen)
         return [
-            Heartbeat(rank=rank, pid=0, beat=0, moves=_MOVES_BEFORE, state=GONE)
-            for rank in sorted(missing)
+            Heartbeat(rank=rank, pid=0, beat=0, moves=_MOVES_BEFORE, state=GONE) for rank in missing
         ]
-
-
-def _heartbeat(seen: SeenRank, beat: int) -> Heartbeat:
-    look = seen.look
-    assert look is not None
-    return Heartbeat(
-        rank=seen.rank,
-        pid=look.pid,
-        beat=beat,
-        moves=seen.moves,
-        phase=look.phase,
-        place=look.place,
-        doing=look.doing,
-        waiting=look.waiting,
-        state=look.state,
-        busy=look.busy,
-    )

@@ -19,6 +19,8 @@ _PROC = Path("/proc")
 # What torchrun sets, and every launcher that imitates it.
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _RAS_PORT = 28028
+# Starts a rank of `muster run`; its first argument is not the script's.
+_RANK_PROGRAM = "torchmuster/launch/rank/start.py"
 # Variables with the place where the flight recorder writes, newest first. The rank is appended.
 _RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -138,7 +140,7 @@ def _rank_process(
             world_size=int(variables["WORLD_SIZE"]),
             local_world_size=int(variables.get("LOCAL_WORLD_SIZE") or 0),
             pid=pid,
-            command=printable(process.cmdline()),
+            command=printable(_typed_command(process.cmdline())),
             started_unix_s=process.create_time(),
             related=(*_above(pid, parents), *below),
             uses_gpu=_uses_gpu(pid),
@@ -146,6 +148,14 @@ def _rank_process(
         )
     except (psutil.Error, OSError, ValueError):  # it has exited, or is no rank
         return None
+
+
+def _typed_command(arguments: list[str]) -> list[str]:
+    """Return the command of a rank as it was typed: without the program with which ``muster run`` starts it."""
+    for number, argument in enumerate(arguments):
+        if argument.endswith(_RANK_PROGRAM):
+            return ["muster", "run", *arguments[number + 2 :]]
+    return arguments
 
 
 def _uses_gpu(pid: int) -> bool:

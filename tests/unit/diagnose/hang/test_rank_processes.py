@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.diagnose.hang.rank_processes import RankProcess, ranks_here
+from torchmuster.diagnose.hang.rank_processes import RankProcess, _typed_command, ranks_here
 from unit.diagnose.hang.plain_ranks import started
 
 WITH_WORKER = """\
@@ -70,3 +70,16 @@ def test_a_dump_at_torchs_usual_path_is_found_but_not_that_of_an_earlier_job(
         assert [one.recorder_file for one in ranks_of(41004)] == [""]
         dump.touch()
         assert [one.recorder_file for one in ranks_of(41004)] == [str(dump)]
+
+
+def test_the_command_of_a_rank_of_muster_run_is_the_one_that_was_typed() -> None:
+    started = [
+        "python",
+        "-u",
+        "/env/torchmuster/launch/rank/start.py",
+        '{"logs": 1}',
+        "train.py",
+        "--lr",
+    ]
+    assert _typed_command(started) == ["muster", "run", "train.py", "--lr"]
+    assert _typed_command(["python", "train.py"]) == ["python", "train.py"]
