@@ -210,14 +210,11 @@ class _Requests:
         if again_s <= _SAME_REQUEST_S and name != "SIGINT":
             return
         origin = _STOP_SIGNALS[name].origin
+        within = f"within {self._spec.limits.grace_s:g} s"
+        text = f"stop requested ({origin}): stopping all ranks {within} (repeat to kill them immediately)"
         if self.stop_signals:
-            logger.info(f"stop requested again ({origin}): killing all ranks")
-        else:
-            within = f"within {self._spec.limits.grace_s:g} s"
-            logger.info(
-                f"stop requested ({origin}): stopping all ranks {within} (repeat to kill them immediately)"
-            )
-        self._request_stop(name, origin, "stop-requested")
+            text = f"stop requested again ({origin}): killing all ranks"
+        self._request_stop(name, origin, "stop-requested", text)
 
     def warn(self, name: str) -> None:
         """Pass a scheduler's warning on, again and again: ranks that are still starting miss the first one."""
@@ -236,14 +233,15 @@ class _Requests:
     def _end_at_limit(self) -> None:
         origin = f"time limit of {format_seconds(self._spec.limits.time_s or 0.0)}"
         grace_s = self._spec.limits.grace_s
-        logger.info(f"{origin} reached: stopping all ranks within {grace_s:g} s")
-        self._request_stop("SIGTERM", origin, "time-limit")
+        text = f"{origin} reached: stopping all ranks within {grace_s:g} s"
+        self._request_stop("SIGTERM", origin, "time-limit", text)
 
-    def _request_stop(self, name: str, origin: str, event: str) -> None:
+    def _request_stop(self, name: str, origin: str, event: str, text: str) -> None:
         from torchmuster.launch.history import run_state
 
         self.stop_signals.append(name)
         run_state.log_event(self._run, event, what=f"stop requested ({origin})")
+        logger.info(text)
         self._task.stop(origin)
 
     def _refuse_to_suspend(self) -> None:
@@ -341,40 +339,38 @@ class _Launch:
         took = format_seconds(took_s)
         killed = outcome.killed.ranks if outcome.killed else ()
         if outcome.killed:
-            finding = outcome.killed.finding
-            show_findings([finding])
-            facts = {"what": finding.what, "why": finding.why, "fix": finding.fix}
-            run_state.log_event(run, finding.name, **facts)
+            kill = outcome.killed.finding
+            run_state.log_event(run, kill.name, what=kill.what, why=kill.why, fix=kill.fix)
+            show_findings([kill])
         match outcome.result:
             case Result.FINISHED:
+                ended("finished", ExitCode.GOOD, outcome.words or "finished")
                 if not outcome.words:
                     logger.info(f"finished in {took}; {_where_logs_are(run)}")
-                ended("finished", ExitCode.GOOD, outcome.words or "finished")
                 return ExitCode.GOOD
             case Result.SAVED:
                 assert outcome.saved is not None
                 resume = "rerun the command to resume"  # the user's own script knows how
                 if self._spec.checkpoints is not None:
                     resume = f"resume with: muster train --resume {_shown(run.path)}"
-                logger.info(f"{outcome.saved.text}, after {took}; {resume}")
                 ended("saved", ExitCode.SAVED, outcome.saved.text, killed_ranks=killed)
+                logger.info(f"{outcome.saved.text}, after {took}; {resume}")
                 return ExitCode.SAVED
             case Result.STOPPED:
                 not_saved = " without a final checkpoint" if self._spec.checkpoints else ""
-                logger.info(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
                 code = stop.exit_code
                 if code == ExitCode.TERMINATED and outcome.killed and not outcome.killed.at_once:
                     code = ExitCode.KILLED
                 headline = f"stopped on request ({outcome.origin or stop.origin})"
                 headline += f"; killed: {rank_text(killed)}" if killed else ""
                 ended("stopped", code, headline, killed_ranks=killed)
+                logger.info(f"stopped after {took}{not_saved}; {_left(outcome.left)}")
                 return code
             case Result.FAILED:
-                headline = outcome.words
-                if outcome.finding is not None:
-                    show_findings([outcome.finding])
-                    headline = outcome.finding.what
-                ended("failed", ExitCode.FAILED, headline)
+                finding = outcome.finding
+                ended("failed", ExitCode.FAILED, outcome.words if finding is None else finding.what)
+                if finding is not None:
+                    show_findings([finding])
                 return ExitCode.FAILED
 
 

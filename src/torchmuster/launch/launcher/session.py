@@ -386,8 +386,8 @@ class Session:
             for host in spares[:_MACHINES_SHOWN]:
                 leased = host.prepared.devices if host.prepared else ()
                 devices[f"{host.name} (spare)"] = list(leased)[:_DEVICES_NOTED]
-        logger.info(text)
         await asyncio.to_thread(run_state.log_event, self._run, "started", **facts)
+        logger.info(text)
 
     def _output(self, rank: int, text: str) -> None:
         self._silence.heard(text)
