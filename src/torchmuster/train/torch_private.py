@@ -71,10 +71,6 @@ NAMES = (
         without="the gradient is coalesced first",
     ),
     PrivateName(
-        "torch.utils.data._utils.worker._worker_info",
-        "prevent a dataset from splitting itself again in loader workers that already have their share",
-    ),
-    PrivateName(
         "torch.utils.data.DataLoader._iterator",
         "stop loader workers while other objects still refer to their epoch",
         without="the workers stop when the last reference is gone",
@@ -98,7 +94,6 @@ NAMES = (
 require(NAMES)
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.data._utils import worker as _worker  # noqa: E402
 
 __all__ = ["TorchDispatchMode"]
 
@@ -140,11 +135,6 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse tensor, which may have several values per position."""
     return tensor._values() if hasattr(tensor, "_values") else tensor.coalesce().values()
-
-
-def forget_worker_info() -> None:
-    """Make ``get_worker_info()`` return None in this loader worker."""
-    _worker._worker_info = None
 
 
 def stop_workers(loader: "DataLoader[Any]") -> None:
