@@ -88,6 +88,7 @@ class Session:
         self._spec = spec
         self._console = console
         self._run = run
+        self._run_path = str(run.path.resolve())
         self._on_phase = on_phase
         self._metrics = ScriptMetrics(run)
         self.token = os.urandom(16).hex()
@@ -238,7 +239,7 @@ class Session:
             alone=alone,
             lost_after_s=None if alone else spec.limits.lost_after_s,
             typed=spec.typed,
-            run=str(self._run.path.resolve()),
+            run=self._run_path,
         )
 
     def differences(self, hosts: Sequence[NodeHandle]) -> list[Finding]:
