@@ -158,7 +158,16 @@ class Cluster(Protocol):
 def train_command(side: Side, folder: Path) -> list[str]:
     """Return the command of the training, without its hosts."""
     command = [sys.executable, "-m", "torchmuster", "train", "--config", "config.yaml"]
-    command += ["--device", "cpu", "--ranks", "1", "--max-restarts", "9", "--grace", "10s"]
+    command += [
+        "--device",
+        "cpu",
+        "--ranks",
+        "1",
+        "--max-restarts",
+        "9",
+        "--set",
+        "launch.grace=10s",
+    ]
     command += ["--env", f"PYTHONPATH={folder}:{side.source}", "--env", f"TAKEOVER_FOLDER={folder}"]
     command += ["--env", "OMP_NUM_THREADS=1"]
     return command + (["--spares", str(side.spares)] if side.spares else [])

@@ -42,7 +42,7 @@ EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
     ExitCode.NOT_NOW: "the requested resource is in use; add --wait or try again later",
     ExitCode.SAVED: "checkpointed after a stop request; rerun to resume",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C",
-    ExitCode.KILLED: "stopped by SIGTERM, but ranks had to be killed after the grace period (--grace)",
+    ExitCode.KILLED: "stopped by SIGTERM, but ranks had to be killed after the grace period (launch.grace)",
     ExitCode.TERMINATED: "stopped by SIGTERM: muster stop, a scheduler, or a closed terminal",
 }
 

@@ -91,7 +91,7 @@ def test_collectives_are_exact(muster: Muster, without_p2p: bool, tmp_path: Path
 
 def test_the_rank_that_hangs_is_named(muster: Muster) -> None:
     Path("hangs.py").write_text(HANGS)
-    flags = ("--num-gpus", "2", "--grace", "2s", "--end-hangs-after", "25s")
+    flags = ("--num-gpus", "2", "--set", "launch.grace=2s", "--set", "launch.end_hangs_after=25s")
     muster("run", *flags, "hangs.py", exit_codes=(1,))
     findings = json.loads(muster("explain", "--json", exit_codes=(0, 1)))["findings"]
     cause = next(finding for finding in findings if finding["status"] == "failure")

@@ -94,7 +94,7 @@ def test_a_killed_and_resumed_training_is_the_same_bit_by_bit(
     Path("config.yaml").write_text(CONFIG.replace("steps: 8", "steps: 12") + settings)
     stops = ("--only", "resume", "--stops", "rank-killed", "--steps", "12")
     proof = json.loads(
-        muster("prove", "config.yaml", *stops, "--ranks", "2", "--device", "gpu", "--json")
+        muster("prove", *stops, "--ranks", "2", "--device", "gpu", "--json", "config.yaml")
     )
     assert proof["passed"]
     assert [result["difference"] for result in proof["results"]] == [None]

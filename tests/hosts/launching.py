@@ -28,7 +28,7 @@ while not pathlib.Path("go").exists():
 runpy.run_path({str(_EXAMPLE)!r}, run_name="__main__")
 """
 #: For runs that are not to lose anybody, however long a busy machine lets a process wait.
-PATIENT = ("--lost-after", "100s")
+PATIENT = ("--set", "launch.lost_after=100s")
 
 
 def muster_run(host: Host, words: Sequence[str], cwd: Path, **env: str) -> HostProcess:

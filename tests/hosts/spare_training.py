@@ -153,7 +153,14 @@ class Training:
     def _launch(self) -> HostProcess:
         words = ["train", "--config", "config.yaml", "--device", "cpu", "--ranks", "1"]
         words += ["--hosts", ",".join(self._hosts), "--spares", str(self._spares)]
-        words += ["--max-restarts", "9", "--grace", "10s", "--lost-after", "100s"]
+        words += [
+            "--max-restarts",
+            "9",
+            "--set",
+            "launch.grace=10s",
+            "--set",
+            "launch.lost_after=100s",
+        ]
         with (self.folder / "said.txt").open("wb") as out:
             return self._lab.hosts[0].popen(
                 muster_argv([*words, "--env", "OMP_NUM_THREADS=1"]),

@@ -43,7 +43,7 @@ THREE = ["--hosts", "node1,node2,node3", "--nodes", "2:3"]
 def test_a_run_goes_on_without_a_machine_that_is_gone_and_with_it_when_it_is_back(
     lab3: Lab, tmp_path: Path
 ) -> None:
-    run = Run.launch(lab3, tmp_path, COUNTED, options=[*THREE, "--lost-after", "7s"])
+    run = Run.launch(lab3, tmp_path, COUNTED, options=[*THREE, "--set", "launch.lost_after=7s"])
     run.wait_for_ranks("round 0 of 3 ranks came up", ranks=3)
     boot = HostKilled(host="node2").apply(lab3)
     run.transcript.wait_for("2 ranks started: node1 1, node3 1")
@@ -165,7 +165,7 @@ class Watched:
 
 def test_who_watches_is_told_that_a_machine_is_gone(lab2: Lab, tmp_path: Path) -> None:
     watched = Watched(tmp_path / "runs")
-    options = ["--hosts", "node1,node2", "--nodes", "1:2", "--lost-after", "7s"]
+    options = ["--hosts", "node1,node2", "--nodes", "1:2", "--set", "launch.lost_after=7s"]
     run = _training(lab2, tmp_path, *options)
     run.transcript.wait_for("saved step 5")
     await_true("both ranks are seen", lambda: watched.ranks() == 2)

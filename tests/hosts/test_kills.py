@@ -56,7 +56,7 @@ _EACH_CHANGE = ("running-rank-1-node2", "running-node-agent-node1")
 
 @pytest.mark.parametrize("case", nightly_except(_EACH_CHANGE, {str(case): case for case in CASES}))
 def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_path: Path) -> None:
-    options = ["--grace", "60s"] if case.phase == "ending" else []
+    options = ["--set", "launch.grace=60s"] if case.phase == "ending" else []
     script = SCRIPTS.get(case.phase, SCRIPTS["starting"])
     run = Run.launch(lab2, tmp_path, script, options=options)
     run.wait_for_phase(case.phase)
@@ -84,7 +84,7 @@ def test_nothing_survives_a_node_agent_that_is_killed(lab2: Lab, tmp_path: Path)
 def test_ranks_that_ignore_the_request_to_end_do_not_hide_who_failed(
     lab2: Lab, tmp_path: Path
 ) -> None:
-    options = ["--hosts", "node1:1,node2:2", "--grace", "5s"]
+    options = ["--hosts", "node1:1,node2:2", "--set", "launch.grace=5s"]
     script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
     run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
     run.wait_for_ranks("ignoring", ranks=3)
@@ -118,7 +118,7 @@ def test_a_rank_that_waits_in_a_collective_ends_with_its_peer(lab2: Lab, tmp_pat
 @pytest.mark.nightly
 def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> None:
     script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
-    options = ["--grace", "60s"]
+    options = ["--set", "launch.grace=60s"]
     run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
     run.wait_for_ranks("ignoring")
     run.process.interrupt()
@@ -148,7 +148,7 @@ def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
         "print('ready', flush=True)\n"
         "time.sleep(1000)\n"
     )
-    run = Run.launch(lab2, tmp_path, script, options=["--grace", "100s"])
+    run = Run.launch(lab2, tmp_path, script, options=["--set", "launch.grace=100s"])
     run.wait_for_ranks("ready")
     run.process.interrupt()
     run.wait_for_ranks("saved")

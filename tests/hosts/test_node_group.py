@@ -14,7 +14,7 @@ from hosts.namespaces import await_true
 from muster_command import muster_argv
 
 SECRET = "correct horse battery staple"
-LOSES_NOBODY = "--lost-after=100s"
+LOSES_NOBODY = "--set=launch.lost_after=100s"
 
 
 @pytest.fixture

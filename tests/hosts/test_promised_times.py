@@ -15,7 +15,7 @@ pytestmark = pytest.mark.alone
 def test_fifteen_seconds_after_a_kill_nothing_of_a_run_is_left_on_any_host(
     lab2: Lab, tmp_path: Path, victim: str, host: str
 ) -> None:
-    run = Run.launch(lab2, tmp_path, SCRIPTS["running"], options=["--grace", "1s"])
+    run = Run.launch(lab2, tmp_path, SCRIPTS["running"], options=["--set", "launch.grace=1s"])
     run.wait_for_phase("running")
     with within(15, f"after a kill of {victim}, a run is gone"):
         Kill(victim=victim, host=host).strike(run)

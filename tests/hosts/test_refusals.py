@@ -148,14 +148,14 @@ SSH = [
     ),
     Refusal(
         name="no python there",
-        flags=["--remote-python", "/nowhere/python"],
+        flags=["--set", "launch.remote_python=/nowhere/python"],
         what="cannot connect to host",
         why="/nowhere/python does not exist there",
-        fix="install it there, or set the path on the remote hosts: --remote-python PATH",
+        fix="install it there, or set the path on the remote hosts: --set launch.remote_python=PATH",
     ),
     Refusal(
         name="no torchmuster there",
-        flags=["--remote-python", "/usr/bin/python3"],
+        flags=["--set", "launch.remote_python=/usr/bin/python3"],
         what="cannot connect to host",
         why="torchmuster is not installed for /usr/bin/python3 there",
         fix="/usr/bin/python3 -m pip install torchmuster",
@@ -216,33 +216,33 @@ NETWORK = [
     ),
     Refusal(
         name="the head does not have the address",
-        flags=["--address", "10.77.0.12"],
+        flags=["--set", "launch.address=10.77.0.12"],
         what="cannot listen on 10.77.0.12",
         why="it is not an address of node1; this host has 10.77.0.11 (eth0)",
-        fix="pass one of these with --address, or omit it to use an address that all other hosts reach",
+        fix="set one of these with --set launch.address=…, or omit it to use an address that all other hosts reach",
     ),
     Refusal(
         name="an address that leads every host to itself",
-        flags=["--address", "127.0.0.1"],
+        flags=["--set", "launch.address=127.0.0.1"],
         what="the other hosts cannot reach node1 at 127.0.0.1",
         why="this is a loopback address, which always means the local host; node1 has 10.77.0.11 (eth0)",
-        fix="omit --address to use an address that all other hosts reach",
+        fix="omit launch.address to use an address that all other hosts reach",
     ),
     Refusal(
         name="a name that leads its host to itself",
         faults=[own_name_is_loopback("node1")],
-        flags=["--address", "node1"],
+        flags=["--set", "launch.address=node1"],
         what="the other hosts cannot reach node1 at node1",
         why="on node1 this resolves to 127.0.1.1, a loopback address, which always means the local host",
-        fix="omit --address to use an address that all other hosts reach",
+        fix="omit launch.address to use an address that all other hosts reach",
     ),
     Refusal(
         name="the given port is taken",
         faults=[PortTaken(host="node1", port=29500)],
-        flags=["--port", "29500"],
+        flags=["--set", "distributed.master_port=29500"],
         what="port 29500 was requested, but it is in use",
         why="0.0.0.0 29500 (pid",
-        fix="omit --port to use the next free port, or stop that program",
+        fix="omit distributed.master_port to use the next free port, or stop that program",
     ),
     Refusal(
         name="an interface that one host lacks",
@@ -303,7 +303,15 @@ def test_a_slow_host_is_named_again_and_again(lab2: Lab) -> None:
         f'#!/bin/sh\n[ "$(hostname)" = node2 ] && sleep 100\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    words = ["--hosts", "node1,node2", "--device", "cpu", "--remote-python", str(python), "x.py"]
+    words = [
+        "--hosts",
+        "node1,node2",
+        "--device",
+        "cpu",
+        "--set",
+        f"launch.remote_python={python}",
+        "x.py",
+    ]
     (lab2.folder / "x.py").write_text(TRAIN)
     said = Transcript(muster_run(lab2.hosts[0], words, lab2.folder))
     missing = re.compile(

@@ -63,7 +63,7 @@ def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Pat
 def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
     fault: LinkCut | HostKilled, lab2: Lab, tmp_path: Path
 ) -> None:
-    options = ["--max-restarts", "1", "--lost-after", "7s"]
+    options = ["--max-restarts", "1", "--set", "launch.lost_after=7s"]
     run = Run.launch(lab2, tmp_path, ROUNDS, "1", options=options)
     run.wait_for_ranks("round 0 came up")
     undo = fault.apply(lab2)
@@ -84,7 +84,14 @@ def test_a_host_that_was_lost_takes_part_again_once_it_is_back(
 @pytest.mark.nightly
 def test_a_host_that_does_not_come_back_ends_the_run(lab2: Lab, tmp_path: Path) -> None:
     # So long it may also take them to come at first.
-    options = ["--max-restarts", "3", "--lost-after", "7s", "--join-timeout", "30s"]
+    options = [
+        "--max-restarts",
+        "3",
+        "--set",
+        "launch.lost_after=7s",
+        "--set",
+        "launch.join_timeout=30s",
+    ]
     run = Run.launch(lab2, tmp_path, ROUNDS, "3", options=options)
     run.wait_for_ranks("round 0 came up")
     Kill(victim="link").strike(run)

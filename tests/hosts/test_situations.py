@@ -104,19 +104,19 @@ SITUATIONS = [
     Situation(
         name="the second network, by address",
         faults=[SecondNetwork()],
-        flags=["--address", "10.88.0.11"],
+        flags=["--set", "launch.address=10.88.0.11"],
         says="rendezvous at 10.88.0.11 (eth1 of node1): node2 reaches it",
     ),
     Situation(
         name="the second network, by interface",
         faults=[SecondNetwork()],
-        flags=["--address", "eth1"],
+        flags=["--set", "launch.address=eth1"],
         says="rendezvous at 10.88.0.11 (eth1 of node1): node2 reaches it",
     ),
     Situation(
         name="a network that has IPv6 only",
         faults=[Ipv6Network()],
-        flags=["--address", "eth1"],
+        flags=["--set", "launch.address=eth1"],
         says="rendezvous at fd00:77::11 (eth1 of node1): node2 reaches it",
     ),
     Situation(

@@ -120,8 +120,8 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
             str(NODES),
             "--ranks",
             str(RANKS_PER_NODE),
-            "--grace",
-            "10s",
+            "--set",
+            "launch.grace=10s",
         ]
         printed = subprocess.run(
             muster_argv(["kubernetes", *flags, "--name", "train", *command]),
@@ -174,7 +174,7 @@ def test_a_training_survives(
     start: StartJob,
     undisturbed: tuple[str, list[tuple[int, float]]],
 ) -> None:
-    job = start("--", "muster", "train", "--config", "config.yaml")
+    job = start("muster", "train", "--config", "config.yaml")
     job.await_true("step 4", lambda: len(losses(job.runs)) >= 4)
     kill(job)
     (job.runs / "go").touch()

@@ -35,7 +35,7 @@ SCRIPT = Path(__file__).with_name("kinds_of_hang.py")
 def hanging(folder: Path, *kinds: str, env: dict[str, str] | None = None) -> Iterator[Launched]:
     folder.mkdir(exist_ok=True)
     shutil.copy(SCRIPT, folder / "train.py")
-    words = (*cpu("train.py", "--grace", "1s"), *kinds)
+    words = (*cpu("train.py", "--set", "launch.grace=1s"), *kinds)
     with launched(folder, *words, env={"COLUMNS": "400", **(env or {})}) as command:
         yield command
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 # Longer than a busy machine can keep a rank from saving.
-GRACE = ("--grace", "100s")
+GRACE = ("--set", "launch.grace=100s")
 # A loop of one's own, with processes that read for it, which are asked to end as well.
 SAVING = """\
 import sys, time

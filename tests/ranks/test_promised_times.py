@@ -60,7 +60,7 @@ def test_doctor_takes_two_seconds(machine: Callable[[Scenario], Path], muster: M
 
 def test_a_rank_that_sleeps_is_named_while_the_others_wait(own_machine: Path) -> None:
     shutil.copy(Path(__file__).with_name("kinds_of_hang.py"), own_machine / "train.py")
-    with launched(own_machine, *cpu("train.py", "--grace", "1s"), "forward") as run:
+    with launched(own_machine, *cpu("train.py", "--set", "launch.grace=1s"), "forward") as run:
         run.wait_for("now forward at")
         with within(20, "a hang is named"):
             run.wait_for("keeps the others waiting: in time.sleep")
@@ -69,7 +69,7 @@ def test_a_rank_that_sleeps_is_named_while_the_others_wait(own_machine: Path) ->
 
 
 def test_ranks_that_end_when_asked_end_the_run(folder: Path) -> None:
-    with launched(folder, *cpu("waiting.py", "--grace", "100")) as run:
+    with launched(folder, *cpu("waiting.py", "--set", "launch.grace=100")) as run:
         run.wait_for("waiting 0", "waiting 1")
         with within(5, "a run is stopped"):
             run.send(signal.SIGTERM)
@@ -78,7 +78,7 @@ def test_ranks_that_end_when_asked_end_the_run(folder: Path) -> None:
 
 
 def test_ranks_that_ignore_the_end_have_the_grace_and_no_more(folder: Path) -> None:
-    with launched(folder, *cpu("stubborn.py", "--grace", "2")) as run:
+    with launched(folder, *cpu("stubborn.py", "--set", "launch.grace=2")) as run:
         run.wait_for("waiting 0", "waiting 1")
         with within(2 + 5, "a run whose ranks ignore SIGTERM is stopped"):
             run.send(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_ranks_that_ignore_the_end_have_the_grace_and_no_more(folder: Path) -> N
 
 
 def test_a_second_interrupt_does_not_wait_for_the_grace(folder: Path) -> None:
-    with launched(folder, *cpu("stubborn.py", "--grace", "100")) as run:
+    with launched(folder, *cpu("stubborn.py", "--set", "launch.grace=100")) as run:
         run.wait_for("waiting 0", "waiting 1")
         run.send(signal.SIGINT)
         run.wait_for("Ctrl-C")
@@ -98,7 +98,7 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(folder: Path) -> None:
 
 
 def test_a_killed_launcher_leaves_nothing_after_ten_seconds(folder: Path) -> None:
-    with launched(folder, *cpu("stubborn.py", "--grace", "5")) as run:
+    with launched(folder, *cpu("stubborn.py", "--set", "launch.grace=5")) as run:
         run.wait_for("waiting 0", "waiting 1")
         with within(10, "the ranks of a killed launcher are gone"):
             run.send(signal.SIGKILL)

@@ -118,7 +118,7 @@ def test_muster_train_is_not_accused(tmp_path: Path, name: str) -> None:
     words = [
         word for path, value in STRATEGIES[name].items() for word in ("--set", f"{path}={value}")
     ]
-    result, code = prove(tmp_path, "config.yaml", "--steps", "12", *words)
+    result, code = prove(tmp_path, "--steps", "12", *words, "config.yaml")
     assert differences(result) == []
     assert code == 0
 

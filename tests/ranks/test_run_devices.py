@@ -83,15 +83,15 @@ def test_more_ranks_than_gpus_is_one_sentence_and_no_process(
 @pytest.mark.nightly
 def test_gpus_in_use_end_it_at_once_or_are_waited_for(server: Path, muster: Muster) -> None:
     (server / "tells.py").write_text(TELLS)
-    with launched(server, "run", "--gpu-ids", "0", "1", "--", "waiting.py") as first:
+    with launched(server, "run", "--gpu-ids", "0,1", "--", "waiting.py") as first:
         first.wait_for("waiting 0", "waiting 1")
         busy = muster("run", "--gpu-ids", "1,2", "tells.py")
         assert busy.code == 3
         assert "is claimed by" in busy.err
         assert "muster: 2 ranks started" not in busy.err
-        words = ["run", "--gpu-ids", "1", "--wait", "1s", "tells.py"]
+        words = ["run", "--gpu-ids", "1", "--wait=1s", "tells.py"]
         assert muster(*words).code == 3
-        words = ["run", "--gpu-ids", "1", "2", "--wait", "tells.py"]
+        words = ["run", "--gpu-ids", "1,2", "--wait", "tells.py"]
         with launched(server, *words) as second:
             second.wait_for("muster: waiting for devices on")
             assert any(os.uname().nodename in line for line in second.lines)

@@ -19,7 +19,7 @@ from torchmuster.launch.history import run_state
 pytestmark = pytest.mark.ranks
 
 # For ranks that end when they are asked to: longer than a busy machine can keep them from it.
-LONG_GRACE = ("--grace", "100")
+LONG_GRACE = ("--set", "launch.grace=100")
 # A rank with a data loader in a session of its own, which no signal to a group reaches.
 STUBBORN = """\
 import os, signal, subprocess, sys, time
@@ -86,7 +86,7 @@ def test_a_signal_lets_the_ranks_save_and_ends_everything(
 
 @pytest.mark.nightly
 def test_ranks_that_ignore_the_end_are_killed_after_the_grace(folder: Path) -> None:
-    with launched(folder, *cpu("stubborn.py", "--grace", "1")) as run:
+    with launched(folder, *cpu("stubborn.py", "--set", "launch.grace=1")) as run:
         run.wait_for("waiting 0", "waiting 1")
         run.send(signal.SIGINT)
         result = run.end()
@@ -119,7 +119,7 @@ def test_an_interrupt_while_it_is_starting_leaves_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.nightly), "running"])
 def test_a_killed_launcher_leaves_nothing(folder: Path, when: str) -> None:
-    with launched(folder, *cpu("stubborn.py", "--grace", "5")) as run:
+    with launched(folder, *cpu("stubborn.py", "--set", "launch.grace=5")) as run:
         run.wait_for(*(["2 ranks started"] if when == "starting" else ["waiting 0", "waiting 1"]))
         run.send(signal.SIGKILL)
         run.end()

@@ -71,8 +71,8 @@ def test_the_first_rank_s_traceback_is_told_although_both_raise(
         "        raise ValueError('no data')\n"
         "    dist.all_reduce(torch.ones(1))\n"
         "step(dist.get_rank())\n",
-        "--grace",
-        "100",
+        "--set",
+        "launch.grace=100",
     )
     assert run.headline(result) == f"rank 1 on {HOST} failed: ValueError: no data"
     assert line_with(result.err, "rank 0 then ").strip() == snapshot
@@ -223,7 +223,7 @@ def test_ranks_that_are_saving_get_the_whole_grace(muster: Muster, own_machine: 
         "os.execv(sys.executable, [sys.executable, '-m', 'torchmuster', *sys.argv[1:]])\n"
     )
     done = subprocess.run(
-        [sys.executable, "top.py", *cpu("train.py", "--grace", "100")],
+        [sys.executable, "top.py", *cpu("train.py", "--set", "launch.grace=100")],
         cwd=own_machine,
         capture_output=True,
         text=True,

@@ -174,7 +174,7 @@ def test_a_module_and_a_single_rank(muster: Muster, own_machine: Path) -> None:
 def test_this_host_may_take_longer_than_the_join_timeout(muster: Muster, own_machine: Path) -> None:
     """On a loaded host its node agent starts late; as a child process it is known to be alive."""
     (own_machine / "train.py").write_text("print('started')\n")
-    result = muster("run", "--device", "cpu", "--join-timeout", "0.01s", "train.py")
+    result = muster("run", "--device", "cpu", "--set", "launch.join_timeout=0.01s", "train.py")
     assert (result.code, result.out) == (0, "started\n"), result
 
 

@@ -213,7 +213,7 @@ def reported(run: Launched) -> list[Heartbeat]:
 def test_ranks_that_had_to_be_killed_are_named(
     folder: Path, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
-    with launched(folder, *cpu("ignores.py", "--grace", "2")) as run:
+    with launched(folder, *cpu("ignores.py", "--set", "launch.grace=2")) as run:
         run.wait_for("waiting 0", "waiting 1")
         run.send(signal.SIGTERM)
         result = run.end()
@@ -232,7 +232,7 @@ def test_ranks_that_had_to_be_killed_are_named(
 
 @pytest.mark.nightly
 def test_a_second_request_kills_them_and_is_no_fault_of_theirs(folder: Path) -> None:
-    with launched(folder, *cpu("ignores.py", "--grace", "100")) as run:
+    with launched(folder, *cpu("ignores.py", "--set", "launch.grace=100")) as run:
         run.wait_for("waiting 0", "waiting 1")
         run.send(signal.SIGINT)
         run.wait_for("Ctrl-C")

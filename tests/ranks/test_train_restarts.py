@@ -135,7 +135,9 @@ def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
 @pytest.mark.nightly
 def test_an_end_that_is_asked_for_is_not_survived(folder: Path) -> None:
     # So many that it does not end by itself, and time enough to save.
-    with launched(folder, *TRAIN, "--set", "train.steps=100000", "--grace", "100s") as run:
+    with launched(
+        folder, *TRAIN, "--set", "train.steps=100000", "--set", "launch.grace=100s"
+    ) as run:
         run.wait_for("saved step 4")
         run.send(signal.SIGINT)
         result = run.end()

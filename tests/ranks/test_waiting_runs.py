@@ -118,14 +118,14 @@ def test_stop_cancels_a_waiting_run(muster: Muster, place: Path) -> None:
 def test_a_script_after_wait_is_not_its_duration(muster: Muster, place: Path) -> None:
     refused = muster("run", "--num-gpus", "1", "--wait", "./train.sh")
     assert "'./train.sh' is not a script" in refused.err
-    for words in (["--wait", "1m", "hello.py"], ["--wait=1m", "hello.py"], ["--wait", "hello.py"]):
+    for words in (["--wait=1m", "hello.py"], ["--wait", "hello.py"]):
         done = muster("run", "--num-gpus", "1", *words)
         assert done.code == 0, done.err
 
 
 def test_a_time_limit_stops_the_run(muster: Muster, place: Path) -> None:
     (place / "long.py").write_text(UNTIL_SIGTERM)
-    run = start(muster, place, "--time-limit", "10s", "--grace", "5s", "long.py")
+    run = start(muster, place, "--time-limit", "10s", "--set", "launch.grace=5s", "long.py")
     wait_until(lambda: phase(run) == "stopped")
     state = run_state.read_state(run)
     assert state is not None

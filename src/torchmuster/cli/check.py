@@ -5,13 +5,14 @@ import dataclasses
 import shlex
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchmuster.cli import job_flags, joined_hosts, output, parsers, slurm_run
-from torchmuster.cli.launching import transport_for
-from torchmuster.cli.scripts import Script, script_from
-from torchmuster.config.resolve import Resolved
+from torchmuster.cli import jobs, output, parsers, slurm_run
+from torchmuster.cli.launching import hosts_for
+from torchmuster.cli.options import JoinOptions, add_options, flag
+from torchmuster.cli.scripts import Script
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
@@ -22,21 +23,27 @@ if TYPE_CHECKING:
     from torchmuster.diagnose.group import GroupCheck
     from torchmuster.diagnose.result import GroupResult
 
-_PROBE = "torchmuster.diagnose.probes.collectives"
-_RANKS_ON_A_CPU = 2
-_REACH_S = 3.0
+PROBE = "torchmuster.diagnose.probes.collectives"
+RANKS_ON_A_CPU = 2
+REACH_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(JoinOptions):
+    """The flags of ``muster check``."""
+
+    quick: bool = flag("check hosts and connections, start no ranks", default=False)
+    html: Path | None = flag("also write the report to FILE", parse=Path, metavar="FILE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``muster check``."""
-    parser.usage = "muster check [options] [script.py]"
     parser.description = (
         f"{parser.description}\nConnects to the hosts, checks each, tests the connections "
         "between them in "
         "both directions, and\nruns real ranks and compares their results. Reports what is "
         "wrong, why, "
-        "and how to fix it.\nWith a script, also compares its code between the hosts; it is not "
-        "run."
+        "and how to fix it."
     )
     parsers.show_examples(
         parser,
@@ -47,44 +54,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster check --slurm --nodes 4    as a Slurm job; inside a job, leave out --slurm",
         ],
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="check hosts and connections, start no ranks"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report to FILE")
-    parsers.add_json_flag(parser)
-    parsers.add_runs_flag(parser)
-    job_flags.add_machine_flags(parser)
-    many = job_flags.add_rendezvous_flags(parser)
-    job_flags.add_host_flags(many)
-    joined_hosts.add_flags(many)
-    slurm_run.add_flags(parser)
-    parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(
-        run=_run_check,
-        command=None,
-        name="check",
-        grace=2.0,
-        detach=False,
-        dry_run=False,
-    )
+    add_options(parser, CheckOptions, run)
 
 
-def _run_check(options: argparse.Namespace) -> int:
-    joined_hosts.take_flags(options)
+def run(options: CheckOptions) -> int:
+    """Check the hosts and return the exit code."""
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise Impossible(
             f"cannot write {options.html}",
             why="its folder does not exist",
             fix=f"mkdir -p {shlex.quote(str(options.html.parent))}",
         )
-    script = Script(command=(_PROBE,), module=True)
-    if options.command or options.stray:
-        script = script_from(options, Path.cwd())
-    resolved = job_flags.settings_of(options)
-    spec = job_flags.job_from(options, resolved, script)
+    resolved = jobs.settings_of(options)
+    spec = jobs.job_from(
+        options,
+        resolved,
+        Script(command=(PROBE,), module=True),
+        name="check",
+        words=options.words,
+    )
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
-    spec, transport = _machines(options, spec, resolved)
+    on_cpu = spec.device == "cpu" or not jobs.sees_gpus()
+    spec, transport = hosts_for(options, spec, resolved)
+    if len(transport.places) < 2 and spec.ranks is None and on_cpu:
+        # One rank has no other rank to communicate with.
+        spec = dataclasses.replace(spec, ranks=RANKS_ON_A_CPU)
     return examine(
         spec,
         transport,
@@ -93,25 +88,6 @@ def _run_check(options: argparse.Namespace) -> int:
         html=options.html,
         as_json=options.json,
     )
-
-
-def _machines(
-    options: argparse.Namespace, spec: JobSpec, resolved: Resolved
-) -> tuple[JobSpec, Transport]:
-    if options.join:
-        stream = sys.stderr if options.json else sys.stdout
-        transport = joined_hosts.transport_to_joined(options, spec, stream)
-        options.nodes = None  # handled
-        slurm_run.refuse_flags_without_slurm(options)
-        return spec, transport
-    slurm_run.refuse_flags_without_slurm(options)
-    if inside := slurm_run.transport_inside(spec):
-        return spec, inside
-    on_cpu = spec.device == "cpu" or not job_flags.sees_gpus()
-    if not spec.hosts and spec.ranks is None and on_cpu:
-        # One rank has no other rank to communicate with.
-        spec = dataclasses.replace(spec, ranks=_RANKS_ON_A_CPU)
-    return spec, transport_for(spec, resolved.settings.launch.remote_python or sys.executable)
 
 
 def examine(
@@ -127,7 +103,7 @@ def examine(
     from torchmuster.launch.launcher.launch_job import launch_job
 
     # Blocked connections are tried again, so each try can be shorter than in a run.
-    spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=_REACH_S))
+    spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=REACH_S))
     made: list[GroupCheck] = []
 
     def make(*words: Any, **named: Any) -> "GroupCheck":
@@ -137,7 +113,7 @@ def examine(
         made.append(GroupCheck(*words, **named, quick=quick))
         return made[0]
 
-    code = launch_job(spec, transport, run, job_flags.console_for, make)
+    code = launch_job(spec, transport, run, jobs.console_for, make)
     result = made[0].result if made else None
     if result is not None:
         shown = code in (ExitCode.GOOD, ExitCode.FAILED)

@@ -1,18 +1,25 @@
 """``muster config``: write a file from a recipe, show settings, check a file, print the schema."""
 
 import argparse
-import os
 import sys
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from torchmuster.cli import output, parsers
+from torchmuster.cli.jobs import settings_of
+from torchmuster.cli.options import JsonOptions, SettingOptions, add_options
 from torchmuster.config import fields
-from torchmuster.config.layers import Flag, Source, Strength, variable_name
-from torchmuster.config.resolve import Resolved, resolve_settings
+from torchmuster.config.layers import Source, Strength, variable_name
+from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.training import check_consistent
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.redaction import printable, redact_mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(SettingOptions, JsonOptions):
+    """The flags of ``muster config show``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "TORCHMUSTER_MODEL_TORCH_DTYPE=bfloat16 muster config show",
         ],
     )
-    add_setting_flags(show)
-    parsers.add_json_flag(show)
-    show.set_defaults(run=_show_config)
+    add_options(show, ShowOptions, _show_config)
 
     check = parsers.add_action(
         parts,
@@ -72,49 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     schema.set_defaults(run=_schema)
-
-
-def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every command that takes settings."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings file (YAML)")
-    parser.add_argument("--num-gpus", metavar="N", help="use N GPUs")
-    parser.add_argument(
-        "--gpu-ids", nargs="+", metavar="ID", help="use these GPUs: indices or UUIDs"
-    )
-    add_set_flag(parser)
-
-
-def add_set_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set``, which sets any setting."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        type=_setting,
-        default=[],
-        metavar="KEY=VALUE",
-        help="set any setting, for example --set model.torch_dtype=bfloat16",
-    )
-
-
-def _setting(text: str) -> Flag:
-    path, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not KEY=VALUE; write for example model.torch_dtype=bfloat16"
-        )
-    # The value is not part of its source: it may be secret.
-    return Flag(flag=f"--set {path}", path=path.strip(), text=value)
-
-
-def settings_from(options: argparse.Namespace) -> Resolved:
-    """Resolve the settings from the command line, the environment and the file."""
-    flags = list(options.set)
-    if options.num_gpus is not None:
-        flags.append(Flag(flag="--num-gpus", path="distributed.num_gpus", text=options.num_gpus))
-    if options.gpu_ids is not None:
-        text = ",".join(options.gpu_ids)
-        flags.append(Flag(flag="--gpu-ids", path="distributed.gpu_ids", text=text))
-    return resolve_settings(file=options.config, environment=os.environ, flags=flags)
 
 
 def recipes() -> dict[str, str]:
@@ -156,8 +118,8 @@ def _new_config(options: argparse.Namespace) -> ExitCode:
     return ExitCode.GOOD
 
 
-def _show_config(options: argparse.Namespace) -> ExitCode:
-    resolved = settings_from(options)
+def _show_config(options: ShowOptions) -> ExitCode:
+    resolved = settings_of(options)
     values = redact_mapping(resolved.values())
     if options.json:
         output.print_json(

@@ -6,7 +6,8 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import job_flags, output, parsers
+from torchmuster.cli import output, parsers
+from torchmuster.cli.options import duration
 from torchmuster.errors import ExitCode
 from torchmuster.finding import exit_code, render
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for",
         dest="within_s",
-        type=job_flags.duration,
+        type=duration,
         default=_WITHIN_S,
         metavar="DURATION",
         help=f"watch until the result is clear, for at most DURATION (default: {_WITHIN_S:.0f}s)",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import output, parsers
-from torchmuster.cli.job_flags import duration
+from torchmuster.cli.options import duration
 from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:

@@ -2,14 +2,51 @@
 
 import argparse
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import job_flags, output, parsers
+from torchmuster.cli import jobs, output, parsers
+from torchmuster.cli.options import ScriptOptions, add_options, count, duration, flag
 from torchmuster.errors import ExitCode, Impossible
 
 if TYPE_CHECKING:
     from torchmuster.launch.schedulers.kubernetes import PodsRequest
+
+
+def restarts(text: str) -> int:
+    """Parse a number of restarts."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions(ScriptOptions):
+    """The flags of ``muster kubernetes``."""
+
+    image: str = flag("the container image", default="", required=True)
+    name: str | None = flag("name of the job (default: the script's name)")
+    namespace: str | None = flag("namespace of the job (default: kubectl's current one)")
+    nodes: int = flag("number of pods (default: 1)", default=1, parse=count, metavar="N")
+    gpus_per_node: int = flag("GPUs per pod", default=0, parse=count, metavar="N")
+    ranks: int | None = flag("processes per pod (default: one per GPU)", parse=count, metavar="N")
+    max_restarts: int = flag(
+        "restart all ranks after a failure, at most N times without a newer checkpoint "
+        f"(default: {jobs.USUAL_RESTARTS})",
+        default=jobs.USUAL_RESTARTS,
+        parse=restarts,
+        metavar="N",
+    )
+    grace: float = flag(
+        "time for the ranks to save after SIGTERM, as when a node is drained (default: 30s)",
+        default=30.0,
+        parse=duration,
+        metavar="DURATION",
+    )
+
+
+OPTIONS = KubernetesOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,43 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         [
             "muster kubernetes --image IMAGE --nodes 4 --gpus-per-node 8 train.py --lr 1e-4 > job.yaml",
             "muster kubernetes --image IMAGE train.py | kubectl apply -f -",
-            "muster kubernetes --image IMAGE --nodes 2 -- muster train --config config.yaml",
+            "muster kubernetes --image IMAGE --nodes 2 muster train --config config.yaml",
         ],
     )
-    parser.add_argument("--image", required=True, help="the container image")
-    parser.add_argument("--name", help="name of the job (default: the script's name)")
-    parser.add_argument("--namespace", help="namespace of the job (default: kubectl's current one)")
-    parser.add_argument(
-        "--nodes", type=job_flags.count, default=1, metavar="N", help="number of pods (default: 1)"
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=job_flags.count, default=0, metavar="N", help="GPUs per pod"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=job_flags.count,
-        metavar="N",
-        help="processes per pod (default: one per GPU)",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=_restarts,
-        default=job_flags.USUAL_RESTARTS,
-        metavar="N",
-        help="restart all ranks after a failure, at most N times without a newer checkpoint "
-        f"(default: {job_flags.USUAL_RESTARTS})",
-    )
-    parser.add_argument(
-        "--grace",
-        type=job_flags.duration,
-        default=30.0,
-        metavar="DURATION",
-        help="time for the ranks to save after SIGTERM, as when a node is drained (default: 30s)",
-    )
-    parser.set_defaults(run=_print_job, command=None)
+    add_options(parser, KubernetesOptions, run)
 
 
-def _print_job(options: argparse.Namespace) -> int:
+def run(options: KubernetesOptions) -> int:
+    """Print the manifests and return the exit code."""
     from torchmuster.launch.schedulers.kubernetes import render_job, secret_command
 
     request = _request(options)
@@ -73,10 +81,10 @@ def _print_job(options: argparse.Namespace) -> int:
     return ExitCode.GOOD
 
 
-def _request(options: argparse.Namespace) -> "PodsRequest":
+def _request(options: KubernetesOptions) -> "PodsRequest":
     from torchmuster.launch.schedulers.kubernetes import PodsRequest
 
-    command = list(options.command or [])
+    command = list(options.script)
     is_train = command[:2] == ["muster", "train"]
     if is_train:
         command = command[2:]
@@ -105,12 +113,6 @@ def _script_name(command: list[str]) -> str:
         raise Impossible(
             "there is no script to run",
             why="a script is a path in the image that ends in .py, or a module after -m",
-            fix="muster kubernetes --image IMAGE train.py, or: … -- muster train --config config.yaml",
+            fix="muster kubernetes --image IMAGE train.py, or: … muster train --config config.yaml",
         )
     return Path(command[0]).stem
-
-
-def _restarts(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
-    return int(text)

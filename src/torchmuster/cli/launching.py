@@ -1,7 +1,7 @@
 """Launch a job from a command, in the foreground or detached."""
 
-import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -9,15 +9,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import job_flags, joined_hosts, node_group, output, slurm_run
+from torchmuster.cli import jobs, node_group, output, slurm_run
+from torchmuster.cli.options import HostOptions, JoinOptions, RunControl
 from torchmuster.cli.reporting import with_report
+from torchmuster.config.resolve import Resolved
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
-from torchmuster.launch.job import JobSpec
+from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder, create_run_folder
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchmuster.launch.launcher.console import TerminalConsole
     from torchmuster.launch.launcher.job_runner import JobRunner
     from torchmuster.launch.schedulers.node_group import NodeGroup
+    from torchmuster.launch.transports.join.code import JoinCode
 
 # How long --detach waits for the run to start.
 _STAY_S = 60.0
@@ -118,105 +119,115 @@ def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: 
     return ExitCode.GOOD
 
 
-InFolder = Callable[[JobSpec, Path], JobSpec]
-
-
-def start(
-    options: argparse.Namespace,
-    spec: JobSpec,
-    python: str,
-    *,
-    in_folder: InFolder = lambda spec, _: spec,
-    check: Callable[[], None] = lambda: None,
-    prepare: Callable[[RunFolder], None] = lambda _: None,
-    run: RunFolder | None = None,
-    group: "NodeGroup | None" = None,
-) -> int:
-    """Start a job as the flags request: as a dry run, through Slurm, detached, or attached.
-
-    ``in_folder`` adds the run folder to the job, ``check`` is called before the folder is created,
-    ``prepare`` writes the folder's initial files. A given ``run`` is resumed in its folder. This process is the launcher
-    of a given ``group``.
-    """
-    if options.slurm:
-        return slurm_run.submit_and_follow(options, spec)
-    if getattr(options, "join", False):  # muster train has no such flag
-        transport: Transport | None = joined_hosts.transport_to_joined(options, spec, sys.stdout)
-    elif group is None:
-        transport = slurm_run.transport_inside(spec)
-    else:
-        transport = node_group.transport_to(group)
-        spec = replace(spec, hosts_return=True, job_uid=group.job_uid)
-    machines = len(transport.places) if transport is not None else len(spec.hosts)
-    spec = job_flags.with_spares(spec, machines)
-    spec = slurm_run.for_so_many(options, spec, machines)
-    slurm_run.refuse_flags_without_slurm(options)
-    if options.dry_run and transport is None:
-        from torchmuster.cli import dry_run
-
-        spec = in_folder(spec, run.path if run is not None else options.runs / "RUN")
-        return dry_run.show(spec, python, options.runs, as_json=options.json)
-    if options.dry_run:
+def hosts_for(
+    options: HostOptions, spec: JobSpec, resolved: Resolved, group: "NodeGroup | None" = None
+) -> tuple[JobSpec, Transport]:
+    """Return the job for the hosts that the flags or the scheduler give, and the transport to them."""
+    if options.sbatch is not None:
         raise Impossible(
-            "--dry-run does not work inside a Slurm job",
-            why="the nodes' devices and addresses are known only when their node agents answer",
-            fix=f"muster {options.words[0]} --slurm --dry-run …  # outside a job: shows its script",
+            "--sbatch works only with --slurm",
+            fix=f"muster {spec.typed[0]} --slurm --sbatch …, or leave --sbatch out",
         )
-    transport = transport or transport_for(spec, python)
-    spec = _with_grace(options, spec)
-    check()
-    if getattr(options, "webhook", None) is not None:
+    nodes = options.nodes
+    transport: Transport | None
+    if group is not None:
+        spec = dataclasses.replace(
+            jobs.patient(spec, resolved), hosts_return=True, job_uid=group.job_uid
+        )
+        transport = node_group.transport_to(group)
+    elif isinstance(options, JoinOptions) and options.join:
+        nodes = nodes or NodeCounts(least=2, most=2)
+        transport = transport_to_joined(nodes, jobs.patient(spec, resolved), resolved)
+        spec = jobs.patient(spec, resolved)
+    else:
+        transport = slurm_run.transport_inside(spec)
+    hosts = len(spec.hosts) if transport is None else len(transport.places)
+    spec = jobs.for_hosts(spec, nodes, hosts)
+    if transport is None:
+        python = resolved.settings.launch.remote_python or sys.executable
+        transport = jobs.transport_for(spec, python)
+    return spec, transport
+
+
+def transport_to_joined(nodes: NodeCounts, spec: JobSpec, resolved: Resolved) -> Transport:
+    """Return the transport to this machine and to those that join with the code that is printed."""
+    from torchmuster.launch.transports.join.code import encode_code
+    from torchmuster.launch.transports.join.transport import JoinTransport
+    from torchmuster.launch.transports.local import LocalTransport
+
+    if spec.hosts:
+        raise Impossible(
+            "--join and --hosts (over ssh) are mutually exclusive", fix="give one of the two"
+        )
+    if nodes.most < 2:
+        raise Impossible(
+            "--nodes 1 leaves no machine to join", fix="--nodes 2, or leave out --join"
+        )
+
+    def show(code: "JoinCode") -> None:
+        # Only on the terminal: the code gives access and must not be logged.
+        output.say("on every other machine, in a folder with the same code: muster join")
+        output.say("then paste this code, which lets a machine join:")
+        output.say(f"  {encode_code(code)}")
+
+    return JoinTransport(
+        local=LocalTransport(socket.gethostname()),
+        count=nodes.most + spec.spares - 1,
+        port=resolved.settings.launch.join_port,
+        on_event=lambda text: output.say(f"muster: {text}"),
+        on_code=show,
+    )
+
+
+def run_folder(options: RunControl, spec: JobSpec, group: "NodeGroup | None" = None) -> RunFolder:
+    """Return the folder of the run: a new one, or that of a run that its scheduler started again."""
+    if options.webhook is not None:
         from torchmuster.launch.launcher.webhook import check_address
 
         check_address(options.webhook)
     if group is not None:
-        run = node_group.run_folder(group, options.runs, spec)
-    else:
-        earlier = slurm_run.earlier_run(spec, options.runs)
-        run = earlier or run or create_run_folder(options.runs, spec.name)
-    prepare(run)
-    spec = in_folder(spec, run.path)
+        return node_group.run_folder(group, options.runs, spec)
+    earlier = slurm_run.earlier_run(spec, options.runs)
+    return earlier or create_run_folder(options.runs, spec.name)
+
+
+def launch(options: RunControl, spec: JobSpec, transport: Transport, run: RunFolder) -> int:
+    """Start the job, attached or detached, and return its exit code."""
+    spec = _with_grace(spec)
 
     def work() -> int:
-        return _with_webhook(options, spec, transport, run)
+        return with_report(run, lambda: _with_webhook(options, spec, transport, run))
 
     return detach(run, work) if options.detach else work()
 
 
-def _with_grace(options: argparse.Namespace, spec: JobSpec) -> JobSpec:
+def _with_grace(spec: JobSpec) -> JobSpec:
     """Return the job with a grace period that fits into what the scheduler of this process allows."""
+    from torchmuster.launch.job import Limits
     from torchmuster.launch.schedulers.time_limits import grace_within_limit
 
-    given = options.grace is not None
-    chosen = grace_within_limit(spec.limits.grace_s, given=given, environment=os.environ)
-    if chosen.reason:
-        output.say(f"muster: {chosen.reason}")
-    return replace(spec, limits=replace(spec.limits, grace_s=chosen.value))
+    given = spec.limits.grace_s != Limits.grace_s
+    grace = grace_within_limit(spec.limits.grace_s, given=given, environment=os.environ)
+    if grace.reason:
+        output.say(f"muster: {grace.reason}")
+    limits = dataclasses.replace(spec.limits, grace_s=grace.value)
+    return dataclasses.replace(spec, limits=limits)
 
 
-def _with_webhook(
-    options: argparse.Namespace, spec: JobSpec, transport: Transport, run: RunFolder
-) -> int:
-    url = getattr(options, "webhook", None)  # some commands have no such flag
-    if url is None:
-        return _stay_to_the_end(spec, transport, run, lambda _: None)
+def _with_webhook(options: RunControl, spec: JobSpec, transport: Transport, run: RunFolder) -> int:
+    if options.webhook is None:
+        return stay(spec, transport, run)
     from torchmuster.launch.launcher.webhook import RunWebhook
 
-    webhook = RunWebhook(url, run, spec.name)
+    webhook = RunWebhook(options.webhook, run, spec.name)
     with webhook:
-        code = _stay_to_the_end(spec, transport, run, webhook.on_phase)
+        code = stay(spec, transport, run, webhook.on_phase)
     if webhook.problem:
         with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
             console.write(f"muster: {webhook.problem}\n")
         if not options.detach:
             output.say(f"muster: {webhook.problem}")
     return code
-
-
-def _stay_to_the_end(
-    spec: JobSpec, transport: Transport, run: RunFolder, on_phase: Callable[[str], None]
-) -> int:
-    return with_report(run, lambda: stay(spec, transport, run, on_phase))
 
 
 def stay(
@@ -229,7 +240,7 @@ def stay(
     from torchmuster.launch.launcher.launch_job import launch_job
 
     make_task = _task_with_spares if spec.spares else None
-    return launch_job(spec, transport, run, job_flags.console_for, make_task, on_phase=on_phase)
+    return launch_job(spec, transport, run, jobs.console_for, make_task, on_phase=on_phase)
 
 
 def _task_with_spares(
@@ -246,14 +257,3 @@ def _task_with_spares(
 
     examine = SpareCheck(spec.folder)
     return JobRunner(spec, transport, console, run=run, on_phase=on_phase, examine=examine)
-
-
-def transport_for(spec: JobSpec, python: str) -> Transport:
-    """Return the transport to the hosts of a job: ssh, or this host only."""
-    if spec.hosts:
-        from torchmuster.launch.transports.ssh import SshTransport
-
-        return SshTransport(spec.hosts, python, lost_after_s=spec.limits.lost_after_s)
-    from torchmuster.launch.transports.local import LocalTransport
-
-    return LocalTransport(socket.gethostname())

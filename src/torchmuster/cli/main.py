@@ -1,15 +1,16 @@
 """Entry point: import the module of the subcommand, run it, convert errors to exit codes."""
 
 import argparse
+import dataclasses
 import importlib
 import os
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchmuster import __version__
-from torchmuster.cli import output, parsers, scripts
+from torchmuster.cli import output, parsers
+from torchmuster.cli.options import ScriptOptions, read_options, split_at_script
 from torchmuster.errors import EXIT_CODE_MEANINGS, ExitCode, MusterError
 from torchmuster.runfolder import NO_ROOM
 
@@ -59,9 +60,6 @@ COMMANDS = {
     "completion": Command("torchmuster.cli.completion", "print a shell's completion script"),
 }
 
-# In these commands, everything from the script on belongs to the script.
-_TAKE_SCRIPT = frozenset({"check", "run", "kubernetes", "profile", "prove"})
-
 _EXAMPLES = (
     "muster gpus                                   who is using which GPU",
     "muster run --num-gpus 2 train.py --lr 1e-4    a torchrun script on two free GPUs",
@@ -80,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _run_command(words)
         except MusterError as error:
             code = error.exit_code
-            output.show_error(error, as_json="--json" in _split_off(words)[0])
+            output.show_error(error, as_json="--json" in _own_words(words))
         sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -95,27 +93,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run_command(arguments: Sequence[str]) -> int:
-    words, command = _split_off(arguments)
-    if words[:1] == ["run"]:
-        from torchmuster.cli import other_launchers
-
-        words, command = other_launchers.muster_words(arguments, os.environ, Path.cwd())
-    words = scripts.with_joined_values(words)
-    parser = root_parser(only=next((word for word in words if word in COMMANDS), ""))
-    options, unknown = parser.parse_known_args(words)
+def _run_command(words: Sequence[str]) -> int:
+    name = words[0] if words and words[0] in COMMANDS else ""
+    module = importlib.import_module(COMMANDS[name].module) if name else None
+    options_type = getattr(module, "OPTIONS", None)
+    own = list(words)
+    script: list[str] = []
+    if options_type is not None and issubclass(options_type, ScriptOptions):
+        own, script = split_at_script(words[1:], options_type)
+        own.insert(0, name)
+    command = None
+    if options_type is None and "--" in own:  # muster gpus pick -- command
+        place = own.index("--")
+        own, command = own[:place], own[place + 1 :]
+    parser = root_parser(only=name)
+    parsed, unknown = parser.parse_known_args(own)
     if unknown:
-        flags = options.incomplete._option_string_actions
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(words, unknown, flags)}")
-    if not hasattr(options, "run"):  # muster, or muster lab: the help says what is missing
-        options.incomplete.print_help()
+        flags = parsed.incomplete._option_string_actions
+        # The error is that of the subcommand, with its usage.
+        parsed.incomplete.error(
+            f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, flags)}"
+        )
+    if not hasattr(parsed, "run"):  # muster, or muster lab: the help says what is missing
+        parsed.incomplete.print_help()
         return ExitCode.IMPOSSIBLE
-    if command is not None and not hasattr(options, "command"):
-        parser.error("this command does not take a command after --")
     if command is not None:
-        options.command = command
-    options.words = words
-    return int(options.run(options))
+        if not hasattr(parsed, "command"):
+            parsed.incomplete.error("this command does not take a command after --")
+        parsed.command = command
+    if not hasattr(parsed, "options_type"):
+        return int(parsed.run(parsed))
+    filled = {"words": tuple(own), "script": tuple(script)}
+    names = {field.name for field in dataclasses.fields(parsed.options_type)}
+    needed = {name: value for name, value in filled.items() if name in names}
+    return int(parsed.run(read_options(parsed.options_type, parsed, **needed)))
+
+
+def _own_words(words: Sequence[str]) -> list[str]:
+    """Return the arguments that are not of a script."""
+    name = words[0] if words and words[0] in COMMANDS else ""
+    options_type = None
+    if name:
+        options_type = getattr(importlib.import_module(COMMANDS[name].module), "OPTIONS", None)
+    if options_type is None or not issubclass(options_type, ScriptOptions):
+        return list(words)
+    return split_at_script(words[1:], options_type)[0]
 
 
 def _forget_output() -> None:
@@ -144,32 +166,17 @@ def root_parser(only: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _takes_script(words: Sequence[str]) -> bool:
-    return next((word in _TAKE_SCRIPT for word in words if word in COMMANDS), False)
-
-
-def _hint(words: Sequence[str], unknown: Sequence[str], flags: Collection[str]) -> str:
+def _hint(unknown: Sequence[str], flags: Collection[str]) -> str:
     files = [word for word in unknown if word.endswith((".yaml", ".yml")) and word[0] != "-"]
-    if files and not _takes_script(words):
+    if files and "--config" in flags:
         return f"; give a settings file with --config {files[0]}"
-    flag = unknown[0].partition("=")[0]
-    if flag.startswith("--"):
-        from torchmuster.cli import other_launchers
+    name = unknown[0].partition("=")[0]
+    if not name.startswith("--"):
+        return ""
+    from torchmuster.config.fields import suggest_name
 
-        takes_torchruns = words[:1] == ["run"]
-        if hint := other_launchers.hint_for(flag, flags, takes_torchruns=takes_torchruns):
-            return f"; {hint}"
-    return "; put the script's own flags after the script" if _takes_script(words) else ""
-
-
-def _split_off(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Split off the script, or the command after ``--``."""
-    return (scripts.split_off if _takes_script(words) else _split_off_command)(list(words))
-
-
-def _split_off_command(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Split off ``-- command …``, so that its flags are not parsed as flags of muster."""
-    if "--" not in words:
-        return words, None
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
+    known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
+    suggestion = suggest_name(name.removeprefix("--").replace("_", "-"), known)
+    if suggestion:
+        return "; " + suggestion.replace("did you mean ", "did you mean --")
+    return "; the script's own flags follow the script" if "--dry-run" in flags else ""

@@ -1,11 +1,11 @@
 """``muster run`` and ``muster train`` where a scheduler starts them on every node (launch/schedulers/node_group.py)."""
 
-import argparse
 import os
 import socket
 from pathlib import Path
 
-from torchmuster.cli import output
+from torchmuster.cli import jobs, output
+from torchmuster.cli.options import RunControl
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
@@ -15,11 +15,8 @@ from torchmuster.launch.transports.channel import Transport
 from torchmuster.redaction import printable, redact_command
 from torchmuster.runfolder import RunFolder, refuse_foreign
 
-# Pods may have to wait for nodes.
-_JOIN_WITHIN_S = 1800.0
 
-
-def take_group(options: argparse.Namespace) -> NodeGroup | None:
+def take_group(options: RunControl) -> NodeGroup | None:
     """Return the group that the environment describes, and remove it from there: ranks do not need its secret."""
     if options.dry_run:
         return None
@@ -28,8 +25,6 @@ def take_group(options: argparse.Namespace) -> NodeGroup | None:
         return None
     for name in node_group.VARIABLES:
         os.environ.pop(name, None)
-    if not any(word.startswith("--join-timeout") for word in options.words):
-        options.join_timeout = _JOIN_WITHIN_S
     if options.detach:
         raise Impossible(
             "--detach does not work where a scheduler starts the command on every node",
@@ -39,11 +34,23 @@ def take_group(options: argparse.Namespace) -> NodeGroup | None:
     return group
 
 
-def serve(group: NodeGroup, options: argparse.Namespace) -> int:
-    """Run this node's ranks for the launcher, which is on another node; return the exit code."""
+def code_of_member(group: NodeGroup, options: RunControl) -> int | None:
+    """Run this node's ranks for a launcher on another node, and return the exit code.
+
+    None if this node is the launcher, and the run has not ended for good before.
+    """
+    code = group.ended(options.runs)
+    if code is not None:
+        _say_of_group(f"run {group.run_id} has ended already, with exit code {code}")
+        return code
+    if group.node_rank == 0:
+        return None
     from torchmuster.launch.node.group_member import serve_group
 
-    return serve_group(group, options.runs, patience_s=options.join_timeout, say=_say_of_group)
+    timeout = jobs.settings_of(options).settings.launch.join_timeout
+    # Pods may have to wait for nodes.
+    patience_s = jobs.PATIENT_JOIN_S if timeout is None else jobs.seconds(timeout)
+    return serve_group(group, options.runs, patience_s=patience_s, say=_say_of_group)
 
 
 def transport_to(group: NodeGroup) -> Transport:
@@ -99,14 +106,6 @@ def _check_same_run(
             why=f"it ran {printable(before.shown)}; this job has the same name",
             fix="give this job another name: --name NAME, or delete that folder",
         )
-
-
-def ended_before(group: NodeGroup, root: Path) -> int | None:
-    """Return the exit code of a run that ended for good before this node was started again."""
-    code = group.ended(root)
-    if code is not None:
-        _say_of_group(f"run {group.run_id} has ended already, with exit code {code}")
-    return code
 
 
 def _say_of_group(words: str) -> None:

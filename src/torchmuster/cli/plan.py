@@ -9,11 +9,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.cli import output, parsers
-from torchmuster.cli.config import add_setting_flags, settings_from
-from torchmuster.cli.job_flags import count
+from torchmuster.cli.jobs import setting_flags, settings_of
+from torchmuster.cli.options import JsonOptions, SettingOptions, add_options, count, flag
 from torchmuster.config.here import looks_like_path
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve_settings
@@ -31,13 +32,112 @@ from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.runfolder import write_atomically
 from torchmuster.units import plural
 
+SEQUENCE_LENGTH = "data.sequence_length"
+TRAINING = "training (all of these are also settings)"
+HARDWARE = "hardware and cost"
+ACTIONS = "actions and output"
+AMOUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+WIDTH = 100
 
-def is_here(options: argparse.Namespace) -> bool:
+
+def amount(text: str) -> int:
+    """Parse a number of tokens: 300B."""
+    unit = text[-1:].upper()
+    digits = text[:-1] if unit in AMOUNTS else text
+    try:
+        number = float(digits) * AMOUNTS.get(unit, 1.0)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount; write for example 300B or 1T")
+    return round(number)
+
+
+def price(text: str) -> float:
+    """Parse a price."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price; write for example 2.5")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(SettingOptions, JsonOptions):
+    """The flags of ``muster plan``."""
+
+    model: str | None = flag(
+        "a folder, or a name on the Hugging Face hub",
+        metavar="MODEL",
+        setting="model.model_name_or_path",
+        group=TRAINING,
+    )
+    build: str | None = flag(
+        "your function that returns the model",
+        metavar="MODULE:FUNCTION",
+        setting="model.build",
+        group=TRAINING,
+    )
+    dataset: str | None = flag(
+        "your dataset; a sample of it gives the input shapes",
+        metavar="MODULE:FUNCTION",
+        setting="data.dataset",
+        group=TRAINING,
+    )
+    sequence_length: str | None = flag(
+        "tokens per sample", metavar="N", setting=SEQUENCE_LENGTH, group=TRAINING
+    )
+    global_batch_size: str | None = flag(
+        "samples per step over all ranks",
+        metavar="N",
+        setting="train.global_batch_size",
+        group=TRAINING,
+    )
+    precision: str | None = flag(
+        "auto, fp32, bf16 or fp16", metavar="TYPE", setting="train.precision", group=TRAINING
+    )
+    strategy: str | None = flag(
+        "auto, ddp or fsdp", metavar="NAME", setting="distributed.strategy", group=TRAINING
+    )
+    hardware: str = flag(
+        "8xH100, 2x8xA100-80GB, or: here (default: here, this machine)",
+        default="here",
+        metavar="WHAT",
+        group=HARDWARE,
+    )
+    ranks: int | None = flag(
+        "number of ranks on this machine's CPU", parse=count, metavar="N", group=HARDWARE
+    )
+    tokens: int | None = flag(
+        "tokens of the whole training run, such as 300B or 1T",
+        parse=amount,
+        metavar="N",
+        group=HARDWARE,
+    )
+    price: float | None = flag(
+        "price of one GPU per hour", parse=price, metavar="X", group=HARDWARE
+    )
+    verify: bool = flag("compare with a few real steps here", default=False, group=ACTIONS)
+    find_batch_size: bool = flag(
+        "find the largest micro-batch size for the plan, with trial runs here",
+        default=False,
+        group=ACTIONS,
+    )
+    write: Path | None = flag(
+        "write settings for muster train", parse=Path, metavar="FILE", group=ACTIONS
+    )
+    details: bool = flag("show all candidates, parts and sources", default=False, group=ACTIONS)
+    no_cache: bool = flag("trace again, and cache nothing", default=False, group=ACTIONS)
+
+
+def is_here(options: PlanOptions) -> bool:
     """Return whether the plan is for this machine."""
     return bool(options.hardware.strip().lower() == "here")
 
 
-def refuse_contradictions(options: argparse.Namespace) -> None:
+def refuse_contradictions(options: PlanOptions) -> None:
     """Reject flags that contradict each other, and files that cannot be written."""
     if options.find_batch_size and not is_here(options):
         raise Impossible(
@@ -45,17 +145,18 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
             fix="leave out one of the two",
         )
     # --verify runs its steps here on --ranks, also for a plan of other hardware.
-    for flag in ("num_gpus", "gpu_ids", *(() if options.verify else ("ranks",))):
-        if getattr(options, flag) is not None and not is_here(options):
+    for name in ("num_gpus", "gpu_ids", *(() if options.verify else ("ranks",))):
+        if getattr(options, name) is not None and not is_here(options):
             raise Impossible(
-                f"--{flag.replace('_', '-')} is for this machine, but the plan is for "
+                f"--{name.replace('_', '-')} is for this machine, but the plan is for "
                 f"{options.hardware}",
                 fix="leave out one of the two; give the number of GPUs in --hardware: 8xH100",
             )
     if options.write is not None:
         _refuse_to_write(options.write)
-    both = options.write is not None and options.config is not None
-    if both and options.write.resolve() == options.config.resolve():
+    if options.write is None or options.config is None:
+        return
+    if options.write.resolve() == options.config.resolve():
         raise Impossible(
             f"--write {options.write} is the file that --config reads",
             why="its content would be overwritten",
@@ -142,17 +243,6 @@ def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
 
 
 # Flags that are shorter names of settings.
-_SETTINGS = {
-    "model": "model.model_name_or_path",
-    "build": "model.build",
-    "dataset": "data.dataset",
-    "sequence_length": "data.sequence_length",
-    "global_batch_size": "train.global_batch_size",
-    "precision": "train.precision",
-    "strategy": "distributed.strategy",
-}
-_AMOUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,89 +264,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster plan --config config.yaml --verify                 compare with real steps",
         ],
     )
-    add_setting_flags(parser)
-    what = parser.add_argument_group("training (all of these are also settings)")
-    what.add_argument(
-        "--model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub"
-    )
-    what.add_argument(
-        "--build", metavar="MODULE:FUNCTION", help="your function that returns the model"
-    )
-    what.add_argument(
-        "--dataset",
-        metavar="MODULE:FUNCTION",
-        help="your dataset; a sample of it gives the input shapes",
-    )
-    what.add_argument("--sequence-length", metavar="N", help="tokens per sample")
-    what.add_argument("--global-batch-size", metavar="N", help="samples per step over all ranks")
-    what.add_argument("--precision", metavar="TYPE", help="auto, fp32, bf16 or fp16")
-    what.add_argument("--strategy", metavar="NAME", help="auto, ddp or fsdp")
-    on = parser.add_argument_group("hardware and cost")
-    on.add_argument(
-        "--hardware",
-        default="here",
-        metavar="WHAT",
-        help="8xH100, 2x8xA100-80GB, or: here (default: here, this machine)",
-    )
-    on.add_argument(
-        "--ranks", type=count, metavar="N", help="number of ranks on this machine's CPU"
-    )
-    on.add_argument(
-        "--tokens",
-        type=_amount,
-        metavar="N",
-        help="tokens of the whole training run, such as 300B or 1T",
-    )
-    on.add_argument("--price", type=_price, metavar="X", help="price of one GPU per hour")
-    how = parser.add_argument_group("actions and output")
-    how.add_argument("--verify", action="store_true", help="compare with a few real steps here")
-    how.add_argument(
-        "--find-batch-size",
-        action="store_true",
-        help="find the largest micro-batch size for the plan, with trial runs here",
-    )
-    how.add_argument("--write", type=Path, metavar="FILE", help="write settings for muster train")
-    how.add_argument(
-        "--details", action="store_true", help="show all candidates, parts and sources"
-    )
-    how.add_argument("--no-cache", action="store_true", help="trace again, and cache nothing")
-    parsers.add_json_flag(how)
-    parser.set_defaults(run=_run_plan)
+    add_options(parser, PlanOptions, run)
 
 
-def _amount(text: str) -> int:
-    unit = text[-1:].upper()
-    digits = text[:-1] if unit in _AMOUNTS else text
-    try:
-        number = float(digits) * _AMOUNTS.get(unit, 1.0)
-    except ValueError:
-        number = 0.0
-    if not 1 <= number < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount; write for example 300B or 1T")
-    return round(number)
-
-
-def _price(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price; write for example 2.5")
-    return number
-
-
-def _run_plan(options: argparse.Namespace) -> int:
+def run(options: PlanOptions) -> int:
+    """Plan, print the plan, and return the exit code."""
     refuse_contradictions(options)
-    options.set += _flags(options)
-    resolved = settings_from(options)
+    resolved = settings_of(options)
     refuse_missing_model(resolved)
     with _tracer(options) as tracer:
         asked = _question(options, resolved)
         answer = with_remarks(make_plan(asked, tracer.records), resolved)
         candidate = answer.chosen.value.candidate
         settings = _settings(options, resolved, answer)
-        beside = {flag.path: flag.text for flag in options.set}
+        beside = {given.path: given.text for given in setting_flags(options)}
         config = None if options.config is None else str(options.config)
         line = line_to_paste(settings, beside, candidate, asked, config=config)
         _write(options, settings)
@@ -272,16 +293,7 @@ def _run_plan(options: argparse.Namespace) -> int:
     return exit_code(found)
 
 
-def _flags(options: argparse.Namespace) -> list[Flag]:
-    """Return the settings that were given by their shorter flags."""
-    return [
-        Flag(flag=f"--{name.replace('_', '-')}", path=path, text=getattr(options, name))
-        for name, path in _SETTINGS.items()
-        if getattr(options, name) is not None
-    ]
-
-
-def _settings(options: argparse.Namespace, resolved: Resolved, answer: Answer) -> dict[str, str]:
+def _settings(options: PlanOptions, resolved: Resolved, answer: Answer) -> dict[str, str]:
     """Return the settings of the plan; given GPU ids are kept if the plan is for this machine."""
     ids = resolved.settings.distributed.gpu_ids
     candidate = answer.chosen.value.candidate
@@ -290,7 +302,7 @@ def _settings(options: argparse.Namespace, resolved: Resolved, answer: Answer) -
     return {**as_settings(candidate, answer.asked), "distributed.gpu_ids": "null"}
 
 
-def _question(options: argparse.Namespace, resolved: Resolved) -> PlanRequest:
+def _question(options: PlanOptions, resolved: Resolved) -> PlanRequest:
     if is_here(options):
         hardware = here.hardware_from_settings(resolved.settings, ranks=options.ranks)
     else:
@@ -301,29 +313,29 @@ def _question(options: argparse.Namespace, resolved: Resolved) -> PlanRequest:
     return request_from_settings(resolved, hardware, folder=folder, tokens=options.tokens)
 
 
-def _tracer(options: argparse.Namespace) -> Tracer:
+def _tracer(options: PlanOptions) -> Tracer:
     return Tracer(cache=None if options.no_cache else cache_folder(), say=output.say)
 
 
 def _show_plan(answer: Answer, line: str, *, details: bool) -> None:
-    width = min(shutil.get_terminal_size().columns, _WIDTH)
+    width = min(shutil.get_terminal_size().columns, WIDTH)
     colour = output.wants_colour(sys.stdout)
     text = plan_text(answer, line=line, width=width, colour=colour, details=details)
     output.print_coloured(text)
 
 
-def _write(options: argparse.Namespace, settings: Mapping[str, str]) -> None:
+def _write(options: PlanOptions, settings: Mapping[str, str]) -> None:
     """Write the plan's settings, if requested."""
     if options.write is None:
         return
     chosen = [Flag(flag="muster plan", path=path, text=value) for path, value in settings.items()]
     resolved = resolve_settings(
-        file=options.config, environment=os.environ, flags=[*options.set, *chosen]
+        file=options.config, environment=os.environ, flags=[*setting_flags(options), *chosen]
     )
     write_atomically(options.write, settings_yaml(resolved))
 
 
-def _prove(options: argparse.Namespace, answer: Answer, look: Look) -> list[Finding]:
+def _prove(options: PlanOptions, answer: Answer, look: Look) -> list[Finding]:
     """Compare the plan with real steps on this machine, if requested."""
     from torchmuster.plan.proof import trials, verification
 

@@ -4,16 +4,15 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from torchmuster.cli import output, parsers
-from torchmuster.cli.config import add_setting_flags
-from torchmuster.cli.job_flags import count
-from torchmuster.cli.scripts import script_from
-from torchmuster.cli.training_command import device_of_ranks, settings_file, training_command
+from torchmuster.cli.options import JsonOptions, add_options, count, flag
+from torchmuster.cli.training_command import TrainedOptions, device_of_ranks, rank_command
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.profile.facts import (
     REQUEST_FILE,
@@ -29,11 +28,61 @@ from torchmuster.runfolder import write_atomically
 if TYPE_CHECKING:
     from torchmuster.profile.causes import Cause
 
-_DEFAULT_STEPS = (20, 23)
-_FIRST_STEP = WARM_UP_STEPS + 6  # steps without the profiler are timed before it
-_TRIAL_ROUNDS, _PROOF_ROUNDS = 2, 3
-_WIDTH = 100
-_TRIALS_FILE = "trials.json"
+DEFAULT_STEPS = (20, 23)
+FIRST_STEP = WARM_UP_STEPS + 6  # steps without the profiler are timed before it
+TRIAL_ROUNDS, PROOF_ROUNDS = 2, 3
+WIDTH = 100
+TRIALS_FILE = "trials.json"
+
+
+def steps_range(text: str) -> tuple[int, int]:
+    """Parse the first and the last step to trace."""
+    first, _, last = text.partition(":")
+    last = last or first
+    if first.isdecimal() and last.isdecimal() and FIRST_STEP <= int(first) <= int(last):
+        return int(first), int(last)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a valid range of steps; write for example 20:23, starting at step "
+        f"{FIRST_STEP} or later: the steps before are timed without the profiler"
+    )
+
+
+def rank_list(text: str) -> tuple[int, ...] | None:
+    """Parse a comma list of ranks; None for all."""
+    if text == "all":
+        return None
+    numbers = text.split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of ranks; write all, or for example 0,1"
+        )
+    return tuple(sorted({int(number) for number in numbers}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(TrainedOptions, JsonOptions):
+    """The flags of ``muster profile``."""
+
+    ranks: int | None = flag(
+        "number of ranks (default: one per GPU, or 1 on the CPU)", parse=count, metavar="N"
+    )
+    steps: tuple[int, int] = flag(
+        "first and last step to trace (default: 20:23); earlier steps are timed",
+        default=DEFAULT_STEPS,
+        parse=steps_range,
+        metavar="A:B",
+    )
+    on_ranks: tuple[int, ...] | None = flag(
+        "ranks whose traces are kept (default: all)", parse=rank_list, metavar="R,…"
+    )
+    verify: bool = flag("apply the top recommendation, and measure the speed-up", default=False)
+    no_trials: bool = flag("skip short trial runs of possible changes", default=False)
+    out: Path = flag(
+        "folder for profiles (default: profile)", default=Path("profile"), parse=Path, metavar="DIR"
+    )
+
+
+OPTIONS = ProfileOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,88 +103,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster profile profile/2026-01-31-120000       report on a recorded profile",
         ],
     )
-    add_setting_flags(parser)
-    recording = parser.add_argument_group("recording")
-    recording.add_argument(
-        "--ranks",
-        type=count,
-        metavar="N",
-        help="number of ranks (default: one per GPU, or 1 on the CPU)",
-    )
-    recording.add_argument(
-        "--device",
-        choices=("cpu", "gpu"),
-        help="device of the ranks (default: GPUs if there are any, else the CPU)",
-    )
-    recording.add_argument(
-        "--steps",
-        type=_steps,
-        default=_DEFAULT_STEPS,
-        metavar="A:B",
-        help="first and last step to trace (default: 20:23); earlier steps are timed",
-    )
-    recording.add_argument(
-        "--on-ranks",
-        type=_on_ranks,
-        metavar="R,…",
-        help="ranks whose traces are kept (default: all)",
-    )
-    analysis = parser.add_argument_group("analysis and output")
-    analysis.add_argument(
-        "--verify",
-        action="store_true",
-        help="apply the top recommendation, and measure the speed-up",
-    )
-    analysis.add_argument(
-        "--no-trials", action="store_true", help="skip short trial runs of possible changes"
-    )
-    analysis.add_argument(
-        "--out",
-        type=Path,
-        default=Path("profile"),
-        metavar="DIR",
-        help="folder for profiles (default: profile)",
-    )
-    parsers.add_json_flag(analysis)
-    parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=_run, command=None)
+    add_options(parser, ProfileOptions, run)
 
 
-def _steps(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
-    last = last or first
-    if first.isdecimal() and last.isdecimal() and _FIRST_STEP <= int(first) <= int(last):
-        return int(first), int(last)
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a valid range of steps; write for example 20:23, starting at step "
-        f"{_FIRST_STEP} or later: the steps before are timed without the profiler"
-    )
-
-
-def _on_ranks(text: str) -> tuple[int, ...] | None:
-    if text == "all":
-        return None
-    numbers = text.split(",")
-    if not all(number.isdecimal() for number in numbers):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of ranks; write all, or for example 0,1"
-        )
-    return tuple(sorted({int(number) for number in numbers}))
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: ProfileOptions) -> int:
+    """Profile the training, or show a recorded profile, and return the exit code."""
     # Imported on use.
     from torchmuster.profile import report, trials
     from torchmuster.profile.analysis import Profile
     from torchmuster.profile.causes import changes_to_try, find_causes
 
-    folder = _recorded(options)
-    if folder is not None:
+    if len(options.script) == 1 and Path(options.script[0]).is_dir():
+        folder = Path(options.script[0])
         request = read_json(folder / REQUEST_FILE, ProfileRequest)
         profile = Profile(read_facts(folder))
         results = Trials()
-        if (folder / _TRIALS_FILE).exists():
-            results = read_json(folder / _TRIALS_FILE, Trials)
+        if (folder / TRIALS_FILE).exists():
+            results = read_json(folder / TRIALS_FILE, Trials)
     else:
         request = _request(options)
         folder = Path(request.into)
@@ -148,35 +132,26 @@ def _run(options: argparse.Namespace) -> int:
         results = Trials()
         if changes and not options.no_trials:
             output.say("running trials of changes: " + ", ".join(map(str, changes)))
-            tried = trials.try_changes(request, changes, _TRIAL_ROUNDS, output.say)
+            tried = trials.try_changes(request, changes, TRIAL_ROUNDS, output.say)
             results = Trials(trials=tuple(tried))
     causes = find_causes(profile, results.trials)
     if options.verify:
         results = Trials(trials=results.trials, proof=_proof(request, causes))
-    write_atomically(folder / _TRIALS_FILE, msgspec.json.encode(results).decode())
+    write_atomically(folder / TRIALS_FILE, msgspec.json.encode(results).decode())
     write_atomically(folder / "report.html", report.page(profile, causes, results))
     if options.json:
         output.print_json(_answer(folder, profile.step_s, profile.shares, causes, results.proof))
         return ExitCode.GOOD
-    width = min(shutil.get_terminal_size().columns, _WIDTH)
+    width = min(shutil.get_terminal_size().columns, WIDTH)
     colour = output.wants_colour(sys.stdout)
     text = report.screen(profile, causes, results, folder, width=width, colour=colour)
     output.print_coloured(text)
     return ExitCode.GOOD
 
 
-def _recorded(options: argparse.Namespace) -> Path | None:
-    """Return the folder of a recorded profile if the command line has one."""
-    words = options.stray or options.command or []
-    if len(words) == 1 and Path(words[0]).is_dir():
-        return Path(words[0])
-    return None
-
-
-def _request(options: argparse.Namespace) -> ProfileRequest:
+def _request(options: ProfileOptions) -> ProfileRequest:
     """Return the profile request; raise an error before anything runs if it cannot work."""
     device, devices = device_of_ranks(options)
-    config = settings_file(options)
     ranks = options.ranks or devices or 1
     if device == "gpu" and ranks > devices:
         raise Impossible(
@@ -192,16 +167,11 @@ def _request(options: argparse.Namespace) -> ProfileRequest:
             fix="--on-ranks all",
         )
     first, last = options.steps
-    if config is None:
-        script = script_from(options, Path.cwd())
-        command, module = script.command, script.module
-    else:
-        command = training_command(options, config, device, steps=last, doing="a trace of")
-        module = True
+    command = rank_command(options, device, steps=last, purpose="a trace of")
     return ProfileRequest(
-        command=command,
-        module=module,
-        with_run_folder=config is not None,
+        command=command.command,
+        module=command.module,
+        with_run_folder=command.is_worker,
         folder=str(Path.cwd()),
         ranks=ranks,
         device=device,
@@ -225,7 +195,7 @@ def _proof(request: ProfileRequest, causes: Sequence["Cause"]) -> Trial | None:
             "the top recommendation cannot be applied from here: change the training code or the host"
         )
         return None
-    trials = try_changes(request, (change,), _PROOF_ROUNDS, output.say)
+    trials = try_changes(request, (change,), PROOF_ROUNDS, output.say)
     if not trials:
         raise MusterError(
             f"cannot verify {change}",

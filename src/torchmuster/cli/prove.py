@@ -2,24 +2,127 @@
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.cli import output, parsers
-from torchmuster.cli.config import add_setting_flags
-from torchmuster.cli.job_flags import add_resume_flag, named_variables
-from torchmuster.cli.scripts import script_from
-from torchmuster.cli.training_command import device_of_ranks, settings_file, training_command
+from torchmuster.cli.jobs import named_variables
+from torchmuster.cli.options import JsonOptions, ResumeOptions, add_options, flag
+from torchmuster.cli.training_command import TrainedOptions, device_of_ranks, rank_command
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.prove.explanations import kinds
 from torchmuster.prove.proof import PROPERTIES, Proof, prove_script
 from torchmuster.prove.trials import STOPS, ProofRequest
 from torchmuster.units import plural
 
-_USUAL_STEPS = 20
-_MOST_STEPS = 200
-_USUAL_RANKS = 2
-_FEWEST_STEPS = 4
-_WIDTH = 100
+USUAL_STEPS = 20
+MOST_STEPS = 200
+USUAL_RANKS = 2
+FEWEST_STEPS = 4
+WIDTH = 100
+
+
+def steps_number(text: str) -> int:
+    """Parse a number of optimizer steps."""
+    if not text.isdecimal() or int(text) < FEWEST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {FEWEST_STEPS}")
+    return int(text)
+
+
+def rank_counts(text: str) -> tuple[int, ...]:
+    """Parse a comma list of numbers of ranks."""
+    words = text.split(",")
+    if not all(word.isdecimal() and 1 <= int(word) <= 64 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 1,2,4")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def properties(text: str) -> tuple[str, ...]:
+    """Parse a comma list of properties."""
+    words = tuple(text.split(","))
+    unknown = [word for word in words if word not in PROPERTIES]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is not a property; write for example {','.join(PROPERTIES[:2])}"
+        )
+    return words
+
+
+def stops(text: str) -> tuple[str, ...]:
+    """Parse a comma list of stops."""
+    words = tuple(text.split(","))
+    unknown = [word for word in words if word not in STOPS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is not a stop; choose among {','.join(STOPS)}"
+        )
+    return words
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
+    """The flags of ``muster prove``."""
+
+    steps: int | None = flag(
+        f"optimizer steps of each run (default: {USUAL_STEPS}, or up to {MOST_STEPS} until a checkpoint was saved); "
+        "two epochs or more test most",
+        parse=steps_number,
+        metavar="N",
+    )
+    ranks: tuple[int, ...] = flag(
+        "numbers of ranks (default: 2); runs are stopped and resumed with 2 of them, or with the largest number",
+        default=(USUAL_RANKS,),
+        parse=rank_counts,
+        metavar="N,…",
+    )
+    stops: tuple[str, ...] = flag(
+        f"how to stop runs (default: {','.join(STOPS)}): SIGKILL of all ranks, of one, SIGTERM, SIGKILL during a save",
+        default=STOPS,
+        parse=stops,
+        metavar="NAME,…",
+    )
+    outputs: tuple[str, ...] = flag(
+        "a folder or file that the script writes; it starts empty in each run (default: folders in arguments such as "
+        "--output_dir)",
+        default=(),
+        repeated=True,
+        metavar="PATH",
+    )
+    batch_arg: str = flag(
+        "the script's argument for the batch per rank; needed to compare --ranks",
+        default="",
+        metavar="NAME",
+    )
+    accumulation_arg: str = flag(
+        "the script's argument for gradient accumulation; compares half the batch with twice the accumulation",
+        default="",
+        metavar="NAME",
+    )
+    env: tuple[str, ...] = flag(
+        "set a variable on all ranks; NAME alone forwards its current value",
+        default=(),
+        repeated=True,
+        metavar="NAME[=VALUE]",
+    )
+    only: tuple[str, ...] = flag(
+        f"test only these: {', '.join(PROPERTIES)}",
+        default=PROPERTIES,
+        parse=properties,
+        metavar="PROPERTY,…",
+    )
+    allow: tuple[str, ...] = flag(
+        "accept a difference, such as same-data with tensor parallelism",
+        default=(),
+        repeated=True,
+        choices=tuple(kinds()),
+        metavar="DIFFERENCE",
+    )
+    out: Path = flag(
+        "folder for reports (default: prove)", default=Path("prove"), parse=Path, metavar="DIR"
+    )
+
+
+OPTIONS = ProveOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,123 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster prove --json train.py                  for CI: exit code 1 if a property does not hold",
         ],
     )
-    add_setting_flags(parser)
-    what = parser.add_argument_group("trials")
-    what.add_argument(
-        "--steps",
-        type=_prove_steps,
-        metavar="N",
-        help=f"optimizer steps of each run (default: {_USUAL_STEPS}, or up to {_MOST_STEPS} until a checkpoint was "
-        "saved); two epochs or more test most",
-    )
-    what.add_argument(
-        "--ranks",
-        type=_rank_counts,
-        metavar="N,…",
-        help="numbers of ranks (default: 2); runs are stopped and resumed with 2 of them, or with the largest number",
-    )
-    what.add_argument(
-        "--device",
-        choices=("cpu", "gpu"),
-        help="device of the ranks (default: GPUs if there are any, else the CPU)",
-    )
-    add_resume_flag(what)
-    what.add_argument(
-        "--stops",
-        type=_stops,
-        default=STOPS,
-        metavar="NAME,…",
-        help=f"how to stop runs (default: {','.join(STOPS)}): SIGKILL of all ranks, of one, SIGTERM, SIGKILL during a save",
-    )
-    what.add_argument(
-        "--outputs",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="a folder or file that the script writes; it starts empty in each run (default: folders in arguments such as "
-        "--output_dir)",
-    )
-    what.add_argument(
-        "--batch-arg",
-        default="",
-        metavar="NAME",
-        help="the script's argument for the batch per rank; needed to compare --ranks",
-    )
-    what.add_argument(
-        "--accumulation-arg",
-        default="",
-        metavar="NAME",
-        help="the script's argument for gradient accumulation; compares half the batch with twice the accumulation",
-    )
-    what.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="set a variable on all ranks; NAME alone forwards its current value",
-    )
-    then = parser.add_argument_group("results")
-    then.add_argument(
-        "--only",
-        type=_properties,
-        default=PROPERTIES,
-        metavar="PROPERTY,…",
-        help=f"test only these: {', '.join(PROPERTIES)}",
-    )
-    then.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        choices=kinds(),
-        metavar="DIFFERENCE",
-        help="accept a difference, such as same-data with tensor parallelism",
-    )
-    then.add_argument(
-        "--out",
-        type=Path,
-        default=Path("prove"),
-        metavar="DIR",
-        help="folder for reports (default: prove)",
-    )
-    parsers.add_json_flag(then)
-    parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=_run_prove, command=None)
+    add_options(parser, ProveOptions, run)
 
 
-def _prove_steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < _FEWEST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {_FEWEST_STEPS}")
-    return int(text)
-
-
-def _rank_counts(text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.isdecimal() and 1 <= int(word) <= 64 for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 1,2,4")
-    return tuple(sorted({int(word) for word in words}))
-
-
-def _properties(text: str) -> tuple[str, ...]:
-    words = tuple(text.split(","))
-    unknown = [word for word in words if word not in PROPERTIES]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"{unknown[0]!r} is not a property; write for example {','.join(PROPERTIES[:2])}"
-        )
-    return words
-
-
-def _stops(text: str) -> tuple[str, ...]:
-    words = tuple(text.split(","))
-    unknown = [word for word in words if word not in STOPS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"{unknown[0]!r} is not a stop; choose among {','.join(STOPS)}"
-        )
-    return words
-
-
-def _run_prove(options: argparse.Namespace) -> int:
+def run(options: ProveOptions) -> int:
+    """Prove the script and return the exit code."""
     request = _proof_request(options)
     where = "on the CPU" if request.device == "cpu" else "on GPUs"
     output.say(
@@ -167,38 +158,32 @@ def _run_prove(options: argparse.Namespace) -> int:
     return ExitCode.FAILED if proof.failed else ExitCode.GOOD
 
 
-def _proof_request(options: argparse.Namespace) -> ProofRequest:
+def _proof_request(options: ProveOptions) -> ProofRequest:
     device, gpus = device_of_ranks(options)
-    counts = options.ranks or (_USUAL_RANKS,)
-    ranks = _USUAL_RANKS if _USUAL_RANKS in counts else max(counts)
+    counts = options.ranks
+    ranks = USUAL_RANKS if USUAL_RANKS in counts else max(counts)
     if device == "gpu" and max(counts) > gpus:
         raise Impossible(
             f"{max(counts)} ranks on GPUs requested, but there are not enough GPUs",
             why=f"{gpus} are visible, and each GPU gets one rank",
             fix=f"--ranks {gpus}, or --device cpu",
         )
-    config = settings_file(options)
-    if config is None:
-        script = script_from(options, Path.cwd())
-        command, module = script.command, script.module
-    else:
-        command = training_command(
-            options, config, device, steps=options.steps or _USUAL_STEPS, doing="a proof up to"
-        )
-        module = True
+    command = rank_command(
+        options, device, steps=options.steps or USUAL_STEPS, purpose="a proof up to"
+    )
     return ProofRequest(
-        command=command,
-        module=module,
-        with_run_folder=config is not None,
+        command=command.command,
+        module=command.module,
+        with_run_folder=command.is_worker,
         folder=str(Path.cwd()),
         into=str(output.new_folder(options.out).absolute()),
-        steps=options.steps or _USUAL_STEPS,
-        most_steps=0 if options.steps or config is not None else _MOST_STEPS,
+        steps=options.steps or USUAL_STEPS,
+        most_steps=0 if options.steps or command.is_worker else MOST_STEPS,
         ranks=ranks,
         other_ranks=tuple(count for count in counts if count != ranks),
         device=device,
         resume_with=options.resume_with,
-        outputs=tuple(options.outputs),
+        outputs=options.outputs,
         batch_argument=options.batch_arg,
         accumulation_argument=options.accumulation_arg,
         stops=options.stops,
@@ -206,7 +191,7 @@ def _proof_request(options: argparse.Namespace) -> ProofRequest:
     )
 
 
-def _show_proof(options: argparse.Namespace, proof: Proof, folder: Path) -> None:
+def _show_proof(options: ProveOptions, proof: Proof, folder: Path) -> None:
     from torchmuster.prove import report
     from torchmuster.runfolder import write_atomically
 
@@ -215,7 +200,7 @@ def _show_proof(options: argparse.Namespace, proof: Proof, folder: Path) -> None
         output.print_json(report.proof_json(proof, folder))
         return
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    width = min(output.width(), _WIDTH)
+    width = min(output.width(), WIDTH)
     output.print_coloured(
         report.proof_screen(proof, shown, width=width, colour=output.wants_colour(sys.stdout))
     )

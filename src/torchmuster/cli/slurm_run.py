@@ -1,15 +1,14 @@
 """``muster run --slurm``: submit a job that runs the same command, and follow it."""
 
-import argparse
 import os
-import shlex
 import shutil
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmuster.cli import job_flags, output
+from torchmuster.cli import output
+from torchmuster.cli.options import HostOptions, RunControl
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.transports.channel import Transport
@@ -17,50 +16,22 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.units import plural
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the Slurm flags."""
-    group = parser.add_argument_group("Slurm")
-    group.add_argument(
-        "--slurm",
-        action="store_true",
-        help="submit this command as a Slurm job, and follow the job",
-    )
-    group.add_argument(
-        "--nodes",
-        type=job_flags.nodes,
-        metavar="N",
-        help="number of nodes without spares (default: 1); with 2:4, the run continues on 2 if others are lost",
-    )
-    group.add_argument(
-        "--sbatch",
-        type=_sbatch_arguments,
-        metavar="'ARGS'",
-        help="arguments of sbatch: '-p gpu --gpus-per-node=8 --cpus-per-task=64 --time=12:00:00'",
-    )
-
-
-def _sbatch_arguments(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-
-
-def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
-    """Submit the job and show its output; Ctrl-C detaches."""
+def submit_and_follow(options: HostOptions, spec: JobSpec, script: Sequence[str] = ()) -> int:
+    """Submit the job, which runs the same command, and show its output; Ctrl-C detaches."""
     from torchmuster.launch.schedulers.slurm.jobs import follow_job
     from torchmuster.launch.schedulers.slurm.submit import log_of, render_script, submit_job
 
     nodes = options.nodes or NodeCounts(least=1, most=1)
     script = render_script(
         spec,
-        _command_inside(options),
+        _command_inside(options, script),
         options.runs,
         nodes=nodes.most + spec.spares,
         no_kill=spec.spares > 0 or nodes.least < nodes.most,
         sbatch_arguments=options.sbatch or [],
     )
-    if options.dry_run:
+    attached = not isinstance(options, RunControl) or not options.detach
+    if isinstance(options, RunControl) and options.dry_run:
         if options.json:
             output.print_json({"script": script})
         else:
@@ -69,7 +40,7 @@ def submit_and_follow(options: argparse.Namespace, spec: JobSpec) -> int:
     job = submit_job(script, run_root=options.runs)
     output.print_text(job)
     output.say(f"muster: submitted as job {job}; to cancel it: scancel {job}")
-    if options.detach:
+    if not attached:
         return ExitCode.GOOD
     completed = False
     try:
@@ -124,56 +95,9 @@ def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
     return run
 
 
-def refuse_flags_without_slurm(options: argparse.Namespace) -> None:
-    """Reject ``--nodes`` without known hosts, and ``--sbatch`` without ``--slurm``."""
-    if options.nodes is not None:
-        raise _hosts_unknown(options.words[0], options.nodes)
-    if options.sbatch is not None:
-        raise Impossible(
-            "--sbatch works only with --slurm",
-            fix=f"muster {options.words[0]} --slurm --sbatch …, or leave --sbatch out",
-        )
-
-
-def _hosts_unknown(command: str, nodes: NodeCounts) -> Impossible:
-    join = f", or muster {command} --join --nodes {nodes} … (prints a code for the others)"
-    return Impossible(
-        f"--nodes {nodes}, but only this host is known",
-        why="Muster starts the ranks of all hosts with one command: over ssh, in a Slurm job, or "
-        "on hosts that join",
-        fix=f"muster {command} --slurm --nodes {nodes} …, or muster {command} --hosts a,b …"
-        f"{join if command in ('run', 'check') else ''}",
-    )
-
-
-def for_so_many(options: argparse.Namespace, spec: JobSpec, machines: int) -> JobSpec:
-    """Return the job for ``--nodes MIN:MAX``, which must match the known number of hosts."""
-    nodes = options.nodes
-    if nodes is None or machines < 2:
-        return spec
-    ranked = machines - spec.spares
-    if nodes.most != ranked:
-        counted = (
-            f"{machines} hosts, {spec.spares} of them spares"
-            if spec.spares
-            else f"{machines} hosts"
-        )
-        raise Impossible(
-            f"--nodes {nodes}, but there are {counted}",
-            why="the maximum is the number of hosts in --hosts or in the Slurm job, without the spares",
-            fix=f"--nodes {min(nodes.least, ranked)}:{ranked}",
-        )
-    options.nodes = None  # handled
-    return job_flags.with_nodes(spec, nodes)
-
-
-def _command_inside(options: argparse.Namespace) -> list[str]:
+def _command_inside(options: HostOptions, script: Sequence[str]) -> list[str]:
     """Return the command line for the job: this one, without the flags of the submission."""
-    command = [sys.executable, "-m", "torchmuster", *_without_submission(options.words)]
-    if options.command:
-        # After -- any file is a script; a module keeps its -m there.
-        command += ["--", *options.command]
-    return command
+    return [sys.executable, "-m", "torchmuster", *_without_submission(options.words), *script]
 
 
 def _without_submission(words: Sequence[str]) -> list[str]:

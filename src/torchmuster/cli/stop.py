@@ -8,7 +8,7 @@ import time
 import psutil
 
 from torchmuster.cli import output, parsers
-from torchmuster.cli.job_flags import duration
+from torchmuster.cli.options import duration
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state

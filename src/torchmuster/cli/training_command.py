@@ -1,11 +1,14 @@
-"""The command of a rank that trains from a settings file, for commands that run trainings of their own."""
+"""The command of a rank, for commands that run trainings of their own: a script, or a settings file of ``muster train``."""
 
-import argparse
+import dataclasses
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchmuster.cli.config import settings_from
+from torchmuster.cli import jobs
+from torchmuster.cli.options import ScriptOptions, SettingOptions, flag
+from torchmuster.cli.scripts import script_of
 from torchmuster.config.here import check_here
 from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder
 from torchmuster.config.written import settings_arguments
@@ -13,49 +16,76 @@ from torchmuster.devices import snapshot
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 
-_WORKER = "torchmuster.worker"
+WORKER = "torchmuster.worker"
 
 
-def settings_file(options: argparse.Namespace) -> Path | None:
-    """Return the settings file, given with or without its flag; None for a script."""
-    words = options.stray
-    if len(words) == 1 and words[0].endswith((".yaml", ".yml")) and options.config is None:
-        options.stray, options.config = [], Path(words[0])
-    if options.config is not None and options.command:
+@dataclass(frozen=True, kw_only=True)
+class TrainedOptions(SettingOptions, ScriptOptions):
+    """A script or a settings file, and the device that its ranks use."""
+
+    device: Literal["cpu", "gpu"] | None = flag(
+        "device of the ranks (default: GPUs if there are any, else the CPU)",
+        choices=("cpu", "gpu"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCommand:
+    """What each rank runs; ``is_worker`` if it is the training loop of ``muster train``."""
+
+    command: tuple[str, ...]
+    module: bool
+    is_worker: bool = False
+
+
+def rank_command(options: TrainedOptions, device: str, *, steps: int, purpose: str) -> RankCommand:
+    """Return the command of a rank, after checking that the script or the settings file is usable.
+
+    A training must have ``steps`` steps for its ``purpose``.
+    """
+    config = options.config
+    script = options.script
+    if script and script[0].endswith((".yaml", ".yml")) and config is None:
+        if len(script) > 1:
+            raise Impossible(
+                f"{script[1]} is after {script[0]}",
+                why="flags come before the settings file, as they do before a script",
+                fix=f"muster … {script[1]} … {script[0]}",
+            )
+        config, script = Path(script[0]), ()
+    if config is None:
+        checked = script_of(script, Path.cwd())
+        return RankCommand(command=checked.command, module=checked.module)
+    if script:
         raise Impossible(
             "a settings file and a script were both given",
             why="a settings file is for muster train's own training loop; a script has its own settings",
             fix="give one of the two",
         )
-    config: Path | None = options.config
-    return config
-
-
-def training_command(
-    options: argparse.Namespace, config: Path, device: str, *, steps: int, doing: str
-) -> tuple[str, ...]:
-    """Return the command of a rank, after checking that the training has enough steps for ``doing``."""
-    resolved = with_absolute_folder(settings_from(options))
+    options = dataclasses.replace(options, config=config)
+    resolved = with_absolute_folder(jobs.settings_of(options))
     check_trainable(resolved, file=str(config))
     check_here(resolved)
     given = resolved.settings.train.steps
     if given is not None and given < steps:
         raise Impossible(
-            f"{doing} step {steps} was requested, but the training has {given} steps",
+            f"{purpose} step {steps} was requested, but the training has {given} steps",
             why=f"train.steps is {given} ({resolved.sources['train.steps'].where})",
             fix=f"--set train.steps={steps}",
         )
     # Nothing is sent to trackers.
-    needed = [path for path in paths_for_ranks() if not path.startswith("metrics.")]
-    words = (_WORKER, *settings_arguments(resolved, needed))
-    return (*words, "--device", "cpu") if device == "cpu" else words
+    paths = [path for path in paths_for_ranks() if not path.startswith("metrics.")]
+    command = (WORKER, *settings_arguments(resolved, paths))
+    if device == "cpu":
+        command = (*command, "--device", "cpu")
+    return RankCommand(command=command, module=True, is_worker=True)
 
 
-def device_of_ranks(options: argparse.Namespace) -> tuple[Literal["cpu", "gpu"], int]:
+def device_of_ranks(options: TrainedOptions) -> tuple[Literal["cpu", "gpu"], int]:
     """Return the device type of the ranks, and the number of visible GPUs."""
     if options.device == "cpu":
         return "cpu", 0
-    seen = len(visible(snapshot.take_snapshot().accelerators, os.environ).devices)
-    if seen or options.device == "gpu":
-        return "gpu", seen
+    gpus = len(visible(snapshot.take_snapshot().accelerators, os.environ).devices)
+    if gpus or options.device == "gpu":
+        return "gpu", gpus
     return "cpu", 0

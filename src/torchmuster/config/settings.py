@@ -12,6 +12,9 @@ from msgspec import Meta
 GpuId: TypeAlias = Annotated[int, Meta(ge=0)] | Annotated[str, Meta(min_length=1)]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Count: TypeAlias = Annotated[int, Meta(ge=1)]
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
+# 90s, 10m or 1.5h; a number means seconds.
+Duration: TypeAlias = Annotated[float, Meta(ge=0)] | Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,6 +435,40 @@ class Launch:
             "hosts that fail.",
         ),
     ] = 0
+    address: Annotated[
+        Text | None,
+        Meta(
+            description="Rendezvous address or network interface of the first host; one that all hosts "
+            "reach if left out."
+        ),
+    ] = None
+    join_port: Annotated[
+        Port | None,
+        Meta(description="With --join, the port on which machines join; a free one if left out."),
+    ] = None
+    join_timeout: Annotated[
+        Duration | None,
+        Meta(
+            description="The run fails if not all hosts have joined by then; 2m if left out, 30m where "
+            "people or schedulers start the hosts."
+        ),
+    ] = None
+    lost_after: Annotated[
+        Duration, Meta(description="A host is lost after this time without a heartbeat.")
+    ] = "10s"
+    grace: Annotated[
+        Duration | None,
+        Meta(
+            description="Time for ranks to save and exit after SIGTERM, before they are killed; 30s if "
+            "left out, or less if Slurm or Kubernetes kills them earlier."
+        ),
+    ] = None
+    end_hangs_after: Annotated[
+        Duration | None,
+        Meta(
+            description="Ranks that hang this long are killed, or never; 1m if left out, if they cannot recover."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

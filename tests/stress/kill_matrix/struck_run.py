@@ -173,7 +173,9 @@ class _Run:
             "PYTHONPATH": os.pathsep.join([str(_TESTS), *_python_path()]),
             "TORCHMUSTER_CLAIMS_DIR": str(folder / "claims"),
         }
-        command = launched(folder, "train", *flags, "--grace", _GRACE, *words, env=env)
+        command = launched(
+            folder, "train", *flags, "--set", f"launch.grace={_GRACE}", *words, env=env
+        )
         self.commands.append(self._stack.enter_context(command))
 
     def strike(self, kill: Kill, chance: random.Random) -> float:
@@ -219,7 +221,7 @@ class _Run:
             here = [one for role, one in everybody if role != "launcher"]
             return here if any(role == "node agent" for role, _ in everybody) else []
         wanted = f"rank {rank}" if "rank" in kill.victim else kill.victim
-        of_an_attempt = wanted == "store" or "rank" in wanted
+        of_an_attempt = "rank" in wanted  # the store outlives attempts
         return [
             one
             for role, one in everybody

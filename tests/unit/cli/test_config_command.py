@@ -94,7 +94,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(
 @pytest.mark.parametrize(
     ("words", "path", "value"),
     [
-        (["--gpu-ids", "0", "0:1", "GPU-05"], "distributed.gpu_ids", [0, "0:1", "GPU-05"]),
+        (["--gpu-ids", "0,0:1,GPU-05"], "distributed.gpu_ids", [0, "0:1", "GPU-05"]),
         (["--gpu-ids", "0,2"], "distributed.gpu_ids", [0, 2]),
         (["--set", "distributed.gpu_ids=0,2"], "distributed.gpu_ids", [0, 2]),
         (["--set", "distributed.gpu_ids=[0, 2]"], "distributed.gpu_ids", [0, 2]),
@@ -122,7 +122,7 @@ def test_values_as_they_are_typed(
         ("--set model=Qwen/Qwen2.5-7B", "--set model:"),
         ("--set experiment_name=", "--set experiment_name:"),
         ("--num-gpus two", "--num-gpus:"),
-        ("--num-gpus 2 --gpu-ids 0 1 2", "--num-gpus:"),
+        ("--num-gpus 2 --gpu-ids 0,1,2", "--num-gpus:"),
         ("--config confg.yaml", "confg.yaml:"),
     ],
 )

@@ -12,6 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_plans import MadeUpModel, hardware
 from torchmuster.cli import plan as command
+from torchmuster.cli.options import read_options
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceKind, Node
@@ -54,8 +55,8 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plan:
     def call(*words: str) -> int:
         parser = argparse.ArgumentParser()
         command.add_arguments(parser)
-        options = parser.parse_args(words)
-        return int(options.run(options))
+        options = read_options(command.PlanOptions, parser.parse_args(words))
+        return int(command.run(options))
 
     return call
 
@@ -173,7 +174,7 @@ def test_files_that_could_not_be_written_are_refused_first(
 def test_flags_of_this_machine_contradict_other_hardware(
     plan: Plan, snapshot: SnapshotAssertion
 ) -> None:
-    for flags in (("--ranks", "2"), ("--num-gpus", "2"), ("--gpu-ids", "0", "1")):
+    for flags in (("--ranks", "2"), ("--num-gpus", "2"), ("--gpu-ids", "0,1")):
         with pytest.raises(Impossible, match=flags[0]) as refused:
             plan(*MODEL, "--hardware", "8xH100", *flags)
         assert refused.value == snapshot(name=flags[0])
@@ -219,7 +220,7 @@ def test_a_plan_for_named_gpus_is_one_that_train_takes(
     NoTracer.model.parameters = 100_000_000
     (tmp_path / "c.yaml").write_text("distributed: {gpu_ids: [2, 3, 5]}\n")
     words = ("--config", "c.yaml", "--write", "plan.yaml", "--json")
-    for flags in (("--gpu-ids", "2", "3"), ("--num-gpus", "2"), ()):
+    for flags in (("--gpu-ids", "2,3"), ("--num-gpus", "2"), ()):
         assert plan(*MODEL, *words, *flags) == 0
         document = json.loads(capsys.readouterr().out)
         cards = 2 if flags else 3

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from made_up_plans import MadeUpModel
-from torchmuster.cli import job_flags, train
+from torchmuster.cli import jobs, planned_training, train
+from torchmuster.cli.options import TrainOptions, read_options
 from torchmuster.config.resolve import Resolved
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceKind, Node
@@ -15,7 +16,7 @@ from torchmuster.errors import ConfigError
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.units import GiB
 
-Follow = Callable[..., tuple[argparse.Namespace, Resolved]]
+Follow = Callable[..., tuple[TrainOptions, Resolved]]
 CPU = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=512 * GiB)
 CARDS = tuple(
     Device(kind=DeviceKind.CUDA, index=at, uuid=f"GPU-{at}", name="NVIDIA L4", total_bytes=22 * GiB)
@@ -42,7 +43,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
             return model.look(requests)
 
     machine = Node(hostname="m", taken_unix_s=0.0, accelerators=CARDS, cpu=CPU)
-    monkeypatch.setattr(train, "Tracer", NoTracer)
+    monkeypatch.setattr(planned_training, "Tracer", NoTracer)
     monkeypatch.setattr(snapshot, "take_snapshot", lambda: machine)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -50,13 +51,13 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
     (tmp_path / "own.py").write_text("")
     (tmp_path / "c.yaml").write_text("model: {build: 'own:model'}\ndata: {dataset: 'own:data'}\n")
 
-    def call(*words: str) -> tuple[argparse.Namespace, Resolved]:
+    def call(*words: str) -> tuple[TrainOptions, Resolved]:
         parser = argparse.ArgumentParser()
         train.add_arguments(parser)
-        options = parser.parse_args(["--config", "c.yaml", "--plan", *words])
-        options.words = ["train"]  # as main sets it
-        resolved, _ = train.follow_plan(options, job_flags.settings_of(options))
-        return options, resolved
+        parsed = parser.parse_args(["--config", "c.yaml", "--plan", *words])
+        options = read_options(TrainOptions, parsed, words=("train",))
+        options, _ = planned_training.follow_plan(options, jobs.settings_of(options))
+        return options, jobs.settings_of(options)
 
     return call
 

@@ -37,7 +37,7 @@ def script(tmp_path: Path) -> str:
         (["--config", "x.yaml", "train.py"], "a settings file and a script were both given"),
         (["--device", "gpu", "train.py"], "1 ranks on GPUs requested"),
         (["other.py"], "there is no script 'other.py'"),
-        (["nowhere"], "'nowhere' is not a script"),
+        (["nowhere"], "there is no script 'nowhere'"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_at_once(

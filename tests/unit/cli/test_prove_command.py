@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
         (["--stops", "never", "train.py"], "'never' is not a stop"),
         (["--allow", "everything", "train.py"], "invalid choice"),
         (["--lr", "1e-4", "train.py"], "unrecognized arguments: --lr"),
+        (["c.yaml", "--steps", "9"], "flags come before the settings file"),
         (["--device", "gpu", "train.py"], "there are not enough GPUs"),
         (["--config", "c.yaml", "train.py"], "a settings file and a script were both given"),
         ([], "there is no script to run"),

@@ -17,7 +17,7 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster, Result
 from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name
 from torchmuster.checkpoints.store import open_store
-from torchmuster.cli import output, train
+from torchmuster.cli import output, resumed_run
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.training import with_absolute_folder
@@ -89,14 +89,14 @@ def test_it_goes_on_in_its_folder_with_its_settings_device_and_ranks(
     assert done.code == 0, done
     assert ["train.steps" in line for line in done.err.splitlines()[1:]] == [True, False]
     assert done.err == snapshot
-    (machine,) = json.loads(done.out)["machines"]
-    command = machine["command"]
-    assert machine["ranks"] == 3
+    shown = json.loads(done.out)
+    command = shown["command"]
+    assert shown["hosts"][0]["ranks"] == 3
     assert command[-4:] == ["--device", "cpu", "--run-folder", str(run.path)]
     assert "train.steps=20" in command
     assert "model.build=mine:model" in command
     fewer = resume(run.id, "--ranks", "2", "--dry-run", "--json")
-    assert (json.loads(fewer.out)["machines"][0]["ranks"], fewer.err) == (2, "")
+    assert (json.loads(fewer.out)["hosts"][0]["ranks"], fewer.err) == (2, "")
 
 
 def test_a_relative_folder_means_the_one_that_the_run_began_in(
@@ -105,8 +105,7 @@ def test_a_relative_folder_means_the_one_that_the_run_began_in(
     words = ("--config", str(made(own_machine, "failed").config), "--dry-run", "--json")
     done = muster("train", *words, "--device", "cpu", "--set", "checkpoint.folder=saves")
     assert done.code == 0, done
-    (machine,) = json.loads(done.out)["machines"]
-    assert f"checkpoint.folder={own_machine / 'saves'}" in machine["command"]
+    assert f"checkpoint.folder={own_machine / 'saves'}" in json.loads(done.out)["command"]
     kept = {"s3://a/b": "s3://a/b", "~/x": str(Path.home() / "x"), "/y": "/y"}
     for given, meant in kept.items():
         flag = Flag(flag="--set", path="checkpoint.folder", text=given)
@@ -206,7 +205,7 @@ def test_processes_of_a_killed_launcher_may_finish_their_save(
     monkeypatch.setattr(output, "say", say)
     saves = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
     with process_of(run, f"{saves}pathlib.Path('saved').touch()", grace_s=300):
-        train._await_processes_left(run)
+        resumed_run._await_processes_left(run)
         assert (run.path / "saved").exists()
     assert said == snapshot
 
@@ -218,7 +217,7 @@ def test_processes_of_a_killed_launcher_that_do_not_exit_are_killed(
     with process_of(run, "while True: pass", grace_s=-9.5) as left:
         assert resume("last", "--dry-run").code == 0
         assert left.poll() is None, "a dry run kills nothing"
-        train._await_processes_left(run)
+        resumed_run._await_processes_left(run)
         assert left.wait() == -signal.SIGKILL
 
 

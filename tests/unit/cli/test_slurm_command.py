@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "inside"),
     [
-        (["train.py", "--lr", "1e-4"], ["--", "train.py", "--lr", "1e-4"]),
-        (["--ranks", "2", "--", "train", "--x"], ["--ranks", "2", "--", "train", "--x"]),
-        (["--nodes", "2", "-m", "json.tool"], ["--", "-m", "json.tool"]),
+        (["train.py", "--lr", "1e-4"], ["train.py", "--lr", "1e-4"]),
+        (["--ranks", "2", "--", "train", "--x"], ["--ranks=2", "train", "--x"]),
+        (["--nodes", "2", "-m", "json.tool"], ["-m", "json.tool"]),
     ],
 )
 def test_in_the_job_the_same_script_runs_whatever_its_name(
@@ -28,7 +28,7 @@ def test_in_the_job_the_same_script_runs_whatever_its_name(
     shown = muster("run", "--slurm", "--dry-run", "--device", "cpu", *words)
     assert shown.code == 0, shown.err
     _, *command = shlex.split(shown.out.splitlines()[-1])
-    assert command[1:] == ["-m", "torchmuster", "run", "--device", "cpu", *inside]
+    assert command[1:] == ["-m", "torchmuster", "run", "--device=cpu", *inside]
     here = muster(*command[3:4], "--dry-run", *command[4:])
     assert here.code == 0, here.err
 
@@ -63,7 +63,7 @@ def test_arguments_of_sbatch_are_in_the_script_only(muster: Muster, own_machine:
     assert shown.code == 0, shown.err
     assert '\n#SBATCH --partition=gpu -C "a b" --signal=B:USR1@300\n' in shown.out
     _, *command = shlex.split(shown.out.splitlines()[-1])
-    assert command[1:] == ["-m", "torchmuster", "run", "--", "train.py"]
+    assert command[1:] == ["-m", "torchmuster", "run", "train.py"]
 
 
 def test_the_script_as_json(muster: Muster, own_machine: Path) -> None:

@@ -45,8 +45,7 @@ def dry(train: Train, *words: str, env: dict[str, str] | None = None) -> list[st
     """Return the rank's own command, from the module on."""
     done = train("--config", "c.yaml", *words, "--dry-run", "--json", env=env)
     assert (done.code, done.err) == (0, "")
-    (machine,) = json.loads(done.out)["machines"]
-    command: list[str] = machine["command"]
+    command: list[str] = json.loads(done.out)["command"]
     return command[command.index("torchmuster.worker") :]
 
 
@@ -72,7 +71,7 @@ def test_ranks_get_the_given_settings_as_words_and_no_file(train: Train, own_mac
 def test_the_dry_run_for_people(train: Train) -> None:
     done = train("--config", "c.yaml", "--device", "cpu", "--ranks", "2", "--dry-run")
     assert done.code == 0
-    assert done.out.startswith("this machine: 2 ranks\n")
+    assert done.out.startswith("this host: 2 ranks\n")
     assert "torchmuster.worker --set experiment_name=tiny --set distributed" in done.out
 
 
@@ -81,9 +80,9 @@ def test_gpus_are_chosen_as_for_a_script(
 ) -> None:
     machine(scenarios.eight_a100())
     done = train("--config", "c.yaml", "--num-gpus", "2", "--dry-run", "--json")
-    (found,) = json.loads(done.out)["machines"]
-    assert found["ranks"] == 2
-    assert "--device" not in found["command"][found["command"].index("torchmuster.worker") :]
+    shown = json.loads(done.out)
+    assert shown["hosts"][0]["ranks"] == 2
+    assert "--device" not in shown["command"]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +99,7 @@ def test_the_allocator_of_gpus_is_as_the_planner_has_it_unless_people_say_otherw
     train: Train, words: tuple[str, ...], theirs: dict[str, str], found: str | None
 ) -> None:
     done = train("--config", "c.yaml", *words, "--dry-run", "--json", env=theirs)
-    (machine,) = json.loads(done.out)["machines"]
-    assert machine["environment"].get("PYTORCH_ALLOC_CONF") == found
+    assert json.loads(done.out)["environment"].get("PYTORCH_ALLOC_CONF") == found
 
 
 def test_device_map_counts_where_no_flag_does(train: Train) -> None:
@@ -112,7 +110,7 @@ def test_device_map_counts_where_no_flag_does(train: Train) -> None:
 def test_one_process_where_distributed_is_off(train: Train) -> None:
     words = ("--set", "distributed.enabled=false", "--device", "cpu")
     done = train("--config", "c.yaml", *words, "--dry-run")
-    assert done.out.startswith("this machine: 1 rank\n")
+    assert done.out.startswith("this host: 1 rank\n")
 
 
 def test_without_settings_all_that_is_missing_is_said(

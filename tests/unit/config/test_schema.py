@@ -29,6 +29,12 @@ launch:
   max_restarts: 3
   spares: 1
   remote_python: /opt/venv/bin/python
+  address: eth0
+  join_port: 29398
+  join_timeout: 5m
+  lost_after: 20s
+  grace: 60s
+  end_hangs_after: never
 model:
   model_name_or_path: Qwen/Qwen2.5-7B
   build: my_model:make

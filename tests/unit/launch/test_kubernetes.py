@@ -97,7 +97,7 @@ def test_a_name_is_a_text(name: str) -> None:
         ({}, ["run", "--device=cpu", "--ranks=1", "train.py"]),
         ({"ranks": 2}, ["--ranks=2"]),
         ({"gpus_per_node": 8, "ranks": 4}, ["--num-gpus=4"]),
-        ({"max_restarts": 0, "grace_s": 90.0}, ["--max-restarts=0", "--grace=90s"]),
+        ({"max_restarts": 0, "grace_s": 90.0}, ["--max-restarts=0", "--set=launch.grace=90s"]),
         (
             {"subcommand": "train", "command": ("--config", "a.yaml")},
             ["train", "--config", "a.yaml"],

@@ -161,11 +161,11 @@ def test_an_ipv6_address_reaches_ssh_as_ssh_writes_it() -> None:
             "torchmuster-missing",
             "ssh b python3 -m pip install torchmuster",
         ),
-        ("sh: 1: exec: /nowhere: not found", "python-missing", "--remote-python"),
+        ("sh: 1: exec: /nowhere: not found", "python-missing", "launch.remote_python"),
         (
             "bash: line 1: /nowhere: No such file or directory",
             "python-missing",
-            "--remote-python",
+            "launch.remote_python",
         ),
         (
             "kex_exchange_identification: read: Connection reset by peer",

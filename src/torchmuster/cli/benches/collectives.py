@@ -3,7 +3,7 @@
 import argparse
 
 from torchmuster.cli.bench import add_common_flags, device_for, run_bench, visible_gpus
-from torchmuster.cli.job_flags import count
+from torchmuster.cli.options import count
 from torchmuster.errors import ExitCode
 from torchmuster.units import KiB, MiB
 

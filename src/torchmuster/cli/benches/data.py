@@ -11,8 +11,8 @@ from torchmuster.cli.bench import (
     run_bench,
     visible_gpus,
 )
-from torchmuster.cli.config import add_setting_flags, settings_from
-from torchmuster.cli.job_flags import count
+from torchmuster.cli.jobs import settings_of
+from torchmuster.cli.options import SettingOptions, add_flags, count, read_options
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import ExitCode, Impossible
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=count, metavar="N", help="ranks that read at once (default: one per GPU)"
     )
-    add_setting_flags(parser)
+    add_flags(parser, SettingOptions)
     add_common_flags(parser)
 
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     """Measure, save and print."""
     import msgspec
 
-    data_settings = settings_from(options).settings
+    data_settings = settings_of(read_options(SettingOptions, options)).settings
     data = data_settings.data
     if data.dataset is None and data.files is None and data.hugging_face is None:
         raise Impossible(

@@ -141,7 +141,7 @@ def killed_finding(
     who, it_was = rank_text(ranks), "was" if len(ranks) == 1 else "were"
     when = f"did not exit within {grace_s:g} s after SIGTERM and {it_was} killed"
     fix = (
-        "give them more time: --grace 2m; under Slurm also --sbatch --signal=B:USR1@300, in a Kubernetes pod also a longer "
+        "give them more time: --set launch.grace=2m; under Slurm also --sbatch --signal=B:USR1@300, in a Kubernetes pod also a longer "
         "terminationGracePeriodSeconds"
     )
     if at_once:

@@ -293,7 +293,7 @@ def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) ->
     return Impossible(
         f"cannot listen on {address}",
         why=f"{why}; this host has {own or 'only 127.0.0.1'}",
-        fix="pass one of these with --address, or omit it to use an address that all other hosts reach",
+        fix="set one of these with --set launch.address=…, or omit it to use an address that all other hosts reach",
     )
 
 
@@ -377,7 +377,7 @@ def _checked(port: int) -> int:
         raise Impossible(
             f"{port} is not a port",
             why="ports are numbers from 1 to 65535",
-            fix=f"omit --port to use {USUAL_PORT} or the next free port",
+            fix=f"omit distributed.master_port to use {USUAL_PORT} or the next free port",
         )
     return port
 
@@ -387,7 +387,7 @@ def _listening_taken(port: int) -> Impossible:
     return Impossible(
         f"port {port} was requested, but it is in use",
         why=f"it is used by {holder}" if holder else "it was in use a moment ago",
-        fix="omit --port to use the next free port, or stop that program",
+        fix="omit distributed.master_port to use the next free port, or stop that program",
     )
 
 
@@ -397,5 +397,5 @@ def _not_allowed(port: int, error: OSError | None) -> Impossible:
     return Impossible(
         f"cannot listen on port {port}",
         why=f"{words}; ports below 1024 need root" if forbidden else f"{words}",
-        fix=f"omit --port to use {USUAL_PORT} or the next free port",
+        fix=f"omit distributed.master_port to use {USUAL_PORT} or the next free port",
     )

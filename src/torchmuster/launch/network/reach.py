@@ -174,7 +174,7 @@ def check_not_loopback(
         f"the other hosts cannot reach {head} at {asked}",
         why=f"{meaning} a loopback address, which always means the local host; "
         f"{head} has {own or 'no other address'}",
-        fix="omit --address to use an address that all other hosts reach",
+        fix="omit launch.address to use an address that all other hosts reach",
     )
 
 
@@ -254,7 +254,7 @@ def _none_reached(
             "to these ports from the other hosts"
         )
     if not fixes or not everywhere:
-        fixes.append(f"pass an address of {head} that all hosts reach: --address ADDR")
+        fixes.append(f"pass an address of {head} that all hosts reach: --set launch.address=ADDR")
     return Impossible(what, why="\n".join(lines), fix="\n".join(fixes))
 
 

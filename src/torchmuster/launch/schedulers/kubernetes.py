@@ -172,7 +172,7 @@ def _arguments(request: PodsRequest) -> list[str]:
     flags = [
         "--runs=/runs",
         f"--max-restarts={request.max_restarts}",
-        f"--grace={request.grace_s:g}s",
+        f"--set=launch.grace={request.grace_s:g}s",
     ]
     if not request.gpus_per_node:
         flags += ["--device=cpu", f"--ranks={request.ranks or 1}"]

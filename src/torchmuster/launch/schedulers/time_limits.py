@@ -34,7 +34,7 @@ def grace_within_limit(
         return Decision(value=grace_s, reason="")
     told = f"{whose} is {limit_s:g} s"
     if given:
-        reason = f"--grace {grace_s:g}s may be cut short: {told}"
+        reason = f"launch.grace {grace_s:g}s may be cut short: {told}"
         return Decision(value=grace_s, reason=reason)
     reason = f"grace period: {fits_s:g} s, because {told}"
     return Decision(value=fits_s, reason=reason)

@@ -267,7 +267,7 @@ _CAUSES = (
         name="python-missing",
         says=r"No such file or directory|not found",
         why="{python} does not exist there",
-        fix="install it there, or set the path on the remote hosts: --remote-python PATH",
+        fix="install it there, or set the path on the remote hosts: --set launch.remote_python=PATH",
         exit_code=ExitCode.IMPOSSIBLE,
     ),
 )

@@ -262,7 +262,7 @@ def test_machines_that_reach_different_addresses_have_none_in_common(
     by_node = {"b": reached(eth0="", eth1="no-route"), "c": reached(eth0="timeout", eth1="")}
     error = refusal([ETH0, ETH1], by_node)
     assert error.what == snapshot
-    assert "--address" in error.fix
+    assert "launch.address" in error.fix
 
 
 def test_of_two_machines_with_one_name_both_have_to_reach_the_address() -> None:

@@ -1,0 +1,279 @@
+"""``muster run torchrun …`` and ``muster run python …``: the same run from a pasted command.
+
+The flags of torchrun are parsed by torch's own parser (torchrun_parser.py) and become options of ``muster run``.
+"""
+
+import dataclasses
+import ipaddress
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchmuster.cli import jobs, output
+from torchmuster.cli.options import NO_PYTHON, RunOptions
+from torchmuster.config.layers import Flag
+from torchmuster.errors import Impossible
+from torchmuster.launch.job import parse_nodes
+from torchmuster.redaction import harmless, redact_command
+
+PARSER = Path(__file__).with_name("torchrun_parser.py")
+PYTHON = re.compile(r"python[\d.]*")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+TORCHRUN = ("torchrun", "torch.distributed.run")
+# Commands that start ranks in their own way, and what to type instead.
+OTHERS = {
+    "accelerate": "muster run --ranks 2 train.py …  # Accelerator() reads the rank from the environment",
+    "torch.distributed.launch": "muster run torchrun …  # and read LOCAL_RANK from the environment",
+    "deepspeed": "muster run --num-gpus 2 train.py …  # DeepSpeed reads the rank from the environment",
+    "mpirun": "muster run --hosts a,b train.py …",
+    "horovodrun": "muster run --hosts a,b train.py …",
+    "srun": "in the Slurm job, without srun: muster run train.py …  # starts ranks on all its nodes",
+    "sbatch": "muster run --slurm --nodes 2 train.py …",
+    "nohup": "muster run --detach train.py …",
+    "fabric": "muster run train.py …  # Fabric() reads the rank from the environment",
+    "bash": "in the shell script, write muster run in front of torchrun or python",
+    "sh": "in the shell script, write muster run in front of torchrun or python",
+    "uv": "uv run muster run train.py …",
+    "poetry": "poetry run muster run train.py …",
+    "conda": "conda run muster run train.py …",
+}
+REFUSED = {
+    "numa_binding": (
+        "Muster does not bind ranks to cores; it divides the threads among them",
+        "leave it out, or bind in a wrapper: --no-python numactl …",
+    ),
+    "virtual_local_rank": (
+        "Muster makes all GPUs of a host visible to its ranks, and LOCAL_RANK is the device index",
+        "leave it out, and use the device LOCAL_RANK",
+    ),
+    "print_completion": ("it starts no ranks", "torchrun --print-completion bash"),
+}
+# Flags of torchrun that Muster does in its own way.
+DONE_OTHERWISE = {
+    "standalone": "",
+    "run_path": "",
+    "tee": "all output is on the console and in the run folder's logs",
+    "redirects": "all output is on the console and in the run folder's logs",
+    "local_ranks_filter": "all output is on the console and in the run folder's logs",
+    "rdzv_backend": "",  # the hosts meet at the launcher
+    "rdzv_id": "each run has its own id",
+    "signals_to_handle": "SIGTERM, Ctrl-C and Slurm's warning signal always reach the ranks",
+}
+
+
+def translated(options: RunOptions) -> RunOptions:
+    """Return the options of the same run without launchers in front of the script."""
+    words = list(options.script)
+    if not words or (Path(words[0]).is_file() and "/" not in words[0]):
+        return options
+    name = Path(words[0]).name
+    if ASSIGNMENT.fullmatch(words[0]):
+        raise Impossible(
+            f"{words[0].partition('=')[0]}=… is in front of the script",
+            why="the shell sets variables in front of a whole command",
+            fix=f"put it in front of muster, or: muster run --env {shlex.quote(words[0])} …",
+        )
+    if PYTHON.fullmatch(name):
+        words = _without_python(words)
+        name = words[0]
+        if words[:1] == ["-m"] and words[1:] and words[1] in (*TORCHRUN, *OTHERS):
+            words = words[1:]
+            name = words[0]
+        elif words[:2] and words[0] == "-m" and words[1].startswith("accelerate.commands."):
+            name = "accelerate"
+    if name in OTHERS:
+        raise Impossible(
+            f"muster run cannot start {name}",
+            why=f"{name} itself starts the ranks, or sets up their environment",
+            fix=OTHERS[name],
+        )
+    if name not in TORCHRUN:
+        return dataclasses.replace(options, script=tuple(words))
+    options = _from_torchrun(options, words[1:])
+    command = shlex.join(redact_command(["muster", *_shown(options), *options.script]))
+    output.say(f"muster: the same command: {harmless(command)}")
+    return options
+
+
+def _without_python(words: Sequence[str]) -> list[str]:
+    """Return what an interpreter would run, after checking that it is the one of the ranks."""
+    path = shutil.which(words[0])
+    here = Path(sys.executable).parent.resolve()
+    if "/" in words[0] and (path is None or Path(path).parent.resolve() != here):
+        raise Impossible(
+            f"muster run starts ranks with {sys.executable}, not with {words[0]}",
+            why="ranks run with the Python that torchmuster is installed in",
+            fix=f"{words[0]} -m pip install torchmuster, then {words[0]} -m torchmuster run …",
+        )
+    rest = list(words[1:])
+    while rest[:1] == ["-u"]:  # ranks are always unbuffered
+        rest = rest[1:]
+    if not rest or rest[0] in ("-c", "-"):
+        raise Impossible("there is no script or module after python", fix="muster run train.py")
+    if rest[0].startswith("-") and rest[0] != "-m":
+        raise Impossible(
+            f"muster run cannot pass {rest[0]} to Python",
+            why="Muster starts the Python of each rank itself",
+            fix="leave it out, or set the variable that does the same: --env PYTHON…=…",
+        )
+    return rest
+
+
+def _parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags of torchrun that were given, and the script; exit as torchrun does on a mistake."""
+    result = subprocess.run(
+        [sys.executable, str(PARSER), *words], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if result.returncode != 0 or not result.stdout.startswith("{"):
+        output.print_text(result.stdout, end="")  # --help
+        raise SystemExit(result.returncode)
+    parsed = json.loads(result.stdout)
+    return parsed["given"], parsed["script"]
+
+
+def _from_torchrun(options: RunOptions, words: Sequence[str]) -> RunOptions:
+    given, script = _parse(words)
+    for name, (why, fix) in REFUSED.items():
+        if name in given:
+            raise Impossible(f"{_flag(name)} is not supported", why=why, fix=fix)
+    if str(given.pop("node_rank", 0)) != "0":
+        raise Impossible(
+            "--node-rank: Muster starts the ranks of all hosts with one command",
+            why="torchrun is started on every host, but muster run only on the first; it connects to the others",
+            fix="on the first host: muster run --hosts a,b train.py  # over ssh; or: muster run --join "
+            "--nodes 2 train.py, and here muster join",
+        )
+    changes: dict[str, object] = _ranks(str(given.pop("nproc_per_node", 1)))
+    if given.get("nnodes", "1:1") not in ("1", "1:1"):
+        changes["nodes"] = parse_nodes(given["nnodes"])
+    given.pop("nnodes", None)
+    if "max_restarts" in given:
+        changes["max_restarts"] = str(given.pop("max_restarts"))
+    if "log_dir" in given:
+        changes["runs"] = Path(given.pop("log_dir"))
+    if "role" in given:
+        changes["env"] = (*options.env, f"ROLE_NAME={given.pop('role')}")
+    settings = _settings(given, several="nodes" in changes)
+    changes["set"] = (*settings, *options.set)
+    if given.pop("module", False):
+        script = ["-m", *script]
+    if given.pop("no_python", False):
+        script = _program(script)
+    _say_without_effect(given)
+    changes["script"] = tuple(script)
+    typed = {word.partition("=")[0] for word in options.words}
+    for name in ("ranks", "nodes", "max_restarts", "runs"):
+        if _flag(name) in typed:
+            changes.pop(name, None)
+    if typed & {"--num-gpus", "--gpu-ids", "--device", "--ranks"}:
+        changes.pop("ranks", None)
+        changes.pop("device", None)
+    return dataclasses.replace(options, **changes)  # type: ignore[arg-type]  # checked by the tests
+
+
+def _ranks(value: str) -> dict[str, object]:
+    if value.isdecimal():
+        return {"ranks": int(value)}
+    if value in ("gpu", "cuda", "xpu"):
+        return {"device": "gpu"}
+    if value == "auto" and jobs.sees_gpus():
+        return {"device": "auto"}
+    if value in ("auto", "cpu"):
+        return {"device": "cpu", "ranks": _cores()}
+    raise Impossible(
+        f"--nproc-per-node {value} is not a number of ranks",
+        why="the value must be a number, gpu, cpu or auto",
+        fix="--nproc-per-node 2",
+    )
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _settings(given: dict[str, Any], *, several: bool) -> list[Flag]:
+    """Take the flags of torchrun that are settings: the rendezvous and the time to stop."""
+    settings = []
+
+    def add(name: str, path: str, value: object) -> None:
+        settings.append(Flag(flag=_flag(name), path=path, text=str(value)))
+
+    address, _, port = given.pop("rdzv_endpoint", "").rpartition(":")
+    address = given.pop("master_addr", address)
+    address = given.pop("local_addr", address)
+    port = str(given.pop("master_port", port))
+    if several and _is_reachable(address):
+        add("rdzv_endpoint", "launch.address", address)
+    if port.isdecimal() and port != "0" and "standalone" not in given:
+        add("master_port", "distributed.master_port", port)
+    for pair in given.pop("rdzv_conf", "").split(","):
+        name, _, value = pair.partition("=")
+        if name in ("join_timeout", "timeout"):
+            add("rdzv_conf", "launch.join_timeout", value)
+    if "shutdown_timeout" in given:
+        add("shutdown_timeout", "launch.grace", given.pop("shutdown_timeout"))
+    return settings
+
+
+def _is_reachable(address: str) -> bool:
+    """Return whether other hosts may use an address; a name is looked up differently on each host."""
+    try:
+        return not ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _say_without_effect(given: dict[str, Any]) -> None:
+    for name in given:
+        reason = DONE_OTHERWISE.get(name, "Muster does this in its own way")
+        if reason:
+            output.say(f"muster: {_flag(name)} has no effect: {reason}")
+
+
+def _program(command: Sequence[str]) -> list[str]:
+    """Return the program that torchrun would start without Python; Python code becomes a script."""
+    path = shutil.which(command[0]) or command[0]
+    if Path(command[0]).is_file():
+        path = command[0]
+    try:
+        with Path(path).open("rb") as stream:
+            first = stream.readline(200)
+    except OSError:
+        raise Impossible(
+            f"--no-python {command[0]}: there is no such program", fix="muster run train.py"
+        ) from None
+    is_python = path.endswith(".py") or (first.startswith(b"#!") and b"python" in first)
+    return [path, *command[1:]] if is_python else [NO_PYTHON, path, *command[1:]]
+
+
+def _shown(options: RunOptions) -> list[str]:
+    """Return the flags of the same command."""
+    words = list(options.words)
+    typed = {word.partition("=")[0] for word in words}
+    pairs = {
+        "--ranks": options.ranks,
+        "--nodes": options.nodes,
+        "--max-restarts": options.max_restarts,
+    }
+    if options.device != "auto":
+        pairs["--device"] = options.device
+    for name, value in pairs.items():
+        if value is not None and name not in typed:
+            words.append(f"{name}={value}")
+    for flag in options.set:
+        if not flag.flag.startswith("--set"):
+            words += ["--set", f"{flag.path}={flag.text}"]
+    return words
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
