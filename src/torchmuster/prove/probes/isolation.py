@@ -3,6 +3,7 @@
 The script and its libraries run unchanged: a write elsewhere is refused with an error that names the path.
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -24,7 +25,7 @@ _CACHES = (
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR"),
 )
 _HOME_CACHES = (".cache", ".triton", ".nv", ".config/matplotlib")
-_ALWAYS = ("/dev", "/proc", "/sys")
+_ALWAYS = ("/dev", "/proc", "/sys", "/tmp/nvidia-mps")  # noqa: S108  # the pipes of CUDA MPS
 _UPLOADS = ("create_repo", "create_commit", "upload_file", "upload_folder", "upload_large_folder")
 
 
@@ -86,10 +87,20 @@ def allow_writes_only(folders: Sequence[str]) -> None:
 
     sys.addaudithook(watch)
     if landlock.is_available():
+        _create_caches(home)
         landlock.allow_writes_only(roots)
     # These open files in C++ and Rust, which no audit hook sees.
     torch.save = _checked_save(torch.save, check)
     _before_safetensors.append(lambda _, path: check(path))
+
+
+def _create_caches(home: Path) -> None:
+    """Create the caches of libraries: below a folder that does not exist, nothing can be allowed."""
+    caches = [Path(os.environ[name]) for name in _CACHES if os.environ.get(name)]
+    names = _HOME_CACHES if torch.cuda.is_available() else _HOME_CACHES[:1]
+    for folder in [*caches, *(home / name for name in names)]:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
 
 
 def _checked_save(usual: Any, check: Any) -> Any:
