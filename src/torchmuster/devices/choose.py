@@ -20,6 +20,19 @@ from torchmuster.errors import DevicesBusy, Impossible, MusterError, TooFewDevic
 from torchmuster.finding import Status
 from torchmuster.units import GiB, format_bytes, plural
 
+# Up to this many devices are listed one by one; beyond it, devices with the same obstacle together.
+_ONE_BY_ONE = 4
+_WORDS = {
+    LinkKind.PIX: "one PCIe switch",
+    LinkKind.PXB: "several PCIe switches",
+    LinkKind.PHB: "the CPU's PCIe host bridge",
+    LinkKind.NODE: "PCIe within one NUMA node",
+    LinkKind.SYS: "PCIe across CPU sockets",
+}
+# All sets are compared if together they have no more links than this; otherwise sets are grown from
+# each possible member.
+_EXHAUSTIVE_LINKS = 50_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesRefused:
@@ -124,10 +137,6 @@ class DevicesRefused:
         return text + (f"; {describe_refusal(blocked, self.obstacles)}" if blocked else "")
 
 
-# Up to this many devices are listed one by one; beyond it, devices with the same obstacle together.
-_ONE_BY_ONE = 4
-
-
 def describe_refusal(devices: Sequence[Device], obstacles: Mapping[str, Obstacle]) -> str:
     """List the obstacles: ``GPU 3 is in use by alice (pid 4242)``."""
     groups: dict[str, list[Device]] = {}
@@ -139,15 +148,6 @@ def describe_refusal(devices: Sequence[Device], obstacles: Mapping[str, Obstacle
         f"{label_all(group)} {'is' if len(group) == 1 else 'are'} {text}"
         for text, group in groups.items()
     )
-
-
-_WORDS = {
-    LinkKind.PIX: "one PCIe switch",
-    LinkKind.PXB: "several PCIe switches",
-    LinkKind.PHB: "the CPU's PCIe host bridge",
-    LinkKind.NODE: "PCIe within one NUMA node",
-    LinkKind.SYS: "PCIe across CPU sockets",
-}
 
 
 def link_strength(node: Node, a: Device, b: Device) -> int:
@@ -172,11 +172,6 @@ def describe_link(node: Node, members: Sequence[Device]) -> str:
     if weakest.kind is LinkKind.NVLINK:
         return f"connected by NVLink ({weakest.short})"
     return f"connected by {_WORDS[weakest.kind]} ({weakest.short})"
-
-
-# All sets are compared if together they have no more links than this; otherwise sets are grown from
-# each possible member.
-_EXHAUSTIVE_LINKS = 50_000
 
 
 def choose_devices(

@@ -11,6 +11,9 @@ import psutil
 from torchmuster.devices.model import Device, DeviceProcess
 from torchmuster.redaction import printable
 
+# Programs that adopt processes whose parent has exited; in a container, process 1 may be any program.
+_ADOPTERS = ("systemd", "init")
+
 
 def identify_process(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Return the devices with every process's owner, command and times filled in."""
@@ -44,10 +47,6 @@ def _look_up(pid: int) -> dict[str, Any]:
             }
     except (psutil.Error, OSError):
         return {}
-
-
-# Programs that adopt processes whose parent has exited; in a container, process 1 may be any program.
-_ADOPTERS = ("systemd", "init")
 
 
 def _is_orphaned(process: psutil.Process) -> bool | None:

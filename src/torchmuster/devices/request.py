@@ -7,6 +7,12 @@ from torchmuster.devices.model import Device
 from torchmuster.units import GiB, MiB, format_bytes, format_seconds, plural
 
 GpuId = int | str
+# Memory in use without a visible process: above this, a process in another container is assumed.
+# An idle driver and a desktop stay well below.
+UNEXPLAINED_USE_BYTES = 1 * GiB
+# A holder that has done nothing for this long is reported as idle.
+WORTH_MENTIONING_IDLE_S = 60
+UNKNOWN_USER = "an unknown user"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +94,6 @@ def _rounded_down(count: int) -> str:
         return f"{count // MiB}MiB"
     whole, tenths = divmod(count * 10 // GiB, 10)
     return f"{whole}.{tenths}GiB" if tenths else f"{whole}GiB"
-
-
-# Memory in use without a visible process: above this, a process in another container is assumed.
-# An idle driver and a desktop stay well below.
-UNEXPLAINED_USE_BYTES = 1 * GiB
-# A holder that has done nothing for this long is reported as idle.
-WORTH_MENTIONING_IDLE_S = 60
-UNKNOWN_USER = "an unknown user"
 
 
 @dataclass(frozen=True, kw_only=True)

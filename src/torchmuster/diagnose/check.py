@@ -20,16 +20,15 @@ from torchmuster.devices import snapshot
 from torchmuster.devices.model import Node
 from torchmuster.finding import Finding
 
+# Without persistence mode, drivers initialize their GPUs one by one.
+LOOK_WITHIN_S = 20.0
+
 
 class Cost(enum.IntEnum):
     """How long a check takes; slower ones run only on request."""
 
     INSTANT = 0  # reads a few files
     SECONDS = 1  # starts a process, imports torch, sends packets
-
-
-# Without persistence mode, drivers initialize their GPUs one by one.
-LOOK_WITHIN_S = 20.0
 
 
 class DevicesSilent(Exception):

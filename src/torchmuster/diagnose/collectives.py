@@ -15,6 +15,15 @@ _SLOW_PAIR = 0.15  # of the median of the others of its kind
 _SLOW_PAIR_BYTES_PER_S = 40e6  # slower than a busy processor alone can explain
 _LATE_S = 0.25
 _SLOW_SHOWN = 6
+_STAGES = {
+    "group": "creating the process group",
+    "devices": "the device test",
+    "collectives": "the collectives",
+    "suspects": "the search for wrong sums",
+    "pairs": "the point-to-point test",
+    "arrival": "the final collectives",
+}
+_SHOWN = 6
 
 
 def judge_slowness(records: Sequence[RankRecord]) -> list[Finding]:
@@ -221,17 +230,6 @@ def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
             evidence=f"the others wait {others:.2f} s for this rank, which waits {waits[last]:.2f} s",
             hosts=(record.host,),
         )
-
-
-_STAGES = {
-    "group": "creating the process group",
-    "devices": "the device test",
-    "collectives": "the collectives",
-    "suspects": "the search for wrong sums",
-    "pairs": "the point-to-point test",
-    "arrival": "the final collectives",
-}
-_SHOWN = 6
 
 
 def judge_collectives(

@@ -20,6 +20,9 @@ from torchmuster.launch.network.reach import name_several
 
 _START_WITHIN_S = 20.0
 _WORDS_SHOWN = 4
+PROGRAM = "torchmuster.diagnose.probes.collectives"
+# Much longer than the probe's own deadlines, as importing torch on a busy host is slow.
+DEADLINE_S = 180.0
 
 
 class HostProbe(ProbeClient):
@@ -52,11 +55,6 @@ def _end(word: protocol.SidecarEnded) -> str:
         return words or "its node agent is lost"
     how = f"on signal {-word.exit_code}" if word.exit_code < 0 else f"with code {word.exit_code}"
     return f"the probe program exited {how}\n{words}".strip()
-
-
-PROGRAM = "torchmuster.diagnose.probes.collectives"
-# Much longer than the probe's own deadlines, as importing torch on a busy host is slow.
-DEADLINE_S = 180.0
 
 
 class ProbeOutput:

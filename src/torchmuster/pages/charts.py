@@ -10,6 +10,44 @@ from torchmuster.units import format_bytes
 
 _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _SMALL = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_MOST_OF_THE_DATA = 14  # up to this many values are used as ticks
+_NARROW = 14  # pixels; labels of closer ticks would overlap
+_WIDTH, _LEFT, _TOP, _HEIGHT = 860, 84, 46, 300
+_ROW, _BAR_HEIGHT = 30, 18
+_LETTER = 6.4  # the width of a character of 11 px
+# The Okabe-Ito palette, distinguishable with colour blindness; lighter colours for dark mode.
+_LIGHT = (
+    "#0072b2",
+    "#c04e00",
+    "#00845f",
+    "#a8508a",
+    "#8a6d00",
+    "#4a4a9e",
+    "#666666",
+    "#7a3b1d",
+    "#3d7f8f",
+)
+_DARK = (
+    "#56b4e9",
+    "#ff9e4a",
+    "#3dd6a3",
+    "#f0a3d0",
+    "#f0d040",
+    "#a9a9ff",
+    "#bbbbbb",
+    "#d9a184",
+    "#8fd3e0",
+)
+_FONT = "font-family:system-ui,sans-serif;font-size:11px"
+# The colours var(--c0) and on, --ink, --paper and --grid, for the class "chart".
+RULES = (
+    f".chart text{{{_FONT};fill:var(--ink)}}.chart .title{{font-size:14px;font-weight:600}}"
+    ".chart{--ink:#1a1a1a;--paper:#ffffff;--grid:#0002;"
+    + "".join(f"--c{place}:{one};" for place, one in enumerate(_LIGHT))
+    + "}@media (prefers-color-scheme:dark){.chart{--ink:#e8e8e8;--paper:#1b1b1f;--grid:#fff3;"
+    + "".join(f"--c{place}:{one};" for place, one in enumerate(_DARK))
+    + "}}"
+)
 
 
 def amount_text(value: float, unit: str) -> str:
@@ -55,10 +93,6 @@ def _three(value: float) -> str:
     if size >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
-
-
-_MOST_OF_THE_DATA = 14  # up to this many values are used as ticks
-_NARROW = 14  # pixels; labels of closer ticks would overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,44 +158,6 @@ def _decades(low: float, high: float) -> tuple[float, ...]:
         if low * 0.999 <= factor * 10.0**power <= high * 1.001
     ]
     return tuple(ticks[:: max(1, math.ceil(len(ticks) / 12))]) or (low, high)
-
-
-_WIDTH, _LEFT, _TOP, _HEIGHT = 860, 84, 46, 300
-_ROW, _BAR_HEIGHT = 30, 18
-_LETTER = 6.4  # the width of a character of 11 px
-# The Okabe-Ito palette, distinguishable with colour blindness; lighter colours for dark mode.
-_LIGHT = (
-    "#0072b2",
-    "#c04e00",
-    "#00845f",
-    "#a8508a",
-    "#8a6d00",
-    "#4a4a9e",
-    "#666666",
-    "#7a3b1d",
-    "#3d7f8f",
-)
-_DARK = (
-    "#56b4e9",
-    "#ff9e4a",
-    "#3dd6a3",
-    "#f0a3d0",
-    "#f0d040",
-    "#a9a9ff",
-    "#bbbbbb",
-    "#d9a184",
-    "#8fd3e0",
-)
-_FONT = "font-family:system-ui,sans-serif;font-size:11px"
-# The colours var(--c0) and on, --ink, --paper and --grid, for the class "chart".
-RULES = (
-    f".chart text{{{_FONT};fill:var(--ink)}}.chart .title{{font-size:14px;font-weight:600}}"
-    ".chart{--ink:#1a1a1a;--paper:#ffffff;--grid:#0002;"
-    + "".join(f"--c{place}:{one};" for place, one in enumerate(_LIGHT))
-    + "}@media (prefers-color-scheme:dark){.chart{--ink:#e8e8e8;--paper:#1b1b1f;--grid:#fff3;"
-    + "".join(f"--c{place}:{one};" for place, one in enumerate(_DARK))
-    + "}}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)

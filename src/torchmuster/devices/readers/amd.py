@@ -19,6 +19,13 @@ from torchmuster.finding import Finding, Status
 from torchmuster.units import MiB
 
 _LOCAL_HEAPS = (1, 2)
+# Installed by libdrm, which ROCm needs; the first path is that of AMD's own packages.
+NAME_TABLES = (
+    Path("/opt/amdgpu/share/libdrm/amdgpu.ids"),
+    Path("/usr/share/libdrm/amdgpu.ids"),
+)
+# Memory of an idle driver. If more is in use than compute processes hold, windows may hold it.
+_DRIVER_BYTES = 512 * MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +92,6 @@ def kfd_holders(folder: Path) -> dict[int, list[DeviceProcess]]:
                     process = DeviceProcess(pid=int(pid), compute=True, memory_bytes=held or None)
                     found[int(gpu_id)].append(process)
     return dict(found)
-
-
-# Installed by libdrm, which ROCm needs; the first path is that of AMD's own packages.
-NAME_TABLES = (
-    Path("/opt/amdgpu/share/libdrm/amdgpu.ids"),
-    Path("/usr/share/libdrm/amdgpu.ids"),
-)
-# Memory of an idle driver. If more is in use than compute processes hold, windows may hold it.
-_DRIVER_BYTES = 512 * MiB
 
 
 def read_amd(

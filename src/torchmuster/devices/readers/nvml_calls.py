@@ -22,6 +22,14 @@ _NOT_AVAILABLE = frozenset(
 )
 # A GPU that answers any query with one of these is lost.
 _GONE = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED})
+_PCIE_LEVELS = {
+    pynvml.NVML_TOPOLOGY_INTERNAL: LinkKind.PIX,
+    pynvml.NVML_TOPOLOGY_SINGLE: LinkKind.PIX,
+    pynvml.NVML_TOPOLOGY_MULTIPLE: LinkKind.PXB,
+    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: LinkKind.PHB,
+    pynvml.NVML_TOPOLOGY_NODE: LinkKind.NODE,
+    pynvml.NVML_TOPOLOGY_SYSTEM: LinkKind.SYS,
+}
 
 
 class Unreachable(Exception):
@@ -100,16 +108,6 @@ def lost_finding(device: Device) -> Finding:
         fix="sudo dmesg | grep -i xid  # shows the cause; then reset the GPU or reboot the host",
         evidence=device.trouble or "",
     )
-
-
-_PCIE_LEVELS = {
-    pynvml.NVML_TOPOLOGY_INTERNAL: LinkKind.PIX,
-    pynvml.NVML_TOPOLOGY_SINGLE: LinkKind.PIX,
-    pynvml.NVML_TOPOLOGY_MULTIPLE: LinkKind.PXB,
-    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: LinkKind.PHB,
-    pynvml.NVML_TOPOLOGY_NODE: LinkKind.NODE,
-    pynvml.NVML_TOPOLOGY_SYSTEM: LinkKind.SYS,
-}
 
 
 def read_links(devices: Sequence[Device], handles: Mapping[str, Any]) -> Iterator[Link]:

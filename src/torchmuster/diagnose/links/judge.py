@@ -13,6 +13,11 @@ from torchmuster.launch.network import firewall, reach
 from torchmuster.launch.network.reach import name_several
 
 _LINES_SHOWN = 4
+# Problems of the reverse direction that follow from these causes.
+_CONSEQUENCES = {
+    "no-route": {"timeout", "absent"},
+    "impostor": {"timeout", "absent", "refused", "impostor"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +71,6 @@ _SILENT_BOTH_WAYS = _Cause(
     why="there is no reply: either a firewall on each side drops the packets silently, or the path "
     "between them (a cable, a switch, a VLAN) is broken",
 )
-# Problems of the reverse direction that follow from these causes.
-_CONSEQUENCES = {
-    "no-route": {"timeout", "absent"},
-    "impostor": {"timeout", "absent", "refused", "impostor"},
-}
 
 
 def blocked_findings(links: Sequence[Link], *, both_ways: bool) -> list[Finding]:

@@ -16,6 +16,7 @@ _WINDOWS_RANKS_PORTS = (49152, 65535)
 _UNKNOWN_NETWORK = "192.0.2.0/24"  # TEST-NET-1, which the shown command replaces
 _ALF = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 _SHOW = {"ufw": "sudo ufw status", "firewalld": "sudo firewall-cmd --list-all"}
+_ASKS = "Does the firewall allow the ports of a run?"
 
 
 def linux(surroundings: Surroundings) -> Iterator[Finding]:
@@ -94,7 +95,6 @@ def macos(surroundings: Surroundings) -> Iterator[Finding]:
     )
 
 
-_ASKS = "Does the firewall allow the ports of a run?"
 CHECKS = (
     Check(name="firewall", asks=_ASKS, run=linux, systems=("linux",)),
     Check(name="firewall", asks=_ASKS, run=windows, systems=("win32",)),

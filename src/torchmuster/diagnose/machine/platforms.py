@@ -15,6 +15,8 @@ networkingMode=mirrored
 wsl --shutdown
 """
 
+_ASKS = "What is different on this platform?"
+
 
 def wsl(surroundings: Surroundings) -> Iterator[Finding]:
     """Report WSL 2 behind the NAT of Windows."""
@@ -55,7 +57,6 @@ def macos(surroundings: Surroundings) -> Iterator[Finding]:
     )
 
 
-_ASKS = "What is different on this platform?"
 CHECKS = (
     Check(name="platform", asks=_ASKS, run=wsl, systems=("linux",)),
     Check(name="platform", asks=_ASKS, run=windows, systems=("win32",)),

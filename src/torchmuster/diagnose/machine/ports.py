@@ -17,13 +17,12 @@ _MARKS = (
     "OMPI_COMM_WORLD_RANK",
 )
 
+_TORCHS_PORT = 29500
+
 
 def run_is_active(environment: Mapping[str, str]) -> bool:
     """Return whether a scheduler or torchrun has set up this environment."""
     return any(one in environment for one in _MARKS)
-
-
-_TORCHS_PORT = 29500
 
 
 def check_ports(surroundings: Surroundings) -> Iterator[Finding]:

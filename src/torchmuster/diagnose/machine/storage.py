@@ -21,6 +21,29 @@ _SLOW_SYNC_S = 0.5
 _TRIES = 3
 _PAUSE_S = 0.3
 _BUDGET_S = 12.0
+# The kernel writes a space in a name as \040.
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+_BARELY_ANY_BYTES = 16 * MiB
+_LITTLE_BYTES = GiB
+_LITTLE_TEMPORARY_BYTES = 64 * MiB
+_FEW_FILES = 1000
+# On these filesystems every write goes over a network or to another operating system.
+_FAR_AWAY = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "9p",
+    "drvfs",
+    "fuse.sshfs",
+    "fuse.s3fs",
+    "fuse.gcsfuse",
+)
+# A socket's path has at most 107 characters, and multiprocessing adds /pymp-12345678/listener-12345678.
+_LONGEST_TEMPORARY = 107 - 33
+_EVERYBODYS = ("/tmp", "/var/tmp")  # noqa: S108
+_LOG = "sudo dmesg | tail  # shows disk errors"
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +130,6 @@ def _try(folder: Path) -> Speed:
     return Speed(bytes_per_s=_WRITTEN_BYTES / max(written - began, 1e-6), sync_s=ended - written)
 
 
-# The kernel writes a space in a name as \040.
-_ESCAPED = re.compile(r"\\([0-7]{3})")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mount:
     """A mounted filesystem: mount point, type, source and options."""
@@ -136,29 +155,6 @@ def mount_of(folder: Path, surroundings: Surroundings) -> Mount | None:
             options = tuple(fields[5].split(","))
             found = Mount(folder=place, kind=kind[0], source=kind[1], options=options)
     return found
-
-
-_BARELY_ANY_BYTES = 16 * MiB
-_LITTLE_BYTES = GiB
-_LITTLE_TEMPORARY_BYTES = 64 * MiB
-_FEW_FILES = 1000
-# On these filesystems every write goes over a network or to another operating system.
-_FAR_AWAY = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "9p",
-    "drvfs",
-    "fuse.sshfs",
-    "fuse.s3fs",
-    "fuse.gcsfuse",
-)
-# A socket's path has at most 107 characters, and multiprocessing adds /pymp-12345678/listener-12345678.
-_LONGEST_TEMPORARY = 107 - 33
-_EVERYBODYS = ("/tmp", "/var/tmp")  # noqa: S108
-_LOG = "sudo dmesg | tail  # shows disk errors"
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
 
 
 def run_folder(surroundings: Surroundings) -> Iterator[Finding]:

@@ -36,6 +36,15 @@ _LOWEST_ON_ARM = (8, 0)
 # Compute capability (major) -> the first CUDA whose compiler supports it: Hopper, Blackwell, Thor. A
 # GPU runs code of its own major version, so a higher minor version needs nothing newer.
 _FIRST_CUDA = {9: (11, 8), 10: (12, 8), 11: (13, 0), 12: (12, 8)}
+_FIELD = re.compile(r"^(\w+)\s*(?::[^=\n]*)?=\s*['\"]([^'\"]*)['\"]", re.MULTILINE)
+_VENDORS = {DeviceKind.CUDA: "NVIDIA", DeviceKind.ROCM: "AMD", DeviceKind.XPU: "Intel"}
+# Desktop processors often have a small integrated GPU that is not used for training.
+_STATUS = {
+    DeviceKind.CUDA: Status.FAILURE,
+    DeviceKind.ROCM: Status.WARNING,
+    DeviceKind.XPU: Status.NOTE,
+}
+_INSTALLERS = {"pip", "uv"}
 
 
 def least_driver(cuda: str, system: str) -> str | None:
@@ -81,17 +90,6 @@ def why_no_code_for(capability: tuple[int, int], cuda: str, *, arm_wheel: bool =
             f"{first[0]}.{first[1]} or newer; this torch is built with {cuda}"
         )
     return ""
-
-
-_FIELD = re.compile(r"^(\w+)\s*(?::[^=\n]*)?=\s*['\"]([^'\"]*)['\"]", re.MULTILINE)
-_VENDORS = {DeviceKind.CUDA: "NVIDIA", DeviceKind.ROCM: "AMD", DeviceKind.XPU: "Intel"}
-# Desktop processors often have a small integrated GPU that is not used for training.
-_STATUS = {
-    DeviceKind.CUDA: Status.FAILURE,
-    DeviceKind.ROCM: Status.WARNING,
-    DeviceKind.XPU: Status.NOTE,
-}
-_INSTALLERS = {"pip", "uv"}
 
 
 @dataclass(frozen=True, kw_only=True)

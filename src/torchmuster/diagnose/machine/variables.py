@@ -15,6 +15,26 @@ from torchmuster.launch.network import interfaces
 from torchmuster.redaction import redact_text
 
 Applies = Callable[[str, Node, Surroundings], bool]
+# The keys of PYTORCH_CUDA_ALLOC_CONF that torch 2.13 reads, from the strings in its libraries.
+_ALLOCATOR_KEYS = {
+    *("backend", "max_split_size_mb", "max_non_split_rounding_mb", "garbage_collection_threshold"),
+    *("roundup_power2_divisions", "roundup_bypass_threshold_mb", "expandable_segments"),
+    *(
+        "pinned_use_cuda_host_register",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+    ),
+    *(
+        "pinned_use_background_threads",
+        "pinned_max_round_threshold_mb",
+        "pinned_max_cached_size_mb",
+    ),
+    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "large_segment_size_mb"),
+    *("graph_capture_record_stream_reuse", "per_process_memory_fraction"),
+    *("throw_on_cudamalloc_oom", "pinned_use_hip_host_register"),
+}
+_CORES_WORTH_USING = 4
+_RUNS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _on(value: str, node: Node, surroundings: Surroundings) -> bool:
@@ -171,26 +191,6 @@ def _harmful(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(name="variables", status=Status.OK, what="no harmful variable set")
 
 
-# The keys of PYTORCH_CUDA_ALLOC_CONF that torch 2.13 reads, from the strings in its libraries.
-_ALLOCATOR_KEYS = {
-    *("backend", "max_split_size_mb", "max_non_split_rounding_mb", "garbage_collection_threshold"),
-    *("roundup_power2_divisions", "roundup_bypass_threshold_mb", "expandable_segments"),
-    *(
-        "pinned_use_cuda_host_register",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-    ),
-    *(
-        "pinned_use_background_threads",
-        "pinned_max_round_threshold_mb",
-        "pinned_max_cached_size_mb",
-    ),
-    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "large_segment_size_mb"),
-    *("graph_capture_record_stream_reuse", "per_process_memory_fraction"),
-    *("throw_on_cudamalloc_oom", "pinned_use_hip_host_register"),
-}
-
-
 def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Yield unknown options of torch's allocator; a newer torch may have more."""
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -274,8 +274,6 @@ def _interfaces(surroundings: Surroundings) -> Iterator[Finding]:
 
 # ---- threads
 
-_CORES_WORTH_USING = 4
-
 
 def _threads(surroundings: Surroundings) -> Iterator[Finding]:
     cores = usable_cores(surroundings.path("/proc"), surroundings.path("/sys")).value
@@ -320,8 +318,6 @@ def _threads(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 # ---- left over from another run
-
-_RUNS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _left_over(surroundings: Surroundings) -> Iterator[Finding]:

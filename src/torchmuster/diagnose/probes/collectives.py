@@ -32,6 +32,14 @@ from torchmuster.diagnose.torch_private import collectives_begun
 from torchmuster.errors import MusterError
 from torchmuster.launch.probes import membership, process_group
 
+_FORM_S = 60.0
+_COME_S = 10.0
+_SILENT_S = 8.0
+_END_S = 3.0
+_ARRIVALS = 5
+_MEASURED_AGAIN = 2
+_SUSPICIOUS = 0.75  # of the fastest device of the same model
+
 
 def device_health(uuid: str | None) -> Health:
     """Return temperature and throttling of a GPU, by its UUID; empty for a CPU."""
@@ -76,14 +84,6 @@ def _periods(folder: Path) -> tuple[int, int] | None:
     except (KeyError, ValueError):
         return None
 
-
-_FORM_S = 60.0
-_COME_S = 10.0
-_SILENT_S = 8.0
-_END_S = 3.0
-_ARRIVALS = 5
-_MEASURED_AGAIN = 2
-_SUSPICIOUS = 0.75  # of the fastest device of the same model
 
 Changes = dict[str, Any]  # fields of the record that a stage fills
 

@@ -21,6 +21,20 @@ _TURNS = 64  # the values repeat after this many turns
 
 # The source rank (None for a sum over all ranks), the received and the expected values.
 Piece = tuple[int | None, torch.Tensor, torch.Tensor]
+_SMALL = 2**8  # 1 KiB
+_MIDDLE = 2**14  # 64 KiB
+_LARGE = {"cpu": 2**20}  # 4 MiB
+_LARGE_ON_GPU = 2**23  # 32 MiB
+_SMALL_TURNS = 3
+_MIDDLE_TURNS = 2
+# One wrong value in a million is hardest to find in a sum: 12 turns of a million values find it.
+_MOST_TURNS = {"all-reduce": 12}
+_MOST_TURNS_OTHERS = 3
+_BUDGET_S = 1.0
+_TOO_SLOW_S = 1.5  # for one large turn
+_WAIT_S = 10.0
+CONNECT_S = 40.0  # less than the limit of the group, at which torch ends the process
+_BEAT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +169,6 @@ def wait_for_device(device: torch.device) -> None:
     """Wait until a GPU has finished its work; no-op on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-_SMALL = 2**8  # 1 KiB
-_MIDDLE = 2**14  # 64 KiB
-_LARGE = {"cpu": 2**20}  # 4 MiB
-_LARGE_ON_GPU = 2**23  # 32 MiB
-_SMALL_TURNS = 3
-_MIDDLE_TURNS = 2
-# One wrong value in a million is hardest to find in a sum: 12 turns of a million values find it.
-_MOST_TURNS = {"all-reduce": 12}
-_MOST_TURNS_OTHERS = 3
-_BUDGET_S = 1.0
-_TOO_SLOW_S = 1.5  # for one large turn
-_WAIT_S = 10.0
-CONNECT_S = 40.0  # less than the limit of the group, at which torch ends the process
-_BEAT_S = 2.0
 
 
 @contextmanager

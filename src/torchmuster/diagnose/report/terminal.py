@@ -22,6 +22,10 @@ from torchmuster.redaction import harmless
 
 # Increased when a key changes its meaning or is removed; new keys may be added at any time.
 SCHEMA = 1
+_MOST_COLUMNS = 8
+_WORST_SHOWN = 20
+_MOST_MACHINES = 64
+_CLOCK_WORTH_SAYING_S = 0.05
 
 
 def check_json(result: GroupResult) -> dict[str, Any]:
@@ -60,12 +64,6 @@ def _link(link: Link) -> dict[str, Any]:
         "stalled": bool(figures and figures.stalled),
         "wrong_bytes": figures.wrong_bytes if figures else 0,
     }
-
-
-_MOST_COLUMNS = 8
-_WORST_SHOWN = 20
-_MOST_MACHINES = 64
-_CLOCK_WORTH_SAYING_S = 0.05
 
 
 def check_text(result: GroupResult, *, width: int = 100, colour: bool = False) -> str:

@@ -19,6 +19,25 @@ from torchmuster.runfolder import RunFolder
 # Until a run has shown how often it saves.
 _USUAL_INTERVAL_S = 3600.0
 _ENOUGH_INTERVALS = 2
+# Metrics that are a field of the newest step line.
+_OF_THE_LAST_LINE = {
+    "epoch": catalogue.EPOCH,
+    "learning_rate": catalogue.LEARNING_RATE,
+    "gradient_norm": catalogue.GRADIENT_NORM,
+    "loss_scale": catalogue.LOSS_SCALE,
+    "samples_per_s": catalogue.SAMPLES_RATE,
+    "tokens_per_s": catalogue.TOKENS_RATE,
+    "step_s": catalogue.STEP_TIME,
+    "flop_s": catalogue.FLOP_RATE,
+    "mfu": catalogue.MFU,
+    "memory_peak_bytes": catalogue.MEMORY_PEAK,
+}
+# What a script logs less often than lines are made.
+_LOGGED = ("loss", "gradient_norm", "epoch")
+PARTS = ("data", "compute", "communication", "checkpoint", "evaluation")
+_NOT_EVALUATED = ("step", "epoch", "at_unix_s")
+# Maximum number of evaluation results exported as series.
+_MOST_EVALUATED = 16
 
 
 class CheckpointMetrics:
@@ -133,27 +152,8 @@ class RunCourse:
         return before_s + until_unix_s - state.started_unix_s
 
 
-# Metrics that are a field of the newest step line.
-_OF_THE_LAST_LINE = {
-    "epoch": catalogue.EPOCH,
-    "learning_rate": catalogue.LEARNING_RATE,
-    "gradient_norm": catalogue.GRADIENT_NORM,
-    "loss_scale": catalogue.LOSS_SCALE,
-    "samples_per_s": catalogue.SAMPLES_RATE,
-    "tokens_per_s": catalogue.TOKENS_RATE,
-    "step_s": catalogue.STEP_TIME,
-    "flop_s": catalogue.FLOP_RATE,
-    "mfu": catalogue.MFU,
-    "memory_peak_bytes": catalogue.MEMORY_PEAK,
-}
-# What a script logs less often than lines are made.
-_LOGGED = ("loss", "gradient_norm", "epoch")
-PARTS = ("data", "compute", "communication", "checkpoint", "evaluation")
 # Called with the new step lines, and whether earlier lines became invalid.
 StepLines = Callable[[bool, Sequence[dict[str, Any]]], None]
-_NOT_EVALUATED = ("step", "epoch", "at_unix_s")
-# Maximum number of evaluation results exported as series.
-_MOST_EVALUATED = 16
 
 
 class RunMetrics:

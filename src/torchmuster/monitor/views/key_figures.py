@@ -10,6 +10,10 @@ from torchmuster.monitor.metric import Metric
 from torchmuster.units import format_bytes, format_seconds
 
 _OLD_LINE_S = 10.0  # with fast steps, step lines come at least this often
+_MOST_NAMED = 8
+# If the waiting times of the ranks differ by this share of the time, one of them is a straggler.
+_MUCH_WAITING = 0.2
+_SILENT_AFTER_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +113,6 @@ _KINDS = (
         text=lambda value: f"{format_seconds(value)} ago" if value > _OLD_LINE_S else "",
     ),
 )
-
-
-_MOST_NAMED = 8
-# If the waiting times of the ranks differ by this share of the time, one of them is a straggler.
-_MUCH_WAITING = 0.2
-_SILENT_AFTER_S = 10.0
 
 
 def odd_ranks(heartbeats: Sequence[Heartbeat]) -> Iterator[str]:

@@ -35,6 +35,9 @@ _PARTS = ("compute", "communication", "data", "checkpoint", "evaluation")
 _STATUS = {"critical": Status.FAILURE, "warning": Status.WARNING, "info": Status.NOTE}
 _CHIPS = (*run_state.ACTIVE, run_state.RESTART, "finished", "failed", "stopped", "saved")
 _PHASES = {"failed": "failure", "died": "failure", "stopped": "warning", "saved": "note"}
+_MOST_RANKS = 512
+_DEEP_SILENCE_S = 30.0
+_FAR_BEHIND = 10  # steps; ranks fewer steps behind get a lighter shade
 
 
 def escaped_text(words: str) -> str:
@@ -208,10 +211,6 @@ def _phases(picture: RunPicture) -> Iterator[str]:
 def _lasted(seconds: float) -> str:
     return amount_text(seconds, "s") if seconds < 60 else format_seconds(seconds)
 
-
-_MOST_RANKS = 512
-_DEEP_SILENCE_S = 30.0
-_FAR_BEHIND = 10  # steps; ranks fewer steps behind get a lighter shade
 
 Ranks = Sequence[tuple[str, Heartbeat]]
 # A rank's cell: its shade from 0 to 1, and its value; None if unknown.

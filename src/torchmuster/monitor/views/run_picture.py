@@ -28,6 +28,9 @@ from torchmuster.runfolder import RunFolder, run_name
 MOST_POINTS = 500
 # Larger values count as missing: they would flatten the rest of the curve.
 _LARGEST = 1e100
+# The curves: fields of the step lines.
+CURVES = ("loss", "learning_rate", "samples_per_s", "tokens_per_s", "step_s")
+_MOST_EVENTS = 200
 
 
 class LongCurve:
@@ -60,11 +63,6 @@ class LongCurve:
     def numbers(self) -> list[float]:
         """The finite values."""
         return list(filter(math.isfinite, self.values))
-
-
-# The curves: fields of the step lines.
-CURVES = ("loss", "learning_rate", "samples_per_s", "tokens_per_s", "step_s")
-_MOST_EVENTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
