@@ -58,19 +58,19 @@ def test_torchrun_pasted_whole_trains_as_under_torchrun(
     lines = plain.out.splitlines()
     assert len(re.findall(r"loss \d", plain.out)) == 2
     assert said_by(0, done.out)[-len(lines) :] == lines
-    assert "muster: --nproc_per_node 2: --ranks 2\n" in done.err
+    assert "the same command: muster run --ranks=2 " in done.err
 
 
 @pytest.mark.parametrize(
     "words",
     nightly_except(
-        ["flags"],
+        ["torchrun"],
         {
             "python -m torch.distributed.run": (
                 *(sys.executable, "-m", "torch.distributed.run"),
                 *("--nproc-per-node", "2", "show.py", "1"),
             ),
-            "flags": ("--nproc-per-node", "2", "--tee", "3", "show.py", "1"),
+            "torchrun": ("torchrun", "--nproc-per-node", "2", "--tee", "3", "show.py", "1"),
             "--no-python": (
                 *("torchrun", "--nproc-per-node", "2"),
                 *("--no-python", sys.executable, "show.py", "1"),
