@@ -46,6 +46,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()  # stop and warning signals that the script handles: SIGTERM, SIGUSR1
     replaced: tuple[str, ...] = ()  # those whose handler native code has replaced
     groups: tuple[str, ...] = ()  # its process groups; (): unknown
+    collectives: Integer | None = None  # called since the start, in all groups; None: not visible
     begun: dict[str, Integer] = {}  # the number of the last collective of each group; 0: none yet
     waits: tuple[PendingCollective, ...] = ()  # the oldest unfinished one of each group
     # Shares of the rank's time between the last two step log lines, from the trainer.

@@ -45,6 +45,17 @@ def has_unfinished(status: bytes) -> bool:
     return False
 
 
+def count_collectives(status: bytes) -> int | None:
+    """Return how many collectives of all groups a status shows; None if no recorder is on."""
+    count, is_visible = 0, False
+    for line in filter(None, status.split(b"\n")):
+        content = json.loads(line)
+        is_visible = is_visible or bool(content.get("pg_config"))
+        for group in content.get("pg_status", {}).values():
+            count += max(0, int(group.get("last_enqueued_collective", 0)))
+    return count if is_visible or count else None
+
+
 def read_progress(*, main_waits_for_thread: bool) -> CollectiveProgress:
     """Return this rank's progress in its groups.
 

@@ -140,6 +140,7 @@ class HeartbeatWriter:
             "handles": handled_signals(),
             "replaced": replaced_signals(),
             "groups": collectives.joined_groups(),
+            "collectives": collectives.count_collectives(status),
             "begun": self._begun,
             "waits": self._waits,
             "data_share": told.get("data_share"),

@@ -96,3 +96,16 @@ def test_without_a_process_group_nothing_is_read(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("torch.distributed"))
     assert collectives.read_status() == b""
     assert collectives.joined_groups() == []
+
+
+@pytest.mark.parametrize(
+    ("status", "count"),
+    [
+        (b"", None),
+        (b'{"pg_config": {}, "pg_status": {}}', None),  # the recorder is switched off
+        (b'{"pg_config": {"": {}}, "pg_status": {}}', 0),
+        (b'{"pg_config": {"": {}}, "pg_status": {"0": {"last_enqueued_collective": "2"}}}', 2),
+    ],
+)
+def test_collectives_are_counted_if_they_are_visible(status: bytes, count: int | None) -> None:
+    assert collectives.count_collectives(status) == count

@@ -24,10 +24,20 @@ def test_one_rank_alone_is_not_reported() -> None:
     assert UnconnectedRanks().hear(heartbeats(100)[:1]) is None
 
 
-def test_a_script_with_a_process_group_is_not_reported_however_rarely_it_communicates() -> None:
+def test_ranks_with_a_process_group_have_more_time_for_their_first_collective() -> None:
     watch = UnconnectedRanks()
-    assert watch.hear(heartbeats(1, groups=("0",))) is None
+    assert watch.hear(heartbeats(40, groups=("0",), collectives=0)) is None
+    assert watch.hear(heartbeats(60, groups=("0",), collectives=0)) is not None
+
+
+def test_one_collective_is_enough_however_rarely_a_script_communicates() -> None:
+    watch = UnconnectedRanks()
+    assert watch.hear(heartbeats(1, groups=("0",), collectives=1)) is None
     assert watch.hear(heartbeats(1000)) is None  # its group was destroyed
+
+
+def test_ranks_whose_collectives_are_not_visible_are_not_reported() -> None:
+    assert UnconnectedRanks().hear(heartbeats(1000, groups=("0",))) is None
 
 
 def test_a_script_without_known_steps_is_not_reported() -> None:
