@@ -83,7 +83,7 @@ def make(
         world=world,
         model=how.pop("model", None) or tagger(),
         loss=LOSSES[kind],
-        optimizer=sgd,
+        optimizer=how.pop("optimizer", sgd),
         data=how.pop("loader", None)
         or BatchLoader(sentences(), world, global_batch_size=GLOBAL_BATCH, accumulation=2),
         strategy=strategy,
@@ -268,3 +268,14 @@ def save(world: World, folder: Path) -> dict[str, Any]:
         except MusterError as error:
             answers[name] = str(error)
     return answers
+
+
+def with_an_optimizer(world: World, name: Name) -> list[float]:
+    """Train with an optimizer that was made before the strategy; return the norm of each parameter."""
+    torch.manual_seed(0)
+    model = tagger()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trainer = make(world, build_strategy(name, world), "mean", [], model=model, optimizer=optimizer)
+    trainer.fit(steps=3)
+    parameters = trainer.strategy.value.state_dict(trainer.model)["model"].values()
+    return [float(getattr(one, "full_tensor", lambda one=one: one)().norm()) for one in parameters]

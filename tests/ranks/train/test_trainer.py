@@ -136,3 +136,9 @@ def test_weights_are_written_whole_under_the_models_own_names(
             assert "exists" in why.lower() or "directory" in why.lower()
             assert fix == "free disk space there, or write them to another folder"
     assert not list(tmp_path.glob(".*"))
+
+
+def test_an_optimizer_made_before_trains_the_sharded_parameters(run_ranks: RunRanks) -> None:
+    whole = run_ranks(training.with_an_optimizer, 2, "ddp")
+    sharded = run_ranks(training.with_an_optimizer, 2, "fsdp")
+    assert sharded[0] == pytest.approx(whole[0], rel=1e-5)
