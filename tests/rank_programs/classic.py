@@ -214,7 +214,7 @@ def produce(world: World, folder: str, precision: str, resume: bool) -> Any:
     trainer = ProductionTrainer(model, loader, held_out, config)
     begin = 0
     if resume:
-        begin = trainer.load_checkpoint(Path(folder) / "epoch-0001.safetensors") + 1
+        begin = trainer.load_checkpoint(Path(folder) / "epoch-0001.pt") + 1
     numbers: list[Any] = []
     for epoch in range(begin, 4):
         loss = trainer.train_epoch(epoch)

@@ -94,7 +94,7 @@ def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "additional_chat_templates/tool.jinja"):
         (beside / name).parent.mkdir(exist_ok=True)
         (beside / name).write_text(name)
-    saved = save(store, 5, TENSORS, ranks=3, tied={"model.head": "model.layers.0.weight"})
+    saved = save(store, 5, TENSORS, ranks=6, tied={"model.head": "model.layers.0.weight"})
     done = export_weights(store, saved, tmp_path / "a" / "out", beside=beside)
     assert done == Exported(
         files=("model.safetensors",),
@@ -194,7 +194,7 @@ def test_an_export_that_is_found_wrong_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_large_model_becomes_several_files_and_a_map(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "c")
-    saved = save(store, 5, TENSORS)
+    saved = save(store, 5, TENSORS, ranks=6)
     done = export_weights(store, saved, tmp_path / "out", most_in_a_file_bytes=35)
     assert done.files == (
         "model-00001-of-00002.safetensors",

@@ -236,13 +236,13 @@ class DDPTrainer:
     ) -> None:
         """Write one file on rank 0, and wait for it: afterwards any rank may read it.
 
-        It holds the model under its own names, the optimizer and the epoch, without pickle. It
+        A ``torch.save`` file with the model under its own names, the optimizer and the epoch. It
         replaces an older file only when it is complete.
         """
         tree = {
             "epoch": epoch,
             "model": checkpoint_file.model_state(self.model),
-            "optimizer": checkpoint_file.optimizer_state(optimizer, self.model),
+            "optimizer": checkpoint_file.optimizer_state(optimizer),
         }
         checkpoint_file.save_together(Path(path), tree, self._world)
 
@@ -383,12 +383,12 @@ class ProductionTrainer:
 
     def save_checkpoint(self, epoch: int) -> Path:
         """Write everything to one file on rank 0, and wait for it; return its path."""
-        path = Path(self.config.checkpoint_folder) / f"epoch-{epoch:04d}.safetensors"
+        path = Path(self.config.checkpoint_folder) / f"epoch-{epoch:04d}.pt"
         tree = {
             "epoch": epoch,
             "step": self._steps,
             "model": checkpoint_file.model_state(self.model),
-            "optimizer": checkpoint_file.optimizer_state(self.optimizer, self.model),
+            "optimizer": checkpoint_file.optimizer_state(self.optimizer),
             "schedule": self.scheduler.state_dict(),
             "update": self._update.state(),
             "random": all_gather_object(seeds.save_random_states(self._world), self._world),
