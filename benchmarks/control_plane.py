@@ -36,7 +36,7 @@ from torchmuster.launch.transports.join.messages import (
     Join,
     decode_answer,
 )
-from torchmuster.launch.transports.join.stream import HEADER_BYTES
+from torchmuster.launch.transports.join.stream import HEADER_BYTES, Stream
 from torchmuster.launch.transports.srun import SrunTransport
 from torchmuster.runfolder import RunFolder
 
@@ -244,30 +244,35 @@ async def play_srun(count: int) -> None:
     hosts.write_result()
 
 
+async def join_launcher(code: JoinCode, index: int) -> Stream:
+    """Connect and prove the secret; try again where a busy launcher dropped the connection, as a node agent does."""
+    join = Join(
+        protocol=protocol.PROTOCOL,
+        place=index,
+        secret=code.secret,
+        host=f"node{index:05d}",
+        torchmuster=__version__,
+    )
+    give_up_s = time.monotonic() + CONNECT_WITHIN_S
+    while time.monotonic() < give_up_s:
+        connected = await first_to_answer(code.addresses[:1], code.port, code.pin)
+        if isinstance(connected, tuple):
+            stream = connected[0]
+            await stream.send(msgspec.json.encode(join))
+            answer = await stream.receive(protocol.MESSAGE_LIMIT, decode_answer)
+            if answer is not None:
+                return stream
+            await stream.close()
+        await asyncio.sleep(1.0)
+    raise ConnectionError(f"host {index} cannot join")
+
+
 async def play_host(
     hosts: SimulatedHosts, index: int, code: JoinCode, at_once: asyncio.Semaphore
 ) -> None:
     """Connect as a node agent does, and answer until the launcher closes the connection."""
     async with at_once:
-        give_up_s = time.monotonic() + CONNECT_WITHIN_S
-        connected = await first_to_answer(code.addresses[:1], code.port, code.pin)
-        while not isinstance(
-            connected, tuple
-        ):  # the problems: on a busy machine, a handshake is slow
-            if time.monotonic() > give_up_s:
-                raise ConnectionError(str(connected))
-            await asyncio.sleep(1.0)
-            connected = await first_to_answer(code.addresses[:1], code.port, code.pin)
-        stream = connected[0]
-        join = Join(
-            protocol=protocol.PROTOCOL,
-            place=index,
-            secret=code.secret,
-            host=f"node{index:05d}",
-            torchmuster=__version__,
-        )
-        await stream.send(msgspec.json.encode(join))
-        await stream.receive(protocol.MESSAGE_LIMIT, decode_answer)
+        stream = await join_launcher(code, index)
 
     def send(message: protocol.FromAgent) -> None:
         data = protocol.encode(message)
