@@ -7,7 +7,8 @@ CLI = """
 import importlib, pkgutil, sys
 import torchmuster.cli
 for module in pkgutil.walk_packages(torchmuster.cli.__path__, "torchmuster.cli."):
-    importlib.import_module(module.name)
+    if not module.name.endswith("torchrun_parser"):  # a process of its own
+        importlib.import_module(module.name)
 from torchmuster.cli.main import main
 try:
     main(["--help"])
