@@ -53,6 +53,7 @@ def test_flags_of_muster_override_those_of_torchrun() -> None:
     command = "python -m torch.distributed.run --nproc-per-node 2 train.py"
     result = options(command, ranks=5, words=("run", "--ranks=5"))
     assert (result.ranks, result.script) == (5, ("train.py",))
+    assert options(command, device="cpu", words=("run", "--device=cpu")).ranks == 2
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_stop_cancels_a_waiting_run(muster: Muster, place: Path) -> None:
 
 def test_a_script_after_wait_is_not_its_duration(muster: Muster, place: Path) -> None:
     refused = muster("run", "--num-gpus", "1", "--wait", "./train.sh")
-    assert "'./train.sh' is not a script" in refused.err
+    assert "there is no script './train.sh'" in refused.err
     for words in (["--wait=1m", "hello.py"], ["--wait", "hello.py"]):
         done = muster("run", "--num-gpus", "1", *words)
         assert done.code == 0, done.err

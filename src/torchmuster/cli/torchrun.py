@@ -172,8 +172,9 @@ def _from_torchrun(options: RunOptions, words: Sequence[str]) -> RunOptions:
     for name in ("ranks", "nodes", "max_restarts", "runs"):
         if _flag(name) in typed:
             changes.pop(name, None)
-    if typed & {"--num-gpus", "--gpu-ids", "--device", "--ranks"}:
+    if typed & {"--num-gpus", "--gpu-ids"}:
         changes.pop("ranks", None)
+    if "--device" in typed:
         changes.pop("device", None)
     return dataclasses.replace(options, **changes)  # type: ignore[arg-type]  # checked by the tests
 
