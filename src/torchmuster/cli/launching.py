@@ -137,8 +137,8 @@ def hosts_for(
         transport = node_group.transport_to(group)
     elif isinstance(options, JoinOptions) and options.join:
         nodes = nodes or NodeCounts(least=2, most=2)
-        transport = transport_to_joined(nodes, jobs.patient(spec, resolved), resolved)
         spec = jobs.patient(spec, resolved)
+        transport = transport_to_joined(nodes, spec, resolved)
     else:
         transport = slurm_run.transport_inside(spec)
     hosts = len(spec.hosts) if transport is None else len(transport.places)
