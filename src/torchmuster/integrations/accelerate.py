@@ -4,6 +4,7 @@
 can pass one: ``Accelerator(log_with=MusterTracker())``.
 """
 
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -11,11 +12,21 @@ from torchmuster.integrations import recorder as recording
 from torchmuster.integrations.wrap import Call, wrap
 
 
+def _log(self: Any, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+    """Have the arguments of ``Accelerator.log``."""
+
+
+LOG = inspect.signature(_log)
+
+
 def watch_accelerator(module: ModuleType) -> None:
     """Record what every ``Accelerator`` logs and saves from now on."""
 
     def logged(call: Call) -> None:
-        record_values(call.arguments["values"], call.arguments.get("step"))
+        arguments = call.arguments
+        if "args" in arguments:  # a decorator of Accelerate hides the names
+            arguments = LOG.bind(*arguments["args"], **arguments.get("kwargs", {})).arguments
+        record_values(arguments["values"], arguments.get("step"))
 
     def saved(call: Call) -> None:
         if recording.recorder is not None and call.result is not None:
