@@ -1,4 +1,4 @@
-"""Fixtures for tests on real hosts: ``lab2``, ``lab3``, ``lab4``, ``make_lab`` and ``make_etcd``."""
+"""Fixtures for tests on real hosts: ``lab2``, ``lab3``, ``lab4`` and ``make_lab``."""
 
 import os
 import shutil
@@ -9,8 +9,6 @@ from typing import Protocol
 
 import pytest
 
-from hosts.etcd_lab import Etcd, etcd_on
-from hosts.host import Host
 from hosts.lab import Lab, remove_abandoned
 
 _TOOLS = ("ip", "tc", "iptables", "sshd", "ssh", "ssh-keygen", "rsync", "unshare", "setpriv", "gcc")
@@ -20,18 +18,12 @@ class MakeLab(Protocol):
     def __call__(self, count: int, *, ssh: bool = True) -> Lab: ...
 
 
-class MakeEtcd(Protocol):
-    def __call__(self, host: Host, port: int = 2379) -> Etcd: ...
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_hosts_are_impossible()
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.hosts)
-            if "make_etcd" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.etcd)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -77,16 +69,3 @@ def lab3(make_lab: MakeLab) -> Lab:
 @pytest.fixture
 def lab4(make_lab: MakeLab) -> Lab:
     return make_lab(4)
-
-
-@pytest.fixture
-def make_etcd(make_lab: MakeLab) -> Iterator[MakeEtcd]:
-    """Run etcd on a host: ``make_etcd(lab2.hosts[0]).endpoint``; ended before the labs are."""
-    if shutil.which("etcd") is None:
-        pytest.skip("missing: etcd; apt-get install etcd-server")
-    with ExitStack() as servers:
-
-        def make(host: Host, port: int = 2379) -> Etcd:
-            return servers.enter_context(etcd_on(host, port))
-
-        yield make

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts.conftest import MakeEtcd, MakeLab
+from hosts.conftest import MakeLab
 from hosts.faults import (
     ClockSkew,
     DeadInterface,
@@ -240,16 +240,6 @@ def test_two_jobs_on_the_same_hosts_do_not_disturb_each_other(lab2: Lab, tmp_pat
     assert _ranks(jobs[1]) == _expected("node1:2,node2")
     ports = {port for job in jobs for port in re.findall(r"port (\d+):", job.text("err"))}
     assert ports == {"29400", "29401"}
-    _assert_nothing_left(lab2)
-
-
-def test_etcd_brings_the_hosts_together(lab2: Lab, make_etcd: MakeEtcd, tmp_path: Path) -> None:
-    pytest.importorskip("etcd", reason="missing: python-etcd; pip install python-etcd==0.4.5")
-    etcd = make_etcd(lab2.hosts[0])
-    hosts = "node2,node1:2"
-    flags = ["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", etcd.endpoint]
-    said = _run(lab2, ["--hosts", hosts, *flags], tmp_path)
-    assert _ranks(said) == _expected(hosts)
     _assert_nothing_left(lab2)
 
 
