@@ -120,8 +120,8 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
             str(NODES),
             "--ranks",
             str(RANKS_PER_NODE),
-            "--set",
-            "launch.grace=10s",
+            "--grace",
+            "10s",
         ]
         printed = subprocess.run(
             muster_argv(["kubernetes", *flags, "--name", "train", *command]),
