@@ -268,12 +268,6 @@ TARGETS: dict[str, Target] = {
         plain(handshake), (b"\x00\x00\x00\x02{}", b'\x00\x00\x00\x0f{"type":"Join"}')
     ),
     "join-code": Target(plain(join_code), (b"ABCD-EFGH-IJKL", b"7" * 80), (MusterError,)),
-    "http-head": Target(
-        (
-            b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
-            b"GET / HTTP/1.1\r\nHost: [::1\r\n\r\n",
-        ),
-    ),
     "run-folder": Target(
         run_folder,
         (
