@@ -60,12 +60,37 @@ COMMANDS = {
     "completion": Command("torchmuster.cli.completion", "print a shell's completion script"),
 }
 
-_EXAMPLES = (
+GROUPS = {
+    "Run": ("run", "train", "join", "runs", "logs", "stop"),
+    "Trouble": ("explain", "hang", "watch"),
+    "Before a run": ("gpus", "doctor", "check", "plan", "config", "lab"),
+    "Quality and speed": ("prove", "checkpoint", "profile", "bench"),
+    "Clusters": ("kubernetes", "exporter"),
+}
+EXAMPLES = (
     "muster gpus                                   who is using which GPU",
     "muster run --num-gpus 2 train.py --lr 1e-4    a torchrun script on two free GPUs",
     "muster run --hosts a,b:4 train.py             on two hosts, over ssh",
     "muster config check config.yaml               all mistakes in a settings file, with lines",
 )
+
+
+class RootParser(argparse.ArgumentParser):
+    """The parser of ``muster``: its help lists the commands in groups."""
+
+    def format_help(self) -> str:
+        """Return the help."""
+        lines = [
+            "usage: muster COMMAND …    (muster COMMAND --help explains a command)",
+            "",
+            "Launch, check, plan and watch distributed PyTorch training.",
+        ]
+        for group, names in GROUPS.items():
+            lines += ["", f"{group}:"]
+            lines += [f"  {name:<12}{COMMANDS[name].summary}" for name in names]
+        lines += ["", "Examples:", *(f"  {example}" for example in EXAMPLES), "", "Exit codes:"]
+        lines += [f"  {code.value:<5}{text}" for code, text in EXIT_CODE_MEANINGS.items()]
+        return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,6 +120,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(words: Sequence[str]) -> int:
     name = words[0] if words and words[0] in COMMANDS else ""
+    if words and not name and not words[0].startswith("-"):
+        from torchmuster.config.fields import suggest_name
+
+        hint = suggest_name(words[0], COMMANDS) or "muster --help lists the commands"
+        root_parser(only="").error(f"there is no command {words[0]!r}; {hint}")
     module = importlib.import_module(COMMANDS[name].module) if name else None
     options_type = getattr(module, "OPTIONS", None)
     own = list(words)
@@ -147,18 +177,10 @@ def _forget_output() -> None:
 
 def root_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Build the parser; with ``only``, import only that subcommand's module."""
-    parser = argparse.ArgumentParser(
-        prog="muster",
-        description="Launch, check, plan and watch distributed PyTorch training.",
-        formatter_class=parsers.HelpFormat,
-        allow_abbrev=False,
-    )
-    parsers.show_examples(parser, _EXAMPLES)
-    codes = [f"{code.value:<5}{text}" for code, text in EXIT_CODE_MEANINGS.items()]
-    parser.epilog = "\n  ".join([f"{parser.epilog}\n\nexit codes:", *codes])
+    parser = RootParser(prog="muster", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"muster {__version__}")
     parser.set_defaults(incomplete=parser)
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for name, command in COMMANDS.items():
         sub = parsers.add_action(subparsers, name, command.summary)
         if only is None or name == only:

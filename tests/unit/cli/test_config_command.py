@@ -257,12 +257,12 @@ def test_wrong_usage(line: str, muster: Muster, snapshot: SnapshotAssertion) -> 
     assert done.err.splitlines()[-1] == snapshot
 
 
-def test_an_unknown_command_is_refused_with_those_there_are(muster: Muster) -> None:
+def test_an_unknown_command_is_refused_with_the_nearest_one(muster: Muster) -> None:
     done = muster("frobnicate")
     assert (done.code, done.out) == (2, "")
     complaint = done.err.splitlines()[-1]
-    assert "argument COMMAND: invalid choice: 'frobnicate'" in complaint
-    assert "config" in complaint
+    assert "there is no command 'frobnicate'" in complaint
+    assert "did you mean train?" in muster("trian").err
 
 
 def test_a_text_of_any_script_is_shown_in_any_locale(muster: Muster) -> None:
