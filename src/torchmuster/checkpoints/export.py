@@ -181,7 +181,7 @@ def _weights(store: Store, manifest: Manifest) -> dict[str, StoredTensor]:
         raise Impossible(
             f"{manifest.name} has no weights to export",
             why=f"none of its {len(stored)} tensors has a name that begins with {_MODEL}",
-            fix="export a checkpoint that a training run saved: muster checkpoint ls shows them",
+            fix="export a checkpoint that a training run saved: muster checkpoint list shows them",
         )
     return tensors
 
@@ -199,7 +199,7 @@ def _for_peft(
         raise MusterError(
             f"cannot export {checkpoint}: the run trained a LoRA adapter",
             why=f"none of {len(tensors)} tensors in the checkpoint belongs to it",
-            fix="use another checkpoint of the run: muster checkpoint ls shows them",
+            fix="use another checkpoint of the run: muster checkpoint list shows them",
         )
     if trained and not adapter:
         raise Impossible(

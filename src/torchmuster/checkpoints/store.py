@@ -100,7 +100,7 @@ def checked_name(name: str) -> str:
         raise Impossible(
             f"{harmless(name)!r} is not a checkpoint name",
             why="checkpoint names have the form step-<number>-<hexadecimal digits>",
-            fix="muster checkpoint ls shows the names",
+            fix="muster checkpoint list shows the names",
         )
     return name
 

@@ -47,7 +47,7 @@ class Meant:
                 raise Impossible(
                     f"there is no best checkpoint in {self.store.where}",
                     why="the run had no checkpoint.best_metric, or no evaluation yet",
-                    fix="give a name or a step number: muster checkpoint ls shows them",
+                    fix="give a name or a step number: muster checkpoint list shows them",
                 )
             return [best.name]
         step = int(self.wanted) if self.wanted.isdecimal() and len(self.wanted) < 16 else None
@@ -61,7 +61,7 @@ class Meant:
             raise Impossible(
                 f"there is no checkpoint {harmless(self.wanted)!r} in {self.store.where}",
                 why=f"the newest are: {known}" if known else "it contains no checkpoints",
-                fix="give a name or a step number: muster checkpoint ls shows them",
+                fix="give a name or a step number: muster checkpoint list shows them",
             )
         return chosen
 
@@ -120,11 +120,11 @@ _SAID_EVERY_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``ls``, ``verify`` and ``export``."""
+    """Add ``list``, ``verify`` and ``export``."""
     parsers.show_examples(
         parser,
         [
-            "muster checkpoint ls                           list the checkpoints of the last run",
+            "muster checkpoint list                         list the checkpoints of the last run",
             "muster checkpoint verify s3://bucket/run       read every file and check its hash",
             "muster checkpoint export last --to my-model    export the newest good checkpoint",
             "muster checkpoint export last best --to my-model    export the best one",
@@ -132,16 +132,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parts = parser.add_subparsers(title="actions", metavar="ACTION")
 
-    ls = parsers.add_action(
+    listing = parsers.add_action(
         parts,
-        "ls",
+        "list",
         "list checkpoints, newest first",
         more="Checks file sizes only; verify also checks the content.",
-        examples=["muster checkpoint ls", "muster checkpoint ls s3://bucket/run --json"],
+        examples=["muster checkpoint list", "muster checkpoint list s3://bucket/run --json"],
     )
-    _add_place(ls, name=False)
-    parsers.add_json_flag(ls)
-    ls.set_defaults(run=_ls)
+    _add_place(listing, name=False)
+    parsers.add_json_flag(listing)
+    listing.set_defaults(run=_list)
 
     check = parsers.add_action(
         parts,
@@ -207,7 +207,7 @@ def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
     parsers.add_runs_flag(parser)
 
 
-def _ls(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> int:
     meant = _checkpoint_place(options)
     rows = [(name, *look_at_checkpoint(meant.store, name)) for name in meant.names()]
     best = best_manifest(manifest for _, manifest, _ in rows if manifest is not None)
@@ -395,14 +395,14 @@ def _newest_good(meant: Meant) -> Manifest:
     if not names:
         raise Impossible(
             f"there are no checkpoints in {meant.store.where}",
-            fix="give a run, or a folder or URL with checkpoints: muster checkpoint ls PLACE",
+            fix="give a run, or a folder or URL with checkpoints: muster checkpoint list PLACE",
         )
     raise MusterError(
         f"nothing was exported: none of {len(names)} checkpoints is good"
         if len(names) > 1
         else f"nothing was exported: {names[0]} is not good",
         why="the weights of a damaged checkpoint may be wrong without an error",
-        fix="give another checkpoint: muster checkpoint ls shows them",
+        fix="give another checkpoint: muster checkpoint list shows them",
     )
 
 

@@ -325,6 +325,6 @@ ALERTS: tuple[Alert, ...] = (
         for_s=60,
         summary="{host}: {value} bytes free on the disk of the runs",
         why="the next checkpoint may not fit",
-        fix="muster checkpoint ls shows what uses the space",
+        fix="muster checkpoint list shows what uses the space",
     ),
 )

@@ -148,7 +148,7 @@ def compare_logits(folder: Path, expected: torch.Tensor, limit: float) -> float:
     if not bool(expected.isfinite().all()):
         raise MusterError(
             "the trained model gives logits that are not finite, so the export cannot be checked",
-            fix="export an earlier checkpoint: muster checkpoint ls shows them",
+            fix="export an earlier checkpoint: muster checkpoint list shows them",
         )
     auto = getattr(_library("transformers"), class_in_folder(folder).value.auto)
     model = auto.from_pretrained(folder, local_files_only=True)

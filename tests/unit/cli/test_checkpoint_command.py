@@ -33,10 +33,10 @@ def run(own_machine: Path) -> RunFolder:
 def test_a_run_s_checkpoints_are_listed_newest_first(
     muster: Muster, run: RunFolder, snapshot: SnapshotAssertion
 ) -> None:
-    listed = muster("checkpoint", "ls", env={"TZ": "UTC"})
+    listed = muster("checkpoint", "list", env={"TZ": "UTC"})
     assert listed.code == 0
     assert listed.out == snapshot
-    as_json = json.loads(muster("checkpoint", "ls", str(run.path), "--json").out)
+    as_json = json.loads(muster("checkpoint", "list", str(run.path), "--json").out)
     assert [one["state"] for one in as_json] == ["unfinished", "damaged", "complete", "complete"]
     assert as_json[3]["world_size"] == 2
     assert as_json[3]["global_batch_size"] == 32
@@ -54,10 +54,10 @@ def test_the_best_one_is_shown_and_found_by_that_name(
     save(FolderStore(run.checkpoints), 50, best={"loss": 1.5})
     save(FolderStore(run.checkpoints), 60, best={"loss": 0.123456})
     save(FolderStore(run.checkpoints), 70)
-    listed = muster("checkpoint", "ls", env={"TZ": "UTC"}).out.splitlines()
+    listed = muster("checkpoint", "list", env={"TZ": "UTC"}).out.splitlines()
     assert ["best" in line for line in listed[:5]] == [False, False, True, False, False]
     assert "loss 0.1235" in listed[2]
-    as_json = json.loads(muster("checkpoint", "ls", "--json").out)
+    as_json = json.loads(muster("checkpoint", "list", "--json").out)
     assert [one["best"] for one in as_json[:3]] == [None, {"loss": 0.123456}, None]
     good = muster("checkpoint", "verify", "last", "best", "--json")
     assert [row["step"] for row in json.loads(good.out)] == [60]

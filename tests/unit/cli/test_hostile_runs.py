@@ -259,7 +259,7 @@ def steering_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("logs", "last", "--rank", "0"),
         ("stop", "2"),
         ("stop", "no such run"),
-        ("checkpoint", "ls", "2"),
+        ("checkpoint", "list", "2"),
     ],
     ids=" ".join,
 )

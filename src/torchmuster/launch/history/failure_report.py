@@ -112,7 +112,7 @@ def _lost(record: RunRecord) -> Iterator[Finding]:
             status=Status.WARNING,
             what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
             why="the training continued without them",
-            fix=f"muster checkpoint ls {record.run.path}   # what was saved; then free disk space before the next run",
+            fix=f"muster checkpoint list {record.run.path}   # what was saved; then free disk space before the next run",
         )
 
 
