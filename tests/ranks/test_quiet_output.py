@@ -59,7 +59,6 @@ HYBRID = (
     *("--set", "distributed.fsdp_shard_size=2"),
 )
 TRAIN = ("train", "--config", "c.yaml")
-OF_MODEL = ("--set", "model.build=own:model", "--set", "data.dataset=own:data")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "check": ("check", *TWO),
     "run": ("run", *TWO, "script.py"),
@@ -74,12 +73,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench-matmul": ("bench", "matmul", *CPU, "--quick"),
     "bench-precision": ("bench", "precision", *CPU, "--quick"),
     "bench-attention": ("bench", "attention", *CPU, "--quick"),
-    "bench-memory": ("bench", "memory", *CPU, "--quick", *OF_MODEL, "--micro-batch-size", "4"),
+    "bench-memory": ("bench", "memory", *CPU, "--quick", "--batch-size", "4"),
     "bench-data": (
-        *("bench", "data", *CPU, "--quick", "--workers", "0", "1"),
-        *("--dataset", "own:data", "--set", "train.micro_batch_size=4"),
+        *("bench", "data", *CPU, "--quick", "--workers", "0,1"),
+        *("--set", "data.dataset=own:data", "--set", "train.micro_batch_size=4"),
     ),
-    "bench-collectives": ("bench", "collectives", *CPU, "--quick", "--largest", "16KiB"),
+    "bench-collectives": ("bench", "collectives", *CPU, "--quick"),
     "bench-scaling": ("bench", "scaling", *CPU, "--quick", "--ranks", "1,2", "--batch-size", "2"),
 }
 

@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster train --config config.yaml --device cpu --ranks 2    two ranks on the CPU",
             "muster train --config config.yaml --set train.steps=100     override a setting",
             "muster train --config config.yaml --hosts a,b        two hosts over ssh",
-            "muster train --config config.yaml --plan             plan for this machine first",
             "muster train --resume last                           resume the last training run",
             "muster train --resume last --set train.steps=2000    resume it, and train longer",
         ],

@@ -91,18 +91,19 @@ def _begin() -> Moments:
 
 
 def _watch_saving(event: str, arguments: tuple[Any, ...], moments: Moments) -> None:
-    """Hold a save before a rank's tensors appear, before the marker does, or just after; or the last one."""
+    """Hold a save before a rank's tensors are written, before the marker does, or just after; or the last one."""
     if event == "os.rename":
         target = os.fsdecode(arguments[1])
-        if target.endswith(".safetensors") and "/step-" in target:
-            moments.hold_at("save")
-        elif target.endswith("/manifest.json"):
+        if target.endswith("/manifest.json"):
             moments.hold_at("commit")
         elif target.endswith("/checkpoints/final"):
             moments.hold_at("end")
         return
-    opened = arguments[0]
+    opened, mode, *_ = arguments
     if not isinstance(opened, str | Path) or "/step-" not in str(opened):
+        return
+    if str(opened).endswith(".safetensors") and mode is not None and "w" in mode:
+        moments.hold_at("save")
         return
     # The marker was just put there: its folder is opened to be made durable.
     if (folder := Path(opened)).is_dir() and (folder / "manifest.json").exists():
