@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PROBE = "torchmuster.diagnose.probes.collectives"
 RANKS_ON_A_CPU = 2
 REACH_S = 3.0
+GRACE_S = 2.0  # the ranks of a check have nothing to save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,9 @@ def examine(
     from torchmuster.launch.launcher.launch_job import launch_job
 
     # Blocked connections are tried again, so each try can be shorter than in a run.
-    spec = dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, reach_s=REACH_S))
+    spec = dataclasses.replace(
+        spec, limits=dataclasses.replace(spec.limits, reach_s=REACH_S, grace_s=GRACE_S)
+    )
     made: list[GroupCheck] = []
 
     def make(*words: Any, **named: Any) -> "GroupCheck":

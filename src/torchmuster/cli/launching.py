@@ -128,6 +128,10 @@ def hosts_for(
             "--sbatch works only with --slurm",
             fix=f"muster {spec.typed[0]} --slurm --sbatch …, or leave --sbatch out",
         )
+    if isinstance(options, RunControl) and options.webhook is not None:
+        from torchmuster.launch.launcher.webhook import check_address
+
+        check_address(options.webhook)
     nodes = options.nodes
     transport: Transport | None
     if group is not None:
@@ -181,19 +185,17 @@ def transport_to_joined(nodes: NodeCounts, spec: JobSpec, resolved: Resolved) ->
 
 def run_folder(options: RunControl, spec: JobSpec, group: "NodeGroup | None" = None) -> RunFolder:
     """Return the folder of the run: a new one, or that of a run that its scheduler started again."""
-    if options.webhook is not None:
-        from torchmuster.launch.launcher.webhook import check_address
-
-        check_address(options.webhook)
     if group is not None:
         return node_group.run_folder(group, options.runs, spec)
     earlier = slurm_run.earlier_run(spec, options.runs)
     return earlier or create_run_folder(options.runs, spec.name)
 
 
-def launch(options: RunControl, spec: JobSpec, transport: Transport, run: RunFolder) -> int:
+def launch(
+    options: RunControl, spec: JobSpec, transport: Transport, run: RunFolder, resolved: Resolved
+) -> int:
     """Start the job, attached or detached, and return its exit code."""
-    spec = _with_grace(spec)
+    spec = _with_grace(spec, given=resolved.settings.launch.grace is not None)
 
     def work() -> int:
         return with_report(run, lambda: _with_webhook(options, spec, transport, run))
@@ -201,12 +203,10 @@ def launch(options: RunControl, spec: JobSpec, transport: Transport, run: RunFol
     return detach(run, work) if options.detach else work()
 
 
-def _with_grace(spec: JobSpec) -> JobSpec:
+def _with_grace(spec: JobSpec, *, given: bool) -> JobSpec:
     """Return the job with a grace period that fits into what the scheduler of this process allows."""
-    from torchmuster.launch.job import Limits
     from torchmuster.launch.schedulers.time_limits import grace_within_limit
 
-    given = spec.limits.grace_s != Limits.grace_s
     grace = grace_within_limit(spec.limits.grace_s, given=given, environment=os.environ)
     if grace.reason:
         output.say(f"muster: {grace.reason}")

@@ -60,7 +60,7 @@ def run(options: RunOptions) -> int:
     spec, transport = hosts_for(options, spec, resolved, group)
     if options.dry_run:
         return dry_run.show(spec, transport, resolved, as_json=options.json)
-    return launch(options, spec, transport, run_folder(options, spec, group))
+    return launch(options, spec, transport, run_folder(options, spec, group), resolved)
 
 
 def _check(options: RunOptions) -> None:

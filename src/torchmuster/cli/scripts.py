@@ -10,7 +10,7 @@ from torchmuster.cli.options import NO_PYTHON
 from torchmuster.errors import Impossible
 
 MODULE = ("-m", "--module")
-# Flags of muster run that people also type after the script.
+# A flag of muster run that people also type after the script.
 STARTS_NOTHING = "--dry-run"
 
 

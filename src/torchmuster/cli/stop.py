@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}\nSends SIGTERM to its ranks, which may save a checkpoint; kills "
         "them after "
-        "the run's --grace."
+        "the run's launch.grace."
     )
     parsers.show_examples(
         parser,
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--within",
         type=duration,
         metavar="DURATION",
-        help="kill the launcher after DURATION (default: 15s more than the run's --grace)",
+        help="kill the launcher after DURATION (default: 15s more than the run's launch.grace)",
     )
     parser.set_defaults(run=_run_stop)
 

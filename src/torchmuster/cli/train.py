@@ -113,7 +113,7 @@ def run(options: TrainOptions) -> int:
     if run is None or group is not None:
         run = run_folder(options, spec, group)
     _write_files(run, resolved, promise, data)
-    return launch(options, _in_folder(spec, run.path, resolved), transport, run)
+    return launch(options, _in_folder(spec, run.path, resolved), transport, run, resolved)
 
 
 def _job(options: TrainOptions, resolved: Resolved) -> JobSpec:
