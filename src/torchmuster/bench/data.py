@@ -57,7 +57,7 @@ def chart(rows: Sequence[Row]) -> str:
     """Draw the rate, a bar for each number of workers."""
     bars = []
     for row in rows:
-        bars.append(Bar(name=f"{row.labels['workers']} workers", value=rate(row)))
+        bars.append(Bar(name=f"{row.labels['workers']} workers", parts={"": rate(row)}))
     return bar_chart("Reading data: samples per second, all ranks", "samples/s", bars)
 
 

@@ -232,7 +232,7 @@ def stage_chart(stages: Sequence[Row]) -> str:
     for row in stages:
         if not row.labels["recompute_every"]:
             name = f"{row.labels['case']}: {row.labels['stage']}"
-            bars.append(Bar(name=name, value=row.figures["peak_bytes"]))
+            bars.append(Bar(name=name, parts={"": row.figures["peak_bytes"]}))
     return bar_chart("Small GPT: peak memory by stage of a training step", "B", bars)
 
 
@@ -242,5 +242,5 @@ def step_chart(steps: Sequence[Row]) -> str:
     for row in steps:
         peak = row.figures["peak_bytes"]
         label = f"{amount_text(peak, 'B')}, {amount_text(row.median_s, 's')}"
-        bars.append(Bar(name=str(row.labels["case"]), value=peak, label=label))
+        bars.append(Bar(name=str(row.labels["case"]), parts={"": peak}, label=label))
     return bar_chart("Small GPT: peak memory and time of a training step", "B", bars)

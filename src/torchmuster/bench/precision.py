@@ -312,7 +312,7 @@ def chart(rows: Sequence[Row]) -> str:
     for row in rows:
         memory = amount_text(row.figures["peak_bytes"], "B")
         label = f"{amount_text(row.median_s, 's')}, {memory}"
-        bars.append(Bar(name=str(row.labels["precision"]), value=row.median_s, label=label))
+        bars.append(Bar(name=str(row.labels["precision"]), parts={"": row.median_s}, label=label))
     return bar_chart("Small GPT: time of a training step, and peak memory", "s", bars)
 
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ],
     )
     parser.add_argument(
-        "which",
+        "jobs",
         metavar="PID",
         nargs="*",
         help="a process of the job, or the job's MASTER_ADDR:PORT",
@@ -63,11 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DURATION",
         help=f"watch until the result is clear, for at most DURATION (default: {_WITHIN_S:.0f}s)",
     )
-    parser.add_argument(
-        "--nonblocking",
-        action="store_true",
-        help="do not pause the ranks (for milliseconds) to read their stacks; less reliable",
-    )
     parsers.add_json_flag(parser)
     parser.set_defaults(run=_run_hang)
 
@@ -77,11 +72,10 @@ def _run_hang(options: argparse.Namespace) -> ExitCode:
     from torchmuster.launch.job import parse_hosts
 
     request = HangRequest(
-        which=tuple(options.which),
+        jobs=tuple(options.jobs),
         hosts=tuple(host.name for host in parse_hosts(options.hosts)),
         python=options.remote_python,
         within_s=options.within_s,
-        nonblocking=options.nonblocking,
     )
     result = asyncio.run(find_hang(request, lambda text: output.say(f"muster: {text}")))
     if options.json:
@@ -110,7 +104,7 @@ def _print_json(result: "HangResult") -> None:
             "job": result.job,
             "world_size": result.watch.world_size,
             "seconds": round(result.seconds, 1),
-            "findings": [one.as_json() for one in result.findings],
-            "ranks": [rank_json(one) for one in result.watch.ranks if one.look is not None],
+            "findings": [finding.as_json() for finding in result.findings],
+            "ranks": [rank_json(rank) for rank in result.watch.ranks if rank.snapshot is not None],
         }
     )

@@ -24,7 +24,7 @@ VERBS = {
     "call": "torchmuster.diagnose.links.call:call",
     "close": "torchmuster.diagnose.links.serve:close_service",
     "find-ranks": "torchmuster.diagnose.hang.rank_processes:find_ranks",
-    "look-at-ranks": "torchmuster.diagnose.hang.rank_stacks:look_at_ranks",
+    "take-snapshots": "torchmuster.diagnose.hang.rank_stacks:take_snapshots",
 }
 
 Verb = Callable[[Any], Awaitable[Any]]

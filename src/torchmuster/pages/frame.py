@@ -53,10 +53,10 @@ def html_page(title: str, parts: Iterable[str], *, style: str = "") -> str:
 def html_article(finding: Finding) -> str:
     """Return a finding as a part of a page."""
     status = finding.status.value
-    told = (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence))
-    details = "".join(
-        f"<dt>{title}</dt><dd><pre>{escape(text)}</pre></dd>" for title, text in told if text
-    )
+    details = ""
+    for title, text in (("why", finding.why), ("fix", finding.fix), ("seen", finding.evidence)):
+        if text:
+            details += f"<dt>{title}</dt><dd><pre>{escape(text)}</pre></dd>"
     return (
         f'<article class="{status}"><b class="{status}">{status}</b> {escape(finding.what)}'
         f"<dl>{details}</dl></article>"
@@ -65,11 +65,14 @@ def html_article(finding: Finding) -> str:
 
 def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table whose cells are texts."""
-    first = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
-    )
-    return f"<table><tr>{first}</tr>\n{body}</table>"
+    lines = [_row("th", titles)]
+    for row in rows:
+        lines.append(_row("td", row))
+    return "<table>" + "\n".join(lines) + "</table>"
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def html_details(title: str, body: str, *, opened: bool = False) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import render
-from torchmuster.pages.charts import Stack, amount_text, stacked_chart
+from torchmuster.pages.charts import Bar, amount_text, bar_chart
 from torchmuster.pages.frame import html_article, html_details, html_page, html_table
 from torchmuster.profile.analysis import SHARES, Profile
 from torchmuster.profile.causes import Cause, nothing_to_fix
@@ -165,11 +165,11 @@ def page(profile: Profile, causes: Sequence[Cause], trials: Trials) -> str:
 def shares_chart(profile: Profile) -> str:
     """Draw the time breakdown of a step, one bar per rank."""
     names = _seen_shares(profile)
-    stacks = []
+    bars = []
     for facts, shares in list(zip(profile.facts, profile.shares, strict=True))[:_MOST_BARS]:
         parts = {SHARES[name]: shares[name] for name in names}
-        stacks.append(Stack(name=f"rank {facts.rank}", parts=parts))
-    return stacked_chart("time breakdown of a step", "s", stacks)
+        bars.append(Bar(name=f"rank {facts.rank}", parts=parts))
+    return bar_chart("time breakdown of a step", "s", bars)
 
 
 def _wrapped(sentence: str, width: int) -> str:

@@ -12,7 +12,7 @@ from torchmuster.launch.transports.ssh import diagnose_ssh, is_this_host, requir
 _LOST_AFTER_S = 15.0
 _LONGEST_LINE = 2**26  # an answer is one line
 _EXIT_WITHIN_S = 5.0
-_WORDS_KEPT = 4000
+_ERRORS_KEPT = 4000
 
 
 class HostConnection(ProbeClient):
@@ -22,9 +22,10 @@ class HostConnection(ProbeClient):
         super().__init__(name, self._write)
         self._process = process
         self._python = python
-        self._words = b""
+        self._errors = b""
         self.trouble: Finding | None = None  # why ssh exited, once it has
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._keep())]
+        self._reading_errors = asyncio.create_task(self._read_errors())
+        self._listening = asyncio.create_task(self._listen())
 
     async def _write(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -38,23 +39,23 @@ class HostConnection(ProbeClient):
             async for line in self._process.stdout:
                 self.hear(line.decode(errors="replace"))
         code = await self._process.wait()
-        await asyncio.wait({self._tasks[1]}, timeout=_EXIT_WITHIN_S)
-        words = self._words.decode(errors="replace")
-        told = diagnose_ssh(self.name, self._python, code, words)
+        await asyncio.wait({self._reading_errors}, timeout=_EXIT_WITHIN_S)
+        errors = self._errors.decode(errors="replace")
+        diagnosis = diagnose_ssh(self.name, self._python, code, errors)
         self.trouble = Finding(
-            name=told.name,
+            name=diagnosis.name,
             status=Status.FAILURE,
-            what=told.what,
-            why=told.why,
-            fix=told.fix,
-            evidence=told.evidence,
+            what=diagnosis.what,
+            why=diagnosis.why,
+            fix=diagnosis.fix,
+            evidence=diagnosis.evidence,
         )
-        self.end(f"it exited with code {code}\n{told.evidence}".strip())
+        self.end(f"it exited with code {code}\n{diagnosis.evidence}".strip())
 
-    async def _keep(self) -> None:
+    async def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        while data := await self._process.stderr.read(4096):
-            self._words = (self._words + data)[-_WORDS_KEPT:]
+        async for line in self._process.stderr:
+            self._errors = (self._errors + line)[-_ERRORS_KEPT:]
 
     async def close(self) -> None:
         """Close the pipe, which makes the program exit."""
@@ -70,9 +71,9 @@ class HostConnection(ProbeClient):
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
                 await self._process.wait()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._listening.cancel()
+            self._reading_errors.cancel()
+            await asyncio.gather(self._listening, self._reading_errors, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Decide whether the ranks of a job hang: turn observations of them into heartbeats for the hang detector."""
+"""Decide whether the ranks of a job hang: turn snapshots of them into heartbeats for the hang detector."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from torchmuster.diagnose.hang.rank_processes import RankProcess
-from torchmuster.diagnose.hang.rank_stacks import LookRequest, RankLook
-from torchmuster.finding import Finding
+from torchmuster.diagnose.hang.rank_stacks import RankSnapshot, SnapshotRequest
 from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.hang import Hang
 from torchmuster.launch.hangs.heartbeat import Heartbeat
@@ -19,23 +18,23 @@ from torchmuster.launch.node.heartbeats import GONE
 _MOVES_BEFORE = 1000
 # A single move may be the last one before the hang.
 _LEAST_MOVES = 2
-# What a look says about the stack; kept while the rank is idle in the same call.
-_READ = ("place", "doing", "phase", "waiting", "source", "workers")
 
 
 @dataclass(kw_only=True)
 class SeenRank:
-    """A rank of the job, and what the observations so far show about it."""
+    """A rank of the job, and what the snapshots so far show about it.
+
+    ``moved`` counts the snapshots in which it was in another call than before, or woke up in a collective; ``woke``
+    those in which it ran at all: it may only poll for the same thing.
+    """
 
     host: str
     process: RankProcess
-    look: RankLook | None = None
+    snapshot: RankSnapshot | None = None
     moves: int = _MOVES_BEFORE
-    moved: int = (
-        0  # in how many looks it was in another call than before, or woke up in a collective
-    )
-    woke: int = 0  # in how many it ran; it may only look again and again for the same thing
-    native: bool = False  # its native frames were read in this call
+    moved: int = 0
+    woke: int = 0
+    native_known: bool = False  # its native frames were read in this call
 
     @property
     def rank(self) -> int:
@@ -45,58 +44,70 @@ class SeenRank:
     @property
     def is_read(self) -> bool:
         """Whether its stack could be taken."""
-        return self.look is not None and not self.look.problem
+        return self.snapshot is not None and not self.snapshot.problem
 
     @property
     def computes(self) -> bool:
         """Whether it uses its CPU for anything other than waiting."""
-        look = self.look
-        return look is not None and not look.waiting and look.busy >= BUSY_PROCESSORS
+        snapshot = self.snapshot
+        return snapshot is not None and not snapshot.waiting and snapshot.busy >= BUSY_PROCESSORS
 
     @property
     def stands_still(self) -> bool:
         """Whether it has moved or run at most once."""
         return not self.computes and max(self.moved, self.woke) < _LEAST_MOVES
 
-    def update(self, look: RankLook) -> None:
-        """Record another observation of the rank."""
-        before = self.look
-        if look.problem and before is not None and look.state == before.state:
-            return
-        is_idle = look.busy < BUSY_PROCESSORS
-        is_first = before is None
-        same_thread = before is not None and before.thread == look.thread
-        same_call = before is not None and same_thread and before.stack == look.stack
-        start, end, _ = look.wakeups
-        has_run = end != start or (
-            before is not None and same_thread and start != before.wakeups[2]
-        )
-        keeps_reading = same_call and is_idle and self.native
-        if before is not None and keeps_reading:
-            reading = {name: getattr(before, name) for name in _READ}
-            look = msgspec.structs.replace(look, **reading)
-        woke_in_collective = look.waiting and has_run
-        self.moves += woke_in_collective
-        self.moved += not is_first and (not same_call or woke_in_collective)
+    def update(self, snapshot: RankSnapshot) -> None:
+        """Take in another snapshot of the rank."""
+        before = self.snapshot
+        is_idle = snapshot.busy < BUSY_PROCESSORS
+        started, ended, _ = snapshot.wakeups
+        has_run = started != ended
+        has_moved = keeps_reading = False
+        if before is not None:
+            if snapshot.problem and snapshot.state == before.state:
+                return
+            same_thread = before.thread == snapshot.thread
+            same_call = same_thread and before.stack == snapshot.stack
+            has_run = has_run or (same_thread and started != before.wakeups[2])
+            has_moved = not same_call
+            keeps_reading = self.native_known and same_call and is_idle
+            if keeps_reading:  # this snapshot is without native frames
+                snapshot = msgspec.structs.replace(
+                    snapshot,
+                    place=before.place,
+                    doing=before.doing,
+                    phase=before.phase,
+                    waiting=before.waiting,
+                    source=before.source,
+                    workers=before.workers,
+                )
+        if snapshot.waiting and has_run:  # it woke up in a collective
+            self.moves += 1
+            has_moved = before is not None
+        self.moved += has_moved
         self.woke += has_run
-        self.native = keeps_reading or (not self.native and (is_idle or self.process.uses_gpu))
-        self.look = look
+        if self.native_known:
+            self.native_known = keeps_reading
+        else:
+            self.native_known = is_idle or self.process.uses_gpu
+        self.snapshot = snapshot
 
     def heartbeat(self, beat: int) -> Heartbeat:
-        """Return the last look as a heartbeat for the hang detector."""
-        look = self.look
-        assert look is not None
+        """Return the last snapshot as a heartbeat for the hang detector."""
+        snapshot = self.snapshot
+        assert snapshot is not None
         return Heartbeat(
             rank=self.rank,
-            pid=look.pid,
+            pid=snapshot.pid,
             beat=beat,
             moves=self.moves,
-            phase=look.phase,
-            place=look.place,
-            doing=look.doing,
-            waiting=look.waiting,
-            state=look.state,
-            busy=look.busy,
+            phase=snapshot.phase,
+            place=snapshot.place,
+            doing=snapshot.doing,
+            waiting=snapshot.waiting,
+            state=snapshot.state,
+            busy=snapshot.busy,
         )
 
 
@@ -108,8 +119,8 @@ class JobWatch:
     ) -> None:
         self.ranks = sorted(ranks, key=lambda rank: rank.rank)
         self.world_size = max(rank.process.world_size for rank in ranks)
-        self._watch = HangWatch(clock, stacks_of=self.world_size)
-        self._looks = 0
+        self._detector = HangWatch(clock, stacks_of=self.world_size)
+        self._beats = 0
 
     @property
     def hosts(self) -> list[str]:
@@ -119,7 +130,7 @@ class JobWatch:
     @property
     def hang(self) -> Hang | None:
         """The hang, once there is one."""
-        return self._watch.hang
+        return self._detector.hang
 
     @property
     def unread(self) -> list[SeenRank]:
@@ -134,7 +145,10 @@ class JobWatch:
     @property
     def exited(self) -> bool:
         """Whether all ranks have exited."""
-        return all(rank.look is not None and rank.look.state == GONE for rank in self.ranks)
+        for rank in self.ranks:
+            if rank.snapshot is None or rank.snapshot.state != GONE:
+                return False
+        return True
 
     @property
     def moving(self) -> bool:
@@ -143,46 +157,45 @@ class JobWatch:
             return False
         return any(rank.moved >= _LEAST_MOVES or rank.computes for rank in self.ranks)
 
-    def request_for(self, host: str, *, nonblocking: bool) -> LookRequest:
-        """Return what to ask a host: native frames only if they are not known yet."""
-        processes = [rank.process for rank in self._of(host)]
-        unknown = [rank.process for rank in self._of(host) if not rank.native]
-        return LookRequest(
-            pids=tuple(process.pid for process in processes),
-            native_if_idle=tuple(process.pid for process in unknown),
-            native=tuple(process.pid for process in unknown if process.uses_gpu),
-            nonblocking=nonblocking,
-        )
+    def request_for(self, host: str) -> SnapshotRequest:
+        """Return what to ask a host: native frames only of ranks where they are not known yet."""
+        pids, native = [], []
+        for rank in self._on(host):
+            pids.append(rank.process.pid)
+            if not rank.native_known:
+                native.append(rank.process.pid)
+        return SnapshotRequest(pids=tuple(pids), native=tuple(native))
 
-    def heard(self, host: str, looks: Sequence[RankLook]) -> None:
-        """Record observations of the ranks of a host."""
-        by_pid = {rank.process.pid: rank for rank in self._of(host)}
-        for look in looks:
-            by_pid[look.pid].update(look)
+    def add(self, host: str, snapshots: Sequence[RankSnapshot]) -> None:
+        """Take in snapshots of the ranks of a host."""
+        by_pid = {rank.process.pid: rank for rank in self._on(host)}
+        for snapshot in snapshots:
+            by_pid[snapshot.pid].update(snapshot)
 
-    def judge(self) -> Finding | None:
+    def judge(self) -> Hang | None:
         """Return the hang if there is one; call it after each host has answered."""
-        self._looks += 1
+        self._beats += 1
         if self.unread:
             return None
         for host in self.hosts:
-            seen = [rank.heartbeat(self._looks) for rank in self._of(host)]
-            self._watch.hear(host, [*seen, *self._exited_before(host)])
-        return self._watch.news()
+            heartbeats = [rank.heartbeat(self._beats) for rank in self._on(host)]
+            self._detector.hear(host, heartbeats + self._exited_before(host))
+        self._detector.news()
+        return self.hang
 
-    def _of(self, host: str) -> list[SeenRank]:
+    def _on(self, host: str) -> list[SeenRank]:
         return [rank for rank in self.ranks if rank.host == host]
 
     def _exited_before(self, host: str) -> list[Heartbeat]:
-        """Return heartbeats for ranks of a host that exited before the first look; its ranks are consecutive."""
-        seen: set[int] = set()
-        expected: set[int] = set()
-        for rank in self._of(host):
-            process = rank.process
-            first = process.rank - process.local_rank
-            seen.add(process.rank)
-            expected.update(range(first, first + process.local_world_size))
-        missing = sorted(expected - seen)
-        return [
-            Heartbeat(rank=rank, pid=0, beat=0, moves=_MOVES_BEFORE, state=GONE) for rank in missing
-        ]
+        """Return heartbeats for ranks of a host that exited before the first snapshot; its ranks are consecutive."""
+        missing: set[int] = set()
+        for rank in self._on(host):
+            first = rank.process.rank - rank.process.local_rank
+            missing.update(range(first, first + rank.process.local_world_size))
+        missing.difference_update(rank.rank for rank in self._on(host))
+        heartbeats = []
+        for number in sorted(missing):
+            heartbeats.append(
+                Heartbeat(rank=number, pid=0, beat=0, moves=_MOVES_BEFORE, state=GONE)
+            )
+        return heartbeats

@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,13 @@ from torchmuster.errors import Impossible
 from torchmuster.launch.node.heartbeats import look_at_process
 from torchmuster.redaction import printable
 
-_PROC = Path("/proc")
 # What torchrun sets, and every launcher that imitates it.
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _RAS_PORT = 28028
 # Starts a rank of `muster run`; its first argument is not the script's.
 _RANK_PROGRAM = "torchmuster/launch/rank/start.py"
-# Variables with the place where the flight recorder writes, newest first. The rank is appended.
-_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# Variables with the path of the flight recorder's dump, to which the rank is appended; a later one counts.
+_RECORDER_FILES = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
 
 
 class RankProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,84 +66,119 @@ def ranks_here() -> RanksHere:
             fix="run it on the Linux host on which the ranks run",
         )
     parents: dict[int, int] = {}
-    candidates: dict[int, tuple[str, Mapping[str, str]]] = {}
+    environments: dict[int, Mapping[str, str]] = {}  # of processes that may be ranks
     unreadable = 0
     for pid in psutil.pids():
-        stat = look_at_process(pid)
-        if stat is None or stat.state in ("X", "Z"):
+        process = look_at_process(pid)
+        if process is None or process.state in ("X", "Z"):
             continue
-        parents[pid] = stat.parent
+        parents[pid] = process.parent
         try:
-            variables = _variables(pid)
+            environment = _environment(pid)
         except PermissionError:
             unreadable += 1
             continue
         except OSError:  # it has exited
             continue
-        if all(variables.get(name) for name in _NEEDED):
-            candidates[pid] = (_job_name(variables), variables)
-    same = {pid: (job, variables["RANK"]) for pid, (job, variables) in candidates.items()}
-    found: dict[tuple[str, str], int] = {}
-    for pid in sorted(candidates, key=lambda pid: len(_above(pid, parents))):
-        held = found.get(same[pid])
-        if held is None or (not _is_python(held) and held in _above(pid, parents)):
-            found[same[pid]] = pid
-    ranks = tuple(
-        rank
-        for pid in found.values()
-        if (rank := _rank_process(pid, *candidates[pid], parents)) is not None
+        if all(environment.get(name) for name in _NEEDED):
+            environments[pid] = environment
+    ranks = []
+    for pid in _topmost(environments, parents):
+        rank = _rank_process(pid, environments[pid], parents)
+        if rank is not None:
+            ranks.append(rank)
+    on_gpus = any(rank.uses_gpu for rank in ranks)
+    return RanksHere(
+        ranks=tuple(ranks),
+        unreadable=unreadable,
+        nccl_ras=on_gpus and _answers(_RAS_PORT),
     )
-    ras = any(one.uses_gpu for one in ranks) and _answers(_RAS_PORT)
-    return RanksHere(ranks=ranks, unreadable=unreadable, nccl_ras=ras)
 
 
-def _variables(pid: int) -> dict[str, str]:
-    text = (_PROC / str(pid) / "environ").read_bytes()
-    if b"WORLD_SIZE=" not in text:
+def uses_gpu(pid: int) -> bool:
+    """Return whether a process has opened a GPU."""
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(descriptor.readlink()).startswith(("/dev/nvidia", "/dev/kfd")):
+                    return True
+    return False
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """Return the environment of a process; {} if it is of no rank."""
+    content = Path(f"/proc/{pid}/environ").read_bytes()
+    if b"WORLD_SIZE=" not in content:
         return {}
-    pairs = (one.partition("=") for one in text.decode(errors="replace").split("\0"))
-    return {name: value for name, _, value in pairs}
+    environment = {}
+    for entry in content.decode(errors="replace").split("\0"):
+        name, _, value = entry.partition("=")
+        environment[name] = value
+    return environment
 
 
-def _job_name(variables: Mapping[str, str]) -> str:
-    address = f"{variables['MASTER_ADDR']}:{variables.get('MASTER_PORT', '')}".rstrip(":")
-    run = variables.get("TORCHELASTIC_RUN_ID", "")
-    return address if run in ("", "none") else f"{address}/{run}"
+def _topmost(
+    environments: Mapping[int, Mapping[str, str]], parents: Mapping[int, int]
+) -> Iterable[int]:
+    """Return one process for each rank of each job: the topmost Python process, else the topmost one."""
+    chosen: dict[tuple[str, str], int] = {}
+    for pid in sorted(environments, key=lambda pid: len(_ancestors(pid, parents))):
+        environment = environments[pid]
+        identity = (_job_name(environment), environment["RANK"])
+        above = chosen.get(identity)
+        is_below_script = (
+            above is not None and not _is_python(above) and above in _ancestors(pid, parents)
+        )
+        if above is None or is_below_script:
+            chosen[identity] = pid
+    return chosen.values()
 
 
-def _above(pid: int, parents: Mapping[int, int]) -> list[int]:
+def _job_name(environment: Mapping[str, str]) -> str:
+    name = environment["MASTER_ADDR"]
+    port = environment.get("MASTER_PORT")
+    if port:
+        name += f":{port}"
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    return name if run in ("", "none") else f"{name}/{run}"
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> list[int]:
     """Return the ancestors of a process, nearest first, without init."""
-    found: list[int] = []
-    while (pid := parents.get(pid, 0)) > 1 and pid not in found:
-        found.append(pid)
-    return found
+    ancestors: list[int] = []
+    parent = parents.get(pid, 0)
+    while parent > 1 and parent not in ancestors:
+        ancestors.append(parent)
+        parent = parents.get(parent, 0)
+    return ancestors
 
 
 def _is_python(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return "python" in (_PROC / str(pid) / "exe").readlink().name
+        return "python" in Path(f"/proc/{pid}/exe").readlink().name
     return False
 
 
 def _rank_process(
-    pid: int, job: str, variables: Mapping[str, str], parents: Mapping[int, int]
+    pid: int, environment: Mapping[str, str], parents: Mapping[int, int]
 ) -> RankProcess | None:
-    below = [one for one in parents if pid in _above(one, parents)]
+    related = _ancestors(pid, parents)
+    related += [other for other in parents if pid in _ancestors(other, parents)]
     try:
         process = psutil.Process(pid)
-        rank, local_rank = int(variables["RANK"]), int(variables["LOCAL_RANK"])
+        rank = int(environment["RANK"])
         return RankProcess(
-            job=job,
+            job=_job_name(environment),
             rank=rank,
-            local_rank=local_rank,
-            world_size=int(variables["WORLD_SIZE"]),
-            local_world_size=int(variables.get("LOCAL_WORLD_SIZE") or 0),
+            local_rank=int(environment["LOCAL_RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or 0),
             pid=pid,
             command=printable(_typed_command(process.cmdline())),
             started_unix_s=process.create_time(),
-            related=(*_above(pid, parents), *below),
-            uses_gpu=_uses_gpu(pid),
-            recorder_file=_recorder_file(pid, rank, variables, process.create_time()),
+            related=tuple(related),
+            uses_gpu=uses_gpu(pid),
+            recorder_file=_recorder_file(pid, rank, environment, process.create_time()),
         )
     except (psutil.Error, OSError, ValueError):  # it has exited, or is no rank
         return None
@@ -152,19 +186,10 @@ def _rank_process(
 
 def _typed_command(arguments: list[str]) -> list[str]:
     """Return the command of a rank as it was typed: without the program with which ``muster run`` starts it."""
-    for number, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         if argument.endswith(_RANK_PROGRAM):
-            return ["muster", "run", *arguments[number + 2 :]]
+            return ["muster", "run", *arguments[index + 2 :]]
     return arguments
-
-
-def _uses_gpu(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        for one in (_PROC / str(pid) / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                if str(one.readlink()).startswith(("/dev/nvidia", "/dev/kfd")):
-                    return True
-    return False
 
 
 def _answers(port: int) -> bool:
@@ -173,13 +198,16 @@ def _answers(port: int) -> bool:
     return False
 
 
-def _recorder_file(pid: int, rank: int, variables: Mapping[str, str], started_unix_s: float) -> str:
+def _recorder_file(
+    pid: int, rank: int, environment: Mapping[str, str], started_unix_s: float
+) -> str:
     """Return the dump that a rank's flight recorder has written, as the rank sees its path."""
-    cache = variables.get("XDG_CACHE_HOME") or f"{variables.get('HOME')}/.cache"
-    usual = f"{cache}/torch/comm_lib_trace_rank_"
-    prefix = next((variables[name] for name in _RECORDER_FILES if variables.get(name)), usual)
-    file = os.path.join(f"/proc/{pid}/cwd", f"{prefix}{rank}")  # noqa: PTH118
+    cache = environment.get("XDG_CACHE_HOME") or f"{environment.get('HOME')}/.cache"
+    prefix = f"{cache}/torch/comm_lib_trace_rank_"
+    for name in _RECORDER_FILES:
+        prefix = environment.get(name) or prefix
+    dump = os.path.join(f"/proc/{pid}/cwd", f"{prefix}{rank}")  # noqa: PTH118
     with contextlib.suppress(OSError):
-        if Path(file).stat().st_mtime >= started_unix_s:  # else an earlier job's
+        if Path(dump).stat().st_mtime >= started_unix_s:  # else an earlier job's
             return f"{prefix}{rank}"
     return ""

@@ -1,7 +1,7 @@
-"""Look at the ranks of this host from outside: how busy they are, and their stacks, taken by ``py-spy``.
+"""Take snapshots of this host's ranks from outside: how busy each is, and its stack, read by ``py-spy``.
 
-A look first observes a rank for a second without touching it, then takes its stacks, which stops it for some
-milliseconds (native frames: up to a second, so they are only taken of ranks that are idle, or that wait for a GPU).
+A rank is first observed for a second without touching it; then py-spy stops it for some milliseconds to read its
+stack. Native frames take up to a second, so they are read once, and only of ranks that are idle or use a GPU.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import msgspec
 import psutil
 
 from torchmuster import untrusted
+from torchmuster.diagnose.hang.rank_processes import uses_gpu
 from torchmuster.errors import Impossible
 from torchmuster.launch import torch_private
 from torchmuster.launch.hangs.observation import BUSY_PROCESSORS
@@ -28,7 +29,7 @@ from torchmuster.launch.rank import stack
 from torchmuster.launch.rank.stack import StackFrame, ThreadReading
 from torchmuster.redaction import redact_text
 
-_PROC = Path("/proc")
+_WITH_SUDO = 'sudo "$(command -v muster)" hang'
 _DUMP_WITHIN_S = 20.0
 _SETTLE_S = 0.05  # until a thread that was stopped waits again
 _CLOCKS_DIFFER_S = 2.0  # the start of a process is known to a second
@@ -47,7 +48,7 @@ _CPYTHON = {
 }
 
 
-class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A data loader worker of a rank that is in the user's code."""
 
     pid: int
@@ -57,8 +58,8 @@ class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
     stack: tuple[str, ...] = ()
 
 
-class RankLook(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank as seen at one moment. ``problem`` says why there is no stack, if there is none."""
+class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank at one moment. ``problem`` says why there is no stack, if there is none."""
 
     pid: int
     state: str  # of the process: R, S, D, T (stopped), X (gone)
@@ -71,17 +72,15 @@ class RankLook(msgspec.Struct, frozen=True, kw_only=True):
     waiting: bool = False
     source: str = ""  # the line of the place
     stack: tuple[str, ...] = ()  # innermost first
-    workers: tuple[WorkerLook, ...] = ()
+    workers: tuple[WorkerSnapshot, ...] = ()
     problem: str = ""
 
 
-class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Which processes to look at, and for which to take native frames: only if idle, or always."""
+class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Which processes to read, and of which the native frames are not known yet."""
 
     pids: tuple[int, ...]
-    native_if_idle: tuple[int, ...] = ()
     native: tuple[int, ...] = ()
-    nonblocking: bool = False
     observe_s: float = 1.0
 
 
@@ -94,66 +93,140 @@ class ThreadStack:
     native: tuple[str, ...] = ()
 
 
-async def look_at_ranks(argument: Any) -> Any:
-    """Look at ranks of this host (a verb of ``host_probe.py``)."""
-    request = msgspec.convert(argument, LookRequest)
-    spy = find_py_spy()
-    for pid in request.pids:
-        refuse_untraceable(pid)
-    before = {pid: _Counters.read(pid) for pid in request.pids}
-    await asyncio.sleep(request.observe_s)
-    after = {pid: _Counters.read(pid) for pid in request.pids}
-    at_once = asyncio.Semaphore(os.cpu_count() or 1)
-
-    async def look(pid: int) -> RankLook:
-        async with at_once:
-            return await _look_at_rank(spy, request, before[pid], after[pid])
-
-    return msgspec.to_builtins(await asyncio.gather(*map(look, request.pids)))
-
-
-# ---- what the system knows
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Counters:
-    """A process at one moment; ``waits`` counts how often each thread went to sleep."""
+class _Usage:
+    """What the kernel has counted of a process; ``sleeps`` is how often each thread has waited."""
 
     pid: int
     at_s: float
     state: str
     cpu_s: float
-    waits: Mapping[int, int]
+    sleeps: Mapping[int, int]
 
-    @classmethod
-    def read(cls, pid: int) -> "_Counters":
-        stat = look_at_process(pid)
-        return cls(
-            pid=pid,
-            at_s=time.monotonic(),
-            state=GONE if stat is None else stat.state,
-            cpu_s=0.0 if stat is None else stat.cpu_s + children_stats([pid])[pid],
-            waits={tid: _waits(pid, tid) for tid in _thread_ids(pid)},
-        )
+
+async def take_snapshots(argument: Any) -> Any:
+    """Return a snapshot of each rank (a verb of ``host_probe.py``)."""
+    request = msgspec.convert(argument, SnapshotRequest)
+    spy = find_py_spy()
+    for pid in request.pids:
+        refuse_untraceable(pid)
+    before = [_read_usage(pid) for pid in request.pids]
+    await asyncio.sleep(request.observe_s)
+    after = [_read_usage(pid) for pid in request.pids]
+    processors = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def snapshot(first: _Usage, last: _Usage) -> RankSnapshot:
+        async with processors:
+            return await _take_snapshot(spy, first, last, native=first.pid in request.native)
+
+    snapshots = await asyncio.gather(*map(snapshot, before, after))
+    return msgspec.to_builtins(snapshots)
+
+
+async def _take_snapshot(spy: str, first: _Usage, last: _Usage, *, native: bool) -> RankSnapshot:
+    pid = first.pid
+    if last.state in (GONE, "Z"):
+        return RankSnapshot(pid=pid, state=GONE)
+    busy = max(0.0, last.cpu_s - first.cpu_s) / max(last.at_s - first.at_s, 0.001)
+    is_idle = busy < BUSY_PROCESSORS
+    native = native and (is_idle or uses_gpu(pid))
+    # py-spy cannot stop what is stopped already, and would wait for what is in the kernel.
+    can_stop = last.state not in ("T", "t", "D")
+    threads, problem = await _dump_stacks(spy, pid, native=native and can_stop, stop=can_stop)
+    thread = choose_thread(pid, threads)
+    await asyncio.sleep(_SETTLE_S)
+    snapshot = RankSnapshot(pid=pid, state=last.state, busy=round(busy, 3), problem=problem)
+    if thread is None:
+        return snapshot
+    reading = read_thread(pid, thread)
+    if is_idle and not thread.native and reading.doing == "backward":
+        # Without native frames: a backward that computes nothing waits for DDP's gradients.
+        reading = replace(reading, doing="all_reduce", waiting=True)
+    workers: list[WorkerSnapshot] = []
+    if native and reading.doing.startswith("DataLoader"):
+        workers = await _busy_workers(spy, pid)
+    tid = thread.tid
+    return msgspec.structs.replace(
+        snapshot,
+        thread=tid,
+        wakeups=(first.sleeps.get(tid, 0), last.sleeps.get(tid, 0), _sleeps(pid, tid)),
+        place=reading.place,
+        doing=reading.doing,
+        phase=reading.phase,
+        waiting=reading.waiting,
+        source=_own_source(pid, thread.frames),
+        stack=_stack_lines(thread.frames),
+        workers=tuple(workers),
+    )
+
+
+async def _busy_workers(spy: str, pid: int) -> list[WorkerSnapshot]:
+    """Return the data loader workers of a rank that are in the user's code."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+    workers = []
+    for child in children[:_WORKERS_READ]:
+        threads, _ = await _dump_stacks(spy, child.pid, native=True, stop=True)
+        main = _main_thread(child.pid, threads)
+        if main is None or _waits_for_work(main):
+            continue
+        reading = read_thread(child.pid, main)
+        if reading.place:
+            worker = WorkerSnapshot(
+                pid=child.pid,
+                place=reading.place,
+                doing=reading.doing,
+                source=_own_source(child.pid, main.frames),
+                stack=_stack_lines(main.frames),
+            )
+            workers.append(worker)
+    return workers
+
+
+def _waits_for_work(worker: ThreadStack) -> bool:
+    """Return whether a worker waits for its next batch: in its queue, called by torch's worker loop."""
+    functions = [frame.function for frame in worker.frames]
+    if torch_private.WORKER_LOOP not in functions:
+        return True
+    loop = functions.index(torch_private.WORKER_LOOP)
+    return loop == 0 or functions[loop - 1] == "get"
+
+
+# ---- what the kernel knows
+
+
+def _read_usage(pid: int) -> _Usage:
+    state, cpu_s = GONE, 0.0
+    process = look_at_process(pid)
+    if process is not None:
+        state = process.state
+        cpu_s = process.cpu_s + children_stats([pid])[pid]
+    sleeps = {tid: _sleeps(pid, tid) for tid in _thread_ids(pid)}
+    return _Usage(pid=pid, at_s=time.monotonic(), state=state, cpu_s=cpu_s, sleeps=sleeps)
 
 
 def _thread_ids(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        return [int(one.name) for one in (_PROC / str(pid) / "task").iterdir()]
+        return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
     return []
 
 
-def _waits(pid: int, tid: int) -> int:
+def _sleeps(pid: int, tid: int) -> int:
     """Return how often a thread has given up its CPU to wait."""
-    text = _text_of(f"/proc/{pid}/task/{tid}/status")
-    found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE)
-    return int(found[1]) if found else 0
+    return _status_number(pid, tid, r"voluntary_ctxt_switches:\s*(\d+)") or 0
 
 
 def _id_inside(pid: int, tid: int) -> int:
     """Return the number of a thread in its own process namespace."""
-    found = re.search(r"^NSpid:.*?(\d+)$", _text_of(f"/proc/{pid}/task/{tid}/status"), re.MULTILINE)
-    return int(found[1]) if found else tid
+    return _status_number(pid, tid, r"NSpid:.*?(\d+)$") or tid
+
+
+def _status_number(pid: int, tid: int, pattern: str) -> int | None:
+    status = _text_of(f"/proc/{pid}/task/{tid}/status")
+    match = re.search(rf"^{pattern}", status, re.MULTILINE)
+    return None if match is None else int(match[1])
 
 
 def _text_of(path: str) -> str:
@@ -168,20 +241,23 @@ def _text_of(path: str) -> str:
 def find_py_spy() -> str:
     """Return the path of py-spy, which pip installs next to Python."""
     beside = Path(sys.executable).with_name("py-spy")
-    if found := str(beside) if beside.exists() else shutil.which("py-spy"):
-        return found
-    raise Impossible(
-        "py-spy is not installed",
-        why="muster hang uses it to read the stacks of the ranks",
-        fix=f"{sys.executable} -m pip install 'torchmuster[hang]'",
-    )
+    if beside.exists():
+        return str(beside)
+    path = shutil.which("py-spy")
+    if path is None:
+        raise Impossible(
+            "py-spy is not installed",
+            why="muster hang uses it to read the stacks of the ranks",
+            fix=f"{sys.executable} -m pip install 'torchmuster[hang]'",
+        )
+    return path
 
 
 def refuse_untraceable(pid: int) -> None:
     """Raise an error if the system does not allow reading this process, with the command that changes it."""
     try:
         # The kernel checks here what it checks for ptrace; opening does not stop the process.
-        (_PROC / str(pid) / "mem").open("rb").close()
+        Path(f"/proc/{pid}/mem").open("rb").close()
     except PermissionError:
         raise _untraceable(pid) from None
     except OSError:
@@ -190,16 +266,15 @@ def refuse_untraceable(pid: int) -> None:
 
 def _untraceable(pid: int) -> Impossible:
     what = f"the system does not allow reading the stack of process {pid}"
-    sudo = 'sudo "$(command -v muster)" hang'
     try:
         owner = psutil.Process(pid).username()
-        same_user = psutil.Process(pid).uids().real == os.getuid()
+        is_mine = psutil.Process(pid).uids().real == os.getuid()
     except psutil.Error:
-        owner, same_user = "another user", False
-    if not same_user and os.geteuid() != 0:
-        return Impossible(
-            what, why=f"it belongs to {owner}", fix=f"{sudo} {pid}   # or as {owner}, without sudo"
-        )
+        owner, is_mine = "another user", False
+    is_root = os.geteuid() == 0
+    if not is_mine and not is_root:
+        fix = f"{_WITH_SUDO} {pid}   # or as {owner}, without sudo"
+        return Impossible(what, why=f"it belongs to {owner}", fix=fix)
     scope = _text_of("/proc/sys/kernel/yama/ptrace_scope")
     if scope == "3":
         return Impossible(
@@ -207,36 +282,39 @@ def _untraceable(pid: int) -> Impossible:
             why="kernel.yama.ptrace_scope is 3, which forbids tracing processes until the next boot",
             fix="set kernel.yama.ptrace_scope=1 in /etc/sysctl.d/ and reboot",
         )
-    if scope in ("1", "2") and os.geteuid() != 0:
-        by_root = "" if scope == "2" else "sudo sysctl kernel.yama.ptrace_scope=0   # or:\n"
-        return Impossible(
-            what,
-            why=f"kernel.yama.ptrace_scope is {scope}: only root may attach to running processes",
-            fix=f"{by_root}{sudo} {pid}",
-        )
+    if scope in ("1", "2") and not is_root:
+        fix = f"{_WITH_SUDO} {pid}"
+        if scope == "1":
+            fix = f"sudo sysctl kernel.yama.ptrace_scope=0   # or:\n{fix}"
+        why = f"kernel.yama.ptrace_scope is {scope}: only root may attach to running processes"
+        return Impossible(what, why=why, fix=fix)
     return Impossible(
         what,
         why="this user lacks the capability SYS_PTRACE here, as in most containers",
-        fix=f"on the host, outside the container: {sudo}\n"
+        fix=f"on the host, outside the container: {_WITH_SUDO}\n"
         "or start the container with: docker run --cap-add SYS_PTRACE …\n"
         'or in the pod: securityContext: {capabilities: {add: ["SYS_PTRACE"]}}',
     )
 
 
 async def _dump_stacks(
-    spy: str, pid: int, *, native: bool, nonblocking: bool
+    spy: str, pid: int, *, native: bool, stop: bool
 ) -> tuple[list[ThreadStack], str]:
     """Return the threads of a process, and the reason if there are none."""
-    flags = [*(["--native"] if native else []), *(["--nonblocking"] if nonblocking else [])]
+    command = [spy, "dump", "--json", "--pid", str(pid)]
+    if native:
+        command.append("--native")
+    if not stop:
+        command.append("--nonblocking")
     process = await asyncio.create_subprocess_exec(
-        *(spy, "dump", "--json", "--pid", str(pid), *flags),
+        *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(_DUMP_WITHIN_S):
-            out, err = await process.communicate()
+            output, errors = await process.communicate()
     except TimeoutError:
         return [], f"py-spy did not finish within {_DUMP_WITHIN_S:g} s"
     finally:
@@ -246,13 +324,15 @@ async def _dump_stacks(
             await process.wait()
     if process.returncode != 0:
         if native:
-            return await _dump_stacks(spy, pid, native=False, nonblocking=nonblocking)
-        lines = [line.strip() for line in err.decode(errors="replace").splitlines()]
-        return [], "py-spy: " + next(iter(lines), f"exit code {process.returncode}")
+            return await _dump_stacks(spy, pid, native=False, stop=stop)
+        reason = errors.decode(errors="replace").partition("\n")[0].strip()
+        return [], f"py-spy: {reason or f'exit code {process.returncode}'}"
     # A process in a container counts its threads from 1, and py-spy shows these numbers.
     outside = {_id_inside(pid, tid): tid for tid in _thread_ids(pid)}
-    threads = [replace(one, tid=outside.get(one.tid, 0)) for one in parse_dump(out)]
-    if not any(one.tid == pid for one in threads):
+    threads = []
+    for thread in parse_dump(output):
+        threads.append(replace(thread, tid=outside.get(thread.tid, 0)))
+    if _main_thread(pid, threads) is None:
         return [], "py-spy does not show the main thread of the rank"
     return threads, ""
 
@@ -268,93 +348,63 @@ def _thread_stack(thread: Mapping[str, Any]) -> ThreadStack:
     frames: list[StackFrame] = []
     native: list[str] = []
     for frame in thread["frames"]:
-        if frame.get("module"):  # the library of a native frame
-            if not frames:
-                native.append(frame["name"])
-        else:
+        is_native = bool(frame.get("module"))  # its library
+        if not is_native:
             # A qualified name in newer versions of Python: Tensor.backward
             function = frame["name"].rpartition(".")[2]
             frames.append(StackFrame(frame["filename"], function, int(frame["line"])))
-    return ThreadStack(
-        tid=int(thread.get("os_thread_id") or 0), frames=tuple(frames), native=tuple(native)
-    )
+        elif not frames:
+            native.append(frame["name"])
+    tid = int(thread.get("os_thread_id") or 0)
+    return ThreadStack(tid=tid, frames=tuple(frames), native=tuple(native))
 
 
-# ---- reading a rank
-
-
-async def _look_at_rank(
-    spy: str, request: LookRequest, first: _Counters, now: _Counters
-) -> RankLook:
-    pid = first.pid
-    if now.state in (GONE, "Z"):
-        return RankLook(pid=pid, state=GONE)
-    busy = max(0.0, now.cpu_s - first.cpu_s) / max(now.at_s - first.at_s, 0.001)
-    # py-spy cannot stop what is stopped already, and would wait for what is in the kernel.
-    nonblocking = request.nonblocking or now.state in ("T", "t", "D")
-    idle = busy < BUSY_PROCESSORS
-    wanted = pid in request.native or (idle and pid in request.native_if_idle)
-    native = wanted and not nonblocking
-    threads, problem = await _dump_stacks(spy, pid, native=native, nonblocking=nonblocking)
-    chosen = choose_thread(pid, threads)
-    await asyncio.sleep(_SETTLE_S)
-    look = RankLook(pid=pid, state=now.state, busy=round(busy, 3), problem=problem)
-    if chosen is None:
-        return look
-    reading = read_thread(pid, chosen)
-    if idle and not chosen.native and reading.doing == "backward":
-        # Without native frames: a backward that computes nothing waits for DDP's gradients.
-        reading = replace(reading, doing="all_reduce", waiting=True)
-    tid = chosen.tid
-    return msgspec.structs.replace(
-        look,
-        thread=tid,
-        wakeups=(first.waits.get(tid, 0), now.waits.get(tid, 0), _waits(pid, tid)),
-        place=reading.place,
-        doing=reading.doing,
-        phase=reading.phase,
-        waiting=reading.waiting,
-        source=_own_source(pid, chosen.frames),
-        stack=_stack_lines(chosen.frames),
-        workers=await _busy_workers(spy, pid)
-        if wanted and reading.doing.startswith("DataLoader")
-        else (),
-    )
-
-
-def _stack_lines(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    return tuple(
-        f"{frame.function} ({_LIBRARY.sub('', frame.file)}:{frame.line})"
-        for frame in frames[:_FRAMES_KEPT]
-    )
+# ---- reading a stack
 
 
 def choose_thread(pid: int, threads: Sequence[ThreadStack]) -> ThreadStack | None:
     """Return the main thread; if it only waits for another thread, the one that waits for ranks or runs the script."""
-    main = next((one for one in threads if one.tid == pid), None)
+    main = _main_thread(pid, threads)
     if main is None or not stack.is_waiting_for_thread(main.frames):
         return main
-    others = [(one, read_thread(pid, one)) for one in threads if one is not main]
-    waiting = [one for one, reading in others if reading.waiting]
-    own = [one for one, reading in others if reading.place]
-    return next(iter([*waiting, *own]), main)
+    runs_script: ThreadStack | None = None
+    for thread in threads:
+        if thread is main:
+            continue
+        reading = read_thread(pid, thread)
+        if reading.waiting:
+            return thread
+        if reading.place and runs_script is None:
+            runs_script = thread
+    return runs_script or main
+
+
+def _main_thread(pid: int, threads: Sequence[ThreadStack]) -> ThreadStack | None:
+    for thread in threads:
+        if thread.tid == pid:
+            return thread
+    return None
 
 
 def read_thread(pid: int, thread: ThreadStack) -> ThreadReading:
     """Return what a thread does; native frames show waits that Python's frames do not."""
     frames = thread.frames
-    reading = stack.read_stack(
-        frames,
-        lambda place: call_on_line(
-            _source_line(pid, frames[place]),
-            inner=frames[place - 1].function if place else "",
-            native=() if place else thread.native,
-        ),
-    )
-    operation = "" if reading.waiting else torch_private.native_wait(thread.native)
+
+    def call_in(index: int) -> str:
+        line = _source_line(pid, frames[index])
+        if index == 0:
+            return call_on_line(line, native=thread.native)
+        return call_on_line(line, inner=frames[index - 1].function)
+
+    reading = stack.read_stack(frames, call_in)
+    if reading.waiting:
+        return reading
+    operation = torch_private.native_wait(thread.native)
     if not operation:
         return reading
-    return replace(reading, doing=reading.doing if operation == "wait" else operation, waiting=True)
+    if operation == "wait":
+        operation = reading.doing
+    return replace(reading, doing=operation, waiting=True)
 
 
 def call_on_line(line: str, *, inner: str = "", native: Sequence[str] = ()) -> str:
@@ -362,12 +412,22 @@ def call_on_line(line: str, *, inner: str = "", native: Sequence[str] = ()) -> s
 
     ``inner`` is the Python function that it called, if any; else ``native`` are the native functions.
     """
+    functions = " ".join(native)
     for name, call in _CPYTHON.items():
-        if any(name in function for function in native):
+        if name in functions:
             return call
     calls: list[str] = _CALL.findall(line)
-    named = [one for one in calls if one.rpartition(".")[2] == inner]
-    return next(iter(named), calls[0] if len(calls) == 1 else "")
+    for call in calls:
+        if call.rpartition(".")[2] == inner:
+            return call
+    return calls[0] if len(calls) == 1 else ""
+
+
+def _stack_lines(frames: Sequence[StackFrame]) -> tuple[str, ...]:
+    lines = []
+    for frame in frames[:_FRAMES_KEPT]:
+        lines.append(f"{frame.function} ({_LIBRARY.sub('', frame.file)}:{frame.line})")
+    return tuple(lines)
 
 
 def _own_source(pid: int, frames: Sequence[StackFrame]) -> str:
@@ -377,46 +437,13 @@ def _own_source(pid: int, frames: Sequence[StackFrame]) -> str:
 
 def _source_line(pid: int, frame: StackFrame) -> str:
     """Return a line of source as the process sees its files; "" if the file has changed since its start."""
-    # The path is the process's own: in its working folder, and in its container.
-    inside = Path(f"/proc/{pid}/cwd") / frame.file
-    path = Path(f"/proc/{pid}/root{frame.file}") if frame.file.startswith("/") else inside
+    # The path is the process's own: in its container, or in its working folder.
+    root = "root" if frame.file.startswith("/") else "cwd/"
+    path = Path(f"/proc/{pid}/{root}{frame.file}")
     with contextlib.suppress(OSError, psutil.Error, ValueError):
         if path.stat().st_mtime > psutil.Process(pid).create_time() + _CLOCKS_DIFFER_S:
             return ""
         source = untrusted.read_bounded(path).decode("utf-8", errors="replace").split("\n")
-        return source[frame.line - 1].strip() if 0 < frame.line <= len(source) else ""
+        if 0 < frame.line <= len(source):
+            return source[frame.line - 1].strip()
     return ""
-
-
-async def _busy_workers(spy: str, pid: int) -> tuple[WorkerLook, ...]:
-    """Return the data loader workers of a rank that are in the user's code."""
-    try:
-        children = psutil.Process(pid).children(recursive=True)[:_WORKERS_READ]
-    except psutil.Error:
-        return ()
-    found = []
-    for child in children:
-        threads, _ = await _dump_stacks(spy, child.pid, native=True, nonblocking=False)
-        main = next((one for one in threads if one.tid == child.pid), None)
-        if main is None:
-            continue
-        # Below the worker's loop: a worker without work waits there for its next batch.
-        reading = read_thread(child.pid, main)
-        if reading.place and not _is_idle(main):
-            found.append(
-                WorkerLook(
-                    pid=child.pid,
-                    place=reading.place,
-                    doing=reading.doing,
-                    source=_own_source(child.pid, main.frames),
-                    stack=_stack_lines(main.frames),
-                )
-            )
-    return tuple(found)
-
-
-def _is_idle(worker: ThreadStack) -> bool:
-    """Return whether a worker waits for its next batch: in its queue, called by its loop."""
-    names = [frame.function for frame in worker.frames]
-    loop = names.index(torch_private.WORKER_LOOP) if torch_private.WORKER_LOOP in names else 0
-    return loop == 0 or names[loop - 1] == "get"

@@ -51,12 +51,17 @@ def find_hang(
             return None
         return _hang(HangKind.DIFFERENT, different, different, waited_s, now_s, is_hopeless=True)
     waiting = _waiting_ranks(ranks)
-    stopped = [rank for rank in ranks if rank.is_stopped]
+    stopped: list[Observation] = []
+    absent: list[Observation] = []
+    for rank in ranks:
+        if rank.is_stopped:
+            stopped.append(rank)
+        elif rank not in waiting:
+            absent.append(rank)
     if stopped:
-        stopped_s = min(now_s - rank.state_since_s for rank in stopped)
+        stopped_s = now_s - max(rank.state_since_s for rank in stopped)
         if stopped_s >= STOPPED_AFTER_S:
             return _hang(HangKind.STOPPED, stopped, waiting, stopped_s, now_s)
-    absent = [rank for rank in ranks if rank not in waiting and not rank.is_stopped]
     if not waiting:
         return None
     if absent:
@@ -89,7 +94,7 @@ def _hang(
 
 
 def _shortest_wait_s(ranks: Iterable[Observation], now_s: float) -> float:
-    return min(now_s - rank.same_since_s for rank in ranks)
+    return now_s - max(rank.same_since_s for rank in ranks)
 
 
 def _waiting_ranks(ranks: Sequence[Observation]) -> list[Observation]:
@@ -102,26 +107,33 @@ def _waiting_ranks(ranks: Sequence[Observation]) -> list[Observation]:
     for rank in ranks:
         for group, number in rank.heartbeat.begun.items():
             least_begun[group] = min(number, least_begun.get(group, number))
-
-    def is_ahead(rank: Observation) -> bool:
-        pending = rank.heartbeat.waits
-        return any(least_begun.get(call.group, call.number) < call.number for call in pending)
-
-    return [rank for rank in ranks if rank.waits or (rank.may_wait and is_ahead(rank))]
+    waiting = []
+    for rank in ranks:
+        is_ahead = False
+        for call in rank.heartbeat.waits:
+            if least_begun.get(call.group, call.number) < call.number:
+                is_ahead = rank.may_wait
+        if rank.waits or is_ahead:
+            waiting.append(rank)
+    return waiting
 
 
 def _different_calls(ranks: Sequence[Observation]) -> list[Observation]:
     """Return ranks that wait in the same collective number of a group, but made different calls."""
-    by_number: dict[tuple[str, int], list[tuple[Observation, PendingCollective]]] = {}
+    calls: dict[tuple[str, int], dict[int, PendingCollective]] = {}  # by rank
     for rank in ranks:
-        for call in rank.heartbeat.waits if rank.may_wait else ():
-            by_number.setdefault((call.group, call.number), []).append((rank, call))
-    for pending in by_number.values():
-        operations = {call.operation for _, call in pending}
-        inputs = {(call.shapes, call.dtype) for _, call in pending if call.shapes}
-        need_same_inputs = operations <= SAME_SHAPES
-        if len(operations) > 1 or (need_same_inputs and len(inputs) > 1):
-            return [rank for rank, _ in pending]
+        if rank.may_wait:
+            for call in rank.heartbeat.waits:
+                calls.setdefault((call.group, call.number), {})[rank.rank] = call
+    for by_rank in calls.values():
+        operations: set[str] = set()
+        inputs: set[tuple[str, str]] = set()
+        for call in by_rank.values():
+            operations.add(call.operation)
+            if call.shapes:
+                inputs.add((call.shapes, call.dtype))
+        if len(operations) > 1 or (operations <= SAME_SHAPES and len(inputs) > 1):
+            return [rank for rank in ranks if rank.rank in by_rank]
     return []
 
 
@@ -132,68 +144,87 @@ def _missing_rank(
     now_s: float,
 ) -> Hang | None:
     """Return the hang in which some of the absent ranks keep others waiting, the most certain ones first."""
-    waited_s = max(now_s - rank.same_since_s for rank in waiting)
+    waited_s = now_s - min(rank.same_since_s for rank in waiting)
     members = _members(absent, waiting)
     # Ranks outside the group that is waited in are only blamed when all its members wait.
     at_least_s = 0.0 if members else BUSY_AFTER_S
-    candidates = members or absent
-    exited = [rank for rank in candidates if rank.has_exited]
+    exited, idle, busy = [], [], []
+    for rank in members or absent:
+        if rank.has_exited:
+            exited.append(rank)
+        elif rank.is_at_work(now_s):
+            busy.append(rank)
+        else:
+            idle.append(rank)
     if exited and waited_s >= max(at_least_s, EXITED_AFTER_S):
         return _hang(HangKind.EXITED, exited, waiting, waited_s, now_s)
-    living = [rank for rank in candidates if not rank.has_exited]
-    idle = [rank for rank in living if not rank.is_at_work(now_s)]
     patience_s = max(at_least_s, _patience_with_idle_ranks_s(ranks))
-    if idle and waited_s < BUSY_AFTER_S:
+    if waited_s < BUSY_AFTER_S:
         # A rank that moved recently may still arrive; but this has a limit.
         idle = [rank for rank in idle if now_s - rank.still_since_s >= patience_s]
     if idle and waited_s >= patience_s:
         return _hang(HangKind.ELSEWHERE, idle, waiting, waited_s, now_s)
-    busy = [rank for rank in living if rank.is_at_work(now_s)]
-    are_idle = any(rank.waits for rank in waiting)
-    if busy and waited_s >= (BUSY_AFTER_S if are_idle else UNCERTAIN_AFTER_S):
+    busy_after_s = UNCERTAIN_AFTER_S
+    if any(rank.waits for rank in waiting):  # they do not compute
+        busy_after_s = BUSY_AFTER_S
+    if busy and waited_s >= busy_after_s:
         return _hang(HangKind.ELSEWHERE, busy, waiting, waited_s, now_s)
     return None
 
 
 def _members(absent: Sequence[Observation], waiting: Sequence[Observation]) -> list[Observation]:
     """Return the absent ranks that may be waited for: members of a waiting group, or with unknown groups."""
-    groups = {call.group for rank in waiting for call in rank.heartbeat.waits}
-    if DEFAULT_GROUP in groups or not all(rank.heartbeat.waits for rank in waiting):
+    groups: set[str] = set()
+    for rank in waiting:
+        if not rank.heartbeat.waits:
+            return list(absent)
+        groups.update(call.group for call in rank.heartbeat.waits)
+    if DEFAULT_GROUP in groups:
         return list(absent)
     return [rank for rank in absent if not rank.groups or rank.groups & groups]
 
 
 def _patience_with_idle_ranks_s(ranks: Sequence[Observation]) -> float:
-    numbers = [number for rank in ranks for number in rank.heartbeat.begun.values()]
-    count = max(numbers or [rank.heartbeat.moves for rank in ranks])
-    return IDLE_AT_FIRST_AFTER_S if count <= _FIRST_COLLECTIVES else IDLE_AFTER_S
+    """Return for how long ranks wait for an idle one: longer during the first collectives."""
+    begun, moves = 0, 0
+    for rank in ranks:
+        begun = max([begun, *rank.heartbeat.begun.values()])
+        moves = max(moves, rank.heartbeat.moves)
+    knows_numbers = any(rank.heartbeat.begun for rank in ranks)
+    collectives = begun if knows_numbers else moves
+    return IDLE_AT_FIRST_AFTER_S if collectives <= _FIRST_COLLECTIVES else IDLE_AFTER_S
 
 
 def _all_wait(ranks: Sequence[Observation], now_s: float) -> Hang | None:
     """Return the hang of ranks that all wait: in the same collective, or in different ones."""
     if len(ranks) == 1:
         return None
-    waited_s = _shortest_wait_s(ranks, now_s)
-    pending = [{(call.group, call.number) for call in rank.heartbeat.waits} for rank in ranks]
+    pending = []
+    for rank in ranks:
+        pending.append({(call.group, call.number) for call in rank.heartbeat.waits})
+    kind, patience_s = HangKind.DIFFERENT, IDLE_AFTER_S
     if not any(pending):
-        # Not visible: healthy ranks may be found in collectives each time, but hardly for minutes at the same line.
+        # Not visible: healthy ranks may be seen in collectives each time, but hardly for minutes at the same line.
         kind, patience_s = HangKind.ALL_WAIT, UNCERTAIN_AFTER_S
     elif not all(pending):
         return None
     elif set.intersection(*pending):
         kind, patience_s = HangKind.ALL_WAIT, BUSY_AFTER_S
-    else:
-        kind, patience_s = HangKind.DIFFERENT, IDLE_AFTER_S
-    return _hang(kind, ranks, ranks, waited_s, now_s) if waited_s >= patience_s else None
+    waited_s = _shortest_wait_s(ranks, now_s)
+    if waited_s < patience_s:
+        return None
+    return _hang(kind, ranks, ranks, waited_s, now_s)
 
 
 def _all_wait_by_stacks(ranks: Sequence[Observation], now_s: float, world_size: int) -> Hang | None:
     """Return the hang of ranks that all wait, judged by what they called and where."""
-    # Data that is being sent or received needs CPU time.
-    if any(rank.is_busy for rank in ranks):
-        return None
-    operations = {rank.heartbeat.doing for rank in ranks}
-    places = {rank.heartbeat.place for rank in ranks}
+    operations: set[str] = set()
+    places: set[str] = set()
+    for rank in ranks:
+        if rank.is_busy:  # data that is being sent or received needs CPU time
+            return None
+        operations.add(rank.heartbeat.doing)
+        places.add(rank.heartbeat.place)
     kind, patience_s = HangKind.ALL_WAIT, BUSY_AFTER_S
     if len(ranks) < world_size:  # they wait for the ranks that were not looked at
         patience_s = IDLE_AFTER_S

@@ -27,15 +27,17 @@ _WHY_ORDER = (
 )
 
 
-def hang_finding(hang: Hang, devices: Mapping[int, str]) -> Finding:
-    """Return the finding that reports a hang."""
+def hang_finding(
+    hang: Hang, devices: Mapping[int, str], details: Mapping[int, str] | None = None
+) -> Finding:
+    """Return the finding that reports a hang; ``details`` are more facts about ranks that cause it, by rank."""
     match hang.kind:
         case HangKind.DIFFERENT:
             what, why, fix = _different_calls(hang)
         case HangKind.ALL_WAIT:
             what, why, fix = _all_wait(hang)
         case _:
-            what = _culprits_text(hang, devices)
+            what = _culprits_text(hang, devices, details or {})
             why, fix = _reason_and_fix(hang)
     return Finding(
         name=NAMES[hang.kind],
@@ -54,22 +56,27 @@ def hang_continues_finding(reported: Finding) -> Finding:
 
 def hang_over_finding(hang: Hang, now_s: float, *, exited: Collection[int] = ()) -> Finding:
     """Return the finding that reports the end of a hang; ``exited`` are ranks that have exited."""
-    took = format_seconds(hang.waited_s + max(0.0, now_s - hang.now_s))
-    ranks = [rank.rank for rank in hang.culprits]
-    if any(rank in exited for rank in ranks):
-        ranks = [rank.rank for rank in hang.waiting if rank.rank not in exited]
-    who = rank_text(ranks) if ranks and hang.has_culprit else "the ranks"
-    verb = "continues" if len(ranks) == 1 and hang.has_culprit else "continue"
-    return Finding(
-        name="hang-over", status=Status.NOTE, what=f"{who} {verb} after a hang of {took}"
-    )
+    duration = format_seconds(hang.waited_s + max(0.0, now_s - hang.now_s))
+    resumed = "the ranks continue"
+    if hang.has_culprit:
+        ranks = [rank.rank for rank in hang.culprits]
+        if not set(ranks).isdisjoint(exited):
+            ranks = [rank.rank for rank in hang.waiting if rank.rank not in exited]
+        if len(ranks) == 1:
+            resumed = f"{rank_text(ranks)} continues"
+        elif ranks:
+            resumed = f"{rank_text(ranks)} continue"
+    what = f"{resumed} after a hang of {duration}"
+    return Finding(name="hang-over", status=Status.NOTE, what=what)
 
 
-def _culprits_text(hang: Hang, devices: Mapping[int, str]) -> str:
+def _culprits_text(hang: Hang, devices: Mapping[int, str], details: Mapping[int, str]) -> str:
     """Return ``rank 3 on b keeps the others waiting: in time.sleep …; ranks 0-2 wait in all_reduce``."""
     parts = []
     for culprit in hang.culprits[:_GROUPS_SHOWN]:
         parts.append(f"{_name(culprit, devices)} {_what_it_does(culprit, hang)}")
+        if culprit.rank in details:
+            parts.append(details[culprit.rank])
     rest = [culprit.rank for culprit in hang.culprits[_GROUPS_SHOWN:]]
     if rest:
         parts.append(f"{rank_text(rest)} too")

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +21,22 @@ from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.history.resume import plan_resume, resume_finding
 from torchmuster.launch.history.run_record import RunRecord
 from torchmuster.launch.history.script_checkpoints import lost_saves
-from torchmuster.launch.launcher.console import rank_text
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
 
-_LOST_NAMED = 5
-_LOGS_NAMED = 8
+_STEPS_SHOWN = 5
+_LOGS_SHOWN = 8
 _LOGS_READ = 16
 _LOG_BYTES = 64 * 1024
 # The path of the run folder at the time of writing does not matter to the reader.
 _PATH_INSIDE = re.compile(r"(?<![\w/])/\S*/((?:logs/rank-|hang/\d+|checkpoints/)\S*)")
+_UNKNOWN = Finding(
+    name="run-unknown",
+    status=Status.NOTE,
+    what="the run folder does not contain the state of the run",
+    why="state.json is missing or unreadable: the run never started, or its folder was copied only in part",
+    fix="see console.log and logs/ in the run folder",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,127 +51,143 @@ class FailureReport:
 def failure_report_of(run: RunFolder) -> FailureReport:
     """Read a run folder and return its failure report."""
     record = RunRecord.of(run)
-    findings = [_with_names_inside(finding) for finding in _findings(record)]
-    return FailureReport(
-        record=record,
-        findings=(*findings, *_to_resume(record)),
-        files=tuple(_files(record)),
-    )
+    findings = []
+    for finding in _findings(record):
+        why = _PATH_INSIDE.sub(r"\1", finding.why)
+        evidence = _PATH_INSIDE.sub(r"\1", finding.evidence)
+        findings.append(dataclasses.replace(finding, why=why, evidence=evidence))
+    to_resume = _to_resume(record)
+    if to_resume is not None:
+        findings.append(to_resume)
+    return FailureReport(record=record, findings=tuple(findings), files=tuple(_files(record)))
 
 
 def _findings(record: RunRecord) -> Iterator[Finding]:
     state = record.state
     if state is None:
-        yield _unknown()
+        yield _UNKNOWN
         yield from _last_troubles(record)
         return
     match state.phase:
         case "finished":
             yield _finished(record, state)
-            yield from _lost(record)
+            yield from _lost_checkpoints(record)
         case "failed":
             yield _failed(record, state)
         case "saved":
-            words = state.headline or "checkpointed after a stop request"
-            yield Finding(name="run-saved", status=Status.OK, what=words, fix=_how_to_go_on(record))
-            yield from _killed(record, state)
+            what = state.headline or "checkpointed after a stop request"
+            fix = _resume_training(record)
+            yield Finding(name="run-saved", status=Status.OK, what=what, fix=fix)
+            yield from _killed_ranks(record)
         case "stopped":
             yield Finding(name="run-stopped", status=Status.NOTE, what=state.headline)
-            yield from _killed(record, state)
+            yield from _killed_ranks(record)
             yield from _last_troubles(record)
         case "died":
             yield _died(record, state)
             yield from _last_troubles(record)
         case _:
             yield _active(record, state)
-            if record.hang_now is not None:
-                yield _of_hang(record.hang_now)
-
-
-def _killed(record: RunRecord, state: run_state.RunState) -> Iterator[Finding]:
-    """Return the ranks that had to be killed after the stop request, as they were reported."""
-    if not state.killed_ranks:
-        return
-    told = [one.facts for one in record.events if one.name == "ranks-killed"]
-    facts = told[-1] if told else {"what": f"{rank_text(state.killed_ranks)} had to be killed"}
-    what, why, fix = (str(facts.get(name, "")) for name in ("what", "why", "fix"))
-    yield Finding(name="ranks-killed", status=Status.WARNING, what=what, why=why, fix=fix)
+            if record.hang is not None:
+                yield _with_analysis(record.hang)
 
 
 def _finished(record: RunRecord, state: run_state.RunState) -> Finding:
-    took = format_seconds(max(0.0, state.since_unix_s - state.started_unix_s))
-    resumed = " after it was resumed" if record.was_resumed else ""
-    return Finding(
-        name="run-finished",
-        status=Status.OK,
-        what=f"{state.headline or 'finished'} in {took}{resumed}{_after_failures(record)}",
+    what = state.headline or "finished"
+    what += f" in {format_seconds(max(0.0, state.since_unix_s - state.started_unix_s))}"
+    if record.was_resumed:
+        what += " after it was resumed"
+    return Finding(name="run-finished", status=Status.OK, what=what + _after_failures(record))
+
+
+def _lost_checkpoints(record: RunRecord) -> Iterator[Finding]:
+    """Return the saves that failed: a finished run may have fewer checkpoints than its user expects."""
+    steps = lost_saves(record.run.metrics)
+    if not steps:
+        return
+    listed = ", ".join(map(str, steps[:_STEPS_SHOWN]))
+    if len(steps) > _STEPS_SHOWN:
+        listed += f" and {len(steps) - _STEPS_SHOWN} more"
+    yield Finding(
+        name="checkpoints-missing",
+        status=Status.WARNING,
+        what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {listed}",
+        why="the training continued without them",
+        fix=f"muster checkpoint list {record.run.path}   # what was saved; then free disk space before the next run",
     )
 
 
-def _lost(record: RunRecord) -> Iterator[Finding]:
-    """Return the saves that failed: a finished run may have fewer checkpoints than its user expects."""
-    if steps := lost_saves(record.run.metrics):
-        named = ", ".join(map(str, steps[:_LOST_NAMED]))
-        more = f" and {len(steps) - _LOST_NAMED} more" if len(steps) > _LOST_NAMED else ""
+def _killed_ranks(record: RunRecord) -> Iterator[Finding]:
+    """Return the ranks that had to be killed after the stop request, as they were reported."""
+    reports = [event.facts for event in record.events if event.name == "ranks-killed"]
+    if reports and record.state is not None and record.state.killed_ranks:
+        facts = reports[-1]
         yield Finding(
-            name="checkpoints-missing",
+            name="ranks-killed",
             status=Status.WARNING,
-            what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
-            why="the training continued without them",
-            fix=f"muster checkpoint list {record.run.path}   # what was saved; then free disk space before the next run",
+            what=str(facts.get("what", "")),
+            why=str(facts.get("why", "")),
+            fix=str(facts.get("fix", "")),
         )
 
 
 def _failed(record: RunRecord, state: run_state.RunState) -> Finding:
     """Return the last attempt's root cause, with other records from the folder."""
-    if record.last_failure is None:
-        finding = Finding(name="run-failed", status=Status.FAILURE, what=state.headline)
-        if not record.failures:
-            return _explained(finding, _known_in(_logs(record.run)))
-        before = f"before that: {record.failures[-1].finding.what}"
-        return dataclasses.replace(finding, why=before, fix="see console.log in the run folder")
-    finding = record.last_failure.finding
+    failure = record.last_failure
+    if failure is None:
+        return _failed_without_record(record, state)
+    finding = failure.finding
     why = [finding.why]
-    if earlier := record.failures[:-1]:
-        why.append(
-            f"{plural(len(earlier), 'attempt')} had failed before: {earlier[-1].finding.what}"
-        )
-    hang = record.hang_now
-    if hang is not None and finding.name not in messages.NAMES.values():
-        why.append(f"reported shortly before: {hang.finding.what}")
-    said = [one.what for one in hang.analysis] if hang is not None else []
+    earlier = record.failures[:-1]
+    if earlier:
+        count = plural(len(earlier), "attempt")
+        why.append(f"{count} had failed before: {earlier[-1].finding.what}")
+    if record.hang is None:
+        return dataclasses.replace(finding, why=_lines(*why))
+    if finding.name not in messages.NAMES.values():
+        why.append(f"reported shortly before: {record.hang.finding.what}")
+    analysis = [found.what for found in record.hang.analysis]
     return dataclasses.replace(
-        finding, why=_joined(why), evidence=_joined([finding.evidence, *said])
+        finding, why=_lines(*why), evidence=_lines(finding.evidence, *analysis)
     )
+
+
+def _failed_without_record(record: RunRecord, state: run_state.RunState) -> Finding:
+    """Return why a run failed that started no rank after its last recorded failure, if any."""
+    finding = Finding(name="run-failed", status=Status.FAILURE, what=state.headline)
+    if record.failures:
+        why = f"before that: {record.failures[-1].finding.what}"
+        return dataclasses.replace(finding, why=why, fix="see console.log in the run folder")
+    for known in _known_errors(record.run)[:1]:
+        return dataclasses.replace(finding, why=known.what, fix=known.fix, evidence=known.evidence)
+    return finding
 
 
 def _died(record: RunRecord, state: run_state.RunState) -> Finding:
-    job = record.job
     phases = [event.name for event in record.events if event.name in run_state.ACTIVE]
-    was = f"the run was {phases[-1]}; " if phases else ""
-    if job is not None and not job.launcher.is_of_this_machine:
-        return _not_heard_of(record, state, job.launcher.host, was)
-    left = f"muster stop {record.run.path}   # stops any remaining processes"
+    phase = f"the run was {phases[-1]}; " if phases else ""
+    host = record.job.launcher.host if record.job else None
+    if record.job is not None and not record.job.launcher.is_of_this_machine:
+        stop = f"on {host}, if it is up: muster stop {record.run.path}"
+        return Finding(
+            name="launcher-gone",
+            status=Status.FAILURE,
+            what=state.headline.replace("the launcher", f"the launcher on {host}"),
+            why=f"{phase}that host is down or lost access to this disk, or this folder is an older copy",
+            fix=_lines(stop, _resume_training(record)),
+        )
+    where = f" on {host}" if host else ""
     return Finding(
         name="launcher-killed",
         status=Status.FAILURE,
-        what=f"{state.headline}{f' on {job.launcher.host}' if job else ''}, and its ranks were stopped",
-        why=f"{was}the launcher logged no error, so it was killed: by kill -9, the out-of-memory killer, or "
+        what=f"{state.headline}{where}, and its ranks were stopped",
+        why=f"{phase}the launcher logged no error, so it was killed: by kill -9, the out-of-memory killer, or "
         "a reboot of the host",
-        fix=_joined(
-            ["journalctl and dmesg there show what killed it", left, _how_to_go_on(record)]
+        fix=_lines(
+            "journalctl and dmesg there show what killed it",
+            f"muster stop {record.run.path}   # stops any remaining processes",
+            _resume_training(record),
         ),
-    )
-
-
-def _not_heard_of(record: RunRecord, state: run_state.RunState, host: str, was: str) -> Finding:
-    there = f"on {host}, if it is up: muster stop {record.run.path}"
-    return Finding(
-        name="launcher-gone",
-        status=Status.FAILURE,
-        what=state.headline.replace("the launcher", f"the launcher on {host}"),
-        why=f"{was}that host is down or lost access to this disk, or this folder is an older copy",
-        fix=_joined([there, _how_to_go_on(record)]),
     )
 
 
@@ -186,103 +208,93 @@ def _active(record: RunRecord, state: run_state.RunState) -> Finding:
     )
 
 
-def _unknown() -> Finding:
-    return Finding(
-        name="run-unknown",
-        status=Status.NOTE,
-        what="the run folder does not contain the state of the run",
-        why="state.json is missing or unreadable: the run never started, or its folder was copied only in part",
-        fix="see console.log and logs/ in the run folder",
-    )
-
-
 def _last_troubles(record: RunRecord) -> Iterator[Finding]:
     """Return the last known problems of a run that ended without a root cause."""
-    hang = record.hang_now
-    if hang is not None:
-        yield _of_hang(hang)
+    if record.hang is not None:
+        yield _with_analysis(record.hang)
     for failed in record.failures[-1:]:
         what = f"attempt {failed.attempt + 1} had failed: {failed.finding.what}"
         yield dataclasses.replace(failed.finding, status=Status.WARNING, what=what)
-    stopped = record.state is not None and record.state.phase == "stopped"
-    if hang is None and not record.failures and not stopped:
-        yield from _known_in(_logs(record.run))[:2]
+    was_stopped = record.state is not None and record.state.phase == "stopped"
+    if record.hang is None and not record.failures and not was_stopped:
+        yield from _known_errors(record.run)[:2]
 
 
-def _of_hang(hang: evidence.HangRecord) -> Finding:
+def _with_analysis(hang: evidence.HangRecord) -> Finding:
     """Return a hang as it was reported, with the analysis of the flight recorders."""
-    said = [one.what for one in hang.analysis]
-    return dataclasses.replace(hang.finding, evidence=_joined([hang.finding.evidence, *said]))
+    analysis = [finding.what for finding in hang.analysis]
+    return dataclasses.replace(hang.finding, evidence=_lines(hang.finding.evidence, *analysis))
 
 
-def _how_to_go_on(record: RunRecord) -> str:
-    ours = record.job is not None and record.job.typed[:1] == ["train"]
-    resume = f"muster train --resume {record.run.path}   # resumes from its newest valid checkpoint"
-    return resume if ours else ""
+def _resume_training(record: RunRecord) -> str:
+    """Return the command that resumes a run of ``muster train``; "" for the user's own script."""
+    if record.job is None or record.job.typed[:1] != ["train"]:
+        return ""
+    return f"muster train --resume {record.run.path}   # resumes from its newest valid checkpoint"
 
 
-def _to_resume(record: RunRecord) -> Iterator[Finding]:
-    """Yield from which checkpoint the user's script can resume, if it did not finish."""
+def _to_resume(record: RunRecord) -> Finding | None:
+    """Return from which checkpoint the user's script can resume, if it did not finish."""
     state, job = record.state, record.job
     if state is None or job is None or state.active or state.phase == "finished":
-        return
+        return None
     with contextlib.suppress(OSError):
-        if finding := resume_finding(job, plan_resume(job, record.run.metrics)):
-            yield finding
-            return
-    if state.resume:  # a copy of the folder, without the checkpoints
-        yield Finding(
-            name="checkpoint-to-resume",
-            status=Status.NOTE,
-            what="the script could be resumed when the run ended",
-            why="its checkpoints are not accessible from this host",
-            fix=state.resume,
-        )
+        finding = resume_finding(job, plan_resume(job, record.run.metrics))
+        if finding is not None:
+            return finding
+    if not state.resume:
+        return None
+    return Finding(  # for a copy of the folder, without the checkpoints
+        name="checkpoint-to-resume",
+        status=Status.NOTE,
+        what="the script could be resumed when the run ended",
+        why="its checkpoints are not accessible from this host",
+        fix=state.resume,
+    )
 
 
 def _after_failures(record: RunRecord) -> str:
-    failed = len(record.failures) + len(record.unexplained_restarts)
-    return f", after {plural(failed, 'failed attempt')}" if failed else ""
+    count = len(record.failures) + len(record.unexplained_restarts)
+    return f", after {plural(count, 'failed attempt')}" if count else ""
 
 
-# ---- logs
+def _lines(*parts: str) -> str:
+    return "\n".join(filter(None, parts))
+
+
+# ---- files
 
 
 def _files(record: RunRecord) -> Iterator[str]:
     """Return the names of the files to read, the most relevant first."""
     run = record.run
-    guilty = [one.rank for failed in record.failures[-1:] for one in failed.ranks]
-    logs = [run.rank_log(rank) for rank in guilty] or sorted(run.logs.glob("rank-*.log"))
-    kept = [path for hang in record.hangs[-1:] for path in hang.files]
-    for path in dict.fromkeys([*kept, *logs[:_LOGS_NAMED], run.console]):
+    paths: list[Path] = []
+    for hang in record.hangs[-1:]:
+        paths += hang.files
+    failed_ranks = record.failures[-1].ranks if record.failures else ()
+    logs = [run.rank_log(failed.rank) for failed in failed_ranks] or _rank_logs(run)
+    paths += logs[:_LOGS_SHOWN]
+    for path in dict.fromkeys([*paths, run.console]):
         if path.exists():
             yield path.relative_to(run.path).as_posix()
 
 
-def _explained(finding: Finding, known: Sequence[Finding]) -> Finding:
-    """Add the explanation of error texts in the logs to a finding without one."""
-    if not known:
-        return finding
-    first = known[0]
-    return dataclasses.replace(finding, why=first.what, fix=first.fix, evidence=first.evidence)
+def _rank_logs(run: RunFolder) -> list[Path]:
+    return sorted(run.logs.glob("rank-*.log"))
 
 
-def _logs(run: RunFolder) -> list[Path]:
-    """Return the existing rank logs, newest first, then the launcher's console log."""
-    found = [*run.logs.glob("rank-*.log")]
+def _known_errors(run: RunFolder) -> list[Finding]:
+    """Return explanations of the error texts in the logs, causes before secondary errors; newer logs first."""
+    logs = _rank_logs(run)
     with contextlib.suppress(OSError):
-        found.sort(key=lambda path: -path.stat().st_mtime)
-    return [*found[:_LOGS_READ], run.console]
-
-
-def _known_in(logs: Sequence[Path]) -> list[Finding]:
-    """Return explanations of the error texts in logs, causes before secondary errors."""
-    found: dict[str, Explanation] = {}
-    for path in logs:
-        for one in explain_text(_end_of(path)):
-            if one.role is not Role.ASIDE:
-                found.setdefault(one.name, one)
-    return [explanation_finding(one) for one in sorted(found.values(), key=lambda one: one.role)]
+        logs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    explanations: dict[str, Explanation] = {}
+    for path in [*logs[:_LOGS_READ], run.console]:
+        for explanation in explain_text(_end_of(path)):
+            if explanation.role is not Role.ASIDE:
+                explanations.setdefault(explanation.name, explanation)
+    by_role = sorted(explanations.values(), key=lambda explanation: explanation.role)
+    return list(map(explanation_finding, by_role))
 
 
 def _end_of(path: Path) -> str:
@@ -295,21 +307,8 @@ def _end_of(path: Path) -> str:
 
 
 def _age_of_newest(run: RunFolder) -> str:
-    newest = 0.0
-    for path in (run.state, run.console, *run.logs.glob("rank-*.log")):
+    newest_unix_s = 0.0
+    for path in (run.state, run.console, *_rank_logs(run)):
         with contextlib.suppress(OSError):
-            newest = max(newest, path.stat().st_mtime)
-    return format_seconds(max(0.0, time.time() - newest))
-
-
-def _with_names_inside(finding: Finding) -> Finding:
-    """Replace absolute paths with paths relative to the run folder."""
-    return dataclasses.replace(
-        finding,
-        why=_PATH_INSIDE.sub(r"\1", finding.why),
-        evidence=_PATH_INSIDE.sub(r"\1", finding.evidence),
-    )
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return "\n".join(part for part in parts if part)
+            newest_unix_s = max(newest_unix_s, path.stat().st_mtime)
+    return format_seconds(max(0.0, time.time() - newest_unix_s))

@@ -9,7 +9,6 @@ of other hosts.
 import contextlib
 import socket
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -67,12 +66,17 @@ def read_node_ranks(
     run: RunFolder, now_unix_s: float, *, written_on: str | None = None
 ) -> list[NodeRanks]:
     """Return the hosts with recent rank records of the newest attempt; all, or those written on one host."""
-    found = [
-        one for one in map(_read_ranks, _node_records_files(run, written_on)) if one is not None
-    ]
-    lately = [one for one in found if now_unix_s - one.at_unix_s < _GONE_AFTER_S]
-    newest = max((one.attempt for one in lately), default=0)
-    return _each_rank_once([one for one in lately if one.attempt == newest])
+    if written_on is None:
+        paths = run.metrics.glob("ranks/*/from-*.json")
+    else:
+        paths = node_record_path(run, written_on, 0).parent.glob("from-*.json")
+    recent = []
+    for path in sorted(paths):
+        node = _read_ranks(path)
+        if node is not None and now_unix_s - node.at_unix_s < _GONE_AFTER_S:
+            recent.append(node)
+    newest = max((node.attempt for node in recent), default=0)
+    return _each_rank_once([node for node in recent if node.attempt == newest])
 
 
 def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
@@ -81,26 +85,16 @@ def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
     for node in nodes:
         for heartbeat in node.ranks:
             newest[heartbeat.rank] = max(newest.get(heartbeat.rank, 0.0), node.at_unix_s)
-    kept = [
-        msgspec.structs.replace(
-            node, ranks=tuple(one for one in node.ranks if newest[one.rank] == node.at_unix_s)
-        )
-        for node in nodes
-    ]
-    return [node for node in kept if node.ranks]
-
-
-def _node_records_files(run: RunFolder, written_on: str | None) -> Iterable[Path]:
-    if written_on is not None:
-        return sorted(node_record_path(run, written_on, 0).parent.glob("from-*.json"))
-    return sorted(run.metrics.glob("ranks/*/from-*.json"))
-
-
-_decode_ranks = msgspec.json.Decoder(NodeRanks).decode
+    result = []
+    for node in nodes:
+        ranks = [beat for beat in node.ranks if newest[beat.rank] == node.at_unix_s]
+        if ranks:
+            result.append(msgspec.structs.replace(node, ranks=tuple(ranks)))
+    return result
 
 
 def _read_ranks(path: Path) -> NodeRanks | None:
     try:
-        return untrusted.read_typed(path, _decode_ranks)
+        return untrusted.read_typed(path, msgspec.json.Decoder(NodeRanks).decode)
     except (OSError, untrusted.Unreadable):
         return None

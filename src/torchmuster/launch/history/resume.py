@@ -64,55 +64,52 @@ def plan_resume(job: JobSpec | RunJob, metrics: Path) -> ResumePlan:
     if is_ours(job.command):
         return ResumePlan()
     newest = newest_usable(read_script_checkpoints(metrics), on_other_hosts=bool(job.hosts))
-    arguments, is_certain = _arguments(job, newest.usable)
+    checkpoint = newest.usable
+    arguments: list[str] = []
+    is_certain = False
+    if job.resume_with:
+        is_certain = True
+        arguments = list(job.resume_with)
+        if checkpoint is not None:
+            arguments = [word.replace(PATH, checkpoint.path) for word in arguments]
+        elif any(PATH in word for word in arguments):
+            arguments = []
+    elif checkpoint is not None and checkpoint.library in _FLAGS:
+        flag = _FLAGS[checkpoint.library]
+        is_certain = _passes_value(job.command[1:], flag)
+        arguments = [flag, checkpoint.path]
     return ResumePlan(
-        checkpoint=newest.usable,
+        checkpoint=checkpoint,
         unusable=newest.unusable,
-        arguments=arguments,
+        arguments=tuple(arguments),
         is_certain=is_certain,
     )
 
 
-def _arguments(
-    job: JobSpec | RunJob, checkpoint: ScriptCheckpoint | None
-) -> tuple[tuple[str, ...], bool]:
-    if job.resume_with:
-        words = job.resume_with
-        if checkpoint is None:
-            return (() if any(PATH in word for word in words) else tuple(words)), True
-        return tuple(word.replace(PATH, checkpoint.path) for word in words), True
-    if checkpoint is None or checkpoint.library not in _FLAGS:
-        return (), False
-    flag = _FLAGS[checkpoint.library]
-    is_certain = _passes_value(job.command[1:], flag)
-    return (flag, checkpoint.path), is_certain
-
-
 def _passes_value(arguments: Sequence[str], flag: str) -> bool:
     """Return whether the user's own command gives this flag a value, so that the script certainly takes one."""
-    if any(word.startswith(f"{flag}=") for word in arguments):
-        return True
-    return any(
-        word == flag and not value.startswith("-") for word, value in itertools.pairwise(arguments)
-    )
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
+        if argument.startswith(f"{flag}=") or (argument == flag and not following.startswith("-")):
+            return True
+    return False
 
 
 def with_arguments(command: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
     """Return a command with arguments at its end, replacing options that it already has."""
-    options = {word.partition("=")[0] for word in arguments if word.startswith("--")}
-    with_value = {word.partition("=")[0] for word in arguments if "=" in word} | {
-        option
-        for option, value in itertools.pairwise(arguments)
-        if option in options and not value.startswith("-")
-    }
-    kept: list[str] = []
-    replaced = ""  # the option before this word
-    for word in command:
-        is_value = replaced in with_value and not word.startswith("-")
-        replaced = word if word.partition("=")[0] in options else ""
+    takes_value: dict[str, bool] = {}  # by option
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
+        option, equals, _ = argument.partition("=")
+        if option.startswith("--"):
+            takes_value[option] = bool(equals) or not following.startswith("-")
+    result: list[str] = []
+    replaced = ""  # the replaced option before this argument
+    for argument in command:
+        is_value = takes_value.get(replaced, False) and not argument.startswith("-")
+        option = argument.partition("=")[0]
+        replaced = option if option in takes_value else ""
         if not replaced and not is_value:
-            kept.append(word)
-    return (*kept, *arguments)
+            result.append(argument)
+    return (*result, *arguments)
 
 
 # ---- texts
@@ -124,13 +121,17 @@ def resume_command(job: JobSpec | RunJob, plan: ResumePlan) -> str:
 
 
 def _typed(job: JobSpec | RunJob, command: Sequence[str]) -> str:
-    before = ["-m"] if job.module else [] if command[0].endswith(".py") else ["--"]
-    return shlex.join(redact_command(["muster", job.typed[0], *job.flags, *before, *command]))
+    typed = ["muster", job.typed[0], *job.flags]
+    if job.module:
+        typed.append("-m")
+    elif not command[0].endswith(".py"):
+        typed.append("--")
+    return shlex.join(redact_command([*typed, *command]))
 
 
 def resume_finding(job: JobSpec | RunJob, plan: ResumePlan) -> Finding | None:
     """Return what a user needs to resume a run that did not finish; None if its script saved nothing."""
-    lines = [f"not used: {path} is {found}" for path, found in plan.unusable]
+    why = _unusable_lines(plan)
     newest = plan.checkpoint
     if newest is None:
         if not plan.unusable:
@@ -139,37 +140,47 @@ def resume_finding(job: JobSpec | RunJob, plan: ResumePlan) -> Finding | None:
             name="no-complete-checkpoint",
             status=Status.WARNING,
             what="the script saved checkpoints, but none of them is complete",
-            why="\n".join(lines),
+            why="\n".join(why),
             fix="start the script from the beginning",
         )
-    found = newest.condition
-    is_complete = found.state is Completeness.COMPLETE
+    what = f"the newest complete checkpoint is {checkpoint_text(newest)}"
+    condition = newest.condition
+    if condition.state is not Completeness.COMPLETE:
+        what = f"the newest checkpoint is {checkpoint_text(newest)}"
+        why.append(f"not checked: {condition.why}")
     return Finding(
         name="checkpoint-to-resume",
         status=Status.NOTE,
-        what=f"the newest {'complete ' if is_complete else ''}checkpoint is {checkpoint_text(newest)}",
-        why="\n".join(lines if is_complete else [*lines, f"not checked: {found.why}"]),
+        what=what,
+        why="\n".join(why),
         fix="\n".join(_steps_to_resume(job, plan, newest)),
     )
 
 
 def checkpoint_text(checkpoint: ScriptCheckpoint) -> str:
     """Return a checkpoint in a few words: ``step 40, 1.2 GiB, 3 min old: /data/out/checkpoint-40``."""
-    age = format_seconds(max(0.0, time.time() - checkpoint.at_unix_s))
-    size = "" if checkpoint.size_bytes is None else f", {format_bytes(checkpoint.size_bytes)}"
-    return f"step {checkpoint.step:,}{size}, {age} old: {checkpoint.path}"
+    facts = [f"step {checkpoint.step:,}"]
+    if checkpoint.size_bytes is not None:
+        facts.append(format_bytes(checkpoint.size_bytes))
+    age_s = max(0.0, time.time() - checkpoint.at_unix_s)
+    facts.append(f"{format_seconds(age_s)} old")
+    return f"{', '.join(facts)}: {checkpoint.path}"
+
+
+def _unusable_lines(plan: ResumePlan) -> list[str]:
+    return [f"not used: {path} is {condition}" for path, condition in plan.unusable]
 
 
 def _steps_to_resume(
     job: JobSpec | RunJob, plan: ResumePlan, newest: ScriptCheckpoint
 ) -> Iterator[str]:
-    if command := resume_command(job, plan):
+    command = resume_command(job, plan)
+    if command:
         yield command
     if plan.is_certain:
         return
-    line = _LINES.get(newest.library, "{path}").format(
-        path=json.dumps(newest.path, ensure_ascii=False)
-    )
+    path = json.dumps(newest.path, ensure_ascii=False)
+    line = _LINES.get(newest.library, "{path}").format(path=path)
     script = printable(job.command[:1])
     if command:
         yield f"# {script} must pass the path on: {line}"
@@ -180,11 +191,13 @@ def _steps_to_resume(
 
 def restart_text(plan: ResumePlan) -> str:
     """Return the lines about resuming that a restart prints."""
-    lines = [f"not used: {path} is {found}" for path, found in plan.unusable]
-    if arguments := plan.on_restart():
-        return "\n".join([*lines, f"added to the script's arguments: {printable(arguments)}"])
-    lines.append("the script starts from step 0, unless it resumes by itself")
+    lines = _unusable_lines(plan)
+    arguments = plan.on_restart()
+    if arguments:
+        lines.append(f"added to the script's arguments: {printable(arguments)}")
+        return "\n".join(lines)
+    line = "the script starts from step 0, unless it resumes by itself"
     if plan.checkpoint is not None:
         flag = _FLAGS.get(plan.checkpoint.library, "--FLAG")
-        lines[-1] += f"; if it has a flag to resume, pass it with --resume-with '{flag} {PATH}'"
-    return "\n".join(lines)
+        line += f"; if it has a flag to resume, pass it with --resume-with '{flag} {PATH}'"
+    return "\n".join([*lines, line])

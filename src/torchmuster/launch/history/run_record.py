@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint, read_script_checkpoints
 from torchmuster.redaction import printable
@@ -12,7 +13,6 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, plural
 
 _SAME_LAUNCH_S = 5.0  # a launch writes its first event and its state this close together
-_NO_HANG_SINCE = (run_state.HANG_OVER, "submitted", "waiting", "joining", "starting")
 _ENDS = ("finished", "failed", "stopped", "saved")
 _LINES_SHOWN = 14
 _FIRST_LINES = 5
@@ -60,12 +60,16 @@ class RunRecord:
         return self.events[0].at_unix_s < self.state.started_unix_s - _SAME_LAUNCH_S
 
     @property
-    def hang_now(self) -> evidence.HangRecord | None:
-        """The last reported hang, unless it was reported as over or another attempt has started since."""
-        ends = [event.at_unix_s for event in self.events if event.name in _NO_HANG_SINCE]
-        if not self.hangs or self.hangs[-1].at_unix_s < max(ends, default=0.0):
+    def hang(self) -> evidence.HangRecord | None:
+        """The hang that is not over, or was not when the run ended."""
+        event = run_state.EventSummary.of(self.events).hang
+        if event is None:
             return None
-        return self.hangs[-1]
+        if self.hangs and self.hangs[-1].at_unix_s >= event.at_unix_s:
+            return self.hangs[-1]
+        what = str(event.facts.get("what", ""))  # nothing else was recorded of it (yet)
+        finding = Finding(name=run_state.HANG, status=Status.WARNING, what=what)
+        return evidence.HangRecord(at_unix_s=event.at_unix_s, finding=finding, analysis=())
 
     @property
     def last_failure(self) -> evidence.FailedAttempt | None:
@@ -73,74 +77,80 @@ class RunRecord:
 
         A failure of an earlier launch in the same folder does not count.
         """
-        last, state = self.failures[-1] if self.failures else None, self.state
-        if last is None or state is None or last.at_unix_s < state.started_unix_s:
+        state = self.state
+        if not self.failures or state is None:
+            return None
+        last = self.failures[-1]
+        if last.at_unix_s < state.started_unix_s:
             return None
         what = last.finding.what.partition("\n")[0]
-        return last if what in state.headline or not state.headline else None
+        return last if not state.headline or what in state.headline else None
 
     @property
     def unexplained_restarts(self) -> list[run_state.RunEvent]:
         """Restarts after a failure with no other record, such as a failure of the launcher itself."""
-        restarts, since = [], 0.0
+        restarts = []
+        since_unix_s = 0.0
         for event in self.events:
             if event.name != run_state.RESTART:
                 continue
-            headline = event.facts.get("headline")
-            recorded = [
-                failed
-                for failed in self.failures
-                if since < failed.at_unix_s <= event.at_unix_s and failed.finding.what == headline
-            ]
-            if not recorded:
+            recorded = set()
+            for failure in self.failures:
+                if since_unix_s < failure.at_unix_s <= event.at_unix_s:
+                    recorded.add(failure.finding.what)
+            if event.facts.get("headline") not in recorded:
                 restarts.append(event)
-            since = event.at_unix_s
+            since_unix_s = event.at_unix_s
         return restarts
 
     def timeline(self) -> list[TimelineEvent]:
         """Return what happened, in chronological order."""
-        return sorted(self._moments(), key=lambda moment: moment.at_unix_s)
-
-    def _moments(self) -> Iterator[TimelineEvent]:
-        state = self.state
-        if state is not None:
-            command = printable(self.job.shown) if self.job else "unknown command"
-            yield TimelineEvent(at_unix_s=state.started_unix_s, what=f"launched: {command}")
-        restarts = self.unexplained_restarts
-        for event in self.events:
-            text = event_text(event) if event.name != run_state.RESTART or event in restarts else ""
-            if text and not self._is_failure_again(event):
-                yield TimelineEvent(at_unix_s=event.at_unix_s, what=text)
+        moments = [*self._launched(), *self._events(), *self._saves()]
         for failed in self.failures:
             what = f"attempt {failed.attempt + 1} failed: {_first_line(failed.finding.what)}"
-            yield TimelineEvent(at_unix_s=failed.at_unix_s, what=what)
-        yield from self._saves()
-        is_logged = bool(self.events) and state is not None and self.events[-1].name == state.phase
-        if state is not None and not state.active and not is_logged:
+            moments.append(TimelineEvent(at_unix_s=failed.at_unix_s, what=what))
+        return sorted(moments, key=lambda moment: moment.at_unix_s)
+
+    def _launched(self) -> Iterator[TimelineEvent]:
+        if self.state is not None:
+            command = printable(self.job.shown) if self.job else "unknown command"
+            yield TimelineEvent(at_unix_s=self.state.started_unix_s, what=f"launched: {command}")
+
+    def _events(self) -> Iterator[TimelineEvent]:
+        """Yield the events without those that only repeat a recorded failure, and the end if it was not logged."""
+        restarts = self.unexplained_restarts
+        last_failure = self.failures[-1].finding.what if self.failures else None
+        for event in self.events:
+            if event.name == run_state.RESTART and event not in restarts:
+                continue
+            if event.name == "failed" and event.facts.get("headline") == last_failure:
+                continue
+            text = event_text(event)
+            if text is not None:
+                yield TimelineEvent(at_unix_s=event.at_unix_s, what=text)
+        state = self.state
+        if state is None or state.active:
+            return
+        if not self.events or self.events[-1].name != state.phase:
             what = f"{state.phase}: {_first_line(state.headline)}"
             yield TimelineEvent(at_unix_s=state.since_unix_s, what=what)
 
-    def _is_failure_again(self, event: run_state.RunEvent) -> bool:
-        """Return whether the end of the run only repeats the failure of its last attempt."""
-        if event.name != "failed" or not self.failures:
-            return False
-        return event.facts.get("headline") == self.failures[-1].finding.what
-
     def _saves(self) -> Iterator[TimelineEvent]:
+        """Yield the newest checkpoint of ``muster train``, and the newest one of the user's script."""
         with contextlib.suppress(Exception):  # another command reports damaged ones
             from torchmuster.checkpoints.manifest import committed_manifests
             from torchmuster.checkpoints.store import FolderStore
 
             manifests = committed_manifests(FolderStore(self.run.checkpoints))
             if manifests:
-                newest, count = manifests[0], len(manifests) - 1
+                newest = manifests[0]
                 what = f"saved step {newest.step}: checkpoints/{newest.name}"
-                what += f"; {plural(count, 'older checkpoint')} kept" if count else ""
+                what += _and_earlier(len(manifests) - 1)
                 yield TimelineEvent(at_unix_s=newest.made_unix_s, what=what)
         if self.checkpoints:
-            saved, count = self.checkpoints[0], len(self.checkpoints) - 1
+            saved = self.checkpoints[0]
             what = f"saved step {saved.step:,}: {saved.path} ({saved.condition})"
-            what += f"; {plural(count, 'earlier checkpoint')}" if count else ""
+            what += _and_earlier(len(self.checkpoints) - 1)
             yield TimelineEvent(at_unix_s=saved.at_unix_s, what=what)
 
 
@@ -158,32 +168,38 @@ def timeline_text(moments: Sequence[TimelineEvent]) -> list[str]:
     return lines
 
 
-def event_text(event: run_state.RunEvent) -> str:
-    """Return the text of an event; "" for intermediate phases."""
+def event_text(event: run_state.RunEvent) -> str | None:
+    """Return the text of an event; None for intermediate phases."""
     facts = event.facts
     if event.name in run_state.ACTIVE:
-        return ""
+        return None
     if event.name == "started":
         return _start_text(facts)
     headline = _first_line(str(facts.get("headline", "")))
     if event.name in _ENDS:
         return headline if headline.startswith(event.name) else f"{event.name}: {headline}"
     if event.name == run_state.RESTART:
+        text = f"{headline or 'it failed'}; restarted"
         step = facts.get("from_step")
-        where = f" from step {step:,}" if isinstance(step, int) else ""
-        return f"{headline or 'it failed'}; restarted{where}"
-    return _first_line(str(facts.get("what", "")))
+        return f"{text} from step {step:,}" if isinstance(step, int) else text
+    return _first_line(str(facts.get("what", ""))) or None
 
 
 def _start_text(facts: dict[str, object]) -> str:
-    count, attempt = facts.get("ranks"), facts.get("attempt")
-    text = f"{count} rank{'' if count == 1 else 's'} started"
-    hosts, spares = facts.get("hosts"), facts.get("spares")
-    if isinstance(hosts, list):
-        text += f": {', '.join(map(str, hosts))}"
-    if isinstance(spares, list):
-        text += f"; spares: {', '.join(map(str, spares)) or 'none'}"
-    return f"{text} (attempt {attempt + 1})" if isinstance(attempt, int) and attempt else text
+    count = facts.get("ranks")
+    text = "1 rank started" if count == 1 else f"{count} ranks started"
+    for name, prefix in (("hosts", ": "), ("spares", "; spares: ")):
+        hosts = facts.get(name)
+        if isinstance(hosts, list):
+            text += prefix + (", ".join(map(str, hosts)) or "none")
+    attempt = facts.get("attempt")
+    if isinstance(attempt, int) and attempt:
+        text += f" (attempt {attempt + 1})"
+    return text
+
+
+def _and_earlier(count: int) -> str:
+    return f"; {plural(count, 'earlier checkpoint')}" if count else ""
 
 
 def _first_line(text: str) -> str:

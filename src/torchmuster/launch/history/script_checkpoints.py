@@ -1,8 +1,9 @@
 """The checkpoints that a script wrote during a run, as its rank 0 recorded them."""
 
 import contextlib
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,20 @@ def read_script_checkpoints(metrics: Path) -> list[ScriptCheckpoint]:
     """Return the checkpoints of a run, newest first; one that was overwritten counts once."""
     by_path: dict[str, ScriptCheckpoint] = {}
     for line in untrusted.read_json_lines(metrics / SAVES):
-        if found := checkpoint_from(line):
-            by_path.pop(found.path, None)
-            by_path[found.path] = found
-    return list(reversed(_without_small_files(by_path.values())))
+        checkpoint = checkpoint_from(line)
+        if checkpoint is not None:
+            by_path.pop(checkpoint.path, None)
+            by_path[checkpoint.path] = checkpoint
+    largest = 0
+    for checkpoint in by_path.values():
+        if checkpoint.library == "torch.save":
+            largest = max(largest, checkpoint.size_bytes or 0)
+    newest_first = []
+    for checkpoint in reversed(by_path.values()):
+        size = checkpoint.size_bytes or 0
+        if checkpoint.library != "torch.save" or size >= _SMALL_SHARE * largest:
+            newest_first.append(checkpoint)
+    return newest_first
 
 
 def lost_saves(metrics: Path) -> list[int]:
@@ -53,24 +64,22 @@ def lost_saves(metrics: Path) -> list[int]:
     lost: set[int] = set()
     for line in untrusted.read_json_lines(metrics / SAVES):
         step = line.get("step")
-        if isinstance(step, int):
-            (lost.add if line.get("problem") else lost.discard)(step)
+        if not isinstance(step, int):
+            continue
+        if line.get("problem"):
+            lost.add(step)
+        else:
+            lost.discard(step)
     return sorted(lost)
-
-
-def _without_small_files(found: Iterable[ScriptCheckpoint]) -> list[ScriptCheckpoint]:
-    found = list(found)
-    files = [one.size_bytes or 0 for one in found if one.library == "torch.save"]
-    least = _SMALL_SHARE * max(files, default=0)
-    return [one for one in found if one.library != "torch.save" or (one.size_bytes or 0) >= least]
 
 
 def saved_after(metrics: Path, since_unix_s: float) -> bool:
     """Return whether a complete checkpoint was recorded after a moment, such as a stop request."""
-    return any(
-        one.at_unix_s >= since_unix_s and one.condition.state is Completeness.COMPLETE
-        for one in read_script_checkpoints(metrics)
-    )
+    for checkpoint in read_script_checkpoints(metrics):
+        is_new = checkpoint.at_unix_s >= since_unix_s
+        if is_new and checkpoint.condition.state is Completeness.COMPLETE:
+            return True
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,35 +99,39 @@ def newest_usable(
     checks for a folder or file that was begun after the newest checkpoint and never finished.
     """
     unusable: list[tuple[str, Condition]] = []
-    for place, one in enumerate(checkpoints):
-        if place == 0 and (begun := _begun_after(one, {known.path for known in checkpoints})):
-            unusable.append(begun)
-        found = one.condition
-        unseen = on_other_hosts and found.state is Completeness.MISSING and place == 0
-        if found.state is Completeness.COMPLETE or unseen or "://" in one.path:
-            return NewestCheckpoints(usable=one, unusable=tuple(unusable))
-        if found.state is not Completeness.MISSING:  # scripts delete old ones
-            unusable.append((one.path, found))
+    if checkpoints:
+        unfinished = _begun_after(checkpoints[0], {known.path for known in checkpoints})
+        if unfinished is not None:
+            unusable.append(unfinished)
+    for index, checkpoint in enumerate(checkpoints):
+        condition = checkpoint.condition
+        is_missing = condition.state is Completeness.MISSING
+        may_be_elsewhere = on_other_hosts and is_missing and index == 0
+        is_url = "://" in checkpoint.path
+        if condition.state is Completeness.COMPLETE or may_be_elsewhere or is_url:
+            return NewestCheckpoints(usable=checkpoint, unusable=tuple(unusable))
+        if not is_missing:  # scripts delete old ones
+            unusable.append((checkpoint.path, condition))
     return NewestCheckpoints(unusable=tuple(unusable))
 
 
 def _begun_after(newest: ScriptCheckpoint, known: set[str]) -> tuple[str, Condition] | None:
     """Return an incomplete checkpoint with a similar name that is newer than the given one.
 
-    A rank records a checkpoint when it is written; one during which the rank was killed is found only here.
+    A rank records a checkpoint when it is written; one during which the rank was killed is known only here.
     """
     path = Path(newest.path)
     pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(path.name)))
     younger: list[tuple[float, str]] = []
     with contextlib.suppress(OSError):
-        for place, other in enumerate(path.parent.iterdir()):
-            if place >= _MOST_NEIGHBOURS:
-                break
-            if str(other) not in known and pattern.fullmatch(other.name):
-                younger.append((other.stat().st_mtime, str(other)))
-    for at_unix_s, name in sorted(younger, reverse=True):
-        if at_unix_s < newest.at_unix_s:
-            break
-        if (found := condition_of(name, newest.library)).state is Completeness.TORN:
-            return name, found
+        for neighbour in itertools.islice(path.parent.iterdir(), _MOST_NEIGHBOURS):
+            if str(neighbour) in known or not pattern.fullmatch(neighbour.name):
+                continue
+            written_unix_s = neighbour.stat().st_mtime
+            if written_unix_s >= newest.at_unix_s:
+                younger.append((written_unix_s, str(neighbour)))
+    for _, name in sorted(younger, reverse=True):
+        condition = condition_of(name, newest.library)
+        if condition.state is Completeness.TORN:
+            return name, condition
     return None

@@ -36,6 +36,8 @@ _PROGRESS = "torchmuster.train.progress"
 _RECORDER = "torchmuster.integrations.recorder"
 # The signals by which a script may be asked to save and stop.
 _STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+# The address of the function that the system calls for each signal that Python handles; None: unknown.
+_python_handler: int | None = None
 
 
 def start_heartbeat(rank: int, records: Path) -> None:
@@ -65,7 +67,7 @@ class HeartbeatWriter:
     def __init__(self, rank: int, records: Path) -> None:
         self._rank = rank
         self._path = records / f"rank-{rank}.heartbeat.json"
-        self._asked = records / f"rank-{rank}.examine"
+        self._stacks_request = records / f"rank-{rank}.examine"
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
         self._beat = self._moves = 0
@@ -73,7 +75,7 @@ class HeartbeatWriter:
         self._moved_s = time.monotonic()
         self._begun: dict[str, int] = {}
         self._waits: list[dict[str, Any]] = []
-        self._looked = False
+        self._has_read = False
         self._reading = False  # the flight recorder is being read
         self._delegates = False  # the main thread waits for another thread
         self._worker: int | None = None  # which one, according to its collectives
@@ -123,10 +125,10 @@ class HeartbeatWriter:
         reading = stack.read_main_thread(innermost)
         # The frames would keep the local variables of finished calls alive, such as activations.
         del frames, innermost
-        told = _told_by_trainer()
-        step, phase = told.get("step"), told.get("phase", "")
+        progress = _reported_progress()
+        step, phase = progress.get("step"), progress.get("phase", "")
         status = collectives.read_status()
-        look = self._notice_moves((status, step, phase), status, waiting=reading.waiting)
+        is_stuck = self._notice_moves((status, step, phase), status, waiting=reading.waiting)
         heartbeat = {
             "rank": self._rank,
             "pid": self._pid,
@@ -143,17 +145,17 @@ class HeartbeatWriter:
             "collectives": collectives.count_collectives(status),
             "begun": self._begun,
             "waits": self._waits,
-            "data_share": told.get("data_share"),
-            "communication_share": told.get("communication_share"),
+            "data_share": progress.get("data_share"),
+            "communication_share": progress.get("communication_share"),
         }
         _write(self._path, json.dumps(heartbeat))
         # After the heartbeat: both may block for as long as the rank hangs in a call of the GPU's driver.
-        if look and self._look():
+        if is_stuck and self._read_collectives():
             heartbeat |= {"begun": self._begun, "waits": self._waits}
             _write(self._path, json.dumps(heartbeat))
-        if self._asked.exists():
-            self._show()
-            self._asked.unlink()
+        if self._stacks_request.exists():
+            self._write_stacks()
+            self._stacks_request.unlink()
 
     def _notice_moves(self, seen: tuple[object, ...], status: bytes, *, waiting: bool) -> bool:
         """Count a change; return whether the rank stands still and its collectives are to be read."""
@@ -161,22 +163,23 @@ class HeartbeatWriter:
         if seen != self._seen:
             self._seen, self._moved_s = seen, now
             self._moves += 1
-            self._begun, self._waits, self._looked = {}, [], False
+            self._begun, self._waits, self._has_read = {}, [], False
             return False
         still_s = now - self._moved_s
-        if still_s < _STILL_AFTER_S or self._looked:
+        if still_s < _STILL_AFTER_S or self._has_read:
             return False
         # Reading the collectives takes tens of milliseconds: once per standstill.
         in_one = waiting or collectives.has_unfinished(status)
-        self._looked = in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S
-        return self._looked
+        self._has_read = in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S
+        return self._has_read
 
-    def _look(self) -> bool:
+    def _read_collectives(self) -> bool:
         """Read the collectives that this rank has begun and waits in; return whether they could be read."""
         with self._flight_recorder() as readable:
             if readable:
-                found = collectives.read_progress(main_waits_for_thread=self._delegates)
-                self._begun, self._waits, self._worker = found.begun, found.waits, found.worker
+                progress = collectives.read_progress(main_waits_for_thread=self._delegates)
+                self._begun, self._waits = progress.begun, progress.waits
+                self._worker = progress.worker
         return readable
 
     @contextlib.contextmanager
@@ -195,7 +198,7 @@ class HeartbeatWriter:
         finally:
             self._reading = False
 
-    def _show(self) -> None:
+    def _write_stacks(self) -> None:
         """Write the stacks of all threads and the flight recorder's entries."""
         _write(self._path.with_name(f"rank-{self._rank}.stacks.txt"), all_stacks(self._rank))
         with contextlib.suppress(Exception), self._flight_recorder() as readable:
@@ -219,17 +222,12 @@ def replaced_signals() -> list[str]:
 
 
 def _python_signals() -> list[str]:
-    numbers = {name: getattr(signal, name, None) for name in _STOP_SIGNALS}  # Windows lacks some
-    unhandled = (signal.SIG_DFL, signal.SIG_IGN)
-    return [
-        name
-        for name, number in numbers.items()
-        if number is not None and signal.getsignal(number) not in unhandled
-    ]
-
-
-# The address of the function that the system calls for each signal that Python handles; None: unknown.
-_python_handler: int | None = None
+    names = []
+    for name in _STOP_SIGNALS:
+        number = getattr(signal, name, None)  # Windows lacks some
+        if number is not None and signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
+            names.append(name)
+    return names
 
 
 def _find_python_handler() -> None:
@@ -255,23 +253,22 @@ def _installed_handler(number: int) -> int | None:
 
 def all_stacks(rank: int) -> str:
     """Return the Python stacks of all threads except this one, the main thread first."""
-    names = {one.ident: one.name for one in threading.enumerate()}
-    main, here = threading.main_thread().ident, _thread.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    parts = [f"rank {rank}, process {os.getpid()} on {socket.gethostname()}, {time.ctime()}\n"]
-    for thread in sorted(frames, key=lambda one: one != main):
-        if thread != here:
-            lines = "".join(traceback.format_stack(frames[thread]))
-            parts.append(
-                f"\nthread {names.get(thread, 'of a library')}, innermost call last:\n{lines}"
-            )
-    return "".join(parts)
+    frames.pop(_thread.get_ident())
+    main = threading.main_thread().ident
+    text = f"rank {rank}, process {os.getpid()} on {socket.gethostname()}, {time.ctime()}\n"
+    for thread in sorted(frames, key=lambda ident: ident != main):
+        text += f"\nthread {names.get(thread, 'of a library')}, innermost call last:\n"
+        text += "".join(traceback.format_stack(frames[thread]))
+    return text
 
 
-def _told_by_trainer() -> dict[str, Any]:
-    told = getattr(sys.modules.get(_PROGRESS), "progress", None)
-    if told is not None and told.step is not None:
-        return {name: getattr(told, name) for name in told.__slots__}
+def _reported_progress() -> dict[str, Any]:
+    """Return what the trainer reports, or the recorder of another library."""
+    progress = getattr(sys.modules.get(_PROGRESS), "progress", None)
+    if progress is not None and progress.step is not None:
+        return {name: getattr(progress, name) for name in progress.__slots__}
     recorder = getattr(sys.modules.get(_RECORDER), "recorder", None)
     if recorder is None:
         return {}

@@ -8,7 +8,7 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.diagnose.hang import report
 from torchmuster.diagnose.hang.job_watch import JobWatch, SeenRank
 from torchmuster.diagnose.hang.rank_processes import RankProcess, RanksHere
-from torchmuster.diagnose.hang.rank_stacks import RankLook, WorkerLook
+from torchmuster.diagnose.hang.rank_stacks import RankSnapshot, WorkerSnapshot
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 
@@ -54,27 +54,22 @@ class Job:
         ]
         self.watch = JobWatch(ranks, clock=lambda: self.now_s)
 
-    def live(self, facts: Callable[[int, int], Facts], seconds: int = 90) -> Finding | None:
-        """Look until there is a hang, the ranks move, or the time is over; return the hang."""
+    def live(self, facts: Callable[[int, int], Facts], seconds: int = 90) -> Finding:
+        """Take snapshots until there is a hang, the ranks move, or the time is over; return the conclusion."""
         for second in range(1, seconds + 1):
             self.now_s = float(second)
             for host in self.watch.hosts:
-                own = [one for one in self.watch.ranks if one.host == host]
-                shown = [look(one.process.pid, **facts(second, one.rank)) for one in own]
-                self.watch.heard(host, shown)
-            if finding := self.watch.judge():
-                return finding
-            if self.watch.moving or self.watch.exited:
+                own = [rank for rank in self.watch.ranks if rank.host == host]
+                shown = [snapshot_of(one.process.pid, **facts(second, one.rank)) for one in own]
+                self.watch.add(host, shown)
+            if self.watch.judge() or self.watch.moving or self.watch.exited:
                 break
-        return None
-
-    def result(self, hang: Finding | None) -> Finding:
-        return report.conclusion(self.watch, hang, self.now_s)
+        return report.conclusion(self.watch, self.now_s)
 
 
-def look(pid: int, **facts: object) -> RankLook:
+def snapshot_of(pid: int, **facts: object) -> RankSnapshot:
     known: Facts = {"state": "S", "thread": pid, "wakeups": (5, 5, 5)}
-    return RankLook(pid=pid, **(known | facts))  # type: ignore[arg-type]
+    return RankSnapshot(pid=pid, **(known | facts))  # type: ignore[arg-type]
 
 
 def awake(second: int) -> tuple[int, int, int]:
@@ -90,7 +85,7 @@ def test_the_rank_that_differs_is_named_with_its_line_and_source(
     snapshot: SnapshotAssertion,
 ) -> None:
     job = Job([0, 1, 2, 3])
-    told = job.result(job.live(one_against_all(3, SLEEPS)))
+    told = job.live(one_against_all(3, SLEEPS))
     assert (told.name, told.status) == ("rank-elsewhere", Status.FAILURE)
     assert told.what.startswith("rank 3 on b ")
     assert 12 <= job.now_s <= 14
@@ -98,12 +93,12 @@ def test_the_rank_that_differs_is_named_with_its_line_and_source(
 
 
 def test_a_loader_worker_is_named_with_its_own_line(snapshot: SnapshotAssertion) -> None:
-    worker = WorkerLook(
+    worker = WorkerSnapshot(
         pid=900, place="data.py:41 in load", doing="time.sleep", stack=("load (data.py:41)",)
     )
     loads: Facts = {"doing": "DataLoader.__next__", "place": "train.py:7", "workers": (worker,)}
     job = Job([0, 1], world_size=2)
-    told = job.result(job.live(one_against_all(1, {**loads, "phase": "loading data"})))
+    told = job.live(one_against_all(1, {**loads, "phase": "loading data"}))
     assert told.name == "rank-elsewhere"
     assert "data.py:41 in load" in told.what
     assert told == snapshot
@@ -127,7 +122,7 @@ def test_each_kind_of_hang_has_its_name_and_its_time(
     name: str, facts: Facts, at_s: tuple[float, float], snapshot: SnapshotAssertion
 ) -> None:
     job = Job([0, 1, 2, 3])
-    told = job.result(job.live(one_against_all(1, facts)))
+    told = job.live(one_against_all(1, facts))
     assert (told.name, told.status) == (name, Status.FAILURE)
     assert at_s[0] <= job.now_s <= at_s[1]
     assert told.what == snapshot
@@ -138,20 +133,20 @@ def test_a_rank_that_looks_for_something_again_and_again_does_not_move() -> None
         return {**SLEEPS, "wakeups": awake(second)} if rank == 1 else WAITS
 
     job = Job([0, 1])
-    told = job.result(job.live(polls))
+    told = job.live(polls)
     assert told.name == "rank-elsewhere"
 
 
 def test_a_rank_that_exited_before_the_first_look_is_missed() -> None:
     job = Job([0, 2, 3])  # host a has two ranks
-    told = job.result(job.live(lambda *_: WAITS))
+    told = job.live(lambda *_: WAITS)
     assert told.name == "rank-exited"
     assert told.what.startswith("rank 1 on a ")
 
 
 def test_ranks_that_wait_for_hosts_that_were_not_looked_at(snapshot: SnapshotAssertion) -> None:
     job = Job([0, 1])
-    told = job.result(job.live(lambda *_: WAITS))
+    told = job.live(lambda *_: WAITS)
     assert told.name == "collective-does-not-end"
     assert "ranks 2-3" in told.what
     assert told == snapshot
@@ -164,12 +159,12 @@ def test_native_frames_are_asked_for_once_and_what_they_showed_is_kept() -> None
     def facts(second: int, rank: int) -> Facts:
         if rank == 1:
             return SLEEPS
-        asked = job.watch.request_for("a", nonblocking=False).native_if_idle
+        asked = job.watch.request_for("a").native
         assert asked == ((100, 101) if second == 1 else ())
         native = {"doing": "all_reduce", "waiting": True} if second == 1 else {"doing": "backward"}
         return {**backward, **native}
 
-    told = job.result(job.live(facts))
+    told = job.live(facts)
     assert told.name == "rank-elsewhere"
     assert "rank 0 waits in all_reduce" in told.what
 
@@ -201,7 +196,7 @@ def same_line(second: int, rank: int) -> Facts:
 @pytest.mark.parametrize("facts", [steps, slow_steps, same_line, lambda *_: BUSY])
 def test_ranks_that_move_are_not_accused(facts: Callable[[int, int], Facts]) -> None:
     job = Job([0, 1], world_size=2)
-    told = job.result(job.live(facts))
+    told = job.live(facts)
     assert (told.name, told.status) == ("ranks-move", Status.OK)
 
 
@@ -212,33 +207,32 @@ def test_the_last_move_before_a_hang_is_not_enough() -> None:
         return WAITS if second > 1 else BUSY | {"busy": 0.0}
 
     job = Job([0, 1], world_size=2)
-    assert job.result(job.live(facts)).name == "rank-elsewhere"
+    assert job.live(facts).name == "rank-elsewhere"
 
 
 def test_ranks_that_all_sleep_are_neither_accused_nor_cleared() -> None:
     job = Job([0, 1], world_size=2)
-    told = job.result(job.live(lambda *_: SLEEPS))
+    told = job.live(lambda *_: SLEEPS)
     assert (told.name, told.status) == ("hang-not-certain", Status.NOTE)
     assert "ranks 0-1" in told.what
 
 
 def test_a_job_that_ends_while_it_is_watched() -> None:
     job = Job([0, 1], world_size=2)
-    told = job.result(job.live(lambda *_: {"state": "X"}))
+    told = job.live(lambda *_: {"state": "X"})
     assert told.name == "job-exited"
 
 
 def test_a_stack_that_cannot_be_read_is_no_evidence() -> None:
     problem: Facts = {"problem": "py-spy: Failed to find python version from target process"}
     job = Job([0, 1], world_size=2)
-    hang = job.live(one_against_all(1, problem))
     with pytest.raises(Impossible) as raised:
-        job.result(hang)
+        job.live(one_against_all(1, problem))
     assert raised.value.what.endswith("rank 1")
     assert "py-spy dump --pid 101" in raised.value.fix
     late = Job([0, 1], world_size=2)  # one failed attempt does not matter
-    hang = late.live(lambda second, rank: problem if second == 5 else [WAITS, SLEEPS][rank])
-    assert late.result(hang).name == "rank-elsewhere"
+    result = late.live(lambda second, rank: problem if second == 5 else [WAITS, SLEEPS][rank])
+    assert result.name == "rank-elsewhere"
 
 
 # ---- notes about GPUs
@@ -258,11 +252,7 @@ def test_what_else_is_known_about_gpus() -> None:
     off = Job([0, 1], world_size=2, uses_gpu=True)
     assert list(noted(off)) == []  # nothing hangs
     off.live(one_against_all(1, SLEEPS))
-    ((name, fix), ras) = noted(off, ras=True)
-    assert name == "flight-recorder-not-dumped"  # torch records by default: nothing to switch on
-    assert "BUFFER_SIZE" not in fix
-    assert "TORCH_FR_DUMP_TEMP_FILE" in fix
-    assert ras == ("nccl-ras", "ncclras -v")
+    assert list(noted(off, ras=True)) == [("nccl-ras", "ncclras -v")]
     dumped = Job([0, 1], world_size=2, uses_gpu=True, recorder_file="/tmp/traces/rank_0")
     dumped.live(one_against_all(1, SLEEPS))
     assert list(noted(dumped)) == [

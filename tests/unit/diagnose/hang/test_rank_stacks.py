@@ -16,8 +16,8 @@ from syrupy.assertion import SnapshotAssertion
 from patience import GIVE_UP_S
 from torchmuster.diagnose.hang import rank_stacks
 from torchmuster.diagnose.hang.rank_stacks import (
-    LookRequest,
-    RankLook,
+    RankSnapshot,
+    SnapshotRequest,
     ThreadStack,
     call_on_line,
     parse_dump,
@@ -42,14 +42,14 @@ root_only = pytest.mark.skipif(
 )
 
 
-def look_at(pid: int, **options: object) -> RankLook:
+def snapshot_of(pid: int) -> RankSnapshot:
     """Look until the process sleeps; it has printed its number before."""
     deadline = time.monotonic() + GIVE_UP_S
-    request = LookRequest(pids=(pid,), native_if_idle=(pid,), observe_s=0.2, **options)  # type: ignore[arg-type]
+    request = SnapshotRequest(pids=(pid,), native=(pid,), observe_s=0.2)
     while True:
-        answer = asyncio.run(rank_stacks.look_at_ranks(msgspec.to_builtins(request)))
-        (look,) = msgspec.convert(answer, list[RankLook])
-        if (look.place and (look.doing or "nonblocking" in options)) or look.state in "TX":
+        answer = asyncio.run(rank_stacks.take_snapshots(msgspec.to_builtins(request)))
+        (look,) = msgspec.convert(answer, list[RankSnapshot])
+        if (look.place and look.doing) or look.state in "TX":
             return look
         assert time.monotonic() < deadline, look
 
@@ -68,7 +68,7 @@ def test_the_line_the_call_and_the_source(
 ) -> None:
     (tmp_path / "train.py").write_text(script)
     with started(tmp_path / "train.py", port=41011) as (_, pid):
-        look = look_at(pid)
+        look = snapshot_of(pid)
     assert (look.place, look.doing, look.source) == (place, doing, source)
     assert (look.waiting, look.problem) == (False, "")
     assert look.state == "S"
@@ -79,24 +79,21 @@ def test_the_line_the_call_and_the_source(
 def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLEEPS)
     with started(tmp_path / "train.py", port=41012) as (_, pid):
-        look_at(pid)
+        snapshot_of(pid)
         process = psutil.Process(pid)
         process.suspend()
-        look = look_at(pid)
+        look = snapshot_of(pid)
         assert (look.state, look.place) == ("T", "train.py:4 in load")
         assert process.status() == psutil.STATUS_STOPPED
-        process.resume()
-        assert look_at(pid, nonblocking=True).place == "train.py:4 in load"
-        assert process.status() == psutil.STATUS_SLEEPING
 
 
 def test_a_source_that_has_changed_since_the_start_is_not_quoted(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SLEEPS)
     with started(script, port=41013) as (_, pid):
-        look_at(pid)
+        snapshot_of(pid)
         os.utime(script, (time.time() + 60,) * 2)
-        look = look_at(pid)
+        look = snapshot_of(pid)
     assert (look.place, look.source, look.doing) == ("train.py:4 in load", "", "time.sleep")
 
 
@@ -107,7 +104,7 @@ def test_a_process_in_a_container_is_read_from_outside(tmp_path: Path) -> None:
     with started(tmp_path / "train.py", port=41016, before=inside) as (outer, number):
         assert number == 1  # as it counts itself
         (process,) = psutil.Process(outer).children()
-        look = look_at(process.pid)
+        look = snapshot_of(process.pid)
     assert (look.place, look.doing) == ("train.py:5 in work", "time.sleep")
     assert look.thread > 2
 
@@ -115,7 +112,7 @@ def test_a_process_in_a_container_is_read_from_outside(tmp_path: Path) -> None:
 def test_a_process_that_has_exited_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait(GIVE_UP_S)
-    assert look_at(process.pid).state == "X"
+    assert snapshot_of(process.pid).state == "X"
 
 
 # ---- refusals
