@@ -27,7 +27,7 @@ from torchmuster import __version__
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.job import JobSpec, Limits
-from torchmuster.launch.launcher.job_runner import JobRunner
+from torchmuster.launch.launcher.run import Run
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import allow_open_files
 from torchmuster.launch.transports.join.client import first_to_answer
@@ -118,7 +118,7 @@ class SimulatedAgent:
                 self._attempt = message.attempt
                 self._first_rank = message.first_rank
                 self._is_running = True
-                self._send(protocol.Started(attempt=message.attempt, pid=self._index + 2))
+                self._send(protocol.Done(request="start"))
             case protocol.Stop() if self._is_running:
                 self._on_stop()
                 self._is_running = False
@@ -313,7 +313,7 @@ async def measure(hosts: int, folder: Path) -> dict[str, float]:
     (folder / "logs").mkdir()
     running = asyncio.Event()
     console = SilentConsole()
-    runner = JobRunner(
+    runner = Run(
         JobSpec(
             name="simulated",
             command=("train.py",),
@@ -326,12 +326,15 @@ async def measure(hosts: int, folder: Path) -> dict[str, float]:
             allocation(hosts), environment=environment_with_srun(folder), patience_s=60.0
         ),
         console,
-        run=RunFolder(folder),
-        on_phase=lambda phase: running.set() if phase == "running" else None,
+        RunFolder(folder),
     )
 
+    def on_phase(phase: str) -> None:
+        if phase == "running":
+            running.set()
+
     begun_s, begun_cpu_s = time.monotonic(), time.process_time()
-    job = asyncio.create_task(runner.run())
+    job = asyncio.create_task(runner.run(on_phase))
 
     async def wait_until_running() -> None:
         waiting = asyncio.ensure_future(running.wait())

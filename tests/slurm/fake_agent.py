@@ -25,7 +25,7 @@ async def answer(launcher: AgentConnection, message: protocol.ToAgent) -> None:
         case protocol.Signal(name="KILL"):
             os.kill(os.getpid(), signal.SIGKILL)
         case protocol.Signal(name="FAIL"):
-            await launcher.send(protocol.Waiting(words="last words"))
+            await launcher.send(protocol.Alive(waiting_for="last words"))
             await launcher.close()
             print("no reason to live", file=sys.stderr, flush=True)
             os._exit(1)

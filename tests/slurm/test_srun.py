@@ -195,7 +195,7 @@ def test_an_agent_that_fails_is_heard_to_its_last_word(cluster: SlurmLab) -> Non
     async def scene() -> None:
         async with agents_on(SrunTransport(allocate(cluster, "-N3"), agent=FAKE), 3) as agents:
             await agents.channels[2].send(protocol.Signal(name="FAIL"))
-            assert await hear(agents.channels[2]) == protocol.Waiting(words="last words")
+            assert await hear(agents.channels[2]) == protocol.Alive(waiting_for="last words")
             assert await hear(agents.channels[2]) is None
             own, slurms = (await cause(agents.channels[2])).splitlines()
             assert own == "no reason to live"

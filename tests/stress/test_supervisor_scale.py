@@ -15,7 +15,7 @@ import pytest
 
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.job_runner import JobRunner, Result
+from torchmuster.launch.launcher.run import Result, Run
 from torchmuster.launch.transports.channel import Arrive
 from torchmuster.runfolder import RunFolder
 
@@ -70,7 +70,7 @@ class Machine:
                 )
                 self._say(protocol.Reached(results=results))
             case protocol.Start():
-                self._say(protocol.Started(attempt=message.attempt, pid=1))
+                self._say(protocol.Done(request="start"))
                 self._say(protocol.Ended(attempt=message.attempt, good=True))
             case protocol.Alive():
                 self._say(protocol.Alive())
@@ -140,8 +140,8 @@ def measure(size: int, logs: Path, said: pytest.LogCaptureFixture) -> Cost:
     spec = JobSpec(name="big", command=("train.py",), folder="/", device="cpu")
 
     async def run() -> bool:
-        runner = JobRunner(spec, fleet, console, run=RunFolder(logs.parent))
-        return (await runner.run()).result is Result.FINISHED
+        runner = Run(spec, fleet, console, RunFolder(logs.parent))
+        return (await runner.run(lambda _: None)).result is Result.FINISHED
 
     gc.collect()
     gc.disable()  # what Python's collector adds depends on what else is in this process

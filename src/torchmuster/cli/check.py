@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchmuster.cli import jobs, output, parsers, slurm_run
 from torchmuster.cli.launching import hosts_for
@@ -20,7 +20,6 @@ from torchmuster.runfolder import RunFolder, create_run_folder
 from torchmuster.units import format_seconds
 
 if TYPE_CHECKING:
-    from torchmuster.diagnose.group import GroupCheck
     from torchmuster.diagnose.result import GroupResult
 
 PROBE = "torchmuster.diagnose.probes.collectives"
@@ -101,23 +100,17 @@ def examine(
     as_json: bool = False,
 ) -> int:
     """Check the hosts of a job, print the result, and return its exit code."""
-    from torchmuster.launch.launcher.launch_job import launch_job
+    from torchmuster.diagnose.group import GroupCheck
+    from torchmuster.launch.launcher.launch import launch
 
     # Blocked connections are tried again, so each try can be shorter than in a run.
     spec = dataclasses.replace(
         spec, limits=dataclasses.replace(spec.limits, reach_s=REACH_S, grace_s=GRACE_S)
     )
-    made: list[GroupCheck] = []
-
-    def make(*words: Any, **named: Any) -> "GroupCheck":
-        # Imported while the node agents start.
-        from torchmuster.diagnose.group import GroupCheck
-
-        made.append(GroupCheck(*words, **named, quick=quick))
-        return made[0]
-
-    code = launch_job(spec, transport, run, jobs.console_for, make)
-    result = made[0].result if made else None
+    console = jobs.console_for(run)
+    check = GroupCheck(spec, transport, console, run, quick=quick)
+    code = launch(check, console)
+    result = check.result
     if result is not None:
         shown = code in (ExitCode.GOOD, ExitCode.FAILED)
         _tell_check(result, run, html=html, as_json=as_json, shown=shown)

@@ -22,8 +22,6 @@ from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 if TYPE_CHECKING:
-    from torchmuster.launch.launcher.console import TerminalConsole
-    from torchmuster.launch.launcher.job_runner import JobRunner
     from torchmuster.launch.schedulers.node_group import NodeGroup
     from torchmuster.launch.transports.join.code import JoinCode
 
@@ -237,23 +235,14 @@ def stay(
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Launch a job and show its output until it is over."""
-    from torchmuster.launch.launcher.launch_job import launch_job
+    from torchmuster.launch.launcher.launch import launch
+    from torchmuster.launch.launcher.run import Run
 
-    make_task = _task_with_spares if spec.spares else None
-    return launch_job(spec, transport, run, jobs.console_for, make_task, on_phase=on_phase)
+    examine = None
+    if spec.spares:
+        from torchmuster.diagnose.spare_check import SpareCheck
 
-
-def _task_with_spares(
-    spec: JobSpec,
-    transport: Transport,
-    console: "TerminalConsole",
-    *,
-    run: RunFolder,
-    on_phase: Callable[[str], None],
-) -> "JobRunner":
-    """Return the run, which tests the health of its spares."""
-    from torchmuster.diagnose.spare_check import SpareCheck
-    from torchmuster.launch.launcher.job_runner import JobRunner
-
-    examine = SpareCheck(spec.folder)
-    return JobRunner(spec, transport, console, run=run, on_phase=on_phase, examine=examine)
+        examine = SpareCheck(spec.folder)
+    console = jobs.console_for(run)
+    job = Run(spec, transport, console, run, examine=examine)
+    return launch(job, console, on_phase=on_phase)

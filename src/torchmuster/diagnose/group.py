@@ -22,9 +22,10 @@ from torchmuster.finding import Finding, Status, exit_code, from_error, worst_fi
 from torchmuster.launch.history import known_failures
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.job_runner import JobOutcome, Result
-from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
+from torchmuster.launch.launcher.host import ConnectedHost
+from torchmuster.launch.launcher.run import JobOutcome, Result
 from torchmuster.launch.launcher.session import Session
+from torchmuster.launch.launcher.waiting import Stopped
 from torchmuster.launch.network.reach import NodeAddress, gloo_calls, name_several
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
@@ -34,7 +35,7 @@ _EXAMINED_WITHIN_S = 40.0
 _SHOWN_BY_LINKS = frozenset({"firewall-on"})
 # With these, ranks would only report the same problem again.
 _NO_TORCH = frozenset({"torch-broken", "torch-missing", "module-shadowed"})
-One = TypeVar("One", NodeHandle, HostProbe)
+One = TypeVar("One", ConnectedHost, HostProbe)
 Told = TypeVar("Told")
 # By finding name: if one of the causes was found anywhere, the consequence is not reported.
 _CAUSES: dict[str, frozenset[str]] = {
@@ -103,13 +104,13 @@ def _evidence_of(by_host: Mapping[str, str]) -> str:
 
 
 def able_together(
-    nodes: Sequence[NodeHandle], apart: Collection[tuple[int, int]]
-) -> list[list[NodeHandle]]:
+    nodes: Sequence[ConnectedHost], apart: Collection[tuple[int, int]]
+) -> list[list[ConnectedHost]]:
     """Divide hosts into groups whose members can train together.
 
     ``apart`` are pairs of hosts (by place) of which one does not reach the other.
     """
-    groups: list[list[NodeHandle]] = []
+    groups: list[list[ConnectedHost]] = []
     for node in nodes:
         for group in groups:
             if all(_fit(node, other, apart) for other in group):
@@ -120,12 +121,12 @@ def able_together(
     return groups
 
 
-def _fit(one: NodeHandle, other: NodeHandle, apart: Collection[tuple[int, int]]) -> bool:
+def _fit(one: ConnectedHost, other: ConnectedHost, apart: Collection[tuple[int, int]]) -> bool:
     places = one.place, other.place
     return places not in apart and places[::-1] not in apart and _kind(one) == _kind(other)
 
 
-def _kind(node: NodeHandle) -> tuple[str, str]:
+def _kind(node: ConnectedHost) -> tuple[str, str]:
     assert node.record is not None
     return node.record.system, (node.record.torch or "").partition("+")[0]
 
@@ -168,20 +169,19 @@ class GroupCheck:
         spec: JobSpec,
         transport: Transport,
         console: TerminalConsole,
-        *,
         run: RunFolder,
-        on_phase: Callable[[str], None] = lambda _: None,
+        *,
         quick: bool = False,
     ) -> None:
         """Check the hosts on which ``spec`` would run; ``quick`` skips the ranks."""
-        self._spec = spec
+        self.spec = spec
+        self.run_folder = run
         self._transport = transport
         self._console = console
-        self._on_phase = on_phase
         self._quick = quick
         self._many = len(transport.places) > 1
         self._ears = probing.ProbeOutput()
-        self._session = Session(spec, transport, self._ears, run=run, on_phase=on_phase)
+        self._session = Session(spec, transport, self._ears, run)
         self._attempts = 0
         self._findings: list[Finding] = []
         self._links: list[Link] = []
@@ -194,24 +194,25 @@ class GroupCheck:
         self.pass_on = self._session.pass_on
         self.result: GroupResult | None = None
 
-    async def run(self) -> JobOutcome:
+    async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
         """Run the whole check."""
         session = self._session
+        session.on_phase = on_phase
         began_s = time.monotonic()
         outcome = JobOutcome(result=Result.STOPPED)
         try:
-            self._on_phase("joining")
+            on_phase("joining")
             await self._transport.open(session.hosts.arrive)
             absent = await session.hosts.gather()
             if self._many:
                 self._console.say(session.hosts.words())
-            if self._spec.hosts:  # connected over ssh
+            if self.spec.hosts:  # connected over ssh
                 looking = why_all_unreachable(absent, self._transport.places)
                 absent = await session.waiting.unless_stopped(looking)
             for place, finding in absent.items():
                 host = self._transport.places[place]
                 self._findings.append(dataclasses.replace(finding, hosts=(host,)))
-            self._on_phase("starting")
+            on_phase("starting")
             here = [node for node in session.hosts.all if node.place not in absent]
             ready = await session.waiting.unless_stopped(self._look_at(here))
             await self._try_ranks(ready)
@@ -224,7 +225,8 @@ class GroupCheck:
             self.result = self._result({}, time.monotonic() - began_s)
             raise
         except Stopped:
-            await session.end(session.hosts.all)
+            if session.attempt is not None:
+                await session.attempt.end()
         finally:
             code, _ = outcome.for_joined_hosts()
             await session.leave(code, outcome.words or "the check has finished")
@@ -232,7 +234,7 @@ class GroupCheck:
 
     # ---- each host, and the links between them
 
-    async def _look_at(self, nodes: Sequence[NodeHandle]) -> list[NodeHandle]:
+    async def _look_at(self, nodes: Sequence[ConnectedHost]) -> list[ConnectedHost]:
         """Check hosts and links; return the hosts that can run ranks."""
         examiners = [one for _, one in await self._each(nodes, HostProbe.engage)]
         under_way: list[str] = []
@@ -244,7 +246,7 @@ class GroupCheck:
             finally:
                 under_way.remove(what)
 
-        async with self._session.waiting.telling(lambda: ", ".join(under_way)):
+        async with self._session.waiting.reporting(lambda: ", ".join(under_way)):
             _, ready = await asyncio.gather(
                 doing("checking the hosts", self._examine(examiners)),
                 doing("reading devices and code", self._each(nodes, self._session.prepare_one)),
@@ -255,13 +257,13 @@ class GroupCheck:
         self._findings += judge_links(self._links, both_ways=both_ways)
         self._apart = partitioned_hosts(self._links, both_ways=both_ways)
         if self._many:
-            await self._compare([node for node in nodes if not node.lost])
+            await self._compare([node for node in nodes if not node.is_lost])
         self._tell_of_machines()
         self._session.log_reasons([node for node, _ in ready])
-        return [node for node, _ in ready if not node.lost]
+        return [node for node, _ in ready if not node.is_lost]
 
     async def _examine(self, examiners: Sequence[HostProbe]) -> None:
-        argument = {"folder": self._spec.folder}
+        argument = {"folder": self.spec.folder}
 
         async def examine(examiner: HostProbe) -> list[Finding]:
             told = await examiner.ask("examine", argument, within_s=_EXAMINED_WITHIN_S)
@@ -276,14 +278,14 @@ class GroupCheck:
         try:
             self._links = await survey_links(
                 examiners,
-                port=self._spec.port,
-                address=self._spec.address,
-                timeout_s=self._spec.limits.reach_s,
+                port=self.spec.port,
+                address=self.spec.address,
+                timeout_s=self.spec.limits.reach_s,
             )
         except MusterError as error:
             self._findings += from_error(error)
 
-    async def _compare(self, nodes: Sequence[NodeHandle]) -> None:
+    async def _compare(self, nodes: Sequence[ConnectedHost]) -> None:
         try:
             differences = self._session.differences(nodes)
         except MusterError as error:
@@ -311,7 +313,7 @@ class GroupCheck:
         found = await asyncio.gather(*map(work, many), return_exceptions=True)
         for one, told in zip(many, found, strict=True):
             if isinstance(told, MusterError):
-                refused = isinstance(one, NodeHandle) and not isinstance(told, MachineLost)
+                refused = isinstance(one, ConnectedHost) and not isinstance(told, MachineLost)
                 if self._many and refused:  # by a node agent, which does not know its name here
                     told.what = f"{one.name}: {told.what}"
                 for finding in from_error(told):
@@ -324,7 +326,7 @@ class GroupCheck:
 
     # ---- real ranks
 
-    async def _try_ranks(self, ready: Sequence[NodeHandle]) -> None:
+    async def _try_ranks(self, ready: Sequence[ConnectedHost]) -> None:
         if self._quick:
             self._not_tried.append("ranks (skipped by --quick)")
             return
@@ -342,13 +344,13 @@ class GroupCheck:
         for group in groups:
             await self._probe(group)
 
-    def _has_torch(self, node: NodeHandle) -> bool:
+    def _has_torch(self, node: ConnectedHost) -> bool:
         return bool(node.record and node.record.torch) and not self._found(node) & _NO_TORCH
 
-    def _found(self, node: NodeHandle) -> set[str]:
+    def _found(self, node: ConnectedHost) -> set[str]:
         return {one.name for one in self._of_machines.get(node.place, ())}
 
-    async def _probe(self, nodes: Sequence[NodeHandle]) -> None:
+    async def _probe(self, nodes: Sequence[ConnectedHost]) -> None:
         probed = await self._run_probe(nodes, {})
         second = None
         if variables := wrong_values.second_try(probed.records):
@@ -359,9 +361,9 @@ class GroupCheck:
         self._findings += [*collectives.judge_collectives(probed.records, second), *probed.trouble]
 
     async def _run_probe(
-        self, nodes: Sequence[NodeHandle], environment: Mapping[str, str]
+        self, nodes: Sequence[ConnectedHost], environment: Mapping[str, str]
     ) -> probing.Probed:
-        spec = probing.spec_of(self._spec, environment)
+        spec = probing.spec_of(self.spec, environment)
         probed = await probing.run_check_ranks(
             self._session, self._ears, nodes, spec, attempt=self._attempts
         )
@@ -385,7 +387,7 @@ class GroupCheck:
         )
 
 
-def _machine(name: str, place: int, node: NodeHandle | None, absent: Finding | None) -> Machine:
+def _machine(name: str, place: int, node: ConnectedHost | None, absent: Finding | None) -> Machine:
     record = None if node is None else node.record
     missing = (absent.why or absent.what).partition("\n")[0] if absent else ""
     if node is None or record is None:
@@ -393,7 +395,7 @@ def _machine(name: str, place: int, node: NodeHandle | None, absent: Finding | N
     return Machine(
         name=name,
         place=place,
-        missing=node.lost or missing,
+        missing=node.why_lost or missing,
         host=record.host,
         system=record.system,
         python=record.python,

@@ -14,7 +14,8 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.node_handle import NodeHandle, Word
+from torchmuster.launch.launcher.attempt import Attempt
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.session import Session
 from torchmuster.launch.network.reach import name_several
 
@@ -28,32 +29,32 @@ DEADLINE_S = 180.0
 class HostProbe(ProbeClient):
     """The probe program next to a node agent."""
 
-    def __init__(self, node: NodeHandle) -> None:
+    def __init__(self, node: ConnectedHost) -> None:
         assert node.record is not None
         super().__init__(node.name, lambda line: node.channel.send(protocol.Relay(text=line)))
         self.place = node.place
         self.record = node.record
 
     @classmethod
-    async def engage(cls, node: NodeHandle) -> "HostProbe":
+    async def engage(cls, node: ConnectedHost) -> "HostProbe":
         """Start the program on a host that has joined."""
         examiner = cls(node)
-        await node.engage(HOST_PROBE, examiner._hear, within_s=_START_WITHIN_S)
+        await node.start_sidecar(HOST_PROBE, examiner._hear, within_s=_START_WITHIN_S)
         return examiner
 
-    def _hear(self, word: Word) -> None:
-        if isinstance(word, protocol.SidecarEnded):
-            self.end(_end(word))
+    def _hear(self, message: protocol.Relay) -> None:
+        if message.is_last:
+            self.end(_exit_text(message))
         else:
-            self.hear(word.text)
+            self.hear(message.text)
 
 
-def _end(word: protocol.SidecarEnded) -> str:
+def _exit_text(last: protocol.Relay) -> str:
     """Return how a probe exited, as text."""
-    words = "\n".join(word.words.strip().splitlines()[-_WORDS_SHOWN:])
-    if word.exit_code is None:
+    words = "\n".join(last.text.strip().splitlines()[-_WORDS_SHOWN:])
+    if last.exit_code is None:
         return words or "its node agent is lost"
-    how = f"on signal {-word.exit_code}" if word.exit_code < 0 else f"with code {word.exit_code}"
+    how = f"on signal {-last.exit_code}" if last.exit_code < 0 else f"with code {last.exit_code}"
     return f"the probe program exited {how}\n{words}".strip()
 
 
@@ -112,31 +113,35 @@ def spec_of(spec: JobSpec, environment: Mapping[str, str]) -> JobSpec:
 
 
 async def run_check_ranks(
-    session: Session, ears: ProbeOutput, nodes: Sequence[NodeHandle], spec: JobSpec, *, attempt: int
+    session: Session,
+    ears: ProbeOutput,
+    nodes: Sequence[ConnectedHost],
+    spec: JobSpec,
+    *,
+    attempt: int,
 ) -> Probed:
     """Run the probe on these hosts; errors of a host become findings."""
     trouble: list[Finding] = []
     ears.listen_anew()
+    job = Attempt(session, nodes, attempt)
     try:
         preparing = (session.prepare_one(node, spec=spec) for node in nodes)
         await session.waiting.unless_stopped(asyncio.gather(*preparing))
-        async with session.waiting.telling(ears.progress), asyncio.timeout(DEADLINE_S):
-            finding = await _until_told(session, ears, nodes, attempt)
+        async with session.waiting.reporting(ears.progress), asyncio.timeout(DEADLINE_S):
+            finding = await _until_told(job, ears)
         trouble += [finding] if finding is not None else []
     except TimeoutError:
-        await session.end(nodes)
+        await job.end()
         trouble.append(_hangs(nodes, records_from(ears.lines)))
     except MusterError as error:  # no common rendezvous address, or a host is lost
-        await session.end(nodes)
+        await job.end()
         trouble += from_error(error)
     return Probed(records=_name(records_from(ears.lines), nodes), trouble=tuple(trouble))
 
 
-async def _until_told(
-    session: Session, ears: ProbeOutput, nodes: Sequence[NodeHandle], attempt: int
-) -> Finding | None:
+async def _until_told(attempt: Attempt, ears: ProbeOutput) -> Finding | None:
     """Run the job until its ranks have printed their last records; do not wait for their exit."""
-    job = asyncio.ensure_future(session.attempt(nodes, attempt))
+    job = asyncio.ensure_future(attempt.run())
     told = asyncio.ensure_future(ears.all_told.wait())
     try:
         await asyncio.wait({job, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -146,11 +151,11 @@ async def _until_told(
         for task in (job, told):
             task.cancel()
         await asyncio.gather(job, told, return_exceptions=True)
-    await session.end(nodes, grace_s=0.0)
+    await attempt.end(grace_s=0.0)
     return None
 
 
-def _name(records: Sequence[RankRecord], nodes: Sequence[NodeHandle]) -> list[RankRecord]:
+def _name(records: Sequence[RankRecord], nodes: Sequence[ConnectedHost]) -> list[RankRecord]:
     """Replace the hosts' own names by the names that the user gave them."""
     return [
         msgspec.structs.replace(one, host=nodes[one.node].name)
@@ -160,7 +165,7 @@ def _name(records: Sequence[RankRecord], nodes: Sequence[NodeHandle]) -> list[Ra
     ]
 
 
-def _hangs(nodes: Sequence[NodeHandle], records: Sequence[RankRecord]) -> Finding:
+def _hangs(nodes: Sequence[ConnectedHost], records: Sequence[RankRecord]) -> Finding:
     world = sum(node.prepared.ranks for node in nodes if node.prepared)
     ended = {one.rank for one in records if one.ended}
     silent = [f"rank {rank}" for rank in range(world) if rank not in ended]

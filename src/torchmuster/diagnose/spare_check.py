@@ -6,7 +6,7 @@ from torchmuster.diagnose.check import Cost
 from torchmuster.diagnose.group import finding_from_json
 from torchmuster.diagnose.probing import HostProbe
 from torchmuster.finding import Finding
-from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.launch.launcher.host import ConnectedHost
 
 _WHOLE_WITHIN_S, _SHORT_WITHIN_S = 120.0, 20.0
 
@@ -18,7 +18,7 @@ class SpareCheck:
         self._folder = folder
         self._probes: dict[str, HostProbe] = {}
 
-    async def __call__(self, node: NodeHandle, *, whole: bool) -> Sequence[Finding]:
+    async def __call__(self, node: ConnectedHost, *, whole: bool) -> Sequence[Finding]:
         """Return the findings of all checks, or of those that only read a few files."""
         probe = self._probes.get(node.part)
         if probe is None:

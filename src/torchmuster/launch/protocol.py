@@ -11,7 +11,7 @@ docs/dev/wire-protocol.md.
 """
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -187,13 +187,17 @@ class StartSidecar(Message, frozen=True, kw_only=True, tag="start-sidecar"):
 
 
 class Relay(Message, frozen=True, kw_only=True, tag="relay"):
-    """A line for the sidecar, or a line that it wrote."""
+    """A line for the sidecar, or a line that it wrote; at its end its last output on standard error."""
 
     text: str
+    is_last: bool = False  # the sidecar has exited
+    exit_code: Integer | None = None  # negative: the signal that killed it; None: unknown
 
 
-class Alive(Message, frozen=True, kw_only=True, tag="alive"):
+class Alive(Message, frozen=True, kw_only=True, tag="alive", omit_defaults=True):
     """Heartbeat of both sides; a side without heartbeats for too long is declared lost."""
+
+    waiting_for: str = ""  # what delays the answer of a host: GPUs that are in use
 
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
@@ -217,12 +221,6 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     """The request cannot be fulfilled on this host, and why."""
 
     trouble: Trouble
-
-
-class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
-    """Progress: what the host is waiting for (GPUs that are in use)."""
-
-    words: str
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
@@ -258,11 +256,10 @@ class Reached(Message, frozen=True, kw_only=True, tag="reached"):
     results: tuple[ReachResult, ...]
 
 
-class Started(Message, frozen=True, kw_only=True, tag="started"):
-    """The ranks are being started."""
+class Done(Message, frozen=True, kw_only=True, tag="done"):
+    """A request that needs no other answer was carried out."""
 
-    attempt: Integer
-    pid: Integer
+    request: Literal["start", "start-sidecar", "dump-stacks"]
 
 
 class Output(Message, frozen=True, kw_only=True, tag="output"):
@@ -307,10 +304,6 @@ class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
     text: str
 
 
-class StackDump(Message, frozen=True, kw_only=True, tag="stack-dump"):
-    """All evidence about this host's ranks has been sent."""
-
-
 class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     """All processes of the run on this host have exited."""
 
@@ -323,19 +316,6 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
         Integer, ...
     ] = ()  # the ranks that had not stopped when the grace period was over
     asked: str = ""  # the signal by which this node agent, and not the launcher, was asked to stop
-
-
-class SidecarStarted(Message, frozen=True, kw_only=True, tag="sidecar-started"):
-    """The sidecar process was started."""
-
-    pid: Integer
-
-
-class SidecarEnded(Message, frozen=True, kw_only=True, tag="sidecar-ended"):
-    """The sidecar process has exited."""
-
-    exit_code: Integer | None  # negative: the signal that killed it; None: unknown
-    words: str = ""  # its last output on standard error
 
 
 ToAgent = Annotated[
@@ -355,20 +335,16 @@ ToAgent = Annotated[
 FromAgent = Annotated[
     Hello
     | Refused
-    | Waiting
     | Prepared
     | Listening
     | Reached
-    | Started
+    | Done
     | Output
     | Heartbeats
     | TrainingMetrics
     | Evidence
-    | StackDump
     | Ended
-    | SidecarStarted
     | Relay
-    | SidecarEnded
     | Alive,
     "from a node agent",
 ]

@@ -22,8 +22,8 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.job_runner import JobRunner
-from torchmuster.launch.launcher.launch_job import launch_job
+from torchmuster.launch.launcher.launch import launch
+from torchmuster.launch.launcher.run import JobOutcome, Run
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.notebook.launcher import (
@@ -108,7 +108,7 @@ class _Kernel:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
-    def obey(self, runner: JobRunner, loop: asyncio.AbstractEventLoop) -> None:
+    def obey(self, runner: Run, loop: asyncio.AbstractEventLoop) -> None:
         """Process the kernel's requests in a thread until it exits."""
         with contextlib.suppress(RuntimeError):  # the ranks and the loop have stopped
             while line := self.line():
@@ -120,6 +120,27 @@ class _Kernel:
             loop.call_soon_threadsafe(runner.stop, "the notebook's kernel exited")
 
 
+class _KernelRun(Run):
+    """A run that a notebook's kernel can interrupt and stop."""
+
+    def __init__(
+        self,
+        kernel: _Kernel,
+        spec: JobSpec,
+        transport: Transport,
+        console: TerminalConsole,
+        run: RunFolder,
+    ) -> None:
+        super().__init__(spec, transport, console, run)
+        self._kernel = kernel
+
+    async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
+        """Obey the kernel while the job runs."""
+        arguments = (self, asyncio.get_running_loop())
+        threading.Thread(target=self._kernel.obey, args=arguments, daemon=True).start()
+        return await super().run(on_phase)
+
+
 def main() -> int:
     """Launch the job that the first line describes; return the exit code."""
     kernel = _Kernel(sys.stdin.fileno(), sys.stdout.buffer)
@@ -128,23 +149,11 @@ def main() -> int:
         return 0
     order = msgspec.json.decode(line, type=LauncherOrder)
 
-    def make(
-        spec: JobSpec,
-        transport: Transport,
-        console: TerminalConsole,
-        *,
-        run: RunFolder,
-        on_phase: Callable[[str], None],
-    ) -> JobRunner:
-        runner = JobRunner(spec, transport, console, run=run, on_phase=on_phase)
-        words = (runner, asyncio.get_running_loop())
-        threading.Thread(target=kernel.obey, args=words, daemon=True).start()
-        return runner
-
     run = RunFolder(Path(order.run))
     try:
         transport = LocalTransport(socket.gethostname())
-        code = launch_job(order.spec, transport, run, lambda _: _ToKernel(run, kernel.tell), make)
+        console = _ToKernel(run, kernel.tell)
+        code = launch(_KernelRun(kernel, order.spec, transport, console, run), console)
     except MusterError as error:
         kernel.tell(HostsFound(tuple(from_error(error))))
         code = error.exit_code

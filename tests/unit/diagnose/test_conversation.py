@@ -13,7 +13,7 @@ from torchmuster.diagnose.probe_client import HOST_PROBE
 from torchmuster.diagnose.probing import HostProbe
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.launch.launcher.host import ConnectedHost
 
 RECORD = protocol.NodeRecord(
     host="n1",
@@ -41,7 +41,7 @@ class Machine:
     async def send(self, message: protocol.ToAgent) -> None:
         if isinstance(message, protocol.StartSidecar):
             self.engaged.append(message)
-            self.says.put_nowait(protocol.SidecarStarted(pid=1))
+            self.says.put_nowait(protocol.Done(request="start-sidecar"))
         if isinstance(message, protocol.Relay):
             self.asked.put_nowait(json.loads(message.text))
 
@@ -61,9 +61,9 @@ class Machine:
 def play(scene: Callable[[HostProbe, Machine], Awaitable[None]]) -> Machine:
     async def go() -> Machine:
         machine = Machine()
-        node = NodeHandle(0, "node1", machine, "token.0.0")
+        node = ConnectedHost(0, "node1", machine, "token.0.0")
         node.record = RECORD
-        node.listen(on_output=lambda *_: None, on_change=lambda: None)
+        node.listen(lambda *_: None, lambda: None)
         try:
             await scene(await HostProbe.engage(node), machine)
         finally:
@@ -142,7 +142,9 @@ def test_when_the_program_ends_all_questions_do(snapshot: SnapshotAssertion) -> 
     async def scene(examiner: HostProbe, machine: Machine) -> None:
         asking = [asyncio.ensure_future(examiner.ask("call", within_s=60)) for _ in range(2)]
         await machine.asked.get()
-        machine.says.put_nowait(protocol.SidecarEnded(exit_code=-9, words="line\n" * 9 + "Killed"))
+        machine.says.put_nowait(
+            protocol.Relay(text="line\n" * 9 + "Killed", is_last=True, exit_code=-9)
+        )
         for one in asking:
             with pytest.raises(MachineLost) as caught:
                 await one

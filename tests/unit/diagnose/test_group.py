@@ -19,7 +19,7 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, Limits
-from torchmuster.launch.launcher.job_runner import JobOutcome, Result
+from torchmuster.launch.launcher.run import JobOutcome, Result
 from torchmuster.launch.transports.channel import Arrive
 from torchmuster.runfolder import RunFolder
 
@@ -79,9 +79,9 @@ class Played:
         here = protocol.Address(address=f"10.0.0.{self.place + 1}", interface="eth0")
         match message:
             case protocol.StartSidecar():
-                return [protocol.SidecarStarted(pid=1)]
+                return [protocol.Done(request="start-sidecar")]
             case protocol.Relay() if self.examiner_ends:
-                return [protocol.SidecarEnded(exit_code=1, words="ImportError: psutil")]
+                return [protocol.Relay(text="ImportError: psutil", is_last=True, exit_code=1)]
             case protocol.Relay():
                 asked = json.loads(message.text)
                 told = [{"check": "c", "seconds": 0, "findings": [f.as_json() for f in self.finds]}]
@@ -108,7 +108,7 @@ class Played:
         return []
 
     def _ranks(self, start: protocol.Start) -> Sequence[protocol.FromAgent]:
-        started = protocol.Started(attempt=start.attempt, pid=2)
+        started = protocol.Done(request="start")
         record = RankRecord(
             rank=start.first_rank,
             world_size=start.world_size,
@@ -216,10 +216,10 @@ class Scene:
                 spec,
                 PlayedTransport(self.machines, self.absent),
                 console,
-                run=RunFolder(self.folder),
+                RunFolder(self.folder),
                 quick=quick,
             )
-            outcome = await asyncio.wait_for(check.run(), GIVE_UP_S)
+            outcome = await asyncio.wait_for(check.run(lambda _: None), GIVE_UP_S)
             assert check.result is not None
             return outcome, check.result
 

@@ -22,7 +22,6 @@ def fingerprint(script: str = "s", code: str = "c", files: int = 7) -> protocol.
 def node(
     name: str,
     fingerprint: protocol.Fingerprint | None = None,
-    offset_s: float | None = 0.0,
     **fields: Any,
 ) -> NodeDescription:
     known: dict[str, Any] = {
@@ -41,7 +40,6 @@ def node(
     return NodeDescription(
         name=name,
         record=protocol.NodeRecord(**{**known, **fields}),
-        clock_offset_s=offset_s,
         fingerprint=fingerprint,
     )
 
@@ -55,10 +53,7 @@ def test_machines_that_are_alike() -> None:
     alike = fingerprint()
     nodes = [node("a", alike), node("b", alike, user="root", host="other", cores=96)]
     assert compare_nodes.compare_all_nodes(nodes, SPEC) == []
-    assert (
-        compare_nodes.compare_all_nodes([node("a"), node("b", python="3.11.2", offset_s=4.9)], SPEC)
-        == []
-    )
+    assert compare_nodes.compare_all_nodes([node("a"), node("b", python="3.11.2")], SPEC) == []
     assert compare_nodes.compare_all_nodes([], SPEC) == []
 
 
@@ -113,13 +108,6 @@ def test_another_python_is_a_warning(snapshot: SnapshotAssertion) -> None:
     assert finding.as_json() == snapshot
 
 
-def test_another_kind_of_processor_is_a_warning(snapshot: SnapshotAssertion) -> None:
-    finding = only(node("a"), node("b", machine="aarch64"), node("c", machine="arm64"))
-    assert (finding.name, finding.status) == ("machine-kind", Status.WARNING)
-    assert finding.as_json() == snapshot
-    assert compare_nodes.compare_all_nodes([node("a"), node("b", machine="AMD64")], SPEC) == []
-
-
 def test_another_torchmuster_is_a_warning(snapshot: SnapshotAssertion) -> None:
     finding = only(node("a"), node("b", torchmuster="9.9.9"))
     assert (finding.name, finding.status) == ("torchmuster-version", Status.FAILURE)
@@ -139,26 +127,11 @@ def test_another_protocol_is_refused(snapshot: SnapshotAssertion) -> None:
     assert b'"exit_code":2' in protocol.encode(protocol.Refused(trouble=trouble))
 
 
-def test_clocks_are_only_noted(snapshot: SnapshotAssertion) -> None:
-    finding = only(
-        node("a", offset_s=10.0), node("b", offset_s=70.2), node("c", offset_s=-7190.0), node("d")
-    )
-    assert (finding.name, finding.status) == ("clocks", Status.NOTE)
-    assert "sudo timedatectl set-ntp true" in finding.fix
-    assert finding.as_json() == snapshot
-
-
-def test_a_clock_that_was_not_read_is_not_compared() -> None:
-    nodes = [node("a", offset_s=None), node("b", offset_s=100.0)]
-    assert compare_nodes.compare_all_nodes(nodes, SPEC) == []
-    assert compare_nodes.compare_all_nodes(nodes[::-1], SPEC) == []
-
-
 def test_a_script_that_is_missing_is_copied(snapshot: SnapshotAssertion) -> None:
     finding = only(node("a", fingerprint()), node("b", fingerprint(script="", code="x")))
     assert finding.status is Status.FAILURE
     assert finding.name == "script-missing"
-    assert finding.fix.startswith("rsync -ac /home/ana/project/ b:/home/ana/project/ ")
+    assert finding.fix == "copy /home/ana/project from a to b"
     assert finding.as_json() == snapshot
 
 
@@ -166,7 +139,6 @@ def test_a_script_that_is_nowhere(snapshot: SnapshotAssertion) -> None:
     missing = fingerprint(script="", code="")
     finding = only(node("a", missing), node("b", missing))
     assert finding.name == "script-missing"
-    assert "rsync" not in finding.fix
     assert finding.as_json() == snapshot
 
 
@@ -176,7 +148,7 @@ def test_a_module_that_is_nowhere_is_left_to_python(snapshot: SnapshotAssertion)
     assert compare_nodes.compare_all_nodes([node("a", missing), node("b", missing)], module) == []
     finding = only(node("a", fingerprint()), node("b", missing), spec=module)
     assert finding.name == "script-missing"
-    assert finding.fix.startswith("rsync -ac /home/ana/project/ b:/home/ana/project/ ")
+    assert finding.fix == "copy /home/ana/project from a to b"
     assert finding.what == snapshot
 
 
@@ -184,7 +156,7 @@ def test_another_script_is_refused_and_told_once(snapshot: SnapshotAssertion) ->
     finding = only(node("a", fingerprint()), node("ana@b", fingerprint(script="x", code="y")))
     assert finding.status is Status.FAILURE
     assert finding.name == "script-differs"
-    assert finding.fix.startswith("rsync -ac /home/ana/project/ ana@b:/home/ana/project/ ")
+    assert finding.fix == "copy /home/ana/project from a to ana@b"
     assert finding.as_json() == snapshot
 
 
@@ -193,7 +165,7 @@ def test_other_code_beside_the_script_is_refused(snapshot: SnapshotAssertion) ->
     finding = only(node("a", fingerprint()), node("b", fingerprint(code="x", files=9)), spec=spec)
     assert finding.status is Status.FAILURE
     assert finding.name == "code-differs"
-    assert finding.fix.startswith("rsync -ac '/home/ana/a project/scripts/' 'b:/home/ana/a ")
+    assert finding.fix == "copy /home/ana/a project/scripts from a to b"
     assert finding.as_json() == snapshot
 
 
@@ -201,15 +173,6 @@ def test_code_that_was_too_much_to_look_at_is_not_compared() -> None:
     nodes = [node("a", fingerprint()), node("b", fingerprint(code=""))]
     assert compare_nodes.compare_all_nodes(nodes, SPEC) == []
     assert compare_nodes.compare_all_nodes(nodes[::-1], SPEC) == []
-
-
-def test_windows_has_no_rsync(snapshot: SnapshotAssertion) -> None:
-    spec = JobSpec(name="job", command=("train.py",), folder=r"C:\work")
-    nodes = [node("a", fingerprint(), system="win32"), node("b", fingerprint("x"), system="win32")]
-    finding = only(*nodes, spec=spec)
-    assert finding.name == "script-differs"
-    assert "rsync" not in finding.fix
-    assert finding.fix == snapshot
 
 
 @pytest.mark.timeout(120)
@@ -221,7 +184,6 @@ def test_ten_thousand_machines_that_all_differ_are_told_briefly(
         node(
             f"n{n}",
             fingerprint(script=f"s{n % 3}", code=f"c{n}"),
-            offset_s=float(n),
             torch=None if n % 5 == 0 else f"2.{n % 9}.0",
             python=f"3.{n % 50}.0",
             system="win32" if n % 7 == 0 else "linux",
@@ -229,7 +191,7 @@ def test_ten_thousand_machines_that_all_differ_are_told_briefly(
         for n in range(9_999)
     ]
     findings = compare_nodes.compare_all_nodes(nodes, SPEC)
-    assert len(findings) == 6
+    assert len(findings) == 5
     assert max(len(one.what) + len(one.why) + len(one.fix) for one in findings) < 800
     by_name = {one.name: one for one in findings}
     assert by_name["script-differs"].what == snapshot

@@ -10,8 +10,9 @@ from torchmuster.errors import Impossible, MachineLost
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, Limits, NodeCounts
 from torchmuster.launch.launcher import hosts as hosts_module
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.hosts import Candidate, Hosts, choose_hosts
-from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped, WaitingMessages
+from torchmuster.launch.launcher.waiting import Stopped, Waiting
 from torchmuster.launch.transports.channel import Arrive
 
 NAMES = ("a", "b", "c", "d")
@@ -149,7 +150,7 @@ class Called:
         pass
 
 
-Scene = Callable[[Hosts, Called, WaitingMessages], Awaitable[None]]
+Scene = Callable[[Hosts, Called, Waiting], Awaitable[None]]
 
 
 def play(called: Called, scene: Scene, *, spares: int = 0, least: int | None = None) -> None:
@@ -165,8 +166,8 @@ def play(called: Called, scene: Scene, *, spares: int = 0, least: int | None = N
     )
 
     async def run() -> None:
-        waiting = WaitingMessages()
-        hosts = Hosts(spec, called, waiting, token="t", on_output=lambda *_: None)
+        waiting = Waiting()
+        hosts = Hosts(spec, called, waiting, token="t", on_message=lambda *_: None)
         await called.open(hosts.arrive)
         try:
             async with asyncio.timeout(GIVE_UP_S):
@@ -177,23 +178,23 @@ def play(called: Called, scene: Scene, *, spares: int = 0, least: int | None = N
     asyncio.run(run())
 
 
-async def begin(hosts: Hosts) -> list[NodeHandle]:
+async def begin(hosts: Hosts) -> list[ConnectedHost]:
     await hosts.wait()
     return again(hosts)
 
 
-def again(hosts: Hosts) -> list[NodeHandle]:
+def again(hosts: Hosts) -> list[ConnectedHost]:
     places = hosts.choose()
     assert places is not None
     return hosts.take(places)
 
 
-def names(nodes: Sequence[NodeHandle]) -> list[str]:
+def names(nodes: Sequence[ConnectedHost]) -> list[str]:
     return [node.name for node in nodes]
 
 
 def test_a_host_that_is_lost_while_others_are_awaited_ends_the_wait() -> None:
-    async def scene(hosts: Hosts, called: Called, _: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
         called.machines[1].says.put_nowait(None)  # it has joined, and is lost
         with pytest.raises(MachineLost, match="b is lost"):
             await hosts.wait()
@@ -204,7 +205,7 @@ def test_a_host_that_is_lost_while_others_are_awaited_ends_the_wait() -> None:
 
 
 def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_come() -> None:
-    async def scene(hosts: Hosts, called: Called, _: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
         with pytest.raises(Impossible, match=r"torchmuster on c uses protocol"):
             await hosts.wait()
 
@@ -214,7 +215,7 @@ def test_a_machine_of_another_protocol_is_refused_although_it_is_the_last_to_com
 
 
 def test_lost_hosts_are_called_again_and_keep_their_node_ranks() -> None:
-    async def scene(hosts: Hosts, called: Called, _: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
         for node in await begin(hosts):
             node.lose("the link is cut")
         hosts.free(range(3))
@@ -231,7 +232,7 @@ def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
 ) -> None:
     monkeypatch.setattr(hosts_module, "_LET_GO_WITHIN_S", 0.3)
 
-    async def scene(hosts: Hosts, called: Called, _: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
         for node in await begin(hosts):
             node.lose("the link is cut")
         hosts.free()
@@ -242,7 +243,7 @@ def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
 
 
 def test_nobody_who_wants_the_end_has_to_wait_for_the_lost() -> None:
-    async def scene(hosts: Hosts, called: Called, waiting: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, waiting: Waiting) -> None:
         for node in await begin(hosts):
             node.lose("the link is cut")
         called.away = {0, 1, 2}
@@ -257,7 +258,7 @@ def test_nobody_who_wants_the_end_has_to_wait_for_the_lost() -> None:
 
 
 def test_a_range_continues_without_a_host_until_it_comes_back() -> None:
-    async def scene(hosts: Hosts, called: Called, _: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
         nodes = await begin(hosts)
         called.away = {1}
         nodes[1].lose("its power is off")
@@ -276,7 +277,7 @@ def test_a_range_continues_without_a_host_until_it_comes_back() -> None:
 
 
 def test_the_last_hosts_are_spares_and_one_that_never_joins_does_not_hold_up_the_run() -> None:
-    async def scene(hosts: Hosts, called: Called, _: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
         assert names(await begin(hosts)) == ["a", "b"]
         assert names(hosts.idle) == ["d"]
 
@@ -286,7 +287,7 @@ def test_the_last_hosts_are_spares_and_one_that_never_joins_does_not_hold_up_the
 
 
 def test_a_spare_takes_the_place_of_a_host_that_never_joined() -> None:
-    async def scene(hosts: Hosts, called: Called, _: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
         assert names(await begin(hosts)) == ["c", "b"]
 
     called = Called()
@@ -295,7 +296,7 @@ def test_a_spare_takes_the_place_of_a_host_that_never_joined() -> None:
 
 
 def test_without_spares_a_host_that_cannot_be_reached_ends_the_run() -> None:
-    async def scene(hosts: Hosts, called: Called, _: WaitingMessages) -> None:
+    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
         with pytest.raises(Exception, match="cannot connect to 1"):
             await hosts.wait()
 

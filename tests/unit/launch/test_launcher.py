@@ -15,10 +15,10 @@ from torchmuster.launch import protocol
 from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.job_runner import JobOutcome, Result
-from torchmuster.launch.launcher.launch_job import launch_job
+from torchmuster.launch.launcher.launch import launch
+from torchmuster.launch.launcher.run import JobOutcome, Result, Run
 from torchmuster.launch.transports.channel import Arrive
-from torchmuster.runfolder import create_run_folder
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 
 class Unreachable:
@@ -50,14 +50,14 @@ class Unreachable:
         self.closed += 1
 
 
-class LongCourse:
+class LongTask:
     """Lasts until other machines can see that the launcher lives."""
 
     token = "0123"
 
-    def __init__(self, state: Path, on_phase: Callable[[str], None]) -> None:
-        self._state = state
-        self._on_phase = on_phase
+    def __init__(self, spec: JobSpec, run: RunFolder) -> None:
+        self.spec = spec
+        self.run_folder = run
 
     def stop(self, why: str) -> None:
         raise NotImplementedError
@@ -65,11 +65,12 @@ class LongCourse:
     def pass_on(self, name: str) -> None:
         raise NotImplementedError
 
-    async def run(self) -> JobOutcome:
-        self._on_phase("running")
-        os.utime(self._state, (0, 0))
+    async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
+        state = self.run_folder.state
+        on_phase("running")
+        os.utime(state, (0, 0))
         async with asyncio.timeout(GIVE_UP_S):
-            while not self._state.stat().st_mtime:
+            while not state.stat().st_mtime:
                 await asyncio.sleep(0.01)
         return JobOutcome(result=Result.FINISHED, words="seen")
 
@@ -80,11 +81,7 @@ def test_as_long_as_it_lives_it_is_heard_of(
     monkeypatch.setattr(run_state, "_TOUCH_EVERY_S", 0.01)
     run = create_run_folder(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
-
-    def course(*_: object, on_phase: Callable[[str], None], **__: object) -> LongCourse:
-        return LongCourse(run.state, on_phase)
-
-    assert launch_job(spec, Unreachable(), run, TerminalConsole, course) == 0
+    assert launch(LongTask(spec, run), TerminalConsole(run)) == 0
 
 
 def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
@@ -93,7 +90,8 @@ def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     run = create_run_folder(tmp_path, "train")
     transport = Unreachable()
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
-    assert launch_job(spec, transport, run, TerminalConsole) == 2
+    console = TerminalConsole(run)
+    assert launch(Run(spec, transport, console, run), console) == 2
     told = capfd.readouterr().err
     assert told == snapshot
     state = run_state.read_state(run)

@@ -9,22 +9,16 @@ from pathlib import Path
 import pytest
 
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import launch_job
-from torchmuster.launch.launcher.job_runner import JobOutcome, Result
+from torchmuster.launch.launcher.stop_signals import StopSignals
 from torchmuster.runfolder import create_run_folder
 
 
 class Idle:
-    """A course that does nothing, and notes what it is told."""
-
-    token = ""
+    """A task that does nothing, and notes what it is told."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
         self.stop = self.pass_on = self.told.append
-
-    async def run(self) -> JobOutcome:
-        return JobOutcome(result=Result.FINISHED)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
@@ -36,7 +30,7 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
 
     async def work() -> None:
-        with launch_job._Requests(spec, run, course) as requests:
+        with StopSignals(spec, run, course) as requests:
             os.kill(os.getpid(), signal.SIGUSR1)
             while not requests.is_warned:
                 await asyncio.sleep(0.01)

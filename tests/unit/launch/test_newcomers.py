@@ -10,9 +10,10 @@ from torchmuster.launch import protocol
 from torchmuster.launch.history import run_record, run_state
 from torchmuster.launch.history.run_state import SPARE_READY, SPARE_REFUSED, TAKEOVER
 from torchmuster.launch.job import JobSpec, Limits
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.hosts import Hosts
 from torchmuster.launch.launcher.newcomers import Newcomers, broken_hosts, takeover_text
-from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages
+from torchmuster.launch.launcher.waiting import Waiting
 from torchmuster.runfolder import RunFolder, create_run_folder
 from unit.launch.test_hosts import Called, names
 
@@ -25,8 +26,8 @@ def test_the_message_names_host_cause_spare_ranks_and_what_is_left() -> None:
 
 
 def test_a_host_with_a_broken_gpu_is_replaced_but_not_one_whose_script_fails() -> None:
-    async def nodes() -> list[NodeHandle]:
-        made = [NodeHandle(place, name, None, name) for place, name in enumerate("abc")]  # type: ignore[arg-type]
+    async def nodes() -> list[ConnectedHost]:
+        made = [ConnectedHost(place, name, None, name) for place, name in enumerate("abc")]  # type: ignore[arg-type]
         errors = ("CUDA error: uncorrectable ECC error encountered", "ValueError: row 7")
         for node, error in zip(made, errors, strict=False):
             failure = protocol.Failure(
@@ -58,7 +59,7 @@ class Health:
         self._ill = ill
         self.asked: list[tuple[str, bool]] = []
 
-    async def __call__(self, node: NodeHandle, *, whole: bool) -> list[Finding]:
+    async def __call__(self, node: ConnectedHost, *, whole: bool) -> list[Finding]:
         self.asked.append((node.name, whole))
         bad = node.name in self._ill
         return [Finding(name="disk", status=Status.FAILURE, what="no disk")] if bad else []
@@ -77,12 +78,10 @@ class Pool:
             spares=2,
             limits=Limits(join_s=GIVE_UP_S, return_s=0.3),
         )
-        self.hosts = Hosts(
-            spec, self.called, WaitingMessages(), token="t", on_output=lambda *_: None
-        )
+        self.hosts = Hosts(spec, self.called, Waiting(), token="t", on_message=lambda *_: None)
         self.newcomers = Newcomers(self.hosts, self.run, prepare=self.prepare, examine=health)
 
-    async def prepare(self, nodes: Sequence[NodeHandle]) -> None:
+    async def prepare(self, nodes: Sequence[ConnectedHost]) -> None:
         for node in nodes:
             node.prepared = protocol.Prepared(
                 ranks=2, devices=("CPU",), reasons=(), fingerprint=None
@@ -185,10 +184,10 @@ def test_a_host_that_comes_back_makes_ranks_save_that_can(tmp_path: Path) -> Non
             min_nodes=2,
             limits=Limits(join_s=GIVE_UP_S, return_s=0.3),
         )
-        hosts = Hosts(spec, called, WaitingMessages(), token="t", on_output=lambda *_: None)
+        hosts = Hosts(spec, called, Waiting(), token="t", on_message=lambda *_: None)
         asked = asyncio.Event()
 
-        async def prepare(nodes: Sequence[NodeHandle]) -> None:
+        async def prepare(nodes: Sequence[ConnectedHost]) -> None:
             for node in nodes:
                 node.prepared = protocol.Prepared(
                     ranks=2, devices=("CPU",), reasons=(), fingerprint=None

@@ -7,7 +7,7 @@ from syrupy.assertion import SnapshotAssertion
 from patience import GIVE_UP_S
 from torchmuster.errors import MachineLost
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.launch.launcher.host import ConnectedHost
 
 
 class FakeChannel:
@@ -48,16 +48,16 @@ _START = protocol.Start(
     interface=None,
     max_restarts=1,
 )
-_STARTED = protocol.Started(attempt=1, pid=1)
+_STARTED = protocol.Done(request="start")
 
 
-def with_node(scene: Callable[[NodeHandle, FakeChannel], Awaitable[None]]) -> None:
+def with_node(scene: Callable[[ConnectedHost, FakeChannel], Awaitable[None]]) -> None:
     """Play a scene with a machine that is listened to."""
 
     async def play() -> None:
         channel = FakeChannel()
-        node = NodeHandle(0, "node1", channel, "token.0.0")
-        node.listen(on_output=lambda *_: None, on_change=lambda: None)
+        node = ConnectedHost(0, "node1", channel, "token.0.0")
+        node.listen(lambda *_: None, lambda: None)
         try:
             await scene(node, channel)
         finally:
@@ -77,9 +77,9 @@ async def said(channel: FakeChannel, *messages: protocol.FromAgent) -> None:
 
 
 def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
-    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
+    async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
         node.expect(1)
-        starting = asyncio.ensure_future(node.start(_START, within_s=GIVE_UP_S))
+        starting = asyncio.ensure_future(node.ask(_START, protocol.Done, within_s=GIVE_UP_S))
         await said(channel, protocol.Ended(attempt=0, good=True), _STARTED)
         await starting
         assert not node.ended
@@ -91,9 +91,9 @@ def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
 
 
 def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
-    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
+    async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
         node.expect(1)
-        starting = asyncio.ensure_future(node.start(_START, within_s=GIVE_UP_S))
+        starting = asyncio.ensure_future(node.ask(_START, protocol.Done, within_s=GIVE_UP_S))
         await said(channel, _STARTED)
         await starting
         await node.stop(5, "another machine failed")
@@ -106,7 +106,7 @@ def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
 
 
 def test_the_end_of_an_earlier_attempt_does_not_count() -> None:
-    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
+    async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
         node.expect(1)
         await said(channel, protocol.Ended(attempt=0, good=True))
         assert not node.ended
@@ -117,7 +117,7 @@ def test_the_end_of_an_earlier_attempt_does_not_count() -> None:
 
 
 def test_answers_from_an_earlier_attempt_are_forgotten() -> None:
-    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
+    async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
         node.expect(0)
         await said(channel, protocol.Listening(port=1, addresses=(), reason="old"))
         node.expect(1)
@@ -129,16 +129,16 @@ def test_answers_from_an_earlier_attempt_are_forgotten() -> None:
 
 
 def test_a_machine_that_does_not_answer_in_time_is_lost() -> None:
-    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
+    async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
         with pytest.raises(MachineLost, match="node1 does not answer"):
             await node.hear(protocol.Listening, within_s=0)
-        assert node.lost == "no answer within 0 s"
+        assert node.why_lost == "no answer within 0 s"
 
     with_node(scene)
 
 
 def test_a_machine_that_still_talks_can_be_let_go_of() -> None:
-    async def scene(node: NodeHandle, channel: FakeChannel) -> None:
+    async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
         for _ in range(1000):
             channel.says.put_nowait(protocol.Output(rank=0, text="still here\n"))
 
@@ -148,18 +148,18 @@ def test_a_machine_that_still_talks_can_be_let_go_of() -> None:
 def test_machine_whose_message_cannot_be_handled_is_lost_and_its_channel_closed(
     snapshot: SnapshotAssertion,
 ) -> None:
-    def broken(rank: int, text: str) -> None:
+    def broken(host: ConnectedHost, message: protocol.FromAgent) -> None:
         raise RecursionError("too deep")
 
     async def play() -> None:
         channel = FakeChannel()
-        node = NodeHandle(0, "node1", channel, "token.0.0")
+        node = ConnectedHost(0, "node1", channel, "token.0.0")
         changed = asyncio.Event()
-        node.listen(on_output=broken, on_change=changed.set)
+        node.listen(broken, changed.set)
         await said(channel, protocol.Output(rank=0, text="x"))
         await asyncio.wait_for(changed.wait(), GIVE_UP_S)
-        assert node.lost.endswith(": RecursionError: too deep")
-        assert node.lost == snapshot
+        assert str(node.why_lost).endswith(": RecursionError: too deep")
+        assert node.why_lost == snapshot
         with pytest.raises(MachineLost):
             await node.hear(protocol.Listening, within_s=GIVE_UP_S)
         while not channel.closed:

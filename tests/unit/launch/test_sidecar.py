@@ -46,6 +46,10 @@ class Launcher:
         return message
 
 
+def pids_of(token: str) -> list[int]:
+    return [process.pid for process in process_cleanup.processes_of(token)]
+
+
 def question(number: int, verb: str) -> protocol.Relay:
     return protocol.Relay(text=json.dumps({"id": number, "verb": verb, "argument": None}))
 
@@ -72,8 +76,7 @@ def test_a_program_is_started_talked_with_and_ended_with_the_agent(
 ) -> None:
     async def scene(launcher: Launcher, token: str) -> None:
         launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
-        engaged = await launcher.hear(protocol.SidecarStarted)
-        assert isinstance(engaged, protocol.SidecarStarted)
+        await launcher.hear(protocol.Done)
         launcher.to_agent.put_nowait(question(7, "no-such-verb"))
         relayed = await launcher.hear(protocol.Relay)
         assert isinstance(relayed, protocol.Relay)
@@ -81,7 +84,7 @@ def test_a_program_is_started_talked_with_and_ended_with_the_agent(
         assert answer["id"] == 7
         assert "'no-such-verb'" in answer["error"]["what"]
         assert answer["error"]["what"] == snapshot
-        assert [one.pid for one in process_cleanup.processes_of(token)] == [engaged.pid]
+        assert len(pids_of(token)) == 1
 
     play(scene)
 
@@ -92,10 +95,10 @@ def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
         launcher.to_agent.put_nowait(
             protocol.StartSidecar(program="torchmuster.no_such", token=token)
         )
-        ended = await launcher.hear(protocol.SidecarEnded)
-        assert isinstance(ended, protocol.SidecarEnded)
+        ended = await launcher.hear(protocol.Relay)
+        assert isinstance(ended, protocol.Relay)
         assert ended.exit_code == 1
-        assert "torchmuster.no_such" in ended.words
+        assert "torchmuster.no_such" in ended.text
 
     play(scene)
 
@@ -104,12 +107,11 @@ def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
 def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
         launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
-        engaged = await launcher.hear(protocol.SidecarStarted)
-        assert isinstance(engaged, protocol.SidecarStarted)
-        os.kill(engaged.pid, signal.SIGKILL)
-        assert await launcher.hear(protocol.SidecarEnded) == protocol.SidecarEnded(
-            exit_code=-9, words=""
-        )
+        await launcher.hear(protocol.Done)
+        (pid,) = pids_of(token)
+        os.kill(pid, signal.SIGKILL)
+        last = await launcher.hear(protocol.Relay)
+        assert last == protocol.Relay(text="", is_last=True, exit_code=-9)
 
     play(scene)
 
@@ -118,7 +120,7 @@ def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
 def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
         launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
-        await launcher.hear(protocol.SidecarStarted)
+        await launcher.hear(protocol.Done)
         process_cleanup.kill_processes(f"{token}.ranks", within_s=1.0)
         launcher.to_agent.put_nowait(question(1, "no-such-verb"))
         await launcher.hear(protocol.Relay)
@@ -133,12 +135,12 @@ def test_another_program_takes_the_place_of_the_first() -> None:
         pids = []
         for _ in range(2):
             launcher.to_agent.put_nowait(message)
-            engaged = await launcher.hear(protocol.SidecarStarted)
-            assert isinstance(engaged, protocol.SidecarStarted)
-            pids.append(engaged.pid)
+            await launcher.hear(protocol.Done)
+            pids.append(pids_of(token))
             launcher.to_agent.put_nowait(question(1, "no-such-verb"))
             await launcher.hear(protocol.Relay)  # until it runs, nothing may be seen of it
-        assert [one.pid for one in process_cleanup.processes_of(token)] == [pids[1]]
+        assert len(pids[0]) == len(pids[1]) == 1
+        assert pids_of(token) == pids[1] != pids[0]
 
     play(scene)
 
@@ -211,7 +213,7 @@ def test_ranks_are_stopped_before_a_program_is_waited_for() -> None:
 
     async def play_it() -> None:
         agent = NodeAgent(Launcher())
-        agent._running = agent._engaged = Ending()  # type: ignore[assignment]
+        agent._running = agent._sidecar = Ending()  # type: ignore[assignment]
         await agent._end_all()
 
     asyncio.run(play_it())

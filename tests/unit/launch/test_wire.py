@@ -65,7 +65,7 @@ def test_what_the_launcher_says_arrives(message: protocol.ToAgent) -> None:
     [
         ENDED,
         protocol.Refused(trouble=protocol.Trouble(name="impossible", what="no", exit_code=2)),
-        protocol.Waiting(words="GPU 0 is in use"),
+        protocol.Alive(waiting_for="GPU 0 is in use"),
         protocol.Output(rank=7, text="épôque\x1b[31m 1\r\n"),
         protocol.Alive(),
     ],

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.hang import Hang
 from torchmuster.launch.hangs.unconnected import UnconnectedRanks
 from torchmuster.launch.history import evidence, node_records, run_state
-from torchmuster.launch.launcher.node_handle import NodeHandle, Sign
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder
 
@@ -46,7 +45,7 @@ class HangMonitor:
 
     def __init__(
         self,
-        nodes: Sequence[NodeHandle],
+        nodes: Sequence[ConnectedHost],
         run: RunFolder,
         *,
         say: Callable[[str], None],
@@ -73,8 +72,6 @@ class HangMonitor:
         self._examination: _StackDump | None = None
         self._failed = False
         self._written_s: dict[int, float] = {}
-        for node in nodes:
-            node.watch(functools.partial(self._hear, node))
 
     @property
     def finding(self) -> Finding | None:
@@ -113,7 +110,8 @@ class HangMonitor:
             self._show([finding])
             self._later(self._examine(hang, finding))
 
-    def _hear(self, node: NodeHandle, sign: Sign) -> None:
+    def hear(self, node: ConnectedHost, sign: protocol.FromAgent) -> None:
+        """Take heartbeats and stack dumps of the ranks."""
         try:
             match sign:
                 case protocol.Heartbeats():
@@ -123,7 +121,7 @@ class HangMonitor:
                         self._later(self._write_down(node, sign))
                 case protocol.Evidence() if self._examination is not None:
                     self._keep(self._examination, sign)
-                case protocol.StackDump() if self._examination is not None:
+                case protocol.Done() if self._examination is not None:
                     self._examination.missing.discard(node.place)
                     if not self._examination.missing:
                         self._examination.answered.set()
@@ -136,7 +134,7 @@ class HangMonitor:
             run_state.log_event(self._run, finding.name, what=finding.what)
             self._show([finding])
 
-    def _is_due(self, node: NodeHandle) -> bool:
+    def _is_due(self, node: ConnectedHost) -> bool:
         """Return whether to write a host's record now: with many hosts, not each time."""
         now = time.monotonic()
         due = now - self._written_s.get(node.place, -math.inf) >= len(self._nodes) / _RECORDS_PER_S
@@ -144,7 +142,7 @@ class HangMonitor:
             self._written_s[node.place] = now
         return due
 
-    async def _write_down(self, node: NodeHandle, sign: protocol.Heartbeats) -> None:
+    async def _write_down(self, node: ConnectedHost, sign: protocol.Heartbeats) -> None:
         """Record the ranks' heartbeats for a host without access to the run folder."""
         await asyncio.to_thread(
             node_records.write_node_ranks,
@@ -183,7 +181,7 @@ class HangMonitor:
         except OSError as error:
             self._say(f"cannot store the ranks' stack dumps: {error}")
             return
-        here = {node.place for node in self._nodes if not node.lost and not node.ended}
+        here = {node.place for node in self._nodes if not node.is_lost and not node.ended}
         self._examination = _StackDump(finding=finding, folder=folder, missing=here)
         for node in self._nodes:
             if node.place in here:
@@ -206,7 +204,7 @@ class HangMonitor:
                 path.write_text(text, encoding="utf-8")
 
 
-def devices_of(nodes: Sequence[NodeHandle]) -> dict[int, str]:
+def devices_of(nodes: Sequence[ConnectedHost]) -> dict[int, str]:
     """Return the device of each rank that has its own."""
     found, first = {}, 0
     for node in nodes:

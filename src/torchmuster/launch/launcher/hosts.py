@@ -19,7 +19,8 @@ from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.launcher import compare_nodes
-from torchmuster.launch.launcher.node_handle import NodeHandle, WaitingMessages, error_from
+from torchmuster.launch.launcher.host import ConnectedHost, error_from
+from torchmuster.launch.launcher.waiting import Waiting
 from torchmuster.launch.transports.channel import Channel, Transport
 
 # A host that failed this often in a run is taken only if there are too few others.
@@ -96,28 +97,28 @@ class Hosts:
         self,
         spec: JobSpec,
         transport: Transport,
-        waiting: WaitingMessages,
+        waiting: Waiting,
         *,
         token: str,
-        on_output: Callable[[int, str], None],
+        on_message: Callable[[ConnectedHost, protocol.FromAgent], None],
     ) -> None:
         count = len(transport.places)
         most = count - spec.spares
         self.wanted = NodeCounts(least=spec.min_nodes or most, most=most)
-        self.in_use: list[NodeHandle] = []  # of the attempt, in the order of their node ranks
+        self.in_use: list[ConnectedHost] = []  # of the attempt, in the order of their node ranks
         # The hosts of the last attempt as they were chosen; at first those without the spares.
         self.before = [Candidate(place=place) for place in range(most)]
         self._transport = transport
         self._waiting = waiting
         self._token = token
-        self._on_output = on_output
+        self._on_message = on_message
         limits = spec.limits
         is_remote = count > 1 or bool(spec.hosts)
         self._join_s = limits.join_s if is_remote else max(limits.join_s, LOCAL_WITHIN_S)
         # A pipe to this host closes by itself; only a network connection can go silent.
         self._lost_after_s = limits.lost_after_s if count > 1 else None
         self._return_s = limits.return_s
-        self._nodes: dict[int, NodeHandle] = {}
+        self._nodes: dict[int, ConnectedHost] = {}
         self._failures: Counter[int] = Counter()
         self._refusals: dict[int, MusterError] = {}
         self._arrivals = 0
@@ -129,13 +130,13 @@ class Hosts:
     # ---- who is here
 
     @property
-    def all(self) -> list[NodeHandle]:
+    def all(self) -> list[ConnectedHost]:
         """All hosts that have connected, in the user's order; some may be lost."""
         self._name_all()
         return [self._nodes[place] for place in sorted(self._nodes)]
 
     @property
-    def idle(self) -> list[NodeHandle]:
+    def idle(self) -> list[ConnectedHost]:
         """The hosts that have joined and run no ranks."""
         used = {id(node) for node in self.in_use}
         return [node for node in self.all if node.is_here and id(node) not in used]
@@ -149,7 +150,7 @@ class Hosts:
         names = self._transport.places
         return [names[place] for place in range(len(names)) if place not in used]
 
-    def at(self, place: int) -> NodeHandle | None:
+    def at(self, place: int) -> ConnectedHost | None:
         """Return the host at this place, if it has connected."""
         return self._nodes.get(place)
 
@@ -180,7 +181,7 @@ class Hosts:
         here = [self._candidate(node) for node in self._nodes.values() if node.is_here]
         return choose_hosts(here, self.wanted, self.before)
 
-    def take(self, places: Sequence[int]) -> list[NodeHandle]:
+    def take(self, places: Sequence[int]) -> list[ConnectedHost]:
         """Let these hosts run the next attempt, in this order; return them."""
         self._name_all()
         self.in_use = [self._nodes[place] for place in places]
@@ -196,7 +197,7 @@ class Hosts:
         """Return how often the host at this place failed in this run."""
         return self._failures[place]
 
-    def _candidate(self, node: NodeHandle) -> Candidate:
+    def _candidate(self, node: ConnectedHost) -> Candidate:
         ranks = None if node.prepared is None else node.prepared.ranks
         return Candidate(place=node.place, ranks=ranks, failures=self._failures[node.place])
 
@@ -207,8 +208,8 @@ class Hosts:
         # A lost node agent that is still killing its ranks must not kill those of its successor.
         part = f"{self._token}.{place}.{self._arrivals}"
         self._arrivals += 1
-        node = NodeHandle(place, f"machine {place + 1}", channel, part)
-        node.listen(on_output=self._on_output, on_change=self._waiting.change)
+        node = ConnectedHost(place, f"machine {place + 1}", channel, part)
+        node.listen(self._on_message, self._waiting.change)
         self._nodes[place] = node
         if self._arrivals == 1:
             self._do(self._send_heartbeats())
@@ -218,7 +219,7 @@ class Hosts:
         """Wait until the hosts of an attempt are here: at first for all hosts, later for as many as are needed."""
         self._is_waiting = True
         try:
-            async with self._waiting.telling(self.words):
+            async with self._waiting.reporting(self.words):
                 await self._wait()
         finally:
             self._is_waiting = False
@@ -265,7 +266,7 @@ class Hosts:
 
     def _will_not_come(self, place: int) -> bool:
         node = self._nodes.get(place)
-        if node is not None and node.lost:
+        if node is not None and node.is_lost:
             return not self._transport.rejoins(place)
         return self._transport.gave_up(place) is not None
 
@@ -273,7 +274,7 @@ class Hosts:
         """Give the places of hosts that were lost to those that replace them."""
         for place in places:
             node = self._nodes.get(place)
-            if node is not None and node.lost and self._transport.rejoins(place):
+            if node is not None and node.is_lost and self._transport.rejoins(place):
                 await self._connect_again(node)
 
     def _raise_refusal(self, missing: Sequence[int], *, is_late: bool) -> None:
@@ -296,9 +297,9 @@ class Hosts:
                 raise error_from(trouble)
             self._name_all()
             node = self._nodes[place]
-            raise MachineLost(f"{node.name} is lost", why=node.lost)
+            raise MachineLost(f"{node.name} is lost", why=node.why_lost or "")
 
-    async def _greet(self, node: NodeHandle) -> None:
+    async def _greet(self, node: ConnectedHost) -> None:
         try:
             hello = await node.hear(protocol.Hello, within_s=self._join_s)
         except MachineLost:
@@ -311,15 +312,14 @@ class Hosts:
                 trouble = compare_nodes.other_protocol(node.name, hello)
                 self._refusals[node.place] = error_from(trouble)
             else:
-                node.clock_offset_s = hello.record.clock_unix_s - time.time()
-                node.record = hello.record
+                node.join(hello.record)
         self._waiting.change()
 
     async def gather(self) -> dict[int, Finding]:
         """Wait until every host has joined or failed to; return the failures by place."""
         deadline = time.monotonic() + self._join_s
         absent = self._absent()
-        async with self._waiting.telling(self.words):
+        async with self._waiting.reporting(self.words):
             while set(self._missing()) - absent.keys() and time.monotonic() < deadline:
                 await self._waiting.something_new(0.2)
                 absent = self._absent()
@@ -349,15 +349,15 @@ class Hosts:
                     fix=trouble.fix,
                     evidence=trouble.evidence,
                 )
-            elif node is not None and node.lost and not self._transport.rejoins(place):
+            elif node is not None and node.is_lost and not self._transport.rejoins(place):
                 found[place] = from_error(
-                    MachineLost(f"{self.name_of(place)} is lost", why=node.lost)
+                    MachineLost(f"{self.name_of(place)} is lost", why=node.why_lost or "")
                 )[0]
         return found
 
     # ---- coming back, and leaving
 
-    async def send_away(self, node: NodeHandle, why: str) -> None:
+    async def send_away(self, node: ConnectedHost, why: str) -> None:
         """Release a host that cannot run ranks; it is connected again later."""
         node.lose(why)
         with contextlib.suppress(TimeoutError):
@@ -382,12 +382,12 @@ class Hosts:
                 grown_s = max(2 * pauses.get(place, 0.0), _CALL_UNNEEDED_AFTER_S)
                 pauses[place] = min(grown_s, _CALL_UNNEEDED_AT_LEAST_S)
                 node = self._nodes.get(place)
-                if node is not None and node.lost:
+                if node is not None and node.is_lost:
                     self._do(self._connect_again(node))
                 elif node is None and self._transport.gave_up(place) is not None:
                     self._do(self._transport.reopen(place))
 
-    async def _connect_again(self, node: NodeHandle) -> None:
+    async def _connect_again(self, node: ConnectedHost) -> None:
         if node.place in self._closing:
             return
         self._closing.add(node.place)
@@ -404,7 +404,7 @@ class Hosts:
         """Notify every node agent that the run is over, and release all hosts."""
         message = protocol.Leave(exit_code=exit_code, words=words)
 
-        async def leave(node: NodeHandle) -> None:
+        async def leave(node: ConnectedHost) -> None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(node.channel.send(message), _LEAVE_WITHIN_S)
             await node.close()

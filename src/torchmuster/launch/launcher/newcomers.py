@@ -16,8 +16,9 @@ from torchmuster.finding import Finding, Status
 from torchmuster.known_errors.explain import explain_text
 from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.hosts import MOST_FAILURES, Candidate, Hosts
-from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
+from torchmuster.launch.launcher.waiting import Stopped
 from torchmuster.launch.network.reach import name_several
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import plural
@@ -32,15 +33,15 @@ _BROKEN_GPU = frozenset({"gpu-fell-off-bus", "ecc-error"})
 class Examine(Protocol):
     """Test the health of a host."""
 
-    async def __call__(self, node: NodeHandle, *, whole: bool) -> Sequence[Finding]:
+    async def __call__(self, node: ConnectedHost, *, whole: bool) -> Sequence[Finding]:
         """Return the findings: of the ``whole`` test, or of the checks that take less than a second."""
 
 
-def broken_hosts(nodes: Sequence[NodeHandle]) -> dict[int, str]:
+def broken_hosts(nodes: Sequence[ConnectedHost]) -> dict[int, str]:
     """Return the places of the hosts that failed, each with the reason: lost hosts, and hosts with a broken GPU."""
     found = {}
     for node in nodes:
-        why = node.lost or (_broken_gpu(node.ended, node.name) if node.ended else None)
+        why = node.why_lost or (_broken_gpu(node.ended, node.name) if node.ended else None)
         if why:
             found[node.place] = why
     return found
@@ -75,7 +76,7 @@ class Newcomers:
         hosts: Hosts,
         run: RunFolder,
         *,
-        prepare: Callable[[Sequence[NodeHandle]], Awaitable[None]],
+        prepare: Callable[[Sequence[ConnectedHost]], Awaitable[None]],
         examine: Examine | None = None,
     ) -> None:
         """``examine`` tests hosts that replace another one."""
@@ -88,7 +89,7 @@ class Newcomers:
 
     # ---- before an attempt
 
-    async def choose(self, broken: Mapping[int, str]) -> list[NodeHandle]:
+    async def choose(self, broken: Mapping[int, str]) -> list[ConnectedHost]:
         """Wait for the hosts of the next attempt, prepare those that are new, and return them in rank order.
 
         ``broken`` are the hosts that failed in the last attempt, and why.
@@ -140,8 +141,8 @@ class Newcomers:
         self, before: Sequence[Candidate], places: Sequence[int], broken: Mapping[int, str]
     ) -> None:
         """Say and log which hosts are replaced, and which are not although they failed."""
-        first_rank = 0
-        spares = [host.place for host in self._hosts.idle if host.place not in places]
+        first_rank, chosen = 0, set(places)
+        spares = [host.place for host in self._hosts.idle if host.place not in chosen]
         left = sum(self._hosts.failures_of(place) < MOST_FAILURES for place in spares)
         for former, place in zip(before, places, strict=True):
             count = former.ranks or 0
@@ -157,7 +158,7 @@ class Newcomers:
                 continue
             spare = self._hosts.name_of(place)
             node = self._hosts.at(former.place)
-            lost = node is None or bool(node.lost)
+            lost = node is None or node.is_lost
             what = takeover_text(name, why, spare, lost=lost, ranks=ranks, left=left)
             held = [ranks[0], ranks[-1]] if ranks else []
             facts = {"host": name, "spare": spare, "why": why, "ranks": held, "spares_left": left}
@@ -220,15 +221,15 @@ class Newcomers:
     async def _report_lost(self) -> None:
         for host in self._hosts.all:
             if (
-                host.lost
+                host.is_lost
                 and host.part in self._tested - self._lost
                 and host not in self._hosts.in_use
             ):
                 self._lost.add(host.part)
-                what = f"spare {host.name} is lost: {host.lost}"
-                await self._note(run_state.SPARE_LOST, what, host=host.name, why=host.lost)
+                what = f"spare {host.name} is lost: {host.why_lost}"
+                await self._note(run_state.SPARE_LOST, what, host=host.name, why=host.why_lost)
 
-    async def _why_unfit(self, host: NodeHandle) -> str | None:
+    async def _why_unfit(self, host: ConnectedHost) -> str | None:
         """Prepare and test a host, as far as that was not done yet; return why it cannot run ranks."""
         is_new = host.part not in self._tested
         findings: Sequence[Finding] = ()
@@ -249,7 +250,7 @@ class Newcomers:
         self._tested.add(host.part)
         return None
 
-    async def _refuse(self, host: NodeHandle, why: str) -> None:
+    async def _refuse(self, host: ConnectedHost, why: str) -> None:
         what = f"{host.name} connected, but cannot run ranks: {why}"
         await self._note(run_state.SPARE_REFUSED, what, host=host.name, why=why)
         await self._hosts.send_away(host, "it cannot run ranks")

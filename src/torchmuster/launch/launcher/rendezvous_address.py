@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.network import reach
 
 _ANSWER_WITHIN_S = 20.0
@@ -31,7 +31,7 @@ class RendezvousAddress:
 
 
 async def choose_rendezvous_address(
-    spec: JobSpec, hosts: Sequence[NodeHandle], *, before: RendezvousAddress | None = None
+    spec: JobSpec, hosts: Sequence[ConnectedHost], *, before: RendezvousAddress | None = None
 ) -> RendezvousAddress:
     """Open the port on the first host, and choose the address at which all others reach it.
 
@@ -47,7 +47,7 @@ async def choose_rendezvous_address(
 
 
 async def _meet(
-    spec: JobSpec, hosts: Sequence[NodeHandle], address: str | None
+    spec: JobSpec, hosts: Sequence[ConnectedHost], address: str | None
 ) -> RendezvousAddress:
     first, *others = hosts
     nonce, limit_s = os.urandom(16).hex(), spec.limits.reach_s

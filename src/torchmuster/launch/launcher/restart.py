@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
-from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.launch.launcher.host import ConnectedHost
 
 # The same error at the same step this many times is a crash loop.
 _LOOP = 3
@@ -87,7 +87,7 @@ def with_reason(finding: Finding, reason: str) -> Finding:
     return replace(finding, why="\n".join(part for part in (reason, finding.why) if part))
 
 
-def first_failure(hosts: Sequence[NodeHandle]) -> protocol.Failure | None:
+def first_failure(hosts: Sequence[ConnectedHost]) -> protocol.Failure | None:
     """Return the failure of the rank that failed first."""
     failures = []
     for host in hosts:

@@ -12,7 +12,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import known_failures, script_checkpoints
 from torchmuster.launch.launcher.console import rank_text
-from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.silence import activity_text
 
 RANKS_KILLED = "ranks-killed"
@@ -39,7 +39,7 @@ class Saved:
     is_new: bool = True
 
 
-def asked_elsewhere(hosts: Sequence[NodeHandle]) -> str | None:
+def asked_elsewhere(hosts: Sequence[ConnectedHost]) -> str | None:
     """Return the origin of a stop request that a scheduler sent to a node agent."""
     for host in hosts:
         if host.ended and host.ended.asked:
@@ -48,7 +48,7 @@ def asked_elsewhere(hosts: Sequence[NodeHandle]) -> str | None:
 
 
 def saved_by_ranks(
-    hosts: Sequence[NodeHandle], *, warned: bool = False, origin: str | None = None
+    hosts: Sequence[ConnectedHost], *, warned: bool = False, origin: str | None = None
 ) -> Saved | None:
     """Return what the ranks saved, by their exit codes; None if a host has no rank that saved, or one that failed.
 
@@ -80,7 +80,7 @@ def _code(failure: protocol.Failure) -> int:
 
 
 def saved_after_request(
-    hosts: Sequence[NodeHandle], cause: StopCause | None, metrics: Path
+    hosts: Sequence[ConnectedHost], cause: StopCause | None, metrics: Path
 ) -> Saved | None:
     """Return what was saved because of a stop request; None if no checkpoint is known to have been saved.
 
@@ -105,7 +105,7 @@ class KilledRanks:
 
 
 def killed_after_request(
-    hosts: Sequence[NodeHandle], *, grace_s: float, at_once: bool
+    hosts: Sequence[ConnectedHost], *, grace_s: float, at_once: bool
 ) -> KilledRanks | None:
     """Return the ranks that had not stopped when the grace period was over; None if there are none."""
     ranks = sorted(rank for host in hosts if host.ended for rank in host.ended.killed)
@@ -116,9 +116,9 @@ def killed_after_request(
     return KilledRanks(ranks=tuple(ranks), finding=finding, at_once=at_once)
 
 
-def waiting_text(hosts: Sequence[NodeHandle], now_s: float) -> str:
+def waiting_text(hosts: Sequence[ConnectedHost], now_s: float) -> str:
     """Return ``waiting for ranks 0-1 to stop: 24 s left``; "" if all have stopped."""
-    slow = [host for host in hosts if not host.ended and not host.lost]
+    slow = [host for host in hosts if not host.ended and not host.is_lost]
     if not slow:
         return ""
     ranks: list[int] = []

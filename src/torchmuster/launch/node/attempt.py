@@ -66,8 +66,8 @@ class RunningAttempt:
         self.gone = asyncio.Event()  # none of its processes is alive
         self.told = asyncio.Event()  # the launcher has received the report
 
-    async def start(self) -> protocol.Started:
-        """Start the ranks; return the message for the launcher."""
+    async def start(self) -> None:
+        """Start the ranks."""
         share = self._share
         loop = asyncio.get_running_loop()
         try:
@@ -78,7 +78,6 @@ class RunningAttempt:
         except BaseException:  # no more processes or memory: none of them may stay
             self._kill()
             raise
-        return protocol.Started(attempt=share.start.attempt, pid=self._ranks[0].pid)
 
     def stop(self, grace_s: float, asked: str = "") -> None:
         """Ask the ranks to stop, and kill them after the grace period. A later call can only shorten it.

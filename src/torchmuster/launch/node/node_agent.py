@@ -76,7 +76,7 @@ class NodeAgent:
         self._trying: asyncio.Task[protocol.Reached] | None = None
         self._running: RunningAttempt | None = None
         self._store: StoreProcess | None = None  # of the ranks, on the first host
-        self._engaged: Sidecar | None = None
+        self._sidecar: Sidecar | None = None
         self._ending = False  # because of a signal
         self._has_left = False  # its user pressed Ctrl-C
         self._turn = asyncio.Lock()  # serialises starting and stopping of ranks
@@ -183,9 +183,9 @@ class NodeAgent:
                 case protocol.DumpStacks():
                     self._do(self._examine(message))
                 case protocol.StartSidecar():
-                    self._do(self._engage(message))
-                case protocol.Relay() if self._engaged is not None:
-                    self._engaged.pass_on(message.text)
+                    self._do(self._start_sidecar(message))
+                case protocol.Relay() if self._sidecar is not None:
+                    self._sidecar.pass_on(message.text)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
@@ -220,7 +220,7 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
 
         def on_wait(error: MusterError) -> None:
-            waiting = self._send(protocol.Waiting(words=error.why or error.what))
+            waiting = self._send(protocol.Alive(waiting_for=error.why or error.what))
             asyncio.run_coroutine_threadsafe(waiting, loop)
 
         held = await asyncio.to_thread(device_lease.lease_devices, message, on_wait)
@@ -281,10 +281,10 @@ class NodeAgent:
     async def _start(self, message: protocol.Start) -> None:
         async with self._turn:
             self._attempt = message.attempt
-            started = await self._start_running(message)
-        await self._send(started)
+            await self._start_running(message)
+        await self._send(protocol.Done(request="start"))
 
-    async def _start_running(self, message: protocol.Start) -> protocol.Started:
+    async def _start_running(self, message: protocol.Start) -> None:
         assert self._job is not None
         if self._port is not None:
             if message.node_rank == 0:
@@ -311,10 +311,9 @@ class NodeAgent:
         running = RunningAttempt(
             share, environment, self._send, store=self._store, spare=self._other_sessions
         )
-        started = await running.start()
+        await running.start()
         self._running = running
         self._do(self._watch(running))
-        return started
 
     async def _serve_store(
         self,
@@ -337,7 +336,7 @@ class NodeAgent:
 
     def _other_sessions(self) -> list[int]:
         """Return the sessions of processes that outlive an attempt."""
-        return [process.pid for process in (self._engaged, self._store) if process is not None]
+        return [process.pid for process in (self._sidecar, self._store) if process is not None]
 
     async def _watch(self, running: RunningAttempt) -> None:
         try:
@@ -378,13 +377,13 @@ class NodeAgent:
     async def _examine(self, message: protocol.DumpStacks) -> None:
         if self._running is not None:
             await self._running.examine(message)
-        await self._send(protocol.StackDump())
+        await self._send(protocol.Done(request="dump-stacks"))
 
-    async def _engage(self, message: protocol.StartSidecar) -> None:
-        if self._engaged is not None:
-            await self._engaged.end()
-        self._engaged = await Sidecar.begin(message, self._send)
-        await self._send(protocol.SidecarStarted(pid=self._engaged.pid))
+    async def _start_sidecar(self, message: protocol.StartSidecar) -> None:
+        if self._sidecar is not None:
+            await self._sidecar.end()
+        self._sidecar = await Sidecar.begin(message, self._send)
+        await self._send(protocol.Done(request="start-sidecar"))
 
     async def _say_alive(self) -> None:
         while True:
@@ -421,8 +420,8 @@ class NodeAgent:
         grace_s = _LEAVE_GRACE_S if self._has_left else self._grace_s()
         if self._running is not None:
             self._running.stop(grace_s)
-        if self._engaged is not None:
-            await self._engaged.end()
+        if self._sidecar is not None:
+            await self._sidecar.end()
         if self._running is not None:
             with contextlib.suppress(TimeoutError):  # the supervisor keeps trying
                 await asyncio.wait_for(self._running.gone.wait(), grace_s + _GONE_WITHIN_S)

@@ -102,7 +102,8 @@ class Sidecar:
             relaying.cancel()
             keeping.cancel()
         words = self._words.decode("utf-8", errors="replace").strip()
-        await self._send(protocol.SidecarEnded(exit_code=self._process.returncode, words=words))
+        code = self._process.returncode
+        await self._send(protocol.Relay(text=words, is_last=True, exit_code=code))
 
     async def _relay(self) -> None:
         try:

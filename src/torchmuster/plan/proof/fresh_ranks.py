@@ -18,7 +18,8 @@ from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding
 from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.launch_job import launch_job
+from torchmuster.launch.launcher.launch import launch
+from torchmuster.launch.launcher.run import Run
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create_run_folder, write_atomically
 
@@ -102,7 +103,7 @@ def run_fresh_ranks(
         console = _Quiet(folder_of_run)
         transport = LocalTransport(socket.gethostname())
         with _heard_of(f"{doing or name} on {ranks} {'rank' if ranks == 1 else 'ranks'}", say):
-            code = launch_job(spec, transport, folder_of_run, lambda _: console)
+            code = launch(Run(spec, transport, console, folder_of_run), console)
         if code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
         if code in (ExitCode.TERMINATED, ExitCode.KILLED):

@@ -16,7 +16,7 @@ from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 from torchmuster.launch.hangs.monitor import HangMonitor, devices_of
 from torchmuster.launch.history import run_state
-from torchmuster.launch.launcher.node_handle import NodeHandle
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 
@@ -37,7 +37,7 @@ class Scene:
         self.run: RunFolder = create_run_folder(folder, "test")
         self.channels = [FakeChannel(), FakeChannel()]
         self.nodes = [
-            NodeHandle(place, name, channel, "part")  # type: ignore[arg-type]
+            ConnectedHost(place, name, channel, "part")  # type: ignore[arg-type]
             for place, (name, channel) in enumerate(zip("ab", self.channels, strict=True))
         ]
         for node in self.nodes:
@@ -99,7 +99,7 @@ def pass_time(it: Scene, clock: list[float], seconds: int, *, different: bool) -
                 state="S",
                 busy=0.0,
             )
-            node._on_sign(protocol.Heartbeats(attempt=0, heartbeats=(heartbeat,)))
+            it.hang_monitor.hear(node, protocol.Heartbeats(attempt=0, heartbeats=(heartbeat,)))
         it.hang_monitor.look()
 
 
@@ -117,10 +117,10 @@ def test_a_hang_is_told_examined_and_kept(
             await asyncio.sleep(0.01)
         for rank, node in enumerate(it.nodes):
             secret = "token=hf_0123456789abcdefghij"
-            say = node._on_sign
+            say = functools.partial(it.hang_monitor.hear, node)
             say(protocol.Evidence(rank=rank, name="stacks.txt", text=f"stack of {rank} {secret}"))
             say(protocol.Evidence(rank=rank, name="../../evil", text="not a name of ours"))
-            say(protocol.StackDump())
+            say(protocol.Done(request="dump-stacks"))
         await it.settle()
         return it
 
@@ -159,7 +159,7 @@ def test_what_goes_on_is_told_again_in_short_and_the_end_too(
         assert len(list(it.run.hang.iterdir())) == 1
         for rank, node in enumerate(it.nodes):
             moved = Heartbeat(rank=rank, pid=100 + rank, beat=1, moves=4, state="R", busy=1.0)
-            node._on_sign(protocol.Heartbeats(attempt=0, heartbeats=(moved,)))
+            it.hang_monitor.hear(node, protocol.Heartbeats(attempt=0, heartbeats=(moved,)))
         it.hang_monitor.look()
         return it
 
@@ -231,7 +231,7 @@ def test_a_hang_monitor_that_fails_does_not_end_the_run(
     it.begin()
     it.hang_monitor._watch = Broken()
     for _ in range(2):
-        it.nodes[0]._on_sign(protocol.Heartbeats(attempt=0, heartbeats=()))
+        it.hang_monitor.hear(it.nodes[0], protocol.Heartbeats(attempt=0, heartbeats=()))
     it.hang_monitor.look()
     (said,) = it.said  # once
     assert "ZeroDivisionError('oh')" in said

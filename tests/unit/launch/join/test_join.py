@@ -59,7 +59,7 @@ def test_whoever_gives_up_waiting_for_a_message_can_ask_for_it_again() -> None:
     async def scene(host: Host) -> None:
         machine = await join(host.code)
         _, channel = await host.arrivals.get()
-        message = protocol.Waiting(words="for GPUs")
+        message = protocol.Alive(waiting_for="for GPUs")
         data = protocol.encode(message)
         writer = machine._stream.writer
         for piece in (len(data).to_bytes(4, "big"), data[:5]):

@@ -5,7 +5,8 @@ that presents the secret of the run. A machine that is lost before its ranks wer
 
 No input is trusted before the secret was checked. Until then a connection gets ``GREET_S`` and one message of
 ``JOIN_LIMIT`` bytes, and there are at most ``MOST_UNPROVEN`` such connections. While there are that many, the next one waits
-in the kernel's queue, and the oldest is closed after ``CROWD_S``: slow clients delay the others, but do not keep them out.
+in the kernel's queue, and if no handshake ends within ``CROWD_S``, all are closed: slow clients delay the others, but do not
+keep them out.
 """
 
 import asyncio
@@ -136,17 +137,19 @@ class JoinTransport:
         self._opened_at_s = time.monotonic()
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._unproven: dict[asyncio.Task[None], float] = {}  # with the time of their arrival
+        self._unproven: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def places(self) -> Sequence[str]:
         """The names of the machines: ``machine 2`` until it has joined, then its host name. Names are unique."""
         names = [] if self._local is None else list(self._local.places)
+        taken = set(names)
         for number in self._numbers:
             name = self._names.get(number, f"machine {number + 1}")
-            if name in names:
+            if name in taken:
                 name = f"{name} ({number + 1})"
+            taken.add(name)
             names.append(name)
         return names
 
@@ -226,26 +229,25 @@ class JoinTransport:
                 connection.close()
                 raise
             guest = asyncio.create_task(self._greet(connection))
-            self._unproven[guest] = time.monotonic()
+            self._unproven.add(guest)
             guest.add_done_callback(functools.partial(self._forget, connection))
             # With many connections in the queue, accept does not wait: let other tasks run.
             await asyncio.sleep(0)
 
     def _forget(self, connection: socket.socket, guest: asyncio.Task[None]) -> None:
-        del self._unproven[guest]
+        self._unproven.discard(guest)
         if guest.cancelled():  # perhaps before it owned the connection
             connection.close()
 
     async def _wait_for_room(self) -> None:
         while len(self._unproven) >= MOST_UNPROVEN:
-            oldest, arrived_s = next(iter(self._unproven.items()))
-            patience_s = max(0.0, arrived_s + CROWD_S - time.monotonic())
             done, _ = await asyncio.wait(
-                self._unproven, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+                self._unproven, timeout=CROWD_S, return_when=asyncio.FIRST_COMPLETED
             )
-            if not done:
-                oldest.cancel()
-                await asyncio.wait({oldest})
+            if not done:  # they delay everybody else; the handshakes of a busy launcher end one after the other
+                for client in list(self._unproven):
+                    client.cancel()
+                await asyncio.wait(self._unproven)
             await asyncio.sleep(0)  # the callbacks of those that are done remove them
 
     async def _greet(self, connection: socket.socket) -> None:

@@ -16,9 +16,10 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.history.resume import ResumePlan, restart_text
 from torchmuster.launch.job import JobSpec, is_ours
 from torchmuster.launch.launcher import training_progress
+from torchmuster.launch.launcher.attempt import Attempt
 from torchmuster.launch.launcher.console import show_findings
+from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.newcomers import Examine, Newcomers, broken_hosts
-from torchmuster.launch.launcher.node_handle import NodeHandle, Stopped
 from torchmuster.launch.launcher.restart import (
     PastAttempt,
     decide_restart,
@@ -38,6 +39,7 @@ from torchmuster.launch.launcher.stopping import (
     saved_by_ranks,
 )
 from torchmuster.launch.launcher.training_progress import TrainingProgress
+from torchmuster.launch.launcher.waiting import Stopped
 from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.schedulers.time_limits import seconds_to_job_end
 from torchmuster.launch.transports.channel import Transport
@@ -96,7 +98,7 @@ class JobOutcome:
         return _EXIT_CODES[self.result], text
 
 
-class JobRunner:
+class Run:
     """One run, from the first connection to its end, with all its attempts."""
 
     def __init__(
@@ -104,23 +106,22 @@ class JobRunner:
         spec: JobSpec,
         transport: Transport,
         console: Console,
-        *,
         run: RunFolder,
-        on_phase: Callable[[str], None] = lambda _: None,
+        *,
         examine: Examine | None = None,
     ) -> None:
-        self._spec = spec
+        """``examine`` tests the health of spares."""
+        self.spec = spec
+        self.run_folder = run
         self._transport = transport
-        self._run = run
-        self._on_phase = on_phase
-        self._many = len(transport.places) > 1
-        self._session = Session(spec, transport, console, run=run, on_phase=on_phase)
+        self._session = Session(spec, transport, console, run)
         self._hosts = self._session.hosts
         self._newcomers = Newcomers(self._hosts, run, prepare=self._prepare_again, examine=examine)
         self._can_save = spec.checkpoints is not None
         self._history: list[PastAttempt] = []
         self._warning: StopCause | None = None  # forwarded to the ranks
         self._warned_before = False
+        self._is_changed = False  # the script's arguments, for the next attempt
         self._asked_to_save = False  # because a host came back
         self._missing: list[str] = []  # the hosts that the last attempt ran without
         self.token = self._session.token
@@ -128,29 +129,25 @@ class JobRunner:
 
     # ---- the flow
 
-    async def run(self) -> JobOutcome:
+    async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
         """Run the job to its end."""
         session = self._session
+        session.on_phase = on_phase
         outcome: JobOutcome | None = None
         try:
-            self._on_phase("waiting" if self._spec.wait_s else "joining")
+            on_phase("waiting" if self.spec.wait_s else "joining")
             await self._transport.open(self._hosts.arrive)
             await self._gather_hosts()
             outcome = await self._run_attempts()
         except Stopped:
-            hosts = session.current
-            if session.failed_before_stop:
-                outcome = JobOutcome(result=Result.FAILED, finding=await session.fail(hosts))
-            else:
-                await session.end(hosts)
-                outcome = self._stopped(hosts, session.cause)
+            outcome = await self._stop_on_request()
         finally:
             exit_code, text = int(ExitCode.FAILED), "the run stopped"
             if outcome is not None:
                 exit_code, text = outcome.for_joined_hosts()
-                if outcome.result is Result.FINISHED and self._spec.hosts_return:
+                if outcome.result is Result.FINISHED and self.spec.hosts_return:
                     # Before the other hosts are released for good: this one may still be killed and replaced.
-                    self._on_phase(run_state.FINISHED)
+                    on_phase(run_state.FINISHED)
             await session.leave(exit_code, text)
         return outcome
 
@@ -160,13 +157,13 @@ class JobRunner:
             await self._hosts.wait()
             hosts = self._hosts.idle
             try:
-                if self._many:
+                if self._session.is_many:
                     logger.debug(self._hosts.words())
                     self._refuse(self._session.differences(hosts))
                 await self._prepare(hosts)
                 return
             except MachineLost as error:
-                if not self._spec.hosts_return:
+                if not self.spec.hosts_return:
                     raise
                 logger.info(f"{error.what}; waiting for the host that replaces it")
 
@@ -176,8 +173,9 @@ class JobRunner:
         await self._log_resume(after)
         while True:
             began_unix_s, before = time.time(), after
-            finding = await self._attempt(number, broken, before)
-            hosts = self._session.current
+            attempt = await self._begin_attempt(number, broken, before)
+            finding = await self._run_attempt(attempt)
+            hosts = attempt.hosts
             if finding is None:
                 return self._finished(hosts)
             number += 1
@@ -198,39 +196,52 @@ class JobRunner:
                     )
                 continue
             self._history.append(self._failed(finding, hosts, before, after))
-            decision = decide_restart(self._history, max_restarts=self._spec.max_restarts)
+            decision = decide_restart(self._history, max_restarts=self.spec.max_restarts)
             if decision.value is None:
                 elsewhere = asked_elsewhere(hosts)
                 if elsewhere is not None:
                     return self._stopped(hosts, StopCause(origin=elsewhere))
                 finding = with_reason(finding, decision.reason)
                 return JobOutcome(result=Result.FAILED, finding=finding)
-            await self._announce(decision.value, decision.reason, after.resume)
+            await self._announce(attempt, decision.value, decision.reason, after.resume)
             await self._session.waiting.unless_stopped(asyncio.sleep(decision.value))
 
-    async def _attempt(
+    async def _begin_attempt(
         self, number: int, broken: dict[int, str], progress: TrainingProgress
-    ) -> Finding | None:
-        """Run one attempt; return None on success, else the finding."""
+    ) -> Attempt:
+        """Choose the hosts of the next attempt, and the script's arguments."""
         session = self._session
-        self._on_phase("starting")
+        session.on_phase("starting")
         self._asked_to_save = False
-        is_changed = session.resume_script(progress.resume, again=number > 0)
-        if is_changed and number == 0 and progress.resume is not None:  # a requeued job
+        self._is_changed = session.resume_script(progress.resume, again=number > 0)
+        if self._is_changed and number == 0 and progress.resume is not None:  # a requeued job
             logger.info(restart_text(progress.resume))
         hosts = await session.waiting.unless_stopped(self._newcomers.choose(broken))
-        session.begin(hosts, number)
-        if is_changed:
-            try:
-                await session.prepare(hosts, again=True)
-            except MachineLost:
-                return await session.fail(hosts)
         if self._hosts.missing != self._missing:
             self._missing = self._hosts.missing
             logger.info(self._continuing_text(hosts, progress.global_batch_size))
+        return Attempt(session, hosts, number)
+
+    async def _run_attempt(self, attempt: Attempt) -> Finding | None:
+        """Run one attempt; return None on success, else the finding."""
+        if self._is_changed:
+            try:
+                await self._session.prepare(attempt.hosts, again=True)
+            except MachineLost:
+                return await attempt.fail()
         save = self._ask_to_save if self._can_save else None
         async with self._newcomers.looked_after(save):
-            return await session.attempt(hosts, number)
+            return await attempt.run()
+
+    async def _stop_on_request(self) -> JobOutcome:
+        """Stop the ranks because the user or a scheduler wants it."""
+        attempt, session = self._session.attempt, self._session
+        if attempt is None:
+            return self._stopped((), session.cause)
+        if session.failed_before_stop:
+            return JobOutcome(result=Result.FAILED, finding=await attempt.fail())
+        await attempt.end()
+        return self._stopped(attempt.hosts, session.cause)
 
     # ---- signals
 
@@ -278,16 +289,16 @@ class JobRunner:
 
     # ---- hosts
 
-    async def _prepare(self, hosts: Sequence[NodeHandle], *, again: bool = False) -> None:
+    async def _prepare(self, hosts: Sequence[ConnectedHost], *, again: bool = False) -> None:
         await self._session.prepare(hosts, again=again)
-        if self._many:
+        if self._session.is_many:
             everyone = {host.place: host for host in (*self._hosts.in_use, *hosts)}
             findings = self._session.differences(list(everyone.values()))
             show_findings([one for one in findings if one.status is not Status.FAILURE])
             self._refuse(findings)
         self._session.log_reasons(hosts)
 
-    async def _prepare_again(self, hosts: Sequence[NodeHandle]) -> None:
+    async def _prepare_again(self, hosts: Sequence[ConnectedHost]) -> None:
         await self._prepare(hosts, again=True)
 
     def _refuse(self, findings: Sequence[Finding]) -> None:
@@ -298,16 +309,18 @@ class JobRunner:
             show_findings(others)
             raise Impossible(first.what, why=first.why, fix=first.fix)
 
-    def _lose_replaced_hosts(self, hosts: Sequence[NodeHandle]) -> bool:
+    def _lose_replaced_hosts(self, hosts: Sequence[ConnectedHost]) -> bool:
         """Wait no longer for hosts that their scheduler stopped and will replace; return whether there are any."""
-        if not self._spec.hosts_return:
+        if not self.spec.hosts_return:
             return False
         stopped = [host for host in hosts if host.ended and host.ended.asked]
         for host in stopped:
             host.lose("its scheduler stopped it")
         return bool(stopped)
 
-    def _continuing_text(self, hosts: Sequence[NodeHandle], global_batch_size: int | None) -> str:
+    def _continuing_text(
+        self, hosts: Sequence[ConnectedHost], global_batch_size: int | None
+    ) -> str:
         """Return how many hosts a run continues with: ``continuing with 3 of 4 hosts, without d``."""
         text = f"continuing with {len(hosts):,} of {self._hosts.wanted.most:,} hosts"
         if self._hosts.missing:
@@ -318,28 +331,28 @@ class JobRunner:
 
     # ---- ends
 
-    def _finished(self, hosts: Sequence[NodeHandle]) -> JobOutcome:
-        if self._warning and saved_after_request(hosts, self._warning, self._run.metrics):
+    def _finished(self, hosts: Sequence[ConnectedHost]) -> JobOutcome:
+        if self._warning and saved_after_request(hosts, self._warning, self.run_folder.metrics):
             return self._stopped(hosts, self._warning)
         return JobOutcome(result=Result.FINISHED)
 
-    def _stopped(self, hosts: Sequence[NodeHandle], cause: StopCause | None) -> JobOutcome:
+    def _stopped(self, hosts: Sequence[ConnectedHost], cause: StopCause | None) -> JobOutcome:
         """Return the outcome of a run that was stopped on request."""
-        saved = saved_after_request(hosts, cause, self._run.metrics)
+        saved = saved_after_request(hosts, cause, self.run_folder.metrics)
         return JobOutcome(
             result=Result.STOPPED if saved is None else Result.SAVED,
             saved=saved,
             origin=cause.origin if cause else "",
-            left=tuple(host.name for host in hosts if host.lost and not host.ended),
+            left=tuple(host.name for host in hosts if host.is_lost and not host.ended),
             killed=killed_after_request(
-                hosts, grace_s=self._spec.limits.grace_s, at_once=self._session.killed_at_once
+                hosts, grace_s=self.spec.limits.grace_s, at_once=self._session.killed_at_once
             ),
         )
 
     def _failed(
         self,
         finding: Finding,
-        hosts: Sequence[NodeHandle],
+        hosts: Sequence[ConnectedHost],
         before: TrainingProgress,
         after: TrainingProgress,
     ) -> PastAttempt:
@@ -352,22 +365,23 @@ class JobRunner:
             resumes=after.resume is None or bool(after.resume.on_restart()),
         )
 
-    async def _announce(self, pause_s: float, reason: str, resume: ResumePlan | None) -> None:
+    async def _announce(
+        self, attempt: Attempt, pause_s: float, reason: str, resume: ResumePlan | None
+    ) -> None:
         """Print and log what failed, that the run restarts, and how its script resumes."""
         last = self._history[-1]
-        noticed_unix_s = self._session.noticed_unix_s
-        await self._note_restart(last.finding.what, last.from_step, noticed_unix_s)
+        await self._note_restart(last.finding.what, last.from_step, attempt.noticed_unix_s)
         logger.info(restart_announcement(last, pause_s, reason))
         if resume is not None:
             logger.info(restart_text(resume))
 
     async def _log_resume(self, progress: TrainingProgress) -> None:
         """Log that training continues from a checkpoint of an earlier launch."""
-        if progress.saved is None or not is_ours(self._spec.command):
+        if progress.saved is None or not is_ours(self.spec.command):
             return
         what = f"resumed from step {progress.saved:,}"
         facts: dict[str, Any] = {"what": what, "from_step": progress.saved}
-        await asyncio.to_thread(run_state.log_event, self._run, run_state.RESUMED, **facts)
+        await asyncio.to_thread(run_state.log_event, self.run_folder, run_state.RESUMED, **facts)
 
     async def _note_restart(
         self, headline: str, from_step: int | None, noticed_unix_s: float
@@ -377,14 +391,14 @@ class JobRunner:
             "from_step": from_step,
             "noticed_unix_s": noticed_unix_s,
         }
-        await asyncio.to_thread(run_state.log_event, self._run, run_state.RESTART, **facts)
+        await asyncio.to_thread(run_state.log_event, self.run_folder, run_state.RESTART, **facts)
 
     async def _look(self, since_unix_s: float, known: TrainingProgress) -> TrainingProgress:
         """Read the training progress; object storage that does not respond must not block the run."""
         reading = asyncio.to_thread(
             training_progress.read_training_progress,
-            self._spec,
-            self._run.metrics,
+            self.spec,
+            self.run_folder.metrics,
             since_unix_s=since_unix_s,
             known=known,
         )

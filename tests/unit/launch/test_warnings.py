@@ -12,34 +12,33 @@ from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history.resume import ResumePlan
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import job_runner, training_progress
+from torchmuster.launch.launcher import run as run_module
+from torchmuster.launch.launcher import training_progress
 from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.job_runner import JobRunner
+from torchmuster.launch.launcher.run import Run
 from torchmuster.launch.launcher.training_progress import TrainingProgress
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create_run_folder
 
 
-def supervise(folder: Path, checkpoints: str | None = "s3://bucket/run") -> JobRunner:
+def supervise(folder: Path, checkpoints: str | None = "s3://bucket/run") -> Run:
     run = create_run_folder(folder, "x")
     spec = JobSpec(name="x", command=("x.py",), folder=str(folder), checkpoints=checkpoints)
     transport, console = LocalTransport("here"), TerminalConsole(run)
-    return JobRunner(spec, transport, console, run=run)
+    return Run(spec, transport, console, run)
 
 
 class Ranks:
     """What the session knows of the ranks' handlers, and what it sends to them."""
 
-    def __init__(
-        self, runner: JobRunner, monkeypatch: pytest.MonkeyPatch, known: dict[str, str]
-    ) -> None:
+    def __init__(self, runner: Run, monkeypatch: pytest.MonkeyPatch, known: dict[str, str]) -> None:
         self.sent: list[str] = []
         handles, replaced = known.get("handles", "").split(), known.get("replaced", "").split()
         beat = Heartbeat(
             rank=0, pid=1, beat=1, moves=1, handles=tuple(handles), replaced=tuple(replaced)
         )
         node = SimpleNamespace(prepared=SimpleNamespace(ranks=1), heartbeats=[beat])
-        monkeypatch.setattr(runner._session, "current", [node])
+        runner._session.attempt = SimpleNamespace(hosts=[node])  # type: ignore[assignment]
         monkeypatch.setattr(runner._session, "pass_on", self.sent.append)
         monkeypatch.setattr(
             runner._session, "stop", lambda origin, *, warned_s: self.sent.append("SIGTERM")
@@ -88,7 +87,7 @@ def test_a_warning_is_sent_as_a_signal_that_reaches_the_script(
 def test_a_handler_that_was_just_set_is_seen_in_the_next_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_runner, "_NEXT_HEARTBEATS_S", 0.05)
+    monkeypatch.setattr(run_module, "_NEXT_HEARTBEATS_S", 0.05)
     runner = supervise(tmp_path, None)
     ranks = Ranks(runner, monkeypatch, {})
 
@@ -124,17 +123,17 @@ def test_a_restart_replaces_the_arguments_of_the_one_before(tmp_path: Path) -> N
 
     def sent() -> tuple[str, ...]:
         node = SimpleNamespace(place=0, part="x")
-        return session._preparation(node, session._spec, again=True).command  # type: ignore[arg-type]
+        return session._preparation(node, session.spec, again=True).command  # type: ignore[arg-type]
 
     by_itself = ResumePlan(arguments=("--auto",), is_certain=True)
     assert not session.resume_script(by_itself, again=False)  # the first attempt starts anew
     assert sent() == ("x.py",)
     assert session.resume_script(plan(10), again=True)
-    assert (sent(), session._first_step) == (("x.py", "--load", "/10"), 10)
+    assert (sent(), session.first_step) == (("x.py", "--load", "/10"), 10)
     assert session.resume_script(plan(20), again=True)
-    assert (sent(), session._first_step) == (("x.py", "--load", "/20"), 20)
+    assert (sent(), session.first_step) == (("x.py", "--load", "/20"), 20)
     assert session.resume_script(by_itself, again=True)
-    assert (sent(), session._first_step) == (("x.py", "--auto"), 0)
+    assert (sent(), session.first_step) == (("x.py", "--auto"), 0)
     assert session.resume_script(ResumePlan(), again=True)
     assert sent() == ("x.py",)
     assert not session.resume_script(None, again=True)
@@ -156,7 +155,7 @@ def test_a_look_that_takes_too_long_leaves_what_was_known(
         return TrainingProgress()
 
     monkeypatch.setattr(training_progress, "read_training_progress", look)
-    monkeypatch.setattr(job_runner, "_LOOK_WITHIN_S", 0.05)
+    monkeypatch.setattr(run_module, "_LOOK_WITHIN_S", 0.05)
 
     async def work() -> TrainingProgress:
         found = await supervise(tmp_path)._look(0.0, known)

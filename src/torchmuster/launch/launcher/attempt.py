@@ -1,0 +1,261 @@
+"""One attempt: find the rendezvous address, start the ranks on these hosts, watch them, stop them, name the cause."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+from torchmuster.errors import MachineLost
+from torchmuster.finding import Finding
+from torchmuster.launch import protocol
+from torchmuster.launch.hangs.monitor import HangMonitor
+from torchmuster.launch.history import evidence, host_logs, root_cause, run_state
+from torchmuster.launch.launcher.console import show_findings
+from torchmuster.launch.launcher.host import ConnectedHost, HostState
+from torchmuster.launch.launcher.rendezvous_address import (
+    RendezvousAddress,
+    choose_rendezvous_address,
+)
+from torchmuster.launch.launcher.session import Session
+from torchmuster.launch.launcher.silence import SilenceWatch
+from torchmuster.launch.launcher.stopping import asked_elsewhere, saved_by_ranks, waiting_text
+from torchmuster.launch.launcher.traceback_filter import TracebackFilter
+from torchmuster.launch.network.reach import name_several
+from torchmuster.units import plural
+
+logger = logging.getLogger(__name__)
+
+_STARTED_WITHIN_S = 30.0
+# How long a host may take to stop beyond the grace period before it is declared lost.
+_END_WITHIN_S = 8.0
+# Ranks of muster train cannot save together without the ranks of a lost host: before another host replaces it, they get this long.
+_TAKEOVER_GRACE_S = 2.0
+_HOSTS_SHOWN = 16
+_DEVICES_NOTED = 16  # of each of them
+
+
+class Attempt:
+    """The ranks of these hosts, from their start to their end."""
+
+    def __init__(self, session: Session, hosts: Sequence[ConnectedHost], number: int) -> None:
+        self.hosts = hosts
+        self.number = number
+        self.noticed_unix_s = 0.0  # when its failure was noticed
+        self._session = session
+        self._spec = session.spec
+        self._run = session.run_folder
+        self._waiting = session.waiting
+        self._silence = SilenceWatch()
+        self._tracebacks = TracebackFilter(session.console.output)
+        self._hang_monitor: HangMonitor | None = None
+        session.attempt = self
+        for host in hosts:
+            host.expect(number)
+
+    def receive(self, host: ConnectedHost, message: protocol.FromAgent) -> None:
+        """Take what a host reports unasked."""
+        match message:
+            case protocol.Output():
+                self._silence.heard(message.text)
+                self._tracebacks.output(message.rank, message.text)
+            case protocol.TrainingMetrics():
+                self._session.metrics.add(message.attempt, message.lines)
+            case protocol.Heartbeats() | protocol.Evidence() | protocol.Done():
+                if self._hang_monitor is not None:
+                    self._hang_monitor.hear(host, message)
+
+    async def run(self) -> Finding | None:
+        """Run the rendezvous and the job once; return None on success, else the cause."""
+        session, hosts = self._session, self.hosts
+        try:
+            async with self._waiting.reporting(
+                lambda: "checking that all hosts reach the first one"
+            ):
+                choosing = choose_rendezvous_address(self._spec, hosts, before=session.address)
+                session.address = await self._waiting.unless_stopped(choosing)
+            await self._start(session.address)
+        except MachineLost:
+            return await self.fail()
+        session.on_phase("running")
+        await self._note_logs()
+        self._hang_monitor = HangMonitor(
+            hosts,
+            self._run,
+            say=logger.info,
+            show=show_findings,
+            later=session.send_later,
+            end_after_s=self._spec.limits.end_hangs_s,
+        )
+        return await self._watch(self._hang_monitor)
+
+    async def _watch(self, hang_monitor: HangMonitor) -> Finding | None:
+        """Wait until all ranks have ended, or one fails or hangs."""
+        async with self._waiting.reporting(self._describe):
+            while True:
+                await self._waiting.something_new(1.0)
+                if any(host.has_failed for host in self.hosts):
+                    return await self.fail()
+                if all(host.state is HostState.ENDED for host in self.hosts):
+                    self._tracebacks.show_all()
+                    return None
+                if any(host.stopping for host in self.hosts):
+                    continue
+                self._tracebacks.show_due()
+                hang_monitor.look()
+                if hang_monitor.must_end:
+                    return await self.fail()
+
+    async def _note_logs(self) -> None:
+        """Record which host has which logs."""
+        logs, first_rank = [], 0
+        for host in self.hosts:
+            assert host.prepared is not None
+            folder, ranks = host.prepared.logs, host.prepared.ranks
+            logs.append(
+                host_logs.HostLogs(
+                    host=host.name, first_rank=first_rank, ranks=ranks, folder=folder
+                )
+            )
+            first_rank += ranks
+        with contextlib.suppress(OSError):  # a full disk must not stop the run
+            await asyncio.to_thread(host_logs.write_hosts, self._run, logs)
+
+    def _describe(self) -> str:
+        """Return the message that the ranks are alive or stopping, unless a hang was reported."""
+        stopping = [host for host in self.hosts if host.stopping]
+        if stopping:  # because a rank failed
+            return waiting_text(stopping, time.monotonic())
+        if self._hang_monitor is not None and self._hang_monitor.finding is not None:
+            return ""
+        return self._silence.words(beat for host in self.hosts for beat in host.heartbeats)
+
+    async def _start(self, address: RendezvousAddress) -> None:
+        session, hosts = self._session, self.hosts
+        sizes = [host.prepared.ranks for host in hosts if host.prepared]
+        first_ranks = [0, *itertools.accumulate(sizes)]
+        session.console.world(sum(sizes))
+        node_ranks = {host.place: node_rank for node_rank, host in enumerate(hosts)}
+
+        async def start(host: ConnectedHost) -> None:
+            node_rank = node_ranks[host.place]
+            message = protocol.Start(
+                attempt=self.number,
+                node_rank=node_rank,
+                nodes=len(hosts),
+                first_rank=first_ranks[node_rank],
+                world_size=sum(sizes),
+                address=address.address,
+                port=address.port,
+                interface=address.local[node_rank].interface if session.is_many else None,
+                max_restarts=self._spec.max_restarts,
+                first_step=session.first_step,
+            )
+            within_s = session.patience_s(_STARTED_WITHIN_S)
+            await host.ask(message, protocol.Done, within_s=within_s)
+
+        await session.on_each(hosts, start)
+        await self._report_start(sizes, address)
+
+    async def _report_start(self, sizes: Sequence[int], address: RendezvousAddress) -> None:
+        """Say and log what runs where."""
+        hosts = self.hosts
+        spread = [f"{host.name} {size}" for host, size in zip(hosts, sizes, strict=True)]
+        if len(spread) > _HOSTS_SHOWN:
+            spread = [f"on {len(spread):,} hosts"]
+        devices: dict[str, list[str]] = {}
+        for host in hosts[:_HOSTS_SHOWN]:
+            assert host.prepared is not None
+            devices[host.name] = list(host.prepared.devices)[:_DEVICES_NOTED]
+        text = f"{plural(sum(sizes), 'rank')} started: "
+        if not self._session.is_many:
+            text += f"{', '.join(devices[hosts[0].name])}; run {self._run.id}"
+        elif self.number == 0:
+            text += f"{', '.join(spread)}; run {self._run.id}; {address.reason}"
+        else:
+            text += ", ".join(spread)
+        facts = {"attempt": self.number, "ranks": sum(sizes), "hosts": spread, "devices": devices}
+        if self._spec.spares:
+            spares = self._session.hosts.idle
+            names = [host.name for host in spares]
+            facts["spares"] = names
+            text += f"; spares: {name_several(names) or 'none has joined'}"
+            for host in spares[:_HOSTS_SHOWN]:
+                leased = host.prepared.devices if host.prepared else ()
+                devices[f"{host.name} (spare)"] = list(leased)[:_DEVICES_NOTED]
+        await asyncio.to_thread(run_state.log_event, self._run, "started", **facts)
+        logger.info(text)
+
+    # ---- ends
+
+    async def fail(self) -> Finding:
+        """Stop all hosts because one failed; return the root cause."""
+        hosts = self.hosts
+        noticed_s, self.noticed_unix_s = time.monotonic(), time.time()
+        hang = self._hang_monitor.finding if self._hang_monitor is not None else None
+        await self.end()
+        if self._session.cause is None:
+            self._tracebacks.drop()  # the report shows the one that matters
+        self._hang_monitor = None
+        ends = [
+            root_cause.NodeExit(
+                host=host.name,
+                ended=host.ended,
+                ended_s=host.ended_s,
+                lost=host.why_lost or "",
+                lost_s=host.lost_s,
+            )
+            for host in hosts
+        ]
+        finding = root_cause.root_cause_of(
+            ends,
+            noticed_s=noticed_s,
+            logs=str(self._run.logs.resolve()),
+            world_size=sum(host.prepared.ranks for host in hosts if host.prepared),
+            grace_s=self._spec.limits.grace_s,
+            hang=hang,
+        )
+        if asked_elsewhere(hosts) is None and saved_by_ranks(hosts) is None:
+            await asyncio.to_thread(evidence.keep_failure, self._run, self.number, finding, ends)
+        return finding
+
+    async def end(self, *, grace_s: float | None = None) -> None:
+        """Stop the ranks; a host that does not confirm in time is declared lost."""
+        session = self._session
+        began_s = time.monotonic()
+        waiting = [host for host in self.hosts if not host.is_lost and not host.ended]
+        if session.cause is None:  # a failure, which an earlier attempt may have had too
+            session.kill_at_s = math.inf
+        if grace_s is not None or session.kill_at_s == math.inf:
+            session.kill_by(self._spec.limits.grace_s if grace_s is None else grace_s)
+        session.send_stop(waiting, session.cause.origin if session.cause else "")
+
+        def describe() -> str:
+            return waiting_text(waiting, time.monotonic())
+
+        hurried = False
+        async with self._waiting.reporting(describe):
+            # A second request brings the end forward.
+            while time.monotonic() < session.kill_at_s + _END_WITHIN_S and describe():
+                if not hurried and self._cannot_save():
+                    hurried = True
+                    session.kill_by(_TAKEOVER_GRACE_S)
+                    session.send_stop(waiting, "")
+                await self._waiting.something_new(0.2, although_stopped=True)
+        slow = describe()
+        if slow:
+            logger.info(f"timed out: {slow}")
+        if session.cause is not None:
+            self._tracebacks.show_all()
+        for host in waiting:
+            if not host.ended:
+                host.lose(f"it did not stop within {time.monotonic() - began_s:.0f} s")
+
+    def _cannot_save(self) -> bool:
+        """Return whether another host replaces one that is lost, without which the other ranks cannot save."""
+        is_replaced = self._spec.spares > 0 or self._spec.hosts_return
+        saves_together = is_replaced and self._spec.checkpoints is not None
+        is_requested = self._session.cause is not None
+        return saves_together and not is_requested and any(host.is_lost for host in self.hosts)
