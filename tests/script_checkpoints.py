@@ -69,9 +69,12 @@ def record(
     library: str = "transformers",
     at_unix_s: float = 1_000.0,
     size: int = 5000,
+    renamed_from: Path | None = None,
 ) -> None:
-    """Add the line that a rank records when its script has saved."""
+    """Add the line that a rank records when its script has saved, or renamed what it saved."""
     line = {"step": step, "path": str(path), "library": library, "bytes": size}
+    if renamed_from is not None:
+        line["renamed_from"] = str(renamed_from)
     run.metrics.mkdir(exist_ok=True)
     with (run.metrics / "saves.jsonl").open("a") as stream:
         stream.write(json.dumps({**line, "at_unix_s": at_unix_s}) + "\n")

@@ -70,7 +70,7 @@ class Recorder:
         )  # when the last share was made, and the waiting time until then
         self._begin_line()
         self._library_saves = False  # it reports its checkpoints itself, not file by file
-        self._last_saved: tuple[str, int] | None = None
+        self._last_saved: dict[str, Any] | None = None  # its line
 
     def _begin_line(self) -> None:
         self._line_s = self._clock()
@@ -148,16 +148,29 @@ class Recorder:
         self, path: str, *, library: str, step: int | None = None, seconds: float | None = None
     ) -> None:
         """Record a checkpoint that the script wrote."""
-        step = int(step if step is not None else self.step or self._offset)
-        if self._path is None or self._last_saved == (path, step):
+        if self._path is None:
             return
-        self._last_saved = (path, step)
-        place = Path(path).absolute()
-        shown = path if "://" in path else str(place)
-        line = {"file": "saves", "step": step, "path": shown, "library": library}
-        line |= {"bytes": _size_of(place)}
+        step = int(step if step is not None else self.step or self._offset)
+        if "://" not in path:
+            path = str(Path(path).absolute())
+        last = self._last_saved
+        if last is not None and (last["path"], last["step"]) == (path, step):
+            return
+        size = _size_of(Path(path))
+        line = {"file": "saves", "step": step, "path": path, "library": library, "bytes": size}
         if seconds is not None:
             line["stall_s"] = round(seconds, 3)
+        self._record_save(line)
+
+    def renamed(self, source: str, target: str) -> None:
+        """Record the new path of the newest checkpoint, if it was renamed: scripts save to a temporary name first."""
+        last = self._last_saved
+        if last is not None and str(Path(source).absolute()) == last["path"]:
+            path = str(Path(target).absolute())
+            self._record_save(last | {"path": path, "renamed_from": last["path"]})
+
+    def _record_save(self, line: dict[str, Any]) -> None:
+        self._last_saved = line
         self._push(line)
         self.flush()  # at once: the next moment may kill this process
 

@@ -76,7 +76,12 @@ def _watch_saves(torch: ModuleType, recorder: Recorder) -> None:
         if isinstance(file, str | os.PathLike):
             recorder.file_saved(os.fspath(file), call.seconds)
 
+    def renamed(call: Call) -> None:
+        recorder.renamed(os.fspath(call.arguments["src"]), os.fspath(call.arguments["dst"]))
+
     wrap(torch, "save", after=saved)
+    for name in ("replace", "rename"):
+        wrap(os, name, after=renamed)
 
 
 def _watch_sharded_saves(module: ModuleType, recorder: Recorder) -> None:

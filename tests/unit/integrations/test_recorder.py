@@ -145,6 +145,19 @@ def test_saves_are_recorded_once_with_size_and_step(one: Recorded, tmp_path: Pat
     assert line["library"] == "torch.save"
 
 
+def test_a_checkpoint_that_is_saved_under_a_temporary_name_and_renamed(tmp_path: Path) -> None:
+    one = Recorded(tmp_path)
+    temporary, final = tmp_path / "last.tmp", tmp_path / "last.pt"
+    temporary.write_bytes(b"weights")
+    one.recorder.file_saved(str(temporary), 0.25)
+    one.recorder.renamed("other.tmp", "other.pt")
+    one.recorder.renamed(str(temporary), str(final))
+    begun, renamed = one.lines("saves")
+    assert begun["path"] == renamed["renamed_from"] == str(temporary)
+    assert renamed["path"] == str(final)
+    assert (renamed["bytes"], renamed["library"]) == (7, "torch.save")
+
+
 def test_files_of_a_librarys_checkpoint_are_not_checkpoints(one: Recorded, tmp_path: Path) -> None:
     with one.recorder.library_saves():
         one.recorder.file_saved(str(tmp_path / "optimizer.pt"), 0.1)

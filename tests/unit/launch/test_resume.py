@@ -104,6 +104,16 @@ def test_a_file_that_is_overwritten_counts_once_and_when_torn_not_at_all(
     assert [path for path, _ in found.unusable] == [str(last)]
 
 
+def test_one_that_was_renamed_counts_once_under_its_last_name(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    final = torch_file(tmp_path / "last.pt")
+    record(run, tmp_path / "last.tmp", 10, library="torch.save")
+    record(run, final, 10, library="torch.save", renamed_from=tmp_path / "last.tmp")
+    (checkpoint,) = read_script_checkpoints(run.metrics)
+    assert (checkpoint.path, checkpoint.condition.why) == (str(final), "")
+
+
 def test_small_files_of_torch_save_are_no_checkpoints(run: RunFolder, tmp_path: Path) -> None:
     path = torch_file(tmp_path / "last.pt", size=65536)
     record(run, path, 10, library="torch.save", size=path.stat().st_size)

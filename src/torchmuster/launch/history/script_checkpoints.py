@@ -45,6 +45,7 @@ def read_script_checkpoints(metrics: Path) -> list[ScriptCheckpoint]:
     for line in untrusted.read_json_lines(metrics / SAVES):
         checkpoint = checkpoint_from(line)
         if checkpoint is not None:
+            by_path.pop(str(line.get("renamed_from")), None)
             by_path.pop(checkpoint.path, None)
             by_path[checkpoint.path] = checkpoint
     largest = 0
