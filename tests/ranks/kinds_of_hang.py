@@ -163,29 +163,12 @@ class Training:
             time.sleep(0.5 + 2 * self.rank)
             self.epoch(1)
 
-    def one_compiles(self) -> None:
-        end = time.monotonic() + float(os.environ.get("SLOW_S", "14"))
-        while self.rank == 1 and time.monotonic() < end:
-            torch.linalg.inv(torch.rand(50, 50))
-        self.epoch(2)
-
-    def all_sleep(self) -> None:
-        time.sleep(float(os.environ.get("SLOW_S", "14")))
-        self.epoch(2)
-
-    def one_reads_slowly(self) -> None:
-        time.sleep(float(os.environ.get("SLOW_S", "14")) / 2 if self.rank == 1 else 0.0)
-        self.epoch(2)
-
 
 def main(kinds: list[str]) -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     training = Training()
-    if "first" in kinds:
-        kinds.remove("first")  # nothing went well before
-    else:
-        training.epoch(12)
+    training.epoch(12)
     for kind in kinds:
         print(f"now {kind} at {time.time():.3f}", flush=True)
         getattr(training, kind)()

@@ -26,15 +26,20 @@ from torchmuster.units import MiB
 pytestmark = pytest.mark.ranks
 
 HOST = os.uname().nodename
-# HEALTHY_RUNS=20 runs the slow but healthy scripts twenty times.
-HEALTHY_RUNS = int(os.environ.get("HEALTHY_RUNS", "1"))
 SCRIPT = Path(__file__).with_name("kinds_of_hang.py")
+SLOW_BUT_HEALTHY = Path(__file__).with_name("slow_but_healthy.py")
+# The names of its methods, read without torch.
+HEALTHY_KINDS = re.findall(
+    r"^    def (?!_|step|epoch)(\w+)\(self\)", SLOW_BUT_HEALTHY.read_text(), re.M
+)
 
 
 @contextlib.contextmanager
-def hanging(folder: Path, *kinds: str, env: dict[str, str] | None = None) -> Iterator[Launched]:
+def hanging(
+    folder: Path, *kinds: str, env: dict[str, str] | None = None, script: Path = SCRIPT
+) -> Iterator[Launched]:
     folder.mkdir(exist_ok=True)
-    shutil.copy(SCRIPT, folder / "train.py")
+    shutil.copy(script, folder / "train.py")
     words = (*cpu("train.py", "--set", "launch.grace=1s"), *kinds)
     with launched(folder, *words, env={"COLUMNS": "400", **(env or {})}) as command:
         yield command
@@ -186,11 +191,11 @@ def test_deaths_are_explained_from_a_copy_of_the_folder(
 
 @pytest.mark.nightly
 @pytest.mark.alone  # one sleeps for seconds; a few more, for want of a processor, would be a hang
-@pytest.mark.parametrize("number", range(HEALTHY_RUNS))
-def test_slow_ranks_that_are_well_raise_no_alarm(own_machine: Path, number: int) -> None:
-    order = ["one_compiles", "all_sleep", "one_reads_slowly"]
-    kinds = order[number % 3 :] + order[: number % 3]
-    with hanging(own_machine / "healthy", "first", *kinds) as command:
+@pytest.mark.parametrize(
+    "kinds", [HEALTHY_KINDS[n : n + 5] for n in range(0, len(HEALTHY_KINDS), 5)], ids=" ".join
+)
+def test_slow_ranks_that_are_well_raise_no_alarm(own_machine: Path, kinds: list[str]) -> None:
+    with hanging(own_machine / "healthy", *kinds, script=SLOW_BUT_HEALTHY) as command:
         result = command.end()
         assert result.code == 0, command
         assert not re.search("^(?:warning|failure|note) ", result.err, re.MULTILINE), command

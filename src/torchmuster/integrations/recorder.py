@@ -36,6 +36,8 @@ _FIELDS = {
     "epoch": "epoch",
 }
 _OWN_FIELDS = {"step", "at_unix_s", "file"}
+# Entries in which scripts save the number of optimizer steps.
+_STEP_ENTRIES = ("global_step", "step")
 
 
 class Recorder:
@@ -121,6 +123,15 @@ class Recorder:
         """Count from the step of a resumed run, given by the library that trains and reports its checkpoints."""
         self._library_saves = True
         self._offset = step - max(self._counts.values(), default=0)
+
+    def loaded(self, checkpoint: Any) -> None:
+        """Count from the step that a script loads with ``torch.load`` before its first step."""
+        if self._counts or not isinstance(checkpoint, dict):
+            return
+        for name in _STEP_ENTRIES:
+            if isinstance(checkpoint.get(name), int):
+                self.resume_at(checkpoint[name])
+                return
 
     def resume_at(self, step: int) -> None:
         """Count from the step of the checkpoint that a restarted script loads."""

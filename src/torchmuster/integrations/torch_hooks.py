@@ -79,7 +79,11 @@ def _watch_saves(torch: ModuleType, recorder: Recorder) -> None:
     def renamed(call: Call) -> None:
         recorder.renamed(os.fspath(call.arguments["src"]), os.fspath(call.arguments["dst"]))
 
+    def loaded(call: Call) -> None:
+        recorder.loaded(call.result)
+
     wrap(torch, "save", after=saved)
+    wrap(torch, "load", after=loaded)
     for name in ("replace", "rename"):
         wrap(os, name, after=renamed)
 

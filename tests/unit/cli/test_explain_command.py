@@ -349,28 +349,6 @@ def test_json_has_it_all(run: RunFolder, explained: Explain) -> None:
     assert any("attempt 1 failed" in one["what"] for one in told["moments"])
 
 
-def test_dumps_from_elsewhere_are_compared(
-    tmp_path: Path, explained: Explain, snapshot: SnapshotAssertion
-) -> None:
-    call = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 4, "process_group": ["0", ""]}
-    for rank, state in enumerate(["started", "completed"]):
-        entries = [call | {"collective_seq_id": 3, "state": "completed"}]
-        entries += [call | {"state": state}] if rank == 0 else []
-        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"entries": entries}))
-    said = explained("--dumps", str(tmp_path))
-    assert said.startswith("failure  rank 1 ")
-    assert "all_reduce" in said
-    assert said == snapshot
-
-
-def test_a_folder_without_dumps_is_refused(tmp_path: Path, explained: Explain) -> None:
-    from torchmuster.errors import Impossible
-
-    with pytest.raises(Impossible, match="no flight recorder dumps") as refused:
-        explained("--dumps", str(tmp_path))
-    assert "_dump_fr_trace_json" in refused.value.fix
-
-
 def test_how_a_script_resumes(run: RunFolder, explained: Explain, tmp_path: Path) -> None:
     """From its newest complete checkpoint; the torn one is named, wherever it is."""
     event_log = run_state.EventLog(run)

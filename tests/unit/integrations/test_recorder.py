@@ -145,6 +145,26 @@ def test_saves_are_recorded_once_with_size_and_step(one: Recorded, tmp_path: Pat
     assert line["library"] == "torch.save"
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "step"),
+    [
+        ({"model": {}, "step": 20}, 23),
+        ({"global_step": 20, "step": 4}, 23),
+        ({"model": {}}, 3),
+        ([20], 3),
+    ],
+)
+def test_a_script_that_resumes_by_itself_counts_from_the_step_that_it_loads(
+    tmp_path: Path, checkpoint: object, step: int
+) -> None:
+    one = Recorded(tmp_path)
+    one.recorder.loaded(checkpoint)
+    one.steps(3, Optimizer())
+    assert one.recorder.step == step
+    one.recorder.loaded({"step": 7})  # another file, such as a teacher's weights
+    assert one.recorder.step == step
+
+
 def test_a_checkpoint_that_is_saved_under_a_temporary_name_and_renamed(tmp_path: Path) -> None:
     one = Recorded(tmp_path)
     temporary, final = tmp_path / "last.tmp", tmp_path / "last.pt"

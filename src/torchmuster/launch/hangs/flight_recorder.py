@@ -2,7 +2,7 @@
 
 Each rank's recorder keeps its last collectives, numbered within each group. Compared across ranks, the
 numbers show which rank has not reached a collective that others wait in, and the first collective that differs
-between ranks. All backends write the same fields; gloo does not update ``state`` and does not record the
+between ranks, which may be long before the one in which they hang. All backends write the same fields; gloo does not update ``state`` and does not record the
 members of a group, so both are derived from other fields.
 """
 
@@ -52,10 +52,11 @@ class RecordedCall:
         """The call as text: ``all_reduce of Float [1024]``."""
         if not self.shapes:
             return self.operation
-        shapes = ", ".join(str(list(shape)) for shape in self.shapes[:_SHAPES_SHOWN])
+        inputs = [str(list(shape)) for shape in self.shapes[:_SHAPES_SHOWN]]
+        text = f"{self.operation} of {' '.join([*self.dtypes[:1], ', '.join(inputs)])}"
         if len(self.shapes) > _SHAPES_SHOWN:
-            shapes += f" and {len(self.shapes) - _SHAPES_SHOWN} more"
-        return f"{self.operation} of {' '.join([*self.dtypes[:1], shapes])}"
+            text += f" and {len(self.shapes) - _SHAPES_SHOWN} more"
+        return text
 
     def fits(self, other: "RecordedCall") -> bool:
         """Return whether two ranks' calls can be the same collective; unknown shapes fit."""
@@ -79,8 +80,10 @@ class RecordedGroup:
     @property
     def pending(self) -> RecordedCall | None:
         """The earliest unfinished collective."""
-        unfinished = [number for number, call in self.calls.items() if not call.is_done]
-        return self.calls[min(unfinished)] if unfinished else None
+        for number in sorted(self.calls):
+            if not self.calls[number].is_done:
+                return self.calls[number]
+        return None
 
     @property
     def last(self) -> RecordedCall:
@@ -125,25 +128,28 @@ def analyse_flight_records(dumps: Mapping[int, Mapping[str, Any]]) -> list[Findi
 
     Dumps without any collective are no sign of health: then the collectives are not visible.
     """
-    by_rank = {rank: groups_of(dump) for rank, dump in sorted(dumps.items())}
-    names: dict[str, None] = {}
-    for groups in by_rank.values():
-        names.update(dict.fromkeys(groups))
     if dumps and all(dump.get("entries") == [] for dump in dumps.values()):
-        return [_not_visible(list(by_rank))]
+        return [_not_visible(sorted(dumps))]
+    by_group: dict[str, dict[int, RecordedGroup]] = {}
+    for rank in sorted(dumps):
+        for name, group in groups_of(dumps[rank]).items():
+            by_group.setdefault(name, {})[rank] = group
     findings = []
-    for name in names:
-        known = {rank: groups[name] for rank, groups in by_rank.items() if name in groups}
-        members: set[int] = set()
-        for group in known.values():
-            members.update(group.members)
-        if not members and name == DEFAULT_GROUP:
-            members.update(by_rank)
-        missing = [rank for rank in by_rank if rank in members and rank not in known]
-        finding = _different_calls(known) or _behind(known, missing) or _unfinished(known)
+    for name, known in by_group.items():
+        finding = _different_calls(known) or _behind(known, _missing(name, known, sorted(dumps)))
         if finding is not None:
             findings.append(finding)
     return findings
+
+
+def _missing(name: str, known: Groups, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that are members of a group but called nothing in it."""
+    members: set[int] = set()
+    for group in known.values():
+        members.update(group.members)
+    if not members and name == DEFAULT_GROUP:
+        members.update(ranks)
+    return [rank for rank in ranks if rank in members and rank not in known]
 
 
 def _not_visible(ranks: Sequence[int]) -> Finding:
@@ -158,91 +164,80 @@ def _not_visible(ranks: Sequence[int]) -> Finding:
 
 def _different_calls(known: Groups) -> Finding | None:
     """Find the first collective that differs between ranks."""
-    numbers: set[int] = set()
-    for group in known.values():
-        numbers.update(group.calls)
-    for number in sorted(numbers):
-        calls = {
-            rank: group.calls[number] for rank, group in known.items() if number in group.calls
-        }
+    by_number: dict[int, dict[int, RecordedCall]] = {}
+    for rank, group in known.items():
+        for number, call in group.calls.items():
+            by_number.setdefault(number, {})[rank] = call
+    for number in sorted(by_number):
+        calls = by_number[number]
         first = next(iter(calls.values()))
         if not all(first.fits(call) for call in calls.values()):
-            return _difference(number, calls, next(iter(known.values())).label)
+            return _difference(number, calls, _label(known))
     return None
 
 
 def _difference(number: int, calls: Mapping[int, RecordedCall], label: str) -> Finding:
     ranks_of: dict[str, list[int]] = {}
+    operations: set[str] = set()
     for rank, call in calls.items():
         ranks_of.setdefault(call.text, []).append(rank)
-    shown = list(ranks_of.items())[:_CALLS_SHOWN]
-    called = "; ".join(f"{rank_text(ranks)} called {text}" for text, ranks in shown)
+        operations.add(call.operation)
+    parts = []
+    for text, ranks in list(ranks_of.items())[:_CALLS_SHOWN]:
+        parts.append(f"{rank_text(ranks)} called {text}")
     why = "tensors of different shapes or dtypes cannot be combined"
     fix = FIX_SHAPES
-    if len({call.operation for call in calls.values()}) > 1:
+    if len(operations) > 1:
         why, fix = "from here on the ranks wait for each other forever", FIX_ORDER
+    evidence = ""
+    if number > 1:
+        evidence = f"{plural(number - 1, 'earlier collective')} matched on all ranks"
     return Finding(
         name="collectives-differ",
         status=Status.FAILURE,
-        what=f"collective number {number}{label} differs between ranks: {called}",
+        what=f"collective number {number}{label} differs between ranks: {'; '.join(parts)}",
         why=f"collectives are matched in the order in which each rank calls them; {why}",
         fix=fix,
-        evidence=f"{plural(number - 1, 'earlier collective')} matched on all ranks"
-        if number > 1
-        else "",
+        evidence=evidence,
     )
-
-
-def _pending(known: Groups) -> tuple[RecordedCall, list[int]] | None:
-    """Return the earliest unfinished collective, and the ranks that wait in it."""
-    pending = {rank: call for rank, group in known.items() if (call := group.pending)}
-    if not pending:
-        return None
-    earliest = min(pending.values(), key=lambda call: call.number)
-    return earliest, [rank for rank, call in pending.items() if call.number == earliest.number]
 
 
 def _behind(known: Groups, missing: Sequence[int]) -> Finding | None:
     """Find ranks that have not reached the collective that others wait in."""
-    pending = _pending(known)
-    if pending is None:
+    pending: dict[int, RecordedCall] = {}
+    for rank, group in known.items():
+        if group.pending is not None:
+            pending[rank] = group.pending
+    if not pending:
         return None
-    call, waiting = pending
-    late = {rank: group.last for rank, group in known.items() if group.last.number < call.number}
-    if not late and not missing:
-        return None
-    label = next(iter(known.values())).label
+    awaited = min(pending.values(), key=lambda call: call.number)
+    waiting = [rank for rank, call in pending.items() if call.number == awaited.number]
+    late = []
     reasons = []
-    for rank, last in list(late.items())[:_CALLS_SHOWN]:
-        reasons.append(f"rank {rank} called {last.text} last, number {last.number}")
+    for rank, group in known.items():
+        last = group.last
+        if last.number < awaited.number:
+            late.append(rank)
+            reasons.append(f"rank {rank} called {last.text} last, number {last.number}")
+    del reasons[_CALLS_SHOWN:]
+    label = _label(known)
     if missing:
         reasons.append(f"{rank_text(missing)} called none{label}")
     absent = sorted([*late, *missing])
+    if not absent:
+        return None
     return Finding(
         name="rank-behind",
         status=Status.FAILURE,
-        what=f"{rank_text(absent)} did not reach {call.text}, number {call.number}{label}; waiting in it: "
+        what=f"{rank_text(absent)} did not reach {awaited.text}, number {awaited.number}{label}; waiting in it: "
         f"{rank_text(waiting)}",
         why="; ".join(reasons),
         fix="see the stacks for what they do instead",
     )
 
 
-def _unfinished(known: Groups) -> Finding | None:
-    """Find a collective that all ranks have called and that does not finish on some."""
-    pending = _pending(known)
-    if pending is None:
-        return None
-    call, waiting = pending
-    label = next(iter(known.values())).label
-    stuck = "all ranks" if len(waiting) == len(known) else rank_text(waiting)
-    return Finding(
-        name="collective-does-not-end",
-        status=Status.WARNING,
-        what=f"all ranks have called {call.text}, number {call.number}{label}, but it does not finish on {stuck}",
-        why="no rank is missing: the collective is slow, or data between the ranks does not arrive",
-        fix=FIX_NETWORK,
-    )
+def _label(known: Groups) -> str:
+    return next(iter(known.values())).label
 
 
 def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:

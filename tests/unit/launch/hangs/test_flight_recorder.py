@@ -102,10 +102,8 @@ def test_where_shapes_may_differ_they_are_no_trouble(make: Make) -> None:
 
 
 @both
-def test_when_all_are_in_it_nobody_is_blamed(make: Make, snapshot: SnapshotAssertion) -> None:
-    finding = one({0: make(DONE, WAITS), 1: make(DONE, WAITS)})
-    assert (finding.name, finding.status) == ("collective-does-not-end", Status.WARNING)
-    assert finding.as_json() == snapshot
+def test_when_all_are_in_it_nobody_is_blamed(make: Make) -> None:
+    assert analyse_flight_records({0: make(DONE, WAITS), 1: make(DONE, WAITS)}) == []
 
 
 @both
@@ -127,9 +125,7 @@ def test_recorders_without_entries_are_no_sign_of_health() -> None:
 
 def test_a_rank_is_expected_in_a_group_only_where_its_members_are_known() -> None:
     apart = gloo(WAITS, group="5")
-    finding = one({0: apart, 1: apart, 2: gloo(DONE)})
-    assert finding.name == "collective-does-not-end"
-    assert "group 5" in finding.what
+    assert analyse_flight_records({0: apart, 1: apart, 2: gloo(DONE)}) == []
     members = nccl(WAITS, ranks="[0, 2]")
     late = one({0: members, 1: {"entries": []}, 2: {"entries": []}})
     assert late.name == "rank-behind"
