@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchmuster.finding import Finding, Status
@@ -35,6 +34,28 @@ _LINE_PREFIX = re.compile(
     )+""",
     re.VERBOSE | re.MULTILINE,
 )
+# A warning is often only noise when an error follows.
+_WARNING_LINE = re.compile(r"Warning:|\bWARNING\b|\[W[ \d]|^W\d{4} |warnings\.warn\(")
+# Exceptions that torch and its libraries do not raise when a peer is gone: bugs in the script.
+_OWN_MISTAKE = re.compile(
+    r"^[ \t]*(?:(?:Key|Type|Attribute|Index|Assertion|Name|ZeroDivision|Value|UnboundLocal|Syntax|"
+    r"Indentation|NotImplemented|Recursion|UnicodeDecode|Unicode|Overflow|Lookup)Error|"
+    r"json\.decoder\.JSONDecodeError|yaml\.\w+\.\w+Error|Exception)(?::|$)",
+    re.MULTILINE,
+)
+_ORDER = {
+    Role.CAUSE: 0,
+    Role.SYMPTOM: 1,
+    Role.PEER_LATE: 2,
+    Role.PEER_GONE: 2,
+    Role.ASIDE: 4,
+}
+_MOST_OCCURRENCES = 20
+_COLLECT = """\
+muster doctor                              # is this host healthy?
+muster check --hosts A,B                   # are the hosts and their connections healthy?
+TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=WARN TORCH_SHOW_CPP_STACKTRACES=1 muster run train.py
+then look at the log of the rank that failed first: runs/<id>/logs/rank-<n>.log"""
 
 
 def clean_text(text: str) -> str:
@@ -48,10 +69,17 @@ def clean_text(text: str) -> str:
 def _shortened(text: str) -> str:
     if len(text) <= _LONGEST:
         return text
-    lines = text.splitlines()
-    near = {n for at, line in enumerate(lines) if _TROUBLE.search(line) for n in (at, at + 1)}
-    text = "\n".join(line for n, line in enumerate(lines) if n in near)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}\n{text[-_LONGEST // 2 :]}"
+    shortened = []
+    is_after = False  # the line after an error often continues it
+    for line in text.splitlines():
+        is_error = _TROUBLE.search(line) is not None
+        if is_error or is_after:
+            shortened.append(line)
+        is_after = is_error
+    text = "\n".join(shortened)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]}\n{text[-_LONGEST // 2 :]}"
 
 
 def unwrap_lines(text: str) -> str:
@@ -70,25 +98,6 @@ def line_at(text: str, place: int) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in line).strip()
 
 
-# A warning is often only noise when an error follows.
-_WARNING_LINE = re.compile(r"Warning:|\bWARNING\b|\[W[ \d]|^W\d{4} |warnings\.warn\(")
-# Exceptions that torch and its libraries do not raise when a peer is gone: bugs in the script.
-_OWN_MISTAKE = re.compile(
-    r"^[ \t]*(?:(?:Key|Type|Attribute|Index|Assertion|Name|ZeroDivision|Value|UnboundLocal|Syntax|"
-    r"Indentation|NotImplemented|Recursion|UnicodeDecode|Unicode|Overflow|Lookup)Error|"
-    r"json\.decoder\.JSONDecodeError|yaml\.\w+\.\w+Error|Exception)(?::|$)",
-    re.MULTILINE,
-)
-_PLACE_IN_THE_STORY = {
-    Role.CAUSE: 0,
-    Role.SYMPTOM: 1,
-    Role.PEER_LATE: 2,
-    Role.PEER_GONE: 2,
-    Role.ASIDE: 4,
-}
-_OCCURRENCES_LOOKED_AT = 20
-
-
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """What an error text means; ``evidence`` is the line by which it was recognized, and the user's own line."""
@@ -105,16 +114,16 @@ class Explanation:
 @dataclass(frozen=True, kw_only=True)
 class _Hit:
     rule: Rule
-    found: re.Match[str]
+    match: re.Match[str]
     in_warning: bool
 
     @property
     def order(self) -> tuple[int, int]:
         """Return the sort key: the role of the error, then its offset in the text."""
-        place = _PLACE_IN_THE_STORY[self.rule.role]
+        order = _ORDER[self.rule.role]
         if self.in_warning:
-            place += 1 if self.rule.role is Role.CAUSE else 2
-        return (place, self.found.start())
+            order += 1 if self.rule.role is Role.CAUSE else 2
+        return order, self.match.start()
 
 
 def explain_text(text: str, *, host: str = "that host") -> list[Explanation]:
@@ -136,55 +145,49 @@ def explain_text(text: str, *, host: str = "that host") -> list[Explanation]:
     return list(by_name.values())
 
 
-def own_mistake(text: str) -> str:
-    """Return the first line that looks like an exception of the script itself, else ""."""
+def own_mistake(text: str) -> str | None:
+    """Return the first line that looks like an exception of the script itself."""
     clean = clean_text(text)
-    found = _OWN_MISTAKE.search(clean)
-    return redact_text(line_at(clean, found.end() - 1)) if found else ""
+    match = _OWN_MISTAKE.search(clean)
+    return None if match is None else redact_text(line_at(clean, match.end() - 1))
 
 
 def _hits(text: str) -> list[_Hit]:
     small = in_small_letters(text)
-    hits = [hit for rule in all_rules() if (hit := _hit(rule, text, small))]
+    hits = []
+    for rule in all_rules():
+        hit = _hit(rule, text, small)
+        if hit is not None:
+            hits.append(hit)
     return sorted(hits, key=lambda hit: hit.order)
 
 
 def _hit(rule: Rule, text: str, small: str) -> _Hit | None:
-    occurrences = [
-        _Hit(
-            rule=rule,
-            found=found,
-            in_warning=bool(_WARNING_LINE.search(_explain_line(text, found))),
-        )
-        for found in _occurrences(rule, small)
-    ]
-    if not occurrences or any(expression(words).search(small) for words in rule.unless):
-        return None
-    return min(occurrences, key=lambda hit: hit.order)
-
-
-def _occurrences(rule: Rule, text: str) -> Iterator[re.Match[str]]:
+    """Return the occurrence of a rule that counts most."""
+    hits = []
     for pattern in rule.patterns:
-        yield from itertools.islice(expression(pattern).finditer(text), _OCCURRENCES_LOOKED_AT)
-
-
-def _explain_line(text: str, found: re.Match[str]) -> str:
-    """Return the line up to the end of the match."""
-    return text[text.rfind("\n", 0, found.start()) + 1 : found.end()]
+        for match in itertools.islice(expression(pattern).finditer(small), _MOST_OCCURRENCES):
+            line_begin = text.rfind("\n", 0, match.start()) + 1
+            is_warning = _WARNING_LINE.search(text[line_begin : match.end()]) is not None
+            hits.append(_Hit(rule=rule, match=match, in_warning=is_warning))
+    if not hits or any(expression(pattern).search(small) for pattern in rule.unless):
+        return None
+    return min(hits, key=lambda hit: hit.order)
 
 
 def _follows_from_the_script(first: _Hit, text: str) -> bool:
     """Return whether the best match is only a lost peer, after an exception that no rule knows."""
     if first.rule.role not in (Role.PEER_LATE, Role.PEER_GONE, Role.ASIDE):
         return False
-    return bool(_OWN_MISTAKE.search(text, 0, first.found.start()))
+    return bool(_OWN_MISTAKE.search(text, 0, first.match.start()))
 
 
 def _explanation(hit: _Hit, text: str, host: str) -> Explanation:
     rule = hit.rule
     details = _details(hit, text) | {"host": host}
-    evidence = line_at(text, hit.found.start())
-    own_line = tracebacks.raised_at(text[: hit.found.start()])
+    begin = hit.match.start()
+    evidence = line_at(text, begin)
+    own_line = tracebacks.raised_at(text[:begin])
     if own_line is not None:
         evidence += f"\nraised at {own_line}"
     return Explanation(
@@ -200,33 +203,34 @@ def _explanation(hit: _Hit, text: str, host: str) -> Explanation:
 
 def _details(hit: _Hit, text: str) -> dict[str, str]:
     """Return the details from the match itself, and from the rest of the text."""
-    details = dict(_explain_name(hit.found, text))
+    details = _groups(hit.match, text)
     for whole in (text, unwrap_lines(text)):
         small = in_small_letters(whole)
         for pattern in hit.rule.details:
-            if found := expression(pattern).search(small):
-                details = dict(_explain_name(found, whole)) | details
+            match = expression(pattern).search(small)
+            if match is not None:
+                details = _groups(match, whole) | details
     return details
 
 
-def _explain_name(found: re.Match[str], text: str) -> Iterator[tuple[str, str]]:
-    for name in found.groupdict():
-        if value := text[slice(*found.span(name))].strip():
-            yield name, value
+def _groups(match: re.Match[str], text: str) -> dict[str, str]:
+    """Return the named groups of a match as they are in the text, whose case the match does not have."""
+    groups = {}
+    for name in match.groupdict():
+        begin, end = match.span(name)
+        value = text[begin:end].strip()
+        if value:
+            groups[name] = value
+    return groups
 
 
 def _filled(text: str, details: dict[str, str]) -> str:
     """Fill in the details; one that the text does not contain becomes a placeholder in capitals."""
-    return re.sub(
-        r"\{([a-z]+)\}", lambda found: details.get(found[1], found[1].upper()), text
-    ).strip()
 
+    def value_of(name: re.Match[str]) -> str:
+        return details.get(name[1], name[1].upper())
 
-_COLLECT = """\
-muster doctor                              # is this host healthy?
-muster check --hosts A,B                   # are the hosts and their connections healthy?
-TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=WARN TORCH_SHOW_CPP_STACKTRACES=1 muster run train.py
-then look at the log of the rank that failed first: runs/<id>/logs/rank-<n>.log"""
+    return re.sub(r"\{([a-z]+)\}", value_of, text).strip()
 
 
 def explanations_as_findings(text: str) -> list[Finding]:
@@ -236,11 +240,10 @@ def explanations_as_findings(text: str) -> list[Finding]:
     explanations = explain_text(text)
     if not explanations:
         return [_explain_unknown(text)]
-    cause, *others = explanations
-    return [
-        explanation_finding(cause),
-        *(explanation_finding(one, status=Status.NOTE) for one in others),
-    ]
+    findings = [explanation_finding(explanations[0])]
+    for explanation in explanations[1:]:
+        findings.append(explanation_finding(explanation, status=Status.NOTE))
+    return findings
 
 
 def explanation_finding(explanation: Explanation, *, status: Status = Status.WARNING) -> Finding:
@@ -290,5 +293,5 @@ def _explain_unknown(text: str) -> Finding:
         what="unknown: no rule explains this text",
         why=why,
         fix=f"collect more from the rank that failed first:\n{_COLLECT}",
-        evidence=mistake,
+        evidence=mistake or "",
     )
