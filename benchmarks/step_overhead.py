@@ -242,7 +242,7 @@ def measure(
 ) -> dict[str, Any]:
     """Let both loops take turns; return the times of this rank."""
     from torchmuster.train.data.loader import BatchLoader
-    from torchmuster.train.metrics.reports import Reports
+    from torchmuster.train.reports import Reports
     from torchmuster.train.strategies.ddp import Ddp
     from torchmuster.train.strategies.single import Single
     from torchmuster.train.trainer import Trainer

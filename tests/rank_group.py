@@ -105,7 +105,7 @@ def _be_rank(
     import torch
     import torch.distributed as dist
 
-    from torchmuster.train.metrics import reports
+    from torchmuster.train import reports
     from torchmuster.train.world import join_world
 
     reports._SILENT_AT_MOST_S = 1e9  # when lines come must not depend on how busy the machine is

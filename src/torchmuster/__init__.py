@@ -26,7 +26,7 @@ _MODULES = {
     "BadNumbers": "torchmuster.train.bad_numbers",
     "StopRequest": "torchmuster.train.stop_request",
     "StoppedAtRequest": "torchmuster.train.stop_request",
-    "Reports": "torchmuster.train.metrics.reports",
+    "Reports": "torchmuster.train.reports",
     # any script under muster run
     "log": "torchmuster.integrations.recorder",
     "log_evaluation": "torchmuster.integrations.recorder",

@@ -40,7 +40,7 @@ from torchmuster.train.data.worker_processes import ignore_signals_in_workers as
 from torchmuster.train.evaluate import evaluate as evaluate
 from torchmuster.train.losses import cross_entropy as cross_entropy
 from torchmuster.train.losses import language_model as language_model
-from torchmuster.train.metrics.reports import Reports as Reports
+from torchmuster.train.reports import Reports as Reports
 from torchmuster.train.models.blocks import compile_blocks as compile_blocks
 from torchmuster.train.models.blocks import recompute_blocks as recompute_blocks
 from torchmuster.train.models.lora import add_lora as add_lora

@@ -121,7 +121,7 @@ def _training(lab: Lab, folder: Path, *words: str) -> Run:
 def test_a_training_takes_a_machine_in_as_soon_as_it_is_back(lab3: Lab, tmp_path: Path) -> None:
     boot = HostKilled(host="node3").apply(lab3)
     run = _training(lab3, tmp_path, *THREE, *PATIENT)
-    run.transcript.wait_for("saved step 5")
+    run.transcript.wait_for("| saved ")
     boot()
     run.transcript.wait_for("node3 can rejoin")
     assert run.transcript.wait_for(" 3 of 3 hosts; ").text.endswith(" 12")  # the global batch
@@ -167,7 +167,7 @@ def test_who_watches_is_told_that_a_machine_is_gone(lab2: Lab, tmp_path: Path) -
     watched = Watched(tmp_path / "runs")
     options = ["--hosts", "node1,node2", "--nodes", "1:2", "--set", "launch.lost_after=7s"]
     run = _training(lab2, tmp_path, *options)
-    run.transcript.wait_for("saved step 5")
+    run.transcript.wait_for("| saved ")
     await_true("both ranks are seen", lambda: watched.ranks() == 2)
     assert watched.hosts() == {"node1", "node2"}
     assert "MusterRanksLost" not in watched.raised()

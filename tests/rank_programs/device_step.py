@@ -10,9 +10,9 @@ from torch import nn
 from host_reads import HostReads, host_reads
 from rank_programs.small_models import data, portion, seeded_model, step_of
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.optimizers import MakeOptimizer, optimizer_named
 from torchmuster.train.precision import BF16, FP16, FP32, Precision
+from torchmuster.train.reports import Reports
 from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.choose import Name, build_strategy
 from torchmuster.train.strategies.sharding import Sharding

@@ -17,9 +17,9 @@ from torchmuster.errors import Impossible
 from torchmuster.train import optimizers
 from torchmuster.train.checkpointing.policy import CheckpointSettings
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.optimizers import Name, optimizer_named, schedule
 from torchmuster.train.precision import FP32
+from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StoppedAtRequest
 from torchmuster.train.strategies import choose

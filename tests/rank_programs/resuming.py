@@ -24,10 +24,10 @@ from torchmuster.config.resolve import resolve_settings
 from torchmuster.train.checkpointing.policy import CheckpointSettings
 from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.metrics.reports import Reports
 from torchmuster.train.optimizers import schedule
 from torchmuster.train.precision import FP16, FP32
 from torchmuster.train.progress import progress
+from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StoppedAtRequest
 from torchmuster.train.strategies.choose import Name, build_strategy

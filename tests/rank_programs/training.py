@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from torchmuster.errors import MusterError
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.metrics.reports import Reports
-from torchmuster.train.metrics.step_line import StepRecord
+from torchmuster.train.reports import Reports
+from torchmuster.train.step_line import StepRecord
 from torchmuster.train.strategies.choose import Name, build_strategy
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.trainer import Trainer

@@ -12,7 +12,7 @@ from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.launched import Launched, launched
 from ranks.real_mlflow import needs_mlflow_server, real_mlflow_server
-from ranks.test_train_restarts import HELD, MINE, ranks_of, steps_of
+from ranks.test_train_restarts import HELD, MINE, ranks_of, steps_of, wait_for_save
 from torchmuster.launch.history import run_state
 from torchmuster.monitor.sinks import read_progress
 from torchmuster.runfolder import RunFolder
@@ -56,7 +56,7 @@ def _await_trouble(run: Launched, sink: str) -> None:
 def _killed_and_gone_on(folder: Path, sinks: tuple[str, ...], *words: str) -> Launched:
     """Train, kill a rank once sinks have its first steps, and end once they have steps of the second attempt."""
     with launched(folder, *TRAIN, *HELD, *words) as run:
-        run.wait_for("saved step 4")
+        wait_for_save(run, 4)
         for sink in sinks:
             _await_step(run, sink, 6)
         ranks_of(run)[0].kill()
@@ -136,7 +136,7 @@ def test_a_tracker_that_is_gone(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     there = ("--set", "metrics.sinks=mlflow,tensorboard")
     with launched(folder, *TRAIN, *HELD, *there) as run:
-        run.wait_for("saved step 4")
+        wait_for_save(run, 4)
         _await_step(run, "tensorboard", 6)
         _await_trouble(run, "mlflow")
         (folder / "onward").touch()

@@ -88,7 +88,7 @@ def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
     folder: Path, muster: Muster
 ) -> None:
     with launched(folder, *TRAIN, *HELD) as run:
-        run.wait_for("saved step 4")
+        wait_for_save(run, 4)
         ranks_of(run)[1].kill()
         (folder / "onward").touch()
         wait_for_save(run, 16)
@@ -138,7 +138,7 @@ def test_an_end_that_is_asked_for_is_not_survived(folder: Path) -> None:
     with launched(
         folder, *TRAIN, "--set", "train.steps=100000", "--set", "launch.grace=100s"
     ) as run:
-        run.wait_for("saved step 4")
+        wait_for_save(run, 4)
         run.send(signal.SIGINT)
         result = run.end()
         run.wait_until_nothing_lives()

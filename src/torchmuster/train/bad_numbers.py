@@ -23,8 +23,8 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.train.buffers import untrained
 from torchmuster.train.data.step import MicroBatch
+from torchmuster.train.models.parameters import own_name
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.weights import own_name
 from torchmuster.train.world import World, all_gather_object
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchmuster.train.models.lora import peft_config
+from torchmuster.train.models.parameters import peft_config
 from torchmuster.train.world import World
 
 

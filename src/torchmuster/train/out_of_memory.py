@@ -195,7 +195,7 @@ _SIZE_ASKED = re.compile(r"tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECAS
 # The outermost of these in a traceback gives the phase. Paths are those of torch and this package.
 _PHASES = (
     ("/torchmuster/train/models/meta_init.py", "while initializing the model's weights"),
-    ("/torchmuster/train/strategies/placing.py", "while initializing the model's weights"),
+    ("/torchmuster/train/strategies/states.py", "while initializing the model's weights"),
     ("/torch/autograd/", "in the backward pass"),
     ("/torch/_tensor.py", "in the backward pass"),
     ("/torch/optim/", "in the optimizer step"),

@@ -27,7 +27,9 @@ from torchmuster.errors import MusterError
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.loss_scale import LossScale, refuse_half_weights
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.strategies.strategy import GradientNorm, Strategy
+from torchmuster.train.progress import progress
+from torchmuster.train.strategies.gradients import GradientNorm
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.torch_private import multiply_all
 from torchmuster.train.world import World, all_gather_object, is_simulated, most_exact_type
 
@@ -209,6 +211,7 @@ class TrainStep:
             )
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise _no_loss(loss)
+        progress.phase = "backward"
         if self._counts_items is not (count is not None):
             self._agree_on_kind(count is not None)
         self._micro = None
@@ -255,6 +258,7 @@ class TrainStep:
         if len(self._seen) != step.rounds or self._micro is not None:
             raise _wrong_number(step, len(self._seen) - (self._micro is not None))
         self._step = None
+        progress.phase = "update"
         if not self._checked:
             self._strategy.check_gradients(self._model)
             self._checked = True

@@ -17,9 +17,8 @@ lines::
     trainer.fit(epochs=3)
 """
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -34,21 +33,20 @@ from torchmuster.errors import Impossible
 from torchmuster.finding import render
 from torchmuster.train import arguments
 from torchmuster.train.bad_numbers import BadNumbers
+from torchmuster.train.banner import banner
 from torchmuster.train.checkpointing import trainer_state
 from torchmuster.train.checkpointing.checkpointer import Loaded
 from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
 from torchmuster.train.data.step import Loader, Step
 from torchmuster.train.evaluate import BestMetric, Measure, evaluate
 from torchmuster.train.losses import Loss
-from torchmuster.train.metrics.banner import banner
-from torchmuster.train.metrics.communication import communication_of
-from torchmuster.train.metrics.reports import Reports, StepLines
-from torchmuster.train.metrics.step_line import StepRecord
-from torchmuster.train.metrics.step_metrics import StepMetrics
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.precision import Precision
-from torchmuster.train.progress import progress as now
+from torchmuster.train.progress import progress
+from torchmuster.train.reports import Reports
 from torchmuster.train.step import StepResult, TrainStep
+from torchmuster.train.step_line import StepRecord
+from torchmuster.train.step_log import StepLog
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 from torchmuster.units import plural
@@ -173,134 +171,89 @@ class Trainer:
         self._position: dict[str, Any] | None = None  # of the loader, in an unfinished epoch
         self.evaluated = 0  # the step of the last evaluation
         self._goes_on = False  # resumed from another process's checkpoint
-        self._tally = StepMetrics(
+        self._log = StepLog(
             world,
-            communication_of(self.model, world),
+            self.reports,
+            model=self.model,
             workers=getattr(loader, "workers", None),  # not every loader has workers
+            flops_of_batch=flops_of_batch,
             peak_flop_s=peak_flop_s,
+            loss_scale=self._update.loss_scale,
         )
-        self._flops_of_batch = flops_of_batch
-        self._lines = StepLines(self.reports, self._tally, loss_scale=self._update.loss_scale)
-        self._saves: CheckpointPolicy | None = None
-        self._last_step: int | None = None
         self._introduced = False
-        # The last step's number, epoch and result.
-        self._unsettled: tuple[int, int, StepResult] | None = None
+        # The last step's number, epoch and result, which the host has not read yet.
+        self._last_result: tuple[int, int, StepResult] | None = None
 
     def fit(self, *, epochs: int | None = None, steps: int | None = None) -> StepRecord | None:
-        """Train until a total of N epochs or steps is done; return the last record."""
+        """Train until a total of N epochs or steps is done; return the last record.
+
+        Each step: load, accumulate, backward, apply, log, evaluate, save, stop.
+        """
         if epochs is None and steps is None:
             raise Impossible("fit() needs epochs or steps", fix="give epochs=… or steps=…")
-        self._last_step = steps
-        self._lines.last_record = None
         self.model.train()
-        with self._reporting(epochs), self._naming_memory(), self._saving_states():
-            empty = 0
-            while (
-                (epochs is None or self.epoch < epochs)
-                and (steps is None or self.step < steps)
-                and not self.stopped_early
-            ):
-                empty = 0 if self._train_epoch() else empty + 1
-                if empty > 1:  # one is normal for a run that was stopped at an epoch's end
+        empty_epochs = 0
+        with self._running(epochs, steps) as saves:
+            while not self._is_done(epochs, steps):
+                step_before = self.step
+                with closing(self._load()) as loaded:  # a loader may have running processes
+                    self._log.wait()
+                    for step in loaded:
+                        for micro in self._update.accumulate(step):
+                            self._log.work()
+                            loss, count = self._loss_of(micro.batch)
+                            self._update.backward(loss, count)
+                            self._log.add(micro, loss, count)
+                            self._log.wait()
+                        self._apply(step)
+                        self._log.report(self.step)
+                        is_best = False
+                        if self._every is not None and self.step % self._every == 0:
+                            is_best = self._evaluate()
+                        if saves is not None:
+                            self._save_if_due(saves, is_best=is_best)
+                            saves.end_if_asked(self.step, self._log.elapsed_s)
+                        self.reports.move(self.step)
+                        if self._is_done(epochs, steps):
+                            break
+                        self._log.wait()
+                    position = self.loader.state()
+                    # Not every loader knows in advance which step is the last one of its epoch.
+                    is_over = next(loaded, None) is None
+                if not is_over:
+                    self._position = position
+                    break
+                self._end_epoch(saves)
+                # One is normal for a run that was stopped at an epoch's end.
+                empty_epochs = 0 if self.step > step_before else empty_epochs + 1
+                if empty_epochs > 1:
                     raise Impossible(
                         f"the loader yielded no step in epoch {self.epoch - 1}",
                         fix="check what loader.epoch(…) yields",
                     )
-            self._settle()
-            self._lines.finish(self.step)
+            self._explain_skipped_step()
+            self._log.finish(self.step)
             if self.stopped_early:
                 self.reports.say(self._why_stopped())
-        return self._lines.last_record
+        return self._log.last_record
 
-    @property
-    def stopped_early(self) -> bool:
-        """Whether the evaluation metric has not improved for ``patience`` evaluations."""
-        return self.best is not None and self.best.exhausted
+    def _is_done(self, epochs: int | None, steps: int | None) -> bool:
+        if self.stopped_early or (steps is not None and self.step >= steps):
+            return True
+        return epochs is not None and self.epoch >= epochs
 
-    def _why_stopped(self) -> str:
-        assert self.best is not None
-        assert self.best.patience is not None
-        return (
-            f"early stopping after step {self.step}: {self.best.name} has not improved in "
-            f"{plural(self.best.patience, 'evaluation')}; {self.best.describe()}"
-        )
-
-    def _train_epoch(self) -> int:
-        """Train to the end of an epoch or of the run; return the number of steps."""
-        tally, move = self._tally, self.reports.screen.move
+    def _load(self) -> Generator[Step, None, None]:
+        """Yield the steps of this epoch, from the restored position on."""
         if self._position is not None:
             self.loader.restore(self._position)
             self._position = None
-        done = 0
-        # Close it at once on early exit: a loader may have running processes.
-        with closing(cast(Any, self.loader.epoch(self.epoch))) as epoch:
-            tally.wait()
-            for step in epoch:
-                self._train_step(step)
-                done += 1
-                self.step += 1
-                self._lines.after_step(self.step)
-                is_best = False
-                if self._every and self.step % self._every == 0:
-                    is_best = self._evaluate()
-                if self._saves is not None:
-                    self._save_if_due(self._saves, is_best=is_best)
-                move(self.step)
-                if self.step == self._last_step or self.stopped_early:
-                    position = self.loader.state()
-                    # Not every loader knows in advance which step is the last one of its epoch.
-                    if next(epoch, None) is not None:
-                        self._position = position
-                        return done
-                    break
-                tally.wait()
-        is_best = False
-        if self._evaluation is not None and self._every is None and self.evaluated < self.step:
-            is_best = self._evaluate()
-        self.epoch += 1
-        if is_best and self._saves is not None:
-            self._save_if_due(self._saves, is_best=True)
-        return done
-
-    def _train_step(self, step: Step) -> None:
-        """Compute one step: wait for each micro-batch, forward, backward; then update."""
-        tally, update = self._tally, self._update
-        now.step = self.step + 1
-        if self._goes_on:
-            self._goes_on = False
-            step = self._rehearsed(step)
-        for micro in update.accumulate(step):
-            now.phase = "forward"
-            tally.work()
-            loss, count = self._loss_of(micro.batch)
-            now.phase = "backward"
-            update.backward(loss, count)
-            tally.add(loss, micro.samples, count)
-            if self._flops_of_batch is not None and micro.samples:
-                tally.flops += self._flops_of_batch(micro.batch)
-            now.phase = "loading data"
-            tally.wait()
-        now.phase = "update"
-        rate = self.optimizer.param_groups[0]["lr"]  # before a schedule changes it
-        outcome = update.apply()
-        self._lines.note(epoch=step.epoch, learning_rate=float(rate), norm=outcome.norm_tensor)
-        tally.end_step(outcome.found_inf)
-        now.phase = "loading data"
-        self._settle()
-        self._unsettled = self.step + 1, step.epoch, outcome
-
-    def _settle(self) -> None:
-        """Find the cause if the last step was skipped.
-
-        Called one step later, when the host can read the result without stalling the device.
-        """
-        if self._unsettled is None:
-            return
-        (number, epoch, outcome), self._unsettled = self._unsettled, None
-        if not outcome.applied and not outcome.overflowed:
-            found = self._bad_numbers.examine(number, outcome.micro_batches, self.loss, epoch=epoch)
-            self.reports.say(render([found]))
+        with closing(cast(Any, self.loader.epoch(self.epoch))) as steps:
+            for step in steps:
+                progress.step = self.step + 1
+                if self._goes_on:
+                    self._goes_on = False
+                    step = self._rehearsed(step)  # with the same micro-batches
+                yield step
 
     def _loss_of(self, batch: Any) -> tuple[torch.Tensor, int | torch.Tensor | None]:
         with self.precision.value.autocast(self.world.device):
@@ -319,67 +272,109 @@ class Trainer:
         self.strategy.value.rehearse(self.model, compute)
         return replace(step, micro_batches=chain([first], micro_batches))
 
-    def _evaluate(self) -> bool:
-        """Evaluate; return whether the checkpoint of this step is the best one so far."""
-        assert self._evaluation is not None
-        self._lines.flush()  # keeps the lines in order
-        now.phase = "evaluating"
-        begun = time.perf_counter()
-        numbers = evaluate(
-            self.model,
-            self._evaluation.loader,
-            self._evaluation.measure,
-            self.world,
-            self.precision.value,
+    def _apply(self, step: Step) -> None:
+        """Update the weights."""
+        rate = self.optimizer.param_groups[0]["lr"]  # before a schedule changes it
+        result = self._update.apply()
+        self._log.end_step(
+            result.found_inf, epoch=step.epoch, learning_rate=float(rate), norm=result.norm_tensor
         )
-        self._tally.evaluation_s += time.perf_counter() - begun
-        now.phase = "loading data"
+        self._explain_skipped_step()
+        self.step += 1
+        self._last_result = (self.step, step.epoch, result)
+
+    def _explain_skipped_step(self) -> None:
+        """Find the cause if the last step was skipped.
+
+        Called one step later, when the host can read the result without stalling the device.
+        """
+        if self._last_result is None:
+            return
+        (number, epoch, result), self._last_result = self._last_result, None
+        if not result.applied and not result.overflowed:
+            finding = self._bad_numbers.examine(
+                number, result.micro_batches, self.loss, epoch=epoch
+            )
+            self.reports.say(render([finding]))
+
+    def _evaluate(self) -> bool:
+        """Evaluate; return whether the checkpoint of this step is to be saved as the best so far."""
+        assert self._evaluation is not None
+        self._log.flush()  # keeps the lines in order
+        with self._log.spending("evaluating"):
+            numbers = evaluate(
+                self.model,
+                self._evaluation.loader,
+                self._evaluation.measure,
+                self.world,
+                self.precision.value,
+            )
         self.evaluated = self.step
         self.reports.evaluation(self.step, self.epoch, numbers)
-        if self.best is None or not self.best.update(numbers, self.step):
-            return False
-        return self._saving is not None and self._saving.keep_best
+        is_best = self.best is not None and self.best.update(numbers, self.step)
+        return is_best and self._saving is not None and self._saving.keep_best
 
-    def _save_if_due(self, saves: CheckpointPolicy, *, is_best: bool = False) -> None:
-        begun, elapsed_s = time.perf_counter(), self._tally.elapsed_s
+    def _save_if_due(self, saves: CheckpointPolicy, *, is_best: bool) -> None:
+        elapsed_s = self._log.elapsed_s
         if is_best or saves.is_due(self.step, elapsed_s):
-            now.phase = "saving"
-            best = self.best.as_metric() if is_best and self.best is not None else None
-            saves.save(self.step, elapsed_s, best=best)
-            self._tally.checkpoint_s += time.perf_counter() - begun
-            now.phase = "loading data"
-        saves.end_if_asked(self.step, elapsed_s)
+            best = None
+            if is_best and self.best is not None:
+                best = self.best.as_metric()
+            with self._log.spending("saving"):
+                saves.save(self.step, elapsed_s, best=best)
+
+    def _end_epoch(self, saves: CheckpointPolicy | None) -> None:
+        """Evaluate after the epoch if that is wanted, and count the epoch."""
+        is_best = False
+        if self._evaluation is not None and self._every is None and self.evaluated < self.step:
+            is_best = self._evaluate()
+        self.epoch += 1
+        if is_best and saves is not None:
+            self._save_if_due(saves, is_best=True)
+            saves.end_if_asked(self.step, self._log.elapsed_s)
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the evaluation metric has not improved for ``patience`` evaluations."""
+        return self.best is not None and self.best.exhausted
+
+    def _why_stopped(self) -> str:
+        assert self.best is not None
+        assert self.best.patience is not None
+        return (
+            f"early stopping after step {self.step}: {self.best.name} has not improved in "
+            f"{plural(self.best.patience, 'evaluation')}; {self.best.describe()}"
+        )
 
     @contextmanager
-    def _saving_states(self) -> Iterator[None]:
-        if self._saving is None:
-            yield
-            return
-        try:
-            with trainer_state.trainer_states(self, self._saving) as self._saves:
-                yield
-        finally:
-            self._saves = None
-
-    @contextmanager
-    def _reporting(self, epochs: int | None) -> Iterator[None]:
-        """Print the banner, and clean up at the end, even after an error."""
-        in_epoch = self.loader.steps_in_epoch()
-        ends = [self._last_step] if self._last_step is not None else []
-        if epochs is not None and in_epoch is not None:
-            ends.append(epochs * in_epoch)
+    def _running(self, epochs: int | None, steps: int | None) -> Iterator[CheckpointPolicy | None]:
+        """Report, save, and explain a lack of memory, during one call of :meth:`fit`."""
+        ends = [] if steps is None else [steps]
+        steps_in_epoch = self.loader.steps_in_epoch()
+        if epochs is not None and steps_in_epoch is not None:
+            ends.append(epochs * steps_in_epoch)
+        saving: AbstractContextManager[CheckpointPolicy | None] = nullcontext()
+        if self._saving is not None:
+            saving = trainer_state.trainer_states(self, self._saving)
         self.reports.open(min(ends, default=None))
-        if not self._introduced:
-            self._introduced = True
-            self._introduce()
-        self._tally.begin()
         try:
-            yield
+            self._introduce()
+            self._log.begin()
+            size = arguments.micro_batch_size(self.loader)
+            with (
+                oom_report(self.world, self.model, self.optimizer, micro_batch_size=size),
+                saving as saves,
+            ):
+                yield saves
         finally:
-            now.step, now.phase = None, ""
+            progress.step, progress.phase = None, ""
             self.reports.close()
 
     def _introduce(self) -> None:
+        """Show the banner, once."""
+        if self._introduced:
+            return
+        self._introduced = True
         self.reports.say(
             banner(
                 self.world,
@@ -388,28 +383,23 @@ class Trainer:
                 loader=self.loader,
                 strategy=self.strategy.reason,
                 precision=self.precision.reason,
-                schedule=self.schedule,
                 seed=self._weights_seed,
             )
         )
-
-    def _naming_memory(self) -> AbstractContextManager[None]:
-        size = arguments.micro_batch_size(self.loader)
-        return oom_report(self.world, self.model, self.optimizer, micro_batch_size=size)
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to resume: tensors, and plain JSON types.
 
         All ranks call it; sharded tensors stay sharded.
         """
-        self._settle()
+        self._explain_skipped_step()
         tensors = self.strategy.value.state_dict(self.model, self.optimizer)
         return {
             **tensors,
             "progress": {
                 "step": self.step,
                 "evaluated": self.evaluated,
-                "lines": self._lines.state(),
+                "lines": self._log.state(),
                 "loader": self._position or self.loader.state(),
                 "update": self._update.state(),
                 "schedule": None if self.schedule is None else self.schedule.state_dict(),
@@ -419,27 +409,27 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned, even on another number of ranks."""
-        progress = state["progress"]
-        self._unsettled = None
-        arguments.refuse_another_schedule(self.schedule, progress["schedule"])
+        saved = state["progress"]
+        self._last_result = None
+        arguments.refuse_another_schedule(self.schedule, saved["schedule"])
         self.strategy.value.load_state_dict(self.model, state, self.optimizer)
-        self.step = progress["step"]
-        self.evaluated = progress["evaluated"]
-        self._lines.restore(progress["lines"], self.step)
-        self.loader.restore(progress["loader"])
-        self.epoch = progress["loader"]["epoch"]
-        self._position = progress["loader"]
-        self._update.restore(progress["update"])
+        self.step = saved["step"]
+        self.evaluated = saved["evaluated"]
+        self._log.restore(saved["lines"], self.step)
+        self.loader.restore(saved["loader"])
+        self.epoch = saved["loader"]["epoch"]
+        self._position = saved["loader"]
+        self._update.restore(saved["update"])
         if self.schedule is not None:
-            self.schedule.load_state_dict(progress["schedule"])
+            self.schedule.load_state_dict(saved["schedule"])
         if self.best is not None:
-            self.best.restore(progress["best"])
+            self.best.restore(saved["best"])
         self._goes_on = self.step > 0
 
     @property
     def reported(self) -> int:
         """The last step of the last step line."""
-        return self.step - self._tally.unreported
+        return self.step - self._log.steps
 
     def resume(self) -> Loaded | None:
         """Resume from the newest good checkpoint of ``checkpoints``, of any number of ranks.

@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -22,35 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from torchmuster.checkpoints.export import files_of_weights, write_index
 from torchmuster.errors import MusterError
+from torchmuster.train.models.parameters import own_name
 from torchmuster.train.strategies.strategy import Strategy
-from torchmuster.train.torch_private import WRAPPED
 from torchmuster.train.world import World, all_gather_object
 from torchmuster.units import plural
-
-
-def own_name(name: str) -> str:
-    """Return a parameter's or module's name in the unwrapped model."""
-    parts = name.split(".")
-    if parts[0] == "module":  # DDP's
-        parts = parts[1:]
-    return ".".join(part for part in parts if part not in WRAPPED)
-
-
-def frozen_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are not trained, in the unwrapped model."""
-    return {
-        own_name(name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    }
-
-
-def is_below(name: str, names: Collection[str]) -> bool:
-    """Return whether a name is one of these, or below one: ``weight.absmax`` of a weight in 4 bits."""
-    while name and name not in names:
-        name = name.rpartition(".")[0]
-    return bool(name)
-
 
 _MOST_IN_A_FILE_BYTES = 2 * 10**9
 _SHOWN = 5  # names in a message

@@ -19,6 +19,7 @@ from torchmuster.train.models import hugging_face, lora
 from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
 from torchmuster.train.models.factory import Lora, ModelRecipe, check_tokens, lost_updates
 from torchmuster.train.models.meta_init import build_for, build_on_meta, build_whole
+from torchmuster.train.models.parameters import peft_config
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.sharding import Sharding
@@ -191,7 +192,7 @@ def write_model_files(
                 if recipe.lora is not None:
                     # Next to a config.json, an adapter would be taken for a whole model.
                     (unfinished / "config.json").unlink(missing_ok=True)
-                    lora.peft_config(model).save_pretrained(unfinished)
+                    peft_config(model).save_pretrained(unfinished)
                 _save_tokenizer(unfinished, recipe, tokenizer, world)
         except OSError as error:
             raise MusterError(

@@ -18,9 +18,9 @@ from torchmuster.plan.hardware import catalogue
 from torchmuster.plan.proof import comparison
 from torchmuster.plan.proof.comparison import COMPARED_AFTER, MeasuredRun, Promise
 from torchmuster.runfolder import RunFolder
-from torchmuster.train.metrics.reports import Lines, Reports
-from torchmuster.train.metrics.step_line import StepRecord
-from torchmuster.train.models.lora import packed_sizes
+from torchmuster.train.models.parameters import packed_sizes
+from torchmuster.train.reports import Lines, Reports
+from torchmuster.train.step_line import StepRecord
 from torchmuster.train.world import World, all_gather_object
 
 

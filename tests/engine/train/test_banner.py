@@ -8,10 +8,9 @@ from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
-from torchmuster.train.data.batch_split import split_batch
+from torchmuster.train.banner import banner, batch_line
+from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.metrics.banner import banner, batch_line
-from torchmuster.train.optimizers import schedule
 
 pytestmark = pytest.mark.engine
 
@@ -40,29 +39,6 @@ def test_a_banner_fits_one_screen_and_says_what_will_be_computed(
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
-    [
-        (10, "LR 0.001, not scaled with the batch size, warm-up over 10 steps"),
-        (0, "LR 0.001, not scaled with the batch size"),
-    ],
-)
-def test_a_warm_up_is_told_beside_the_whole_rate(steps: int, said: str) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    curve = schedule(optimizer, "cosine", warmup_steps=steps, total_steps=100)
-    text = banner(
-        WORLD,
-        model=model,
-        optimizer=optimizer,
-        loader=BatchLoader([1, 2], WORLD, global_batch_size=2),
-        strategy="",
-        precision="",
-        schedule=curve,
-    )
-    assert text.splitlines()[2].endswith(f"= 2 per step; {said}")
-
-
-@pytest.mark.parametrize(
     ("ranks", "size", "whole", "said"),
     [
         (2, 8, 64, "8 per GPU x 2 GPUs x 4 accumulation = 64 per step"),
@@ -73,12 +49,13 @@ def test_a_warm_up_is_told_beside_the_whole_rate(steps: int, said: str) -> None:
 def test_the_batch_is_written_as_the_sum_it_is(
     ranks: int, size: int, whole: int, said: str
 ) -> None:
-    portions = split_batch(ranks, micro_batch_size=size, global_batch_size=whole)
-    assert batch_line(portions, ON_GPUS) == said
+    world = replace(ON_GPUS, world_size=ranks)
+    loader = BatchLoader(range(64), world, micro_batch_size=size, global_batch_size=whole)
+    assert batch_line(loader, world) == said
 
 
 def test_a_loader_that_cannot_tell_its_sizes_is_believed(snapshot: SnapshotAssertion) -> None:
-    assert batch_line(None, WORLD) == snapshot
+    assert batch_line(DataLoaderAdapter([1, 2], WORLD), WORLD) == snapshot
 
 
 def test_a_step_larger_than_the_data_and_a_rank_alone_are_told_as_they_are(

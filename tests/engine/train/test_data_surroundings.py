@@ -1,4 +1,4 @@
-"""What a loader needs around it: room in shared memory, cores to read with, batches on the device."""
+"""What a loader needs around it: cores to read with, batches on the device."""
 
 import dataclasses
 from collections import OrderedDict, namedtuple
@@ -9,37 +9,11 @@ from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import TensorDataset
 
 from made_up_worlds import made_up_world
-from torchmuster.errors import Impossible
-from torchmuster.train.data import loader as workers
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.pytree import move_to_device, tensors_in
-from torchmuster.train.data.worker_processes import SharedMemory, advise_workers, free_shared_memory
+from torchmuster.train.data.worker_processes import advise_workers
 
 pytestmark = pytest.mark.engine
-MiB = 1024**2
-
-
-def test_too_little_shared_memory_is_said_before_a_worker_dies_of_it(
-    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    monkeypatch.setattr(workers, "free_shared_memory", lambda: 64 * MiB)
-    dataset = TensorDataset(torch.zeros(64, MiB // 4))
-    loader = BatchLoader(dataset, made_up_world(0, 2), global_batch_size=64, workers=2)
-    with pytest.raises(Impossible) as refused:
-        list(next(loader.epoch(0)))
-    loader.close()
-    assert "256 MiB" in refused.value.what
-    assert "docker run --shm-size=8g" in refused.value.fix
-    assert refused.value == snapshot
-
-
-def test_with_room_enough_nothing_is_said() -> None:
-    room = SharedMemory(free_bytes=64 * MiB, workers=1, batches=2, ranks=1)
-    assert room.refusal(32 * MiB) is None
-    assert room.refusal(32 * MiB + 1) is not None
-    assert SharedMemory(free_bytes=None, workers=1, batches=2, ranks=1).refusal(2**60) is None
-    assert free_shared_memory("/no/such/folder") is None
-    assert isinstance(free_shared_memory(), int)
 
 
 def test_advice_goes_no_further_than_the_cores(snapshot: SnapshotAssertion) -> None:

@@ -23,9 +23,9 @@ from torchmuster.train.checkpointing.policy import (
     CheckpointSettings,
     save_message,
 )
-from torchmuster.train.metrics.communication import communication_of
-from torchmuster.train.metrics.reports import MetricsFile
-from torchmuster.train.metrics.step_metrics import StepMetrics, _add_exactly
+from torchmuster.train.data.step import MicroBatch
+from torchmuster.train.reports import MetricsFiles, Reports
+from torchmuster.train.step_log import CommunicationTime, StepLog, _add_exactly
 from torchmuster.train.stop_request import StoppedAtRequest
 from torchmuster.worker.data import batches_of
 
@@ -135,10 +135,10 @@ def test_too_little_room_ends_a_training_before_it_begins() -> None:
     assert str(refusal.value) == "no room\nwhy\nfix"
 
 
-def test_a_save_is_told_in_one_line_and_a_failure_with_what_follows(
+def test_a_save_that_fails_is_told_with_what_follows(
     snapshot: SnapshotAssertion,
 ) -> None:
-    assert save_message(report(120)) == snapshot(name="saved")
+    assert save_message(report(120)) == ""
     failed = save_message(report(120, "the disk is full"))
     assert "         why  the disk is full\n" in failed
     assert failed == snapshot(name="failed")
@@ -152,10 +152,10 @@ def test_metrics_of_steps_that_are_made_again_are_cut_off(tmp_path: Path) -> Non
     lines = "".join(json.dumps({"step": step}) + "\n" for step in range(1, 6))
     (folder / "steps.jsonl").write_text(lines + '{"step": 2, "lo')
     (folder / "evaluations.jsonl").write_text(lines)
-    MetricsFile(tmp_path).cut_off_after(3, evaluated=2)
+    MetricsFiles(tmp_path).cut_off_after(3, evaluated=2)
     assert (folder / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     assert (folder / "evaluations.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
-    MetricsFile(tmp_path).cut_off_after(0, evaluated=0)
+    MetricsFiles(tmp_path).cut_off_after(0, evaluated=0)
     assert (folder / "steps.jsonl").read_text() == ""
 
 
@@ -168,47 +168,47 @@ def test_sums_of_losses_do_not_depend_on_when_they_are_added_up(numbers: list[fl
     assert math.fsum(parts) == math.fsum(numbers)
 
 
+def log() -> StepLog:
+    return StepLog(WORLD, Reports(WORLD, quiet=True, log_every=10**6))
+
+
+def add(to: StepLog, loss: float) -> None:
+    to.add(MicroBatch(batch=None, samples=4), torch.tensor(loss), None)
+    to.end_step(torch.tensor(0.0), epoch=0, learning_rate=0.1, norm=None)
+
+
 def test_a_line_goes_on_with_what_was_summed_but_not_with_its_time() -> None:
-    def tally() -> StepMetrics:
-        return StepMetrics(WORLD, communication_of(torch.nn.Linear(1, 1), WORLD))
-
-    def add(to: StepMetrics, loss: float) -> None:
-        to.add(torch.tensor(loss), 4, None)
-        to.end_step(torch.tensor(0.0))
-
-    before, after, whole = tally(), tally(), tally()
+    before, after, whole = log(), log(), log()
     for loss in (0.1, 0.7):
         add(before, loss)
-    state = before.state()
-    after.restore(json.loads(json.dumps(state)))
-    assert after.has_any
+    after.restore(json.loads(json.dumps(before.state())), step=2)
+    assert after.steps == 2
     add(after, 0.3)
     for loss in (0.1, 0.7, 0.3):
         add(whole, loss)
     after.begin()
     add(after, 0.5)
     add(whole, 0.5)
-    said = after.record(step=4, epoch=0, learning_rate=0.1, norm=None).finish()
-    wanted = whole.record(step=4, epoch=0, learning_rate=0.1, norm=None).finish()
-    assert (said.loss, said.samples) == (wanted.loss, wanted.samples)
-    assert said.samples_per_s * said.step_s == pytest.approx(4)  # one step of its own
-    assert not after.has_any
+    after.finish(4)
+    whole.finish(4)
+    resumed, uninterrupted = after.last_record, whole.last_record
+    assert resumed is not None
+    assert uninterrupted is not None
+    assert (resumed.loss, resumed.samples) == (uninterrupted.loss, uninterrupted.samples)
+    assert resumed.samples_per_s * resumed.step_s == pytest.approx(4)  # one step of its own
+    assert after.steps == 0
 
 
-class Busy:
-    """Stands for DDP's own measurement, of steps that waited longer than the others."""
-
-    def exposed_s(self, steps: int) -> float | None:
-        return 1e6
-
-
-def test_no_more_than_all_of_the_time_is_waited_for_communication() -> None:
-    tally = StepMetrics(WORLD, Busy())
+def test_no_more_than_all_of_the_time_is_waited_for_communication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CommunicationTime, "exposed_s", lambda self, steps: 1e6)
+    busy = log()
     for step in (1, 2):
-        tally.add(torch.tensor(0.1), 4, None)
-        tally.end_step(torch.tensor(0.0))
-        record = tally.record(step=step, epoch=0, learning_rate=0.1, norm=None).finish()
-    assert "100 %" in record.verdict
+        add(busy, 0.1)
+        busy.finish(step)
+    assert busy.last_record is not None
+    assert "100 %" in busy.last_record.verdict
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from made_up_worlds import made_up_world
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.pytree import move_to_device
-from torchmuster.train.metrics import communication
 from torchmuster.train.step import TrainStep
+from torchmuster.train.step_log import CommunicationTime
 from torchmuster.train.world import World
 
 pytestmark = pytest.mark.engine
@@ -89,7 +89,7 @@ def test_ddp_measures_seldom_on_a_gpu_where_a_measured_step_waits(
     monkeypatch.setattr(DistributedDataParallel, "_get_ddp_logging_data", lambda model: said)
     model: Any = object.__new__(DistributedDataParallel)
     nn.Module.__init__(model)
-    meter: Any = communication.communication_of(model, world_on(device, ranks=2))
+    meter: Any = CommunicationTime(model, world_on(device, ranks=2))
     assert asked == [every]
     # DDP measures its first 10 iterations, and later those that its rate divides.
     for iteration, measured in ((10, 10), (every * 6, 10 + 6 - 10 // every)):

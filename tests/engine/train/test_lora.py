@@ -11,7 +11,8 @@ from torch import nn
 
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
-from torchmuster.train.models.lora import add_lora, peft_config, save_adapters
+from torchmuster.train.models.lora import add_lora, save_adapters
+from torchmuster.train.models.parameters import peft_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
 

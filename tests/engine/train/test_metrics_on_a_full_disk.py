@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.train.metrics import reports
-from torchmuster.train.metrics.reports import Lines, MetricsFile
+from torchmuster.train import reports
+from torchmuster.train.reports import Lines, MetricsFiles
 
 pytestmark = pytest.mark.engine
 
@@ -47,15 +47,17 @@ def _steps(folder: Path) -> list[int]:
 def test_lines_wait_for_room_and_none_is_torn(
     tmp_path: Path, disk: Disk, snapshot: SnapshotAssertion
 ) -> None:
-    files = MetricsFile(tmp_path)
-    assert files.write_evaluation(1, 0, {"loss": 1.0}) == ""
+    files = MetricsFiles(tmp_path)
+    assert files.add("evaluations", {"step": 1, "loss": 1.0}) is None
     disk.room_bytes = 20  # a part of the next line
-    said = files.write_evaluation(2, 0, {"loss": 1.0})
+    said = files.add("evaluations", {"step": 2, "loss": 1.0})
+    assert said is not None
     assert "No space left on device" in said
     assert "training continues" in said
-    assert files.write_evaluation(3, 0, {"loss": 1.0}) == "", "it is said once"
+    assert files.add("evaluations", {"step": 3, "loss": 1.0}) is None, "it is said once"
     disk.room_bytes = 10**6
-    said = files.write_evaluation(4, 0, {"loss": 1.0})
+    said = files.add("evaluations", {"step": 4, "loss": 1.0})
+    assert said is not None
     assert re.sub(r"\d+(\.\d+)? m?s\b", "TIME", said) == snapshot
     files.close()
     assert _steps(tmp_path) == [1, 2, 3, 4]
@@ -65,22 +67,23 @@ def test_what_waits_is_bounded_and_the_rest_is_counted(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reports, "_MOST_WAITING_BYTES", 200)
-    files = MetricsFile(tmp_path)
+    files = MetricsFiles(tmp_path)
     disk.room_bytes = 0
     for step in range(1, 11):
-        files.write_evaluation(step, 0, {"loss": 1.0})
+        files.add("evaluations", {"step": step, "loss": 1.0})
     disk.room_bytes = 10**6
-    said = files.write_evaluation(11, 0, {"loss": 1.0})
+    said = files.add("evaluations", {"step": 11, "loss": 1.0})
     files.close()
     kept = _steps(tmp_path)
+    assert said is not None
     assert kept == list(range(1, len(kept) + 1))
     assert f"{11 - len(kept)} lines were lost" in said
 
 
 def test_the_end_of_a_training_writes_what_waits(tmp_path: Path, disk: Disk) -> None:
-    files = MetricsFile(tmp_path)
+    files = MetricsFiles(tmp_path)
     disk.room_bytes = 0
-    files.write_evaluation(1, 0, {"loss": 1.0})
+    files.add("evaluations", {"step": 1, "loss": 1.0})
     disk.room_bytes = 10**6
     files.close()
     assert _steps(tmp_path) == [1]

@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from made_up_worlds import made_up_world
-from torchmuster.train.metrics.communication import communication_of
-from torchmuster.train.metrics.step_metrics import StepMetrics
+from torchmuster.train.data.step import MicroBatch
+from torchmuster.train.reports import Reports
+from torchmuster.train.step_log import StepLog
 from torchmuster.worker.reporting import flops_of_batch, peak_flops
 
 pytestmark = pytest.mark.engine
@@ -70,11 +71,14 @@ def test_other_models_have_no_flops() -> None:
 
 @pytest.mark.parametrize(("peak", "known"), [(1e30, True), (None, False)])
 def test_a_record_has_the_mfu_if_the_peak_rate_is_known(peak: float | None, known: bool) -> None:
-    tally = StepMetrics(WORLD, communication_of(nn.Linear(1, 1), WORLD), peak_flop_s=peak)
-    tally.flops = 4e6
-    tally.add(torch.tensor(0.1), 4, None)
-    tally.end_step(torch.tensor(0.0))
-    record = tally.record(step=1, epoch=0, learning_rate=0.1, norm=None).finish()
+    log = StepLog(
+        WORLD, Reports(WORLD, quiet=True), flops_of_batch=lambda batch: 4e6, peak_flop_s=peak
+    )
+    log.add(MicroBatch(batch=None, samples=4), torch.tensor(0.1), None)
+    log.end_step(torch.tensor(0.0), epoch=0, learning_rate=0.1, norm=None)
+    log.finish(1)
+    record = log.last_record
+    assert record is not None
     assert record.flop_s is not None
     assert record.flop_s == pytest.approx(1e6 * record.samples_per_s)
     assert (record.mfu is not None) is known

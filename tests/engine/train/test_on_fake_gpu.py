@@ -12,17 +12,18 @@ from torch import nn
 from fake_accelerator import FakeAccelerator
 from fake_gpu_tensors import FakeGpu
 from made_up_worlds import made_up_world
+from torchmuster.train import banner
 from torchmuster.train.data.loader import BatchLoader
+from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.legacy.data import _own_device
-from torchmuster.train.metrics import banner
-from torchmuster.train.metrics.communication import communication_of
-from torchmuster.train.metrics.step_metrics import StepMetrics
 from torchmuster.train.models import blocks
 from torchmuster.train.out_of_memory import memory_table
 from torchmuster.train.precision import precision_support
+from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import load_random_states, save_random_states
 from torchmuster.train.step import HostCopy
+from torchmuster.train.step_log import StepLog
 from torchmuster.train.strategies.choose import memory_of_each_rank
 from torchmuster.units import GiB
 from torchmuster.worker.reporting import peak_flops
@@ -137,19 +138,21 @@ def test_a_record_waits_for_the_device_and_has_its_peak(
     monkeypatch.setattr(
         torch.accelerator, "max_memory_allocated", lambda device: peaks[torch.device(device).index]
     )
-    metrics = StepMetrics(WORLD, communication_of(nn.Linear(1, 1), WORLD))
-    metrics.add(torch.tensor(2.0), 4, None)
-    metrics.end_step(torch.tensor(0.0))
+    log = StepLog(WORLD, Reports(WORLD, quiet=True))
+    log.add(MicroBatch(batch=None, samples=4), torch.tensor(2.0), None)
+    log.end_step(torch.tensor(0.0), epoch=0, learning_rate=0.1, norm=None)
     with FakeGpu(accelerator, monkeypatch):
-        record = metrics.record(step=1, epoch=0, learning_rate=0.1, norm=None).finish()
+        log.finish(1)
+    record = log.last_record
+    assert record is not None
     assert [call.argument for call in accelerator.calls if call.name == "synchronize"] == [GPU]
     assert (record.loss, record.memory_peak_bytes) == (2.0, 9 * GiB)
 
 
 def test_the_banner_names_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, "H100", (9, 0), bf16=True)
-    assert banner._banner_device(GPU) == "a GPU (H100 3)"
-    assert "xpu" in banner._banner_device(torch.device("xpu", 1))
+    assert banner._device_name(GPU) == "a GPU (H100 3)"
+    assert "xpu" in banner._device_name(torch.device("xpu", 1))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.train.metrics.step_line import StepRecord, dominant_cost, render_step_line
+from torchmuster.train.step_line import StepRecord, dominant_cost, render_step_line
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from torchmuster.diagnose.torch_private import collectives_begun
 from torchmuster.train import torch_private
-from torchmuster.train.strategies import strategy
+from torchmuster.train.strategies import gradients
 
 pytestmark = pytest.mark.engine
 
@@ -24,15 +24,15 @@ def test_what_is_not_finite_is_found(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, check: str
 ) -> None:
     if check == "missing":
-        monkeypatch.setattr(strategy, "non_finite_check", None)
+        monkeypatch.setattr(gradients, "non_finite_check", None)
     fine = [
         torch.full((3,), HUGE).to(dtype),
         torch.zeros(0, dtype=dtype),
         torch.ones((), dtype=dtype),
     ]
-    assert not strategy.found_inf_in(fine, CPU)
+    assert not gradients.found_inf_in(fine, CPU)
     for bad in (float("inf"), -float("inf"), float("nan")):
-        assert strategy.found_inf_in([*fine, torch.tensor([1.0, bad]).to(dtype)], CPU)
+        assert gradients.found_inf_in([*fine, torch.tensor([1.0, bad]).to(dtype)], CPU)
 
 
 def test_what_is_not_finite_is_found_in_a_sparse_gradient() -> None:
@@ -42,8 +42,8 @@ def test_what_is_not_finite_is_found_in_a_sparse_gradient() -> None:
             torch.sparse_coo_tensor(twice, torch.tensor([1.0, value]), (3,))
             for value in (2.0, float("nan"))
         )
-    assert not strategy.found_inf_in([fine], CPU)
-    assert strategy.found_inf_in([bad], CPU)
+    assert not gradients.found_inf_in([fine], CPU)
+    assert gradients.found_inf_in([bad], CPU)
     assert torch_private.sparse_values(fine).tolist() == [1.0, 2.0]  # not added up: no waiting
 
 

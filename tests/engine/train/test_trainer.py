@@ -15,14 +15,14 @@ from torch import nn
 from made_up_worlds import made_up_world
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible, OutOfMemory
+from torchmuster.train import reports
+from torchmuster.train import reports as progress
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Step
 from torchmuster.train.data.stream import StreamLoader
-from torchmuster.train.metrics import reports
-from torchmuster.train.metrics import reports as progress
-from torchmuster.train.metrics.reports import Reports
-from torchmuster.train.metrics.step_line import StepRecord
 from torchmuster.train.optimizers import schedule
+from torchmuster.train.reports import Reports
+from torchmuster.train.step_line import StepRecord
 from torchmuster.train.trainer import Evaluation, Trainer
 
 pytestmark = pytest.mark.engine
@@ -316,10 +316,11 @@ def test_a_bar_is_drawn_on_a_terminal_below_the_lines_and_taken_away(
 
 
 def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = progress.screen_for(10)
-    screen.move(5)
-    screen.say("a line")
-    screen.close()
+    lines = Reports(WORLD)
+    lines.open(10)
+    lines.move(5)
+    lines.say("a line")
+    lines.close()
     assert capsys.readouterr().out == "a line\n"
 
 

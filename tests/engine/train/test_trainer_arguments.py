@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
-from torchmuster.train.metrics.reports import Reports
+from torchmuster.train.reports import Reports
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.world import join_world
 

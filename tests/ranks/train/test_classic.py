@@ -10,7 +10,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from rank_group import RunRanks
 from rank_programs import classic
-from torchmuster.train.data.order import Order
+from torchmuster.train.data.order import sample_order
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +26,7 @@ def plain(
     optimizer = classic.adam(model)
     means = []
     for epoch in range(epochs):
-        order = Order(size=samples, seed=0, epoch=epoch).samples_at(torch.arange(samples))
+        order = sample_order(samples, seed=0, epoch=epoch)
         total = counted = 0.0
         for chosen in torch.split(order, whole_batch):
             loss = criterion(model(points[chosen]), targets[chosen])

@@ -10,7 +10,7 @@ from syrupy.assertion import SnapshotAssertion
 from rank_group import RunRanks
 from rank_programs import reading
 from rank_programs.small_models import data, seeded_model
-from torchmuster.train.data.order import Order
+from torchmuster.train.data.order import sample_order
 
 pytestmark = pytest.mark.ranks
 
@@ -101,9 +101,7 @@ def plainly_trained(batches: list[list[int]]) -> list[float]:
 
 
 def test_unlike_portions_train_as_one_process_does(run_ranks: RunRanks) -> None:
-    orders = [
-        Order(size=17, seed=2, epoch=epoch).samples_at(torch.arange(17)) for epoch in range(2)
-    ]
+    orders = [sample_order(17, seed=2, epoch=epoch) for epoch in range(2)]
     shuffled = [batch.tolist() for order in orders for batch in (order[:12], order[12:])]
     in_order = [list(range(12)), list(range(12, 17))] * 2
     for kind, batches in (("batches", shuffled), ("foreign", in_order)):

@@ -22,8 +22,8 @@ from torchmuster.plan.torch_private import (
     parameters_and_buffers,
     with_memory,
 )
-from torchmuster.train.strategies import ddp, fsdp, single
-from torchmuster.train.strategies import strategy as gradients
+from torchmuster.train.strategies import ddp, fsdp, gradients
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
 NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, number of ranks
@@ -43,8 +43,8 @@ def fake_process_group(
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         with ExitStack() as stack:
-            for strategy in (single, ddp):  # fake tensors are on the device already
-                stack.enter_context(_replaced(strategy, "place_model", lambda model, device: model))
+            # Fake tensors are on the device already.
+            stack.enter_context(_replaced(Strategy, "place", lambda strategy, model: model))
             wrapper = _ddp_that_tells(reduced, ranks)
             stack.enter_context(_replaced(ddp, "DistributedDataParallel", wrapper))
             for holder, name in (

@@ -13,7 +13,7 @@ from torchmuster.plan.probes.build_step import BuiltStep
 from torchmuster.plan.record import PhaseName
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models.blocks import repeated_blocks
-from torchmuster.train.weights import own_name
+from torchmuster.train.models.parameters import own_name
 
 
 class Stage(NamedTuple):

@@ -35,7 +35,7 @@ from torchmuster.profile.probes.changes import AppliedChange
 from torchmuster.profile.probes.phases import ForwardPhases, Phases, first_tensor
 from torchmuster.profile.probes.trace import StepTrace
 from torchmuster.train.arguments import micro_batch_size
-from torchmuster.train.metrics.step_metrics import StepMetrics
+from torchmuster.train.step_log import StepLog
 from torchmuster.train.torch_private import TorchDispatchMode, is_compiled_part
 from torchmuster.train.trainer import Trainer
 
@@ -198,20 +198,20 @@ class StepRecorder:
         """Record when a ``Trainer`` waits for data, and which loader it uses."""
         phases = self._phases
 
-        def wait(usual: Callable[..., Any], metrics: StepMetrics) -> None:
+        def wait(usual: Callable[..., Any], log: StepLog) -> None:
             phases.begin_wait()
-            usual(metrics)
+            usual(log)
 
-        def work(usual: Callable[..., Any], metrics: StepMetrics) -> None:
-            usual(metrics)
+        def work(usual: Callable[..., Any], log: StepLog) -> None:
+            usual(log)
             phases.end_wait()
 
         def fit(usual: Callable[..., Any], trainer: Trainer, **named: Any) -> Any:
             self._trainer = trainer
             return usual(trainer, **named)
 
-        self._wrap(StepMetrics, "wait", wait)
-        self._wrap(StepMetrics, "work", work)
+        self._wrap(StepLog, "wait", wait)
+        self._wrap(StepLog, "work", work)
         self._wrap(Trainer, "fit", fit)
 
     def _watch_loaders(self) -> None:

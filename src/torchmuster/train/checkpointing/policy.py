@@ -13,7 +13,7 @@ from torchmuster.finding import Finding, Status, render
 from torchmuster.runfolder import is_no_room
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, SaveReport
 from torchmuster.train.stop_request import StoppedAtRequest, StopRequest
-from torchmuster.units import format_bytes, plural
+from torchmuster.units import plural
 
 State = dict[str, Any]
 RETRY_EVERY_S = 30.0  # of a final write for which there was no room
@@ -154,12 +154,9 @@ def _has_no_room(report: SaveReport | None) -> bool:
 
 
 def save_message(report: SaveReport, *, is_last: bool = False, retries: bool = False) -> str:
-    """Describe the result of a save in one line; a failure with its fix."""
+    """Describe a save that failed, with its fix; "" if it succeeded."""
     if report.problem is None:
-        return (
-            f"saved step {report.step}: {format_bytes(report.size_bytes)} in {report.took_s:.1f} s, "
-            f"stalled {report.stall_s:.2f} s"
-        )
+        return ""
     what = f"step {report.step} could not be saved; training continues"
     fix = (
         "the next save is attempted as usual; until one succeeds, a restart resumes "

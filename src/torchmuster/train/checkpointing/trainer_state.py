@@ -20,10 +20,10 @@ from torchmuster.train.checkpointing.policy import (
     save_message,
 )
 from torchmuster.train.data.step import Loader
-from torchmuster.train.metrics.reports import Reports
+from torchmuster.train.models.parameters import frozen_names, is_below
+from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import derive_seed, seed_process
 from torchmuster.train.strategies.strategy import Strategy
-from torchmuster.train.weights import frozen_names, is_below
 from torchmuster.train.world import World
 from torchmuster.units import plural
 
@@ -64,8 +64,8 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
             saves.missing.discard(report.step)
         else:
             saves.missing.add(report.step)
-        message = save_message(report, is_last=saves.is_last, retries=saving.retry_final)
-        trainer.reports.saved(message, asdict(report))
+        problem = save_message(report, is_last=saves.is_last, retries=saving.retry_final)
+        trainer.reports.saved(report.step, problem, asdict(report))
 
     with _checkpointer(trainer, saving, on_saved=say) as checkpointer:
         saves = CheckpointPolicy(

@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from torchmuster.errors import Impossible
-from torchmuster.train.data.order import Order
+from torchmuster.train.data.order import sample_order
 from torchmuster.train.seeds import seed_process, worker_seed
 from torchmuster.train.world import World, join_world, most_exact_type, sum_over_ranks
+
+_AT_ONCE = 4096  # samples whose numbers are made Python's at a time
 
 
 def present_world(rank: int | None = None, world_size: int | None = None) -> World:
@@ -117,10 +119,6 @@ def sync_gradients(model: nn.Module) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-# Positions converted to samples at a time; the full order is never stored.
-_AT_ONCE = 4096
-
-
 class EachSampleOnce(DistributedSampler[Any]):
     """Yields this rank's samples, none of them twice, in a new order each time it is iterated.
 
@@ -149,12 +147,11 @@ class EachSampleOnce(DistributedSampler[Any]):
         self._size = size
 
     def __iter__(self) -> Iterator[int]:
-        order = Order(size=self._size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
+        order = sample_order(self._size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         self.epoch += 1  # unless set_epoch says otherwise before the next time
-        for begin in range(self.rank, self.total_size, _AT_ONCE * self.num_replicas):
-            end = min(self.total_size, begin + _AT_ONCE * self.num_replicas)
-            places = torch.arange(begin, end, self.num_replicas)
-            yield from order.samples_at(places).tolist()
+        own = order[self.rank : self.total_size : self.num_replicas]
+        for samples in torch.split(own, _AT_ONCE):
+            yield from samples.tolist()
 
     def __len__(self) -> int:
         return self.num_samples

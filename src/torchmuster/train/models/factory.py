@@ -15,6 +15,7 @@ from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.models import hugging_face, lora, packing
 from torchmuster.train.models.hugging_face import ModelFiles
+from torchmuster.train.models.parameters import peft_config
 from torchmuster.train.precision import Precision
 
 
@@ -230,7 +231,7 @@ class ModelRecipe:
             modules_to_save=self.lora.modules_to_save,
         )
         if self.files is not None:  # where an adapter finds its base model, from any folder
-            config = lora.peft_config(adapted.value)
+            config = peft_config(adapted.value)
             config.base_model_name_or_path = self.files.name
             config.revision = self.files.revision
         return adapted

@@ -14,6 +14,11 @@ from torch import nn
 from torchmuster.checkpoints.export import ADAPTER_WEIGHTS, name_in_adapter
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
+from torchmuster.train.models.parameters import (
+    four_bit_layers,
+    parameter_counts,
+    peft_config,
+)
 from torchmuster.train.weights import (
     refuse_unwritten,
     replaced_folder,
@@ -25,7 +30,7 @@ from torchmuster.units import format_bytes
 
 INSTALL = "pip install 'torchmuster[lora]'"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output
-_ADAPTER = "default"  # peft's name for a single adapter
+_MODULES_TO_SAVE = ".modules_to_save.default"  # of peft; default is the name of a single adapter
 
 
 def add_lora(
@@ -92,18 +97,6 @@ def trained_share(model: nn.Module) -> str:
     )
 
 
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the number of all and of the trained weights; in 4 bits, two weights are in a byte."""
-    packed = packed_sizes(model)
-    counts = [(packed.get(id(one), one.numel()), one.requires_grad) for one in model.parameters()]
-    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
-
-
-def packed_sizes(model: nn.Module) -> dict[int, int]:
-    """Return the number of weights of each parameter in 4 bits, by the parameter's id()."""
-    return {id(one.weight): math.prod(one.quant_state.shape) for one in four_bit_layers(model)}
-
-
 def _count(number: int) -> str:
     for size, unit in ((10**9, "B"), (10**6, "M")):
         if number >= size / 10:
@@ -145,15 +138,6 @@ def save_adapters(
     refuse_unwritten(problem, folder, world)
 
 
-def peft_config(model: nn.Module) -> Any:
-    """Return a model's peft config, through any wrappers; None if it has none."""
-    for module in model.modules():
-        adapters: Any = getattr(module, "peft_config", None)
-        if adapters is not None:
-            return adapters[_ADAPTER]
-    return None
-
-
 def four_bit_options(compute: torch.dtype, device: str) -> dict[str, Any]:
     """Return the arguments of ``from_pretrained`` that load linear layers in 4 bits, as QLoRA does.
 
@@ -178,10 +162,6 @@ def four_bit_options(compute: torch.dtype, device: str) -> dict[str, Any]:
     return {"quantization_config": quantization, "device_map": {"": device}}
 
 
-# A weight takes half a byte; 64 share a scale of one byte, and 256 scales one of four bytes.
-FOUR_BIT_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
-
-
 def weights_for_4_bits(sketch: nn.Module) -> set[int]:
     """Return the ids of the parameters that :func:`four_bit_options` loads in 4 bits."""
     output = getattr(sketch, "get_output_embeddings", lambda: None)()
@@ -193,11 +173,6 @@ def weights_for_4_bits(sketch: nn.Module) -> set[int]:
         and isinstance(one.weight, nn.Parameter)
         and not one.weight.requires_grad
     }
-
-
-def four_bit_layers(model: nn.Module) -> list[Any]:
-    """Return the layers whose weights are in 4 bits."""
-    return [one for one in model.modules() if getattr(one, "quant_state", None) is not None]
 
 
 def keep_training_kernels(model: nn.Module) -> None:
@@ -245,9 +220,8 @@ def _refuse_copies_in_4_bits(model: nn.Module, modules_to_save: Sequence[str]) -
 
 def _copied_modules(adapted: nn.Module) -> set[str]:
     """Return the names of layers that peft trains whole."""
-    mark = f".modules_to_save.{_ADAPTER}"
-    names = [name for name, _ in adapted.named_parameters() if mark in name]
-    return {name.partition(mark)[0].rpartition(".")[2] for name in names}
+    names = [name for name, _ in adapted.named_parameters() if _MODULES_TO_SAVE in name]
+    return {name.partition(_MODULES_TO_SAVE)[0].rpartition(".")[2] for name in names}
 
 
 def _module_names(model: nn.Module) -> set[str]:

@@ -13,7 +13,7 @@ from torchmuster.decision import Decision
 from torchmuster.devices.for_model import TRAINING_STATES_PER_WEIGHT, USABLE_SHARE
 from torchmuster.devices.readers import cpu
 from torchmuster.errors import Impossible
-from torchmuster.train.models.lora import FOUR_BIT_BYTES
+from torchmuster.train.models.parameters import FOUR_BIT_BYTES
 from torchmuster.train.precision import FP32, Precision
 from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.strategy import Strategy

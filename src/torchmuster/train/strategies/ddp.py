@@ -1,8 +1,8 @@
 """DDP: every rank has the whole model; gradients are averaged while the backward still runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchmuster.train import seeds
 from torchmuster.train.buffers import untrained
-from torchmuster.train.strategies import placing, strategy, unused_parameters
-from torchmuster.train.strategies.placing import place_model
+from torchmuster.train.strategies import unused_parameters
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
 
-class Ddp:
+class Ddp(Strategy):
     """Wraps the model in torch's DistributedDataParallel.
 
     ``find_unused_parameters`` searches the graph after every forward for parameters that will have
@@ -25,14 +25,14 @@ class Ddp:
     name = "ddp"
 
     def __init__(self, world: World, *, find_unused_parameters: bool = False) -> None:
-        self._world = world
+        super().__init__(world)
         self._find_unused_parameters = find_unused_parameters
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and wrap it; DDP broadcasts the values of rank 0."""
         device = self._world.device
         return DistributedDataParallel(
-            place_model(model, device),
+            self.place(model),
             device_ids=None if device.type == "cpu" else [device],
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused_parameters,
@@ -48,53 +48,21 @@ class Ddp:
         """
         if self._find_unused_parameters:
             return
-        kept = [(one, one.detach().clone()) for one in untrained(model)]
+        values = [(tensor, tensor.detach().clone()) for tensor in untrained(model)]
         states = seeds.save_random_states(self._world)
         compute()
         seeds.load_random_states(states, self._world)
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for one, value in kept:
-                one.copy_(value)
-
-    def begin_step(self, model: nn.Module) -> None:
-        """Do nothing: DDP broadcasts rank 0's buffers itself."""
+            for tensor, value in values:
+                tensor.copy_(value)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Do not communicate this backward's gradients."""
         return cast(DistributedDataParallel, model).no_sync()
-
-    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Do not communicate this backward's gradients: every rank has memory for them anyway."""
-        return self.no_sync(model)
 
     def check_gradients(self, model: nn.Module) -> None:
         """Raise with the names of parameters for which the ranks would wait forever."""
         if not self._find_unused_parameters:
             wrapped = cast(DistributedDataParallel, model)
             unused_parameters.refuse_unused_parameters(wrapped.module, self._world)
-
-    def measure_gradients(
-        self, parameters: Sequence[nn.Parameter], *, norm: bool
-    ) -> strategy.GradientNorm:
-        """Measure all gradients, which are the same on every rank.
-
-        Gradients are measured one by one. Measuring DDP's buckets would be faster, but buckets
-        differ in a run's first step, so a resumed run would differ in the norm's last digit.
-        """
-        return strategy.measure_gradients(parameters, self._world.device, norm=norm)
-
-    def state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> dict[str, Any]:
-        """Return the state under the model's own names."""
-        return placing.training_state_dict(model, optimizer)
-
-    def load_state_dict(
-        self,
-        model: nn.Module,
-        state: dict[str, Any],
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        """Restore a state."""
-        placing.load_training_state_dict(model, state, optimizer, self._world)

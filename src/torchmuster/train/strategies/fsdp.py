@@ -1,9 +1,9 @@
 """FSDP2: parameters, gradients and optimizer states are sharded; a block is whole only while it computes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,13 +23,15 @@ from torchmuster.train.buffers import share
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.models.meta_init import is_on_meta, move_to_meta
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.strategies import placing, strategy, unused_parameters
-from torchmuster.train.strategies.placing import (
+from torchmuster.train.strategies import gradients, unused_parameters
+from torchmuster.train.strategies.gradients import GradientNorm
+from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
+from torchmuster.train.strategies.states import (
     take_shards_of_rank_0,
     take_values_of_rank_0,
     whole_values,
 )
-from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
+from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World, all_gather_object
 
 # Their running means stay in fp32, and torch has no kernel for lower-precision weights with fp32
@@ -37,7 +39,7 @@ from torchmuster.train.world import World, all_gather_object
 _WITH_RUNNING_MEANS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Fsdp:
+class Fsdp(Strategy):
     """Shards the model over the ranks with torch's ``fully_shard``: each repeated block, then the rest.
 
     Blocks are gathered and computed in ``precision``; shards, sums of gradients and the optimizer
@@ -55,7 +57,7 @@ class Fsdp:
         sharding: Sharding | None = None,
         precision: Precision = FP32,
     ) -> None:
-        self._world = world
+        super().__init__(world)
         self._sharding = sharding or Sharding()
         self._precision = precision
         # With the names of buffers that are broadcast before each step.
@@ -94,23 +96,27 @@ class Fsdp:
         mesh = _mesh(self.layout.value, self._world)
         keep_whole = self._sharding.kind == "shard_grad_op"
         if self._precision.compute is not torch.float32:
-            for norm in _with_running_means(model):  # small, so they may stay unsharded
+            for norm in _norms_with_running_means(model):  # small, so they may stay unsharded
                 self._shard(norm, mesh, precision=FP32, reshard_after_forward=False)
-        for module in _of_another_dtype(model):
+        for module in _modules_of_another_dtype(model):
             self._shard(module, mesh, reshard_after_forward=False)
-        for block in _blocks_of_their_own(model):
+        for block in _independent_blocks(model):
             self._shard(block, mesh, reshard_after_forward=not keep_whole)
         # The rest of the model is needed first and last, so torch keeps it gathered in between.
         self._shard(model, mesh, reshard_after_forward=False)
         if whole is not None:
-            home = torch.device("cpu") if self._sharding.cpu_offload else self._world.device
+            home = self._world.device
+            if self._sharding.cpu_offload:
+                home = torch.device("cpu")
             take_shards_of_rank_0(model, whole, self._world, home=home)
-        self._prepared[model] = _running(model)
+        self._prepared[model] = _running_buffers(model)
         return model
 
     def _lay_out(self) -> Decision[ShardLayout]:
-        told = Counter(all_gather_object(self._world.local_world_size, self._world))
-        sizes = [size for size, ranks in told.items() for _ in range(ranks // size)]
+        sizes = []  # of each host
+        of_ranks = Counter(all_gather_object(self._world.local_world_size, self._world))
+        for size, ranks in of_ranks.items():
+            sizes += [size] * (ranks // size)
         # If the launcher does not say how many ranks a host has, assume that all are on one.
         if sum(sizes) != self._world.world_size:
             sizes = [self._world.world_size]
@@ -124,24 +130,20 @@ class Fsdp:
         reshard_after_forward: bool,
         precision: Precision | None = None,
     ) -> None:
-        on_host = self._world.device.type == "cpu"
         compute = (precision or self._precision).compute
-        reduced = compute is not torch.float32
+        mixed = MixedPrecisionPolicy()
+        if compute is not torch.float32:
+            mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        offload = OffloadPolicy()
+        if self._sharding.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=self._world.device.type != "cpu")
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=compute if reduced else None,
-                reduce_dtype=torch.float32 if reduced else None,
-            ),
-            offload_policy=CPUOffloadPolicy(pin_memory=not on_host)
-            if self._sharding.cpu_offload
-            else OffloadPolicy(),
+            mp_policy=mixed,
+            offload_policy=offload,
         )
-
-    def rehearse(self, model: nn.Module, compute: Callable[[], None]) -> None:
-        """Do nothing: the layout of shards is the same in every step."""
 
     def begin_step(self, model: nn.Module) -> None:
         """Broadcast rank 0's running means and other buffers to all ranks, as DDP does."""
@@ -167,81 +169,56 @@ class Fsdp:
         finally:
             sharded.set_requires_all_reduce(True)
 
-    def check_gradients(self, model: nn.Module) -> None:
-        """Do nothing: FSDP does not wait for a gradient that is missing on all ranks.
-
-        :meth:`measure_gradients` checks every step for gradients that are missing on some ranks
-        only.
-        """
-
-    def measure_gradients(
-        self, parameters: Sequence[nn.Parameter], *, norm: bool
-    ) -> strategy.GradientNorm:
-        """Measure the gradient shards of all ranks."""
-        return strategy.measure_gradient_shards(
-            parameters, self._world.device, norm=norm, error=self._used_here_and_there
+    def measure_gradients(self, parameters: Sequence[nn.Parameter], *, norm: bool) -> GradientNorm:
+        """Measure the gradient shards of all ranks; gradients that only some ranks have are bad, too."""
+        return gradients.measure_gradient_shards(
+            parameters, self._world.device, norm=norm, error=self._used_on_some_ranks
         )
 
-    def _used_here_and_there(self, without: Sequence[nn.Parameter]) -> MusterError:
-        missing = {id(one) for one in without}
-        names = [
-            name
-            for model in self._prepared
-            for name, one in model.named_parameters()
-            if id(one) in missing and one.requires_grad
-        ]
+    def _used_on_some_ranks(self, without: Sequence[nn.Parameter]) -> MusterError:
+        missing = {id(parameter) for parameter in without}
+        names = []
+        for model in self._prepared:
+            for name, parameter in model.named_parameters():
+                if id(parameter) in missing and parameter.requires_grad:
+                    names.append(name)
         return unused_parameters.used_on_some_ranks_only(names, self._world)
 
-    def state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> dict[str, Any]:
-        """Return the state under the model's own names; tensors are sharded as the model is."""
-        return placing.training_state_dict(model, optimizer)
 
-    def load_state_dict(
-        self,
-        model: nn.Module,
-        state: dict[str, Any],
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        """Restore a state."""
-        placing.load_training_state_dict(model, state, optimizer, self._world)
-
-
-def _running(model: nn.Module) -> list[str]:
+def _running_buffers(model: nn.Module) -> list[str]:
     """Return the saved floating-point buffers; not counters or derived tables."""
     saved = model.state_dict().keys()
-    return [
-        name for name, one in model.named_buffers() if name in saved and one.is_floating_point()
-    ]
+    names = []
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            names.append(name)
+    return names
 
 
-def _with_running_means(model: nn.Module) -> list[nn.Module]:
-    return [
-        one
-        for one in model.modules()
-        if isinstance(one, _WITH_RUNNING_MEANS) and one.affine and one.track_running_stats
-    ]
+def _norms_with_running_means(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if isinstance(module, _WITH_RUNNING_MEANS) and module.affine and module.track_running_stats:
+            yield module
 
 
-def _of_another_dtype(model: nn.Module) -> list[nn.Module]:
+def _modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside whose trained parameters differ in dtype from most others.
 
     FSDP reduces the gradients of a group in one dtype. Next to a base model in bfloat16, peft's LoRA
     matrices are float32, but layers that it trains whole are bfloat16. Frozen parameters do not matter.
     """
-    trained = Counter(one.dtype for one in model.parameters() if one.requires_grad)
-    if len(trained) < 2:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    dtypes = Counter(parameter.dtype for parameter in trained)
+    if len(dtypes) < 2:
         return []
-    usual = trained.most_common(1)[0][0]
-    return [
-        module
-        for module in model.modules()
-        if module is not model
-        and any(
-            one.requires_grad and one.dtype is not usual for one in module.parameters(recurse=False)
-        )
-    ]
+    usual = dtypes.most_common(1)[0][0]
+    different = {id(parameter) for parameter in trained if parameter.dtype is not usual}
+    modules = []
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if module is not model and own & different:
+            modules.append(module)
+    return modules
 
 
 def _mesh(layout: ShardLayout, world: World) -> DeviceMesh:
@@ -252,19 +229,22 @@ def _mesh(layout: ShardLayout, world: World) -> DeviceMesh:
     return init_device_mesh(kind, shape, mesh_dim_names=("copy", "shard"))
 
 
-def _blocks_of_their_own(model: nn.Module) -> list[nn.Module]:
+def _independent_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks that share no parameter with the rest of the model.
 
     Tied parameters must be sharded together, so blocks that share one stay with the rest.
     """
-    uses = Counter(
-        id(one) for module in model.modules() for one in module.parameters(recurse=False)
-    )
+    uses = _uses(model)
     blocks = []
     for block in repeated_blocks(model):
-        own = Counter(
-            id(one) for module in block.modules() for one in module.parameters(recurse=False)
-        )
-        if all(uses[key] == count for key, count in own.items()):
+        if all(uses[parameter] == count for parameter, count in _uses(block).items()):
             blocks.append(block)
     return blocks
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """Return in how many places of a model each parameter is, by its id."""
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        uses.update(id(parameter) for parameter in module.parameters(recurse=False))
+    return uses

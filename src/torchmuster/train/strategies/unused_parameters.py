@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from torchmuster.errors import MusterError
 from torchmuster.launch.probes.process_group import group_store
-from torchmuster.train.weights import own_name
+from torchmuster.train.models.parameters import own_name
 from torchmuster.train.world import World, all_gather_object, is_simulated
 
 _NAMES_SHOWN = 10

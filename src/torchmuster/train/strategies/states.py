@@ -1,4 +1,4 @@
-"""Move a model's values to the devices of the ranks."""
+"""Values and states of a model on all ranks: sent from rank 0, saved and restored."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -8,19 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from torchmuster.errors import Impossible
-from torchmuster.train.models.meta_init import is_on_meta, replace_parameters
-from torchmuster.train.weights import frozen_names, is_below, own_name
+from torchmuster.train.models.meta_init import is_on_meta
+from torchmuster.train.models.parameters import frozen_names, is_below, own_name
 from torchmuster.train.world import World, all_gather_object
-
-
-def place_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device."""
-    if is_on_meta(model):
-        raise _without_values()
-    return model.to(device)
 
 
 def take_values_of_rank_0(model: nn.Module, world: World) -> None:
@@ -28,10 +21,10 @@ def take_values_of_rank_0(model: nn.Module, world: World) -> None:
     if world.world_size == 1:
         return
     with torch.no_grad():
-        for one in [*model.parameters(), *model.buffers()]:
-            values = one.detach().to(world.device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            values = tensor.detach().to(world.device)
             dist.broadcast(values, src=0)
-            one.copy_(values)
+            tensor.copy_(values)
 
 
 def whole_values(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
@@ -39,8 +32,8 @@ def whole_values(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
     if not world.is_first:
         return {}
     if is_on_meta(model):
-        raise _without_values()
-    return {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
+        raise without_values()
+    return {own_name(name): values for name, values in model.state_dict().items()}
 
 
 def take_shards_of_rank_0(
@@ -50,41 +43,17 @@ def take_shards_of_rank_0(
 
     Parameters get their memory on ``home``, buffers on the rank's device.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def shard(parameter: nn.Parameter) -> torch.Tensor:
-        assert isinstance(parameter, DTensor), "every parameter of a sharded model is a DTensor"
-        values = _of_rank_0(whole.get(names[id(parameter)]), parameter, world)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        part = distribute_tensor(values, mesh, placements).to_local()
-        return DTensor.from_local(
-            part.to(home),
-            mesh,
-            placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-
-    replace_parameters(model, shard)
-    model.to(home)  # makes FSDP notice that its shards have changed
-    with torch.no_grad():
-        for prefix, module in model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                full_name = f"{prefix}.{name}" if prefix else name
-                values = _of_rank_0(whole.get(full_name), buffer, world)
-                dist.broadcast(values, src=0)
-                setattr(module, name, values)
+    buffers = {name: buffer.to(world.device) for name, buffer in model.named_buffers()}
+    model.to_empty(device=home)
+    for name, buffer in buffers.items():  # tables that are not saved have their values already
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, buffer)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, dict(whole), options=options)
 
 
-def _of_rank_0(values: torch.Tensor | None, like: torch.Tensor, world: World) -> torch.Tensor:
-    """Return rank 0's tensor on its device; on other ranks an empty one."""
-    if values is None:
-        return torch.empty(like.shape, dtype=like.dtype, device=world.device)
-    return values.to(world.device).contiguous()
-
-
-def _without_values() -> Impossible:
+def without_values() -> Impossible:
+    """Return the error for a model that nobody has values of."""
     return Impossible(
         "the model is on the meta device and has no values",
         why="only rank 0 has values of a model that is built for sharding",

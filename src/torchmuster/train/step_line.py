@@ -45,8 +45,13 @@ class StepRecord:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def render_step_line(record: StepRecord, *, last_step: int | None = None) -> str:
-    """Return the record as one line of at most 100 characters; what is last in it gives way."""
+def render_step_line(
+    record: StepRecord, *, last_step: int | None = None, saved_step: int | None = None
+) -> str:
+    """Return the record as one line of at most 100 characters; what is last in it gives way.
+
+    ``saved_step`` is the step of a checkpoint that was written since the last line.
+    """
     progress = f"step {record.step}"
     if last_step is not None:
         progress += f"/{last_step}"
@@ -56,6 +61,8 @@ def render_step_line(record: StepRecord, *, last_step: int | None = None) -> str
     parts = [progress, f"epoch {record.epoch}", loss, f"lr {record.learning_rate:.3g}"]
     if record.skipped_steps:
         parts.append(f"{record.skipped_steps} skipped")
+    if saved_step is not None:
+        parts.append(f"saved {saved_step}")
     if record.tokens_per_s is None:
         parts.append(f"{_amount(record.samples_per_s)} samples/s")
     else:

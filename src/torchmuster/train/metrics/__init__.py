@@ -1,1 +1,0 @@
-"""Reports of a run: banner, step lines, progress bar and metrics files."""
