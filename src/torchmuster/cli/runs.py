@@ -12,7 +12,7 @@ from torchmuster.errors import ExitCode
 from torchmuster.launch.history import run_state
 from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder, list_runs
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,28 +67,34 @@ def _runs_cells(run: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, st
         return run.id, "unknown", "-", words
     end = time.time() if state.active else state.since_unix_s
     took = format_seconds(max(0.0, end - state.started_unix_s))
-    if restarts := _runs_restarts(run):
-        took += f", {restarts} restart{'s' if restarts > 1 else ''}"
+    summary = _summary(run)
+    if summary.restarts:
+        took += f", {plural(summary.restarts, 'restart')}"
     waiting = _place_in_line(run, line)
     if state.phase == "waiting" and waiting is not None:
         words = f"place {waiting['place']} of {waiting['of']}, waits for {waiting['for']}: {words}"
-    failed = state.phase in ("failed", "died")
-    return run.id, state.phase, took, state.headline.partition("\n")[0] if failed else words
+    elif state.phase in ("failed", "died"):
+        words = state.headline.partition("\n")[0]
+    elif state.active and summary.hang is not None:
+        words = printable([str(summary.hang.facts.get("what", "hangs"))])
+    return run.id, state.phase, took, words
 
 
-def _runs_restarts(run: RunFolder) -> int:
-    return run_state.EventSummary.of(run_state.read_events(run)).restarts
+def _summary(run: RunFolder) -> run_state.EventSummary:
+    return run_state.EventSummary.of(run_state.read_events(run))
 
 
 def _runs_as_json(run: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object]:
-    job, state = run_state.read_job(run), run_state.read_state(run)
+    job, state, summary = run_state.read_job(run), run_state.read_state(run), _summary(run)
+    is_hung = state is not None and state.active and summary.hang is not None
     return {
         "id": run.id,
         "folder": str(run.path.resolve()),
         "phase": state.phase if state else None,
         "waiting": _place_in_line(run, line),
         "exit_code": state.exit_code if state else None,
-        "restarts": _runs_restarts(run),
+        "restarts": summary.restarts,
+        "hangs": is_hung,
         "headline": state.headline if state else None,
         "started_unix_s": state.started_unix_s if state else None,
         "since_unix_s": state.since_unix_s if state else None,

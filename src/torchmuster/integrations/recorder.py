@@ -182,6 +182,8 @@ class Recorder:
 
     def _record_save(self, line: dict[str, Any]) -> None:
         self._last_saved = line
+        if self._line_steps:  # no view shows a later step as saved than as made
+            self._push(self._line())
         self._push(line)
         self.flush()  # at once: the next moment may kill this process
 

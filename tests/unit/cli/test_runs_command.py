@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
@@ -64,6 +65,21 @@ def test_a_run_of_settings_is_shown_as_it_was_typed(muster: Muster, own_machine:
     job["command"] = ["torchmuster.worker", "--set", "train.steps=3", "--run-folder", "/x"]
     run.job.write_text(json.dumps({**job, "typed": ["train", "--config", "q.yaml"]}))
     assert muster("runs").out.split("2 h  ")[1] == "train --config q.yaml\n"
+
+
+def test_a_run_that_hangs_is_shown_with_the_hang_until_it_is_over(
+    muster: Muster, own_machine: Path
+) -> None:
+    run = made(own_machine, "good", "running", pid=os.getpid())
+    job = json.loads(run.job.read_text())
+    job["launcher"] = msgspec.to_builtins(run_state.Launcher.this())
+    run.job.write_text(json.dumps(job))
+    hang = "rank 1 on a keeps the others waiting: in time.sleep for 12 s"
+    run_state.log_event(run, run_state.HANG, what=hang)
+    assert muster("runs").out.endswith(f"  {hang}\n")
+    assert json.loads(muster("runs", "--json").out)[0]["hangs"]
+    run_state.log_event(run, run_state.HANG_OVER, what="rank 1 continues")
+    assert "keeps the others waiting" not in muster("runs").out
 
 
 def test_a_folder_without_runs_says_how_to_make_one(

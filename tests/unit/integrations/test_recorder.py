@@ -145,6 +145,15 @@ def test_saves_are_recorded_once_with_size_and_step(one: Recorded, tmp_path: Pat
     assert line["library"] == "torch.save"
 
 
+def test_the_steps_before_a_save_are_written_with_it(tmp_path: Path) -> None:
+    one = Recorded(tmp_path)
+    one.steps(3, Optimizer())
+    one.recorder.file_saved(str(tmp_path / "last.pt"), 0.1)
+    assert [line["step"] for line in one.lines()] == [3]
+    one.recorder.file_saved(str(tmp_path / "second.pt"), 0.1)
+    assert len(one.lines()) == 1
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "step"),
     [

@@ -185,7 +185,6 @@ def _died(record: RunRecord, state: run_state.RunState) -> Finding:
         "a reboot of the host",
         fix=_lines(
             "journalctl and dmesg there show what killed it",
-            f"muster stop {record.run.path}   # stops any remaining processes",
             _resume_training(record),
         ),
     )
