@@ -9,7 +9,6 @@ sends the heartbeats of 8 ranks per host every 2 s. The launcher cannot tell the
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import resource
@@ -197,13 +196,16 @@ class SimulatedHosts:
     async def beat(self) -> None:
         """Send the heartbeats of all hosts, spread over the interval, until cancelled."""
         ticks = round(HEARTBEAT_EVERY_S / TICK_S)
-        due_s = time.monotonic()
-        for tick in itertools.count():
-            due_s += TICK_S
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        begun_s, sent = time.monotonic(), 0
+        while True:
+            await asyncio.sleep(TICK_S)
             lines = self._follow_order()
+            # All that are due: while hosts connect, this process may be late by many ticks.
+            due = int((time.monotonic() - begun_s) / TICK_S)
+            turns = {tick % ticks for tick in range(sent, due)}
+            sent = due
             for index, agent in list(self._agents.items()):
-                if index % ticks == tick % ticks:
+                if index % ticks in turns:
                     agent.beat(lines)
 
     def _follow_order(self) -> int:

@@ -141,7 +141,7 @@ def set_visible_gpus(gpu_ids: Sequence[GpuId]) -> None:
     Call it before anything uses CUDA; it raises an error if CUDA is already initialized.
     """
     node = snapshot.take_snapshot()
-    _hide_all_but([find_device(node, one, os.environ) for one in gpu_ids])
+    _hide_all_but([find_device(node, gpu_id, os.environ) for gpu_id in gpu_ids])
 
 
 def setup_gpu_environment(
@@ -333,9 +333,9 @@ def print_gpu_info(gpu_ids: Sequence[GpuId] | None = None) -> None:
         devices = _visible(node)
         print(f"Available GPUs: {len(devices)}")
     else:
-        devices = [find_device(node, one, os.environ) for one in gpu_ids]
+        devices = [find_device(node, gpu_id, os.environ) for gpu_id in gpu_ids]
     for device in devices:
-        print(_distributed_line(device))
+        print(_device_line(device))
 
 
 def get_gpu_memory_usage(gpu_id: GpuId) -> tuple[int, int, float]:
@@ -382,7 +382,7 @@ def _used_percent(device: Device) -> float:
     return 100 * (device.used_bytes or 0) / device.total_bytes if device.total_bytes else 0.0
 
 
-def _distributed_line(device: Device) -> str:
+def _device_line(device: Device) -> str:
     if device.trouble:
         return f"GPU {device.number}: {device.name} (does not answer: {device.trouble})"
     parts = []
@@ -413,7 +413,7 @@ def _why_no_gpu(node: Node) -> str:
     hidden = visible(node.accelerators, os.environ).hidden_by
     if hidden:
         return f"all GPUs are hidden by {', '.join(sorted(set(hidden.values())))}"
-    known = "; ".join(f"{one.what} (fix: {one.fix})" for one in node.findings)
+    known = "; ".join(f"{finding.what} (fix: {finding.fix})" for finding in node.findings)
     return known or "no GPU is visible on this machine"
 
 
@@ -434,7 +434,7 @@ def _torch_number(node: Node, device: Device) -> int:
     shown = _visible(node)
     pinned = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
     by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    alike = len({one.name for one in shown}) == 1
+    alike = len({other.name for other in shown}) == 1
     if pinned or by_bus or alike or device.kind is not DeviceKind.CUDA:
         return shown.index(device)
     import torch

@@ -90,11 +90,11 @@ def exit_code(findings: Iterable[Finding]) -> ExitCode:
 def render(findings: Iterable[Finding], *, width: int = 100, colour: bool = False) -> str:
     """Render findings for a terminal, worst first: a headline each, then why, fix and evidence."""
     return "\n".join(
-        line for finding in worst_first(findings) for line in _finding_lines(finding, width, colour)
+        line for finding in worst_first(findings) for line in _lines_of(finding, width, colour)
     )
 
 
-def _finding_lines(finding: Finding, width: int, colour: bool) -> Iterable[str]:
+def _lines_of(finding: Finding, width: int, colour: bool) -> Iterable[str]:
     label = f"{finding.status.value:<8}"
     if colour:
         label = f"\x1b[{_COLOURS[finding.status]}m{label}\x1b[0m"

@@ -72,6 +72,8 @@ _VALUE = re.compile(
     """,
     re.VERBOSE,
 )
+# Whoever knows the address of a webhook can post to it.
+_SECRET_ADDRESSES = frozenset({"--webhook"})
 
 
 def is_secret_name(name: str) -> bool:
@@ -115,10 +117,6 @@ def redact_text(text: str) -> str:
             shown.append(f"{quote}{HIDDEN}{quote}")
             place = value.end()
     return "".join([*shown, text[place:]])
-
-
-# Whoever knows the address of a webhook can post to it.
-_SECRET_ADDRESSES = frozenset({"--webhook"})
 
 
 def redact_command(arguments: Iterable[str]) -> list[str]:

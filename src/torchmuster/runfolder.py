@@ -172,7 +172,7 @@ def list_runs(root: Path) -> list[RunFolder]:
             marker = run.marker.stat()
             if stat.S_ISREG(marker.st_mode):
                 found.append((_age(run, marker.st_mtime), marker.st_mtime, run))
-    found.sort(key=lambda one: one[:2], reverse=True)
+    found.sort(key=lambda candidate: candidate[:2], reverse=True)
     return [run for _, _, run in found]
 
 
@@ -196,18 +196,18 @@ def find_run(run: str | Path, root: Path = DEFAULT_ROOT) -> RunFolder:
     if given.marker.is_file():
         return given
     known = list_runs(root)
-    matches = [one for one in known if str(run) == one.id] or [
-        one for one in known if str(run) in one.id
+    matches = [candidate for candidate in known if str(run) == candidate.id] or [
+        candidate for candidate in known if str(run) in candidate.id
     ]
     if len(matches) == 1:
         return matches[0]
     if matches:
         raise NoSuchRun(
             f"run {str(run)!r} is not unique",
-            why="it could be any of: " + ", ".join(one.id for one in matches[:5]),
+            why="it could be any of: " + ", ".join(candidate.id for candidate in matches[:5]),
             fix="give a longer part of the id, or the folder's path",
         )
-    newest = ", ".join(one.id for one in known[:5])
+    newest = ", ".join(candidate.id for candidate in known[:5])
     raise NoSuchRun(
         f"there is no run {str(run)!r}",
         why=f"the newest runs in {root} are: {newest}" if known else f"{root} contains no runs",

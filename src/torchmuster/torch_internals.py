@@ -27,13 +27,13 @@ class PrivateName:
 
 def require(names: Iterable[PrivateName]) -> None:
     """Raise if the installed torch lacks a name that cannot be done without."""
-    missing = [one for one in names if not one.without and not exists(one.name)]
+    missing = [private for private in names if not private.without and not exists(private.name)]
     if missing:
         raise Impossible(
             f"torch {importlib.metadata.version('torch')} does not have "
-            + ", ".join(one.name for one in missing),
+            + ", ".join(private.name for private in missing),
             why="torchmuster needs "
-            + "; ".join(f"{one.name} to {one.use}" for one in missing)
+            + "; ".join(f"{private.name} to {private.use}" for private in missing)
             + ". A version of torch may change private names",
             fix=f"install a version of torch that was tested: pip install 'torch>={RUN_ON[0]},<={RUN_ON[-1]}'",
         )

@@ -1,16 +1,19 @@
-"""Parse and format byte counts and durations.
+"""Parse and format byte counts and durations, and format lists of names.
 
 In the code a quantity is a plain number whose name has its unit (``free_bytes``, ``idle_s``);
 text such as ``8GiB`` is parsed only here.
 """
 
 import re
+from collections.abc import Sequence
 
 KiB = 1024
 MiB = 1024**2
 GiB = 1024**3
 TiB = 1024**4
 
+_NAMES_SHOWN = 3
+_MOST_S = 36500 * 86400
 # A bare letter means the binary unit, as in Slurm, Docker and ``free -g``.
 _BYTE_UNITS = {
     "": 1,
@@ -41,9 +44,6 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not a size: unknown unit {unit!r}; use B, KiB, MiB, GiB or TiB"
         )
     return round(number * _BYTE_UNITS[unit])
-
-
-_MOST_S = 36500 * 86400
 
 
 def parse_seconds(text: str) -> float:
@@ -84,3 +84,12 @@ def format_seconds(seconds: float) -> str:
 def plural(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 rank``, ``1,024 ranks``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def name_several(names: Sequence[str]) -> str:
+    """Return the names of a few hosts; of many, the first few and the number of the others."""
+    if len(names) > _NAMES_SHOWN + 1:
+        return f"{', '.join(names[:_NAMES_SHOWN])} and {len(names) - _NAMES_SHOWN:,} others"
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

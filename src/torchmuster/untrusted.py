@@ -24,14 +24,12 @@ _PIECE_BYTES = 2**20
 # Do not wait for the writer of a pipe, and do not become the terminal's process.
 _OPEN = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _OPEN |= getattr(os, "O_NOCTTY", 0)
+# Where the caller's own pipe is: standard input, and what a shell's <(…) becomes.
+_OWN_PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
 class Unreadable(ValueError):
     """The content is too large, too deeply nested, damaged, or not that of a regular file."""
-
-
-# Where the caller's own pipe is: standard input, and what a shell's <(…) becomes.
-_OWN_PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -131,7 +131,6 @@ def test_one_rank_without_a_gpu_takes_all_to_gloo(
         "    here = BackendFacts(system='linux', torch_version='2', accelerator='cuda',\n"
         "                        device_count=2, libraries=frozenset({'nccl'}))\n"
         "    process_group.backend_facts = lambda: here\n"
-        "    process_group.gpu_identity = lambda *_: ('GPU-0', None)\n"
         "    torch.accelerator.set_device_index = lambda index: None\n"
         "setup_distributed(rank, world_size)\n"
         "say(info=get_group_info())\n"

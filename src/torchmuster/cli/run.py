@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchmuster.cli import dry_run, jobs, node_group, parsers, slurm_run
+from torchmuster.cli import jobs, node_group, parsers, slurm_run
 from torchmuster.cli.launching import hosts_for, launch, run_folder
 from torchmuster.cli.options import RunOptions, add_options
 from torchmuster.cli.scripts import script_of
@@ -59,6 +59,8 @@ def run(options: RunOptions) -> int:
         return slurm_run.submit_and_follow(options, spec, options.script)
     spec, transport = hosts_for(options, spec, resolved, group)
     if options.dry_run:
+        from torchmuster.cli import dry_run
+
         return dry_run.show(spec, transport, resolved, as_json=options.json)
     return launch(options, spec, transport, run_folder(options, spec, group), resolved)
 

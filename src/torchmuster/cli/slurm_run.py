@@ -58,6 +58,8 @@ def submit_and_follow(options: HostOptions, spec: JobSpec, script: Sequence[str]
 
 def transport_inside(spec: JobSpec) -> Transport | None:
     """Return the transport to the nodes of the current Slurm job; None outside a job."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
     from torchmuster.launch.schedulers.slurm import allocation
 
     here = allocation.allocation_here(os.environ)
@@ -87,6 +89,8 @@ def transport_inside(spec: JobSpec) -> Transport | None:
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
     """Return the run to resume: that of a job which Slurm has requeued."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
     from torchmuster.launch.schedulers.slurm import allocation
 
     run = allocation.earlier_run(spec, root, os.environ)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import dry_run, jobs, node_group, parsers, slurm_run
+from torchmuster.cli import jobs, node_group, parsers, slurm_run
 from torchmuster.cli.data_check import check_data, show_data
 from torchmuster.cli.launching import hosts_for, launch, run_folder
 from torchmuster.cli.options import TrainOptions, add_options
@@ -96,6 +96,8 @@ def run(options: TrainOptions) -> int:
     spec, transport = hosts_for(options, spec, resolved, group)
     if options.dry_run:
         folder = options.runs / "RUN" if run is None else run.path
+        from torchmuster.cli import dry_run
+
         return dry_run.show(
             _in_folder(spec, folder, resolved), transport, resolved, as_json=options.json
         )

@@ -26,9 +26,10 @@ from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.run import JobOutcome, Result
 from torchmuster.launch.launcher.session import Session
 from torchmuster.launch.launcher.waiting import Stopped
-from torchmuster.launch.network.reach import NodeAddress, gloo_calls, name_several
+from torchmuster.launch.network.reach import NodeAddress, gloo_calls
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
+from torchmuster.units import name_several
 
 _EXAMINED_WITHIN_S = 40.0
 # A host's own firewall check is a guess; links that work prove it wrong.

@@ -17,7 +17,7 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.attempt import Attempt
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.session import Session
-from torchmuster.launch.network.reach import name_several
+from torchmuster.units import name_several
 
 _START_WITHIN_S = 20.0
 _WORDS_SHOWN = 4

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 OnImport = Callable[[ModuleType], None]
+_wanted: dict[str, list[OnImport]] = {}
 
 
 def when_imported(name: str, call: OnImport) -> None:
@@ -23,9 +24,6 @@ def when_imported(name: str, call: OnImport) -> None:
     if not any(isinstance(one, _Finder) for one in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _wanted.setdefault(name, []).append(call)
-
-
-_wanted: dict[str, list[OnImport]] = {}
 
 
 class _Finder(MetaPathFinder):

@@ -30,6 +30,11 @@ from torchmuster.launch.network.interfaces import Interface
 
 LEAST_TORCH = "2.12"  # also in pyproject.toml; docs/versions.md has what was run
 _VERSION = re.compile(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+AnyPath = TypeVar("AnyPath", bound=PurePath)
+# Installers do not affect a run, and often differ between otherwise equal hosts.
+_FOREIGN_FOLDERS = {"__pycache__", "site-packages", "node_modules", "conda-meta"}
+# A folder with one of these files is a virtual environment or a run folder, not code.
+_MARKS = {"pyvenv.cfg", "conda-meta", "run.json"}
 
 
 def this_node(*, interfaces: Sequence[Interface] | None = None) -> protocol.NodeRecord:
@@ -77,13 +82,6 @@ def torch_version(folders: Sequence[str] | None = None) -> str | None:
         return None
 
 
-AnyPath = TypeVar("AnyPath", bound=PurePath)
-# Installers do not affect a run, and often differ between otherwise equal hosts.
-_FOREIGN_FOLDERS = {"__pycache__", "site-packages", "node_modules", "conda-meta"}
-# A folder with one of these files is a virtual environment or a run folder, not code.
-_MARKS = {"pyvenv.cfg", "conda-meta", "run.json"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """Limits above which a folder is too large to fingerprint."""
@@ -103,7 +101,7 @@ def take_fingerprint(
         script = module_file(command[0], folder)
     code_sha256, code_files = "", 0
     if script is not None:
-        code_sha256, code_files = _fingerprint_code(
+        code_sha256, code_files = _code_of(
             code_folder(script, module, folder), bounds if bounds is not None else Bounds()
         )
     return protocol.Fingerprint(
@@ -166,7 +164,7 @@ class _TooMuch(Exception):
     """A folder is larger than its bounds."""
 
 
-def _fingerprint_code(folder: Path, bounds: Bounds) -> tuple[str, int]:
+def _code_of(folder: Path, bounds: Bounds) -> tuple[str, int]:
     """Return the hash of all Python files below a folder, "" if they are too many, and their number."""
     files: list[tuple[str, Path]] = []
     size_bytes = 0

@@ -28,6 +28,7 @@ Token = Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]
 ExitStatus = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Read = TypeVar("Read")
+_encode = msgspec.json.Encoder().encode
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -349,7 +350,6 @@ FromAgent = Annotated[
     "from a node agent",
 ]
 
-_encode = msgspec.json.Encoder().encode
 _decode_to_agent = msgspec.json.Decoder(ToAgent).decode
 _decode_from_agent = msgspec.json.Decoder(FromAgent).decode
 

@@ -10,7 +10,7 @@ from torchmuster.diagnose.links.groups import LinkGroup, grouped
 from torchmuster.diagnose.links.model import NOT_TRIED, End, Link, by_places
 from torchmuster.finding import Finding, Status, worst_first
 from torchmuster.launch.network import firewall, reach
-from torchmuster.launch.network.reach import name_several
+from torchmuster.units import name_several
 
 _LINES_SHOWN = 4
 # Problems of the reverse direction that follow from these causes.

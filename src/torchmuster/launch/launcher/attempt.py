@@ -23,8 +23,7 @@ from torchmuster.launch.launcher.session import Session
 from torchmuster.launch.launcher.silence import SilenceWatch
 from torchmuster.launch.launcher.stopping import asked_elsewhere, saved_by_ranks, waiting_text
 from torchmuster.launch.launcher.traceback_filter import TracebackFilter
-from torchmuster.launch.network.reach import name_several
-from torchmuster.units import plural
+from torchmuster.units import name_several, plural
 
 logger = logging.getLogger(__name__)
 

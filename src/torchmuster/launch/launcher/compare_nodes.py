@@ -15,7 +15,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.fingerprint import LEAST_TORCH, code_folder, torch_too_old
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.network.reach import name_several
+from torchmuster.units import name_several
 
 _VALUES_SHOWN = 4
 _SYSTEMS = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}

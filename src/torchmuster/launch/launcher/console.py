@@ -44,6 +44,9 @@ _STEERING = (
 )
 _DANGEROUS = re.compile(f"[{_STEERING}]|\x1b(?!\\[[0-9;:]*m)")
 _DANGEROUS_OR_COLOUR = re.compile(f"[{_STEERING}\x1b]")
+_place = attrgetter("place")
+# The ranks' earlier lines come first, unless their terminal is blocked for this long.
+_CATCH_UP_WITHIN_S = 0.3
 
 
 def printable(line: str, *, colour: bool) -> str:
@@ -92,9 +95,6 @@ class _Entry:
     waits: bool = True
 
 
-_place = attrgetter("place")
-
-
 class OutputDeduplicator:
     """Decide which lines are shown, and when: a line is held back for at most ``window_s``.
 
@@ -140,7 +140,7 @@ class OutputDeduplicator:
         return f"{shown}… {more:,} more characters: see {self._log(rank)}" if more > 0 else shown
 
     def _add_line(self, rank: int, line: str, now_s: float) -> None:
-        own_prefix = line.startswith("[rank") and _console_names(line, rank)
+        own_prefix = line.startswith("[rank") and _names_its_rank(line, rank)
         # A line that names its own rank is never merged with another rank's line.
         key = f"\0{rank}\0{line}" if own_prefix else _LOG_TIME.sub("", line)
         last = self._last_of.get(rank)
@@ -245,7 +245,7 @@ class OutputDeduplicator:
         return f"[{who}] {text}" if text else f"[{who}]"
 
 
-def _console_names(line: str, rank: int) -> bool:
+def _names_its_rank(line: str, rank: int) -> bool:
     found = _OWN_PREFIX.match(line)
     return found is not None and int(found[1]) == rank
 
@@ -343,10 +343,6 @@ class OutputBuffer:
         return True
 
 
-# The ranks' earlier lines come first, unless their terminal is blocked for this long.
-_CATCH_UP_WITHIN_S = 0.3
-
-
 class TerminalConsole:
     """Print to a terminal and to the run's console log.
 
@@ -375,7 +371,7 @@ class TerminalConsole:
         """Print messages while the run lasts, and the remaining ones at its end."""
         with (
             self._run.console.open("a", encoding="utf-8", errors="replace") as self._stream,
-            self._console(sys.stderr) as self._own,
+            self._buffer(sys.stderr) as self._own,
         ):
             try:
                 yield
@@ -387,8 +383,8 @@ class TerminalConsole:
         """Set the number of ranks; it may differ between attempts."""
         self.finish()
         assert self._stream is not None
-        self._ranks = self._console(sys.stdout, size, colour=self._colour).__enter__()
-        self._log = self._console(self._stream, size).__enter__()
+        self._ranks = self._buffer(sys.stdout, size, colour=self._colour).__enter__()
+        self._log = self._buffer(self._stream, size).__enter__()
 
     def say(self, text: str, *, in_log_only: bool = False) -> None:
         """Print a message of the launcher, or only add it to the run's console log."""
@@ -416,7 +412,7 @@ class TerminalConsole:
                 console.close()
         self._ranks = self._log = None
 
-    def _console(self, stream: TextIO, ranks: int = 1, *, colour: bool = False) -> OutputBuffer:
+    def _buffer(self, stream: TextIO, ranks: int = 1, *, colour: bool = False) -> OutputBuffer:
         return OutputBuffer(
             OutputDeduplicator(ranks, logs=str(self._run.logs), colour=colour), stream
         )
@@ -442,16 +438,16 @@ class ConsoleHandler(logging.Handler):
 
     def __init__(self, console: TerminalConsole) -> None:
         super().__init__(logging.DEBUG)
-        self._console = console
+        self._buffer = console
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
         findings = getattr(record, "findings", None)
         if findings is not None:
-            self._console.show(findings)
+            self._buffer.show(findings)
         else:
             in_log_only = record.levelno < logging.INFO
-            self._console.say(record.getMessage(), in_log_only=in_log_only)
+            self._buffer.say(record.getMessage(), in_log_only=in_log_only)
 
 
 @contextlib.contextmanager

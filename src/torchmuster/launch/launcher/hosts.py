@@ -18,7 +18,6 @@ from torchmuster.errors import MachineLost, MusterError, NotNow
 from torchmuster.finding import Finding, Status, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, NodeCounts
-from torchmuster.launch.launcher import compare_nodes
 from torchmuster.launch.launcher.host import ConnectedHost, error_from
 from torchmuster.launch.launcher.waiting import Waiting
 from torchmuster.launch.transports.channel import Channel, Transport
@@ -236,17 +235,16 @@ class Hosts:
                 await self._let_rejoin(missing)
             now_s = time.monotonic()
             waited_s = now_s - began_s
-            chosen = self.choose()
             if first and missing[0] < self.wanted.most:
                 complete_s = now_s
             if first and now_s - complete_s > self._return_s:
                 return  # only spares are missing
-            if not first and chosen is not None and len(chosen) == self.wanted.most:
-                return
-            no_use = first and all(self._will_not_come(place) for place in missing)
             is_late = waited_s > (self._join_s if first else self._return_s)
-            if chosen is not None and (is_late or no_use):
-                return
+            may_be_fewer = is_late or (first and all(map(self._will_not_come, missing)))
+            if may_be_fewer or not first:
+                chosen = self.choose()
+                if chosen is not None and (may_be_fewer or len(chosen) == self.wanted.most):
+                    return
             self._raise_refusal(missing, is_late=waited_s > self._join_s)
             if waited_s > self._join_s:
                 raise NotNow(
@@ -308,6 +306,8 @@ class Hosts:
             self._refusals[node.place] = error
         else:
             if hello.protocol != protocol.PROTOCOL:
+                from torchmuster.launch.launcher import compare_nodes
+
                 self._name_all()
                 trouble = compare_nodes.other_protocol(node.name, hello)
                 self._refusals[node.place] = error_from(trouble)

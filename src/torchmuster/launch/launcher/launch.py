@@ -26,7 +26,6 @@ from torchmuster.launch.launcher.console import (
 )
 from torchmuster.launch.launcher.run import JobOutcome, Result
 from torchmuster.launch.launcher.stop_signals import StopSignal, StopSignals
-from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.schedulers.slurm.allocation import (
     job_id,
     may_go_back,
@@ -34,7 +33,7 @@ from torchmuster.launch.schedulers.slurm.allocation import (
     would_not_get_on,
 )
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, name_several
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def launch(
 ) -> int:
     """Run a task to its end, with its records in the run folder; return the exit code of the command."""
     _ignore_early_warnings()
-    return asyncio.run(_launch(task, console, on_phase))
+    return asyncio.run(_run_task(task, console, on_phase))
 
 
 def _ignore_early_warnings() -> None:
@@ -79,7 +78,9 @@ def _ignore_early_warnings() -> None:
             signal.signal(number, lambda *_: None)
 
 
-async def _launch(task: Task, console: TerminalConsole, report_phase: Callable[[str], None]) -> int:
+async def _run_task(
+    task: Task, console: TerminalConsole, report_phase: Callable[[str], None]
+) -> int:
     spec, run = task.spec, task.run_folder
     began_s = time.monotonic()
     events = run_state.EventLog(run, job_uid=spec.job_uid)

@@ -19,9 +19,8 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.hosts import MOST_FAILURES, Candidate, Hosts
 from torchmuster.launch.launcher.waiting import Stopped
-from torchmuster.launch.network.reach import name_several
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import plural
+from torchmuster.units import name_several, plural
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.host import ConnectedHost
-from torchmuster.launch.network import reach
 
 _ANSWER_WITHIN_S = 20.0
 # A lost host is noticed earlier, by its heartbeat; a loaded one answers late.
@@ -59,6 +58,8 @@ async def _meet(
     if not others:
         only = listening.addresses[0]
         return RendezvousAddress(address=only.address, port=listening.port, local=(only,))
+    from torchmuster.launch.network import reach
+
     assert first.record is not None
     reach.check_not_loopback(first.name, listening, address, first.record.addresses)
     targets = [protocol.Target(address=a.address, port=listening.port) for a in listening.addresses]

@@ -40,11 +40,10 @@ from torchmuster.launch.launcher.stopping import (
 )
 from torchmuster.launch.launcher.training_progress import TrainingProgress
 from torchmuster.launch.launcher.waiting import Stopped
-from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.schedulers.time_limits import seconds_to_job_end
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, name_several
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +293,7 @@ class Run:
         if self._session.is_many:
             everyone = {host.place: host for host in (*self._hosts.in_use, *hosts)}
             findings = self._session.differences(list(everyone.values()))
-            show_findings([one for one in findings if one.status is not Status.FAILURE])
+            show_findings([finding for finding in findings if finding.status is not Status.FAILURE])
             self._refuse(findings)
         self._session.log_reasons(hosts)
 

@@ -18,16 +18,15 @@ from torchmuster.launch import protocol
 from torchmuster.launch.history.resume import ResumePlan, with_arguments
 from torchmuster.launch.history.script_metrics import ScriptMetrics
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import compare_nodes
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.hosts import LOCAL_WITHIN_S, Hosts
 from torchmuster.launch.launcher.rendezvous_address import RendezvousAddress
 from torchmuster.launch.launcher.stopping import StopCause
 from torchmuster.launch.launcher.waiting import Waiting
-from torchmuster.launch.network.reach import name_several
 from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
+from torchmuster.units import name_several
 
 if TYPE_CHECKING:
     from torchmuster.launch.launcher.attempt import Attempt
@@ -218,6 +217,8 @@ class Session:
 
     def differences(self, hosts: Sequence[ConnectedHost]) -> list[Finding]:
         """Return the differences between hosts, and between the code on those that are prepared."""
+        from torchmuster.launch.launcher import compare_nodes
+
         described = []
         for host in hosts:
             assert host.record is not None

@@ -3,6 +3,7 @@
 import ipaddress
 
 _ALF = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def open_command(system: str, port: int | tuple[int, int], *, source: str | None = None) -> str:
@@ -34,9 +35,6 @@ def open_command_anywhere(port: int) -> str:
     """Return the commands that open a TCP port on a host whose system is unknown."""
     windows, linux = open_command("win32", port), open_command("linux", port)
     return f"{linux}\n{windows}  # Windows"
-
-
-_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def _powershell(ports: str, network: _Network | None) -> str:

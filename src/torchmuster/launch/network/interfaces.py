@@ -72,11 +72,13 @@ def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[
     Ordinary interfaces come before VPNs, VPNs before container bridges; fast before slow, IPv4 before
     IPv6, and link-local addresses (169.254) last.
     """
-    usable = [one for one in _given(interfaces) if one.up and not one.is_loopback]
+    usable = [
+        interface for interface in _given(interfaces) if interface.up and not interface.is_loopback
+    ]
     found = [
-        (_order(one, ipaddress.ip_address(address)), address, one.name)
-        for one in usable
-        for address in one.addresses
+        (_order(interface, ipaddress.ip_address(address)), address, interface.name)
+        for interface in usable
+        for address in interface.addresses
         if not _only_on_its_link(ipaddress.ip_address(address))
     ]
     found.sort(key=lambda item: item[0])
@@ -104,16 +106,21 @@ def addresses_for_others() -> list[str]:
 
 
 def _order(
-    one: Interface, address: ipaddress.IPv4Address | ipaddress.IPv6Address
+    interface: Interface, address: ipaddress.IPv4Address | ipaddress.IPv6Address
 ) -> tuple[bool, int, int, int]:
-    return (address.is_link_local, _interfaces_kind(one.name), -one.speed_mbits, address.version)
+    return (
+        address.is_link_local,
+        _distance(interface.name),
+        -interface.speed_mbits,
+        address.version,
+    )
 
 
 def _only_on_its_link(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return address.version == 6 and address.is_link_local
 
 
-def _interfaces_kind(name: str) -> int:
+def _distance(name: str) -> int:
     if _BRIDGES_WITHIN.match(name) or _CONTAINERS.match(name):
         return 2
     return 1 if _VPNS.match(name) else 0
@@ -122,9 +129,9 @@ def _interfaces_kind(name: str) -> int:
 def interface_of(address: str, interfaces: Sequence[Interface] | None = None) -> str | None:
     """Return the name of the interface that has an address."""
     wanted = _parsed(address)
-    for one in _given(interfaces):
-        if any(ipaddress.ip_address(own) == wanted for own in one.addresses):
-            return one.name
+    for interface in _given(interfaces):
+        if any(ipaddress.ip_address(own) == wanted for own in interface.addresses):
+            return interface.name
     return None
 
 
@@ -196,7 +203,7 @@ def socket_findings(
             status=Status.FAILURE,
             what=f"{variable}={value} cannot work on this host",
             why=why,
-            fix=_fix_interfaces(variable, interfaces),
+            fix=_other_choice(variable, interfaces),
             evidence=f"interfaces here: {_listed(interfaces)}",
         )
         for variable, value, why in troubles
@@ -206,8 +213,8 @@ def socket_findings(
 
 def check_socket_variables(environment: Mapping[str, str], *, alone: bool, gpus: bool) -> None:
     """Raise ``Impossible`` if an interface variable set by the user cannot work here."""
-    for one in socket_findings(environment, read_interfaces(), alone=alone, gpus=gpus):
-        raise Impossible(one.what, why=f"{one.why}\n{one.evidence}", fix=one.fix)
+    for finding in socket_findings(environment, read_interfaces(), alone=alone, gpus=gpus):
+        raise Impossible(finding.what, why=f"{finding.why}\n{finding.evidence}", fix=finding.fix)
 
 
 def _gloo_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
@@ -217,9 +224,16 @@ def _gloo_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> s
             f"named {value!r}"
         )
     for name in value.split(","):
-        chosen = next((one for one in interfaces if one.name == name and one.addresses), None)
+        chosen = next(
+            (
+                interface
+                for interface in interfaces
+                if interface.name == name and interface.addresses
+            ),
+            None,
+        )
         if chosen is None:
-            known = any(one.name == name for one in interfaces)
+            known = any(interface.name == name for interface in interfaces)
             state = "has no address" if known else "does not exist"
             return f"{name} {state}; gloo would fail with “Unable to find address for: {name}”"
         if not chosen.up:
@@ -230,11 +244,15 @@ def _gloo_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> s
 
 
 def _nccl_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
-    matching = [one for one in interfaces if one.addresses and _nccl_takes(value, one.name)]
+    matching = [
+        interface
+        for interface in interfaces
+        if interface.addresses and _nccl_takes(value, interface.name)
+    ]
     if not matching:
         return "no interface matches it; NCCL would fail with “no socket interface found”"
     down = matching[0].name
-    matching = [one for one in matching if one.up]
+    matching = [interface for interface in matching if interface.up]
     if not matching:
         return f"{down} is down"
     # NCCL uses the first one for its bootstrap, and does not exclude loopback by itself.
@@ -253,18 +271,18 @@ def _nccl_takes(value: str, name: str) -> bool:
     return hit != leaves_out
 
 
-def _leads_nowhere(one: Interface) -> str:
-    if one.is_loopback:
-        return f"{one.name} is loopback: this host cannot reach other hosts through it"
-    if _BRIDGES_WITHIN.match(one.name):
+def _leads_nowhere(interface: Interface) -> str:
+    if interface.is_loopback:
+        return f"{interface.name} is loopback: this host cannot reach other hosts through it"
+    if _BRIDGES_WITHIN.match(interface.name):
         return (
-            f"{one.name} is the bridge to the containers or virtual machines on this host, and does "
+            f"{interface.name} is the bridge to the containers or virtual machines on this host, and does "
             "not reach other hosts"
         )
     return ""
 
 
-def _fix_interfaces(variable: str, interfaces: Sequence[Interface]) -> str:
+def _other_choice(variable: str, interfaces: Sequence[Interface]) -> str:
     text = f"unset {variable}  # Muster then uses the interface that reaches the other hosts"
     best = next(iter(interface_candidates(interfaces)), None)
     if best is None:
@@ -275,8 +293,8 @@ def _fix_interfaces(variable: str, interfaces: Sequence[Interface]) -> str:
 
 def _listed(interfaces: Sequence[Interface]) -> str:
     shown = [
-        f"{one.name} ({', '.join(one.addresses)}{'' if one.up else '; down'})"
-        for one in interfaces
-        if one.addresses
+        f"{interface.name} ({', '.join(interface.addresses)}{'' if interface.up else '; down'})"
+        for interface in interfaces
+        if interface.addresses
     ]
     return ", ".join(shown) or "none with an address"

@@ -38,6 +38,18 @@ PROC = Path("/proc")
 _UNKNOWN = "another user's program"
 _COMMAND_SHOWN = 100
 _LISTENS = "0A"  # the state of a socket in /proc/net/tcp
+LAST_USUAL_PORT = USUAL_PORT + 99
+BACKLOG = 4096
+REQUEST_LIMIT_BYTES = 128
+# How long a caller may take to send its request, and how many callers are handled at the same time. Above that
+# the longest-waiting caller is dropped, but not before a distant one has time to send.
+PATIENCE_S = 5.0
+MOST_CALLERS = 512
+PATIENCE_IN_A_CROWD_S = 0.25
+_TRIES = 50
+_LOOPBACK = protocol.Address(address="127.0.0.1", interface="lo")
+# Handles a connection whose caller knew the nonce; it is closed afterwards.
+Conversation = Callable[[socket.socket], Awaitable[None]]
 
 
 def holder_of(port: int, *, proc_root: Path = PROC) -> str | None:
@@ -47,15 +59,21 @@ def holder_of(port: int, *, proc_root: Path = PROC) -> str | None:
     reports it.
     """
     try:
-        held = [one for one in psutil.net_connections("tcp") if one.laddr[1:] == (port,)]
+        held = [
+            connection
+            for connection in psutil.net_connections("tcp")
+            if connection.laddr[1:] == (port,)
+        ]
     except (psutil.Error, OSError):  # macOS shows only the user's own
         return _own_holder(port) or _UNKNOWN
     if not held:
         return None
     # A listening process is the holder, rather than one with an accepted connection.
-    held.sort(key=lambda one: (one.status != psutil.CONN_LISTEN, one.pid is None))
+    held.sort(
+        key=lambda connection: (connection.status != psutil.CONN_LISTEN, connection.pid is None)
+    )
     if held[0].pid is not None:
-        return _listening_message(held[0].pid)
+        return _process_text(held[0].pid)
     owner = _owner(port, proc_root)
     return f"a program of user {owner}" if owner else _UNKNOWN
 
@@ -66,22 +84,25 @@ def _own_holder(port: int) -> str | None:
             mine = process.net_connections("tcp")
         except (psutil.Error, OSError):
             continue
-        if any(one.laddr[1:] == (port,) and one.status == psutil.CONN_LISTEN for one in mine):
-            return _listening_message(process.pid)
+        if any(
+            connection.laddr[1:] == (port,) and connection.status == psutil.CONN_LISTEN
+            for connection in mine
+        ):
+            return _process_text(process.pid)
     return None
 
 
-def _listening_message(pid: int) -> str:
+def _process_text(pid: int) -> str:
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            command = _listening_short(printable(process.cmdline() or [process.name()]))
+            command = _shortened(printable(process.cmdline() or [process.name()]))
             return f"{command} (pid {pid}, user {process.username()})"
     except (psutil.Error, OSError):
         return f"pid {pid}"
 
 
-def _listening_short(command: str) -> str:
+def _shortened(command: str) -> str:
     """Cut the middle out of a long command: the program is at one end, its arguments at the other."""
     half = _COMMAND_SHOWN // 2
     return command if len(command) <= 2 * half else f"{command[:half]} … {command[-half:]}"
@@ -96,21 +117,6 @@ def _owner(port: int, proc_root: Path) -> str | None:
             if listens and int(fields[1].rpartition(":")[2], 16) == port:
                 return user_with_uid(int(fields[7]))
     return None
-
-
-LAST_USUAL_PORT = USUAL_PORT + 99
-BACKLOG = 4096
-REQUEST_LIMIT_BYTES = 128
-# How long a caller may take to send its request, and how many callers are handled at the same time. Above that
-# the longest-waiting caller is dropped, but not before a distant one has time to send.
-PATIENCE_S = 5.0
-MOST_CALLERS = 512
-PATIENCE_IN_A_CROWD_S = 0.25
-_TRIES = 50
-_LOOPBACK = protocol.Address(address="127.0.0.1", interface="lo")
-
-# Handles a connection whose caller knew the nonce; it is closed afterwards.
-Conversation = Callable[[socket.socket], Awaitable[None]]
 
 
 def request_line(nonce: str) -> bytes:
@@ -147,7 +153,9 @@ class OpenPort:
 
     async def keep(self, address: str) -> socket.socket:
         """Stop answering, close all sockets but the one at this address, and return that one."""
-        wanted = next((one for one in self._sockets if one.address == address), None)
+        wanted = next(
+            (candidate for candidate in self._sockets if candidate.address == address), None
+        )
         if wanted is None:
             raise ValueError(f"{address} is not one of the opened addresses")
         kept = self._sockets.pop(wanted)
@@ -227,7 +235,7 @@ def open_port(
     if port:
         sockets = _bind_all(where, _checked(port))
         if sockets is None:
-            raise _listening_taken(port)
+            raise _port_taken(port)
         reason = f"port {port}, as requested"
     elif port is None:
         sockets, reason = _bind_usual(where)
@@ -245,7 +253,7 @@ def open_loopback(port: int | None) -> socket.socket:
         return _bind(_LOOPBACK.address, _checked(port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise _listening_taken(port) from None
+            raise _port_taken(port) from None
         raise _not_allowed(port, error) from None
 
 
@@ -255,34 +263,37 @@ def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protoc
         if found:
             return found, ""
         return [_LOOPBACK], "; only on 127.0.0.1, because this host has no other address"
-    named = _listening_name(address.removeprefix("[").removesuffix("]"), known)
-    local = [one for one in named if network_interfaces.is_local(one, known)]
+    named = _addresses_of(address.removeprefix("[").removesuffix("]"), known)
+    local = [candidate for candidate in named if network_interfaces.is_local(candidate, known)]
     if not local:
         raise _not_here(address, named, known)
     chosen = [
-        protocol.Address(address=one, interface=network_interfaces.interface_of(one, known) or "lo")
-        for one in local
+        protocol.Address(
+            address=candidate, interface=network_interfaces.interface_of(candidate, known) or "lo"
+        )
+        for candidate in local
     ]
     return chosen, f"; only on {address}, as requested"
 
 
-def _listening_name(word: str, known: Sequence[Interface]) -> list[str]:
+def _addresses_of(word: str, known: Sequence[Interface]) -> list[str]:
     """Return the addresses of an address, an interface or a host name."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(word))]
-    if any(one.name == word for one in known):
+    if any(candidate.name == word for candidate in known):
         usable = network_interfaces.interface_candidates(known)
-        return [one.address for one in usable if one.interface == word]
+        return [candidate.address for candidate in usable if candidate.interface == word]
     return network_interfaces.resolve_host(word)
 
 
 def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) -> Impossible:
     own = ", ".join(
-        f"{one.address} ({one.interface})" for one in network_interfaces.interface_candidates(known)
+        f"{candidate.address} ({candidate.interface})"
+        for candidate in network_interfaces.interface_candidates(known)
     )
     if named == [address]:
         why = f"it is not an address of {socket.gethostname()}"
-    elif any(one.name == address for one in known):
+    elif any(candidate.name == address for candidate in known):
         why = "it is an interface that other hosts cannot reach"
     elif named:
         why = (
@@ -323,7 +334,7 @@ def _bind_any(where: Sequence[protocol.Address]) -> dict[protocol.Address, socke
         if sockets is not None:
             return sockets
     raise Impossible(
-        f"no port is free on all addresses: {', '.join(one.address for one in where)}",
+        f"no port is free on all addresses: {', '.join(candidate.address for candidate in where)}",
         why=f"{_TRIES} ports were tried",
         fix="stop some of the programs that use ports on this host (ss -ltnp)",
     )
@@ -336,15 +347,15 @@ def _bind_all(
     with contextlib.ExitStack() as undo:
         sockets: dict[protocol.Address, socket.socket] = {}
         trouble: OSError | None = None
-        for one in where:
+        for candidate in where:
             try:
-                sock = undo.enter_context(_bind(one.address, port))
+                sock = undo.enter_context(_bind(candidate.address, port))
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     return None
                 trouble = error  # the address is gone or not ready yet: skip it
                 continue
-            sockets[one] = sock
+            sockets[candidate] = sock
             port = _port_of(sock)
         if not sockets:
             raise _not_allowed(port, trouble) from None
@@ -382,7 +393,7 @@ def _checked(port: int) -> int:
     return port
 
 
-def _listening_taken(port: int) -> Impossible:
+def _port_taken(port: int) -> Impossible:
     holder = holder_of(port)
     return Impossible(
         f"port {port} was requested, but it is in use",

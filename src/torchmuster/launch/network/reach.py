@@ -17,11 +17,11 @@ from torchmuster.launch.network import firewall
 from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network.interfaces import Interface
 from torchmuster.launch.network.listening import request_line
+from torchmuster.units import name_several
 
 # If very many hosts connect at once, the listener drops some of them; these retry.
 _CALLS = 4
 _PAUSE_S = 0.2
-_NAMES_SHOWN = 3
 
 # The results of each other host, with its name.
 Answers = Sequence[tuple[str, protocol.Reached]]
@@ -47,7 +47,7 @@ class NodeAddress:
 
 def gloo_calls(caller: NodeAddress, called: NodeAddress) -> bool:
     """Return whether gloo connects from ``caller`` to ``called``."""
-    mine, theirs = (ipaddress.ip_address(one.address) for one in (caller, called))
+    mine, theirs = (ipaddress.ip_address(host.address) for host in (caller, called))
     return mine.version != theirs.version or mine.packed > theirs.packed
 
 
@@ -100,7 +100,7 @@ async def _call_until_answered(
     local = None
     for call in range(_CALLS):
         await asyncio.sleep(call * _PAUSE_S)
-        answer, local, connection = await _call_reach(
+        answer, local, connection = await _request_nonce(
             target, request_line(nonce), len(wanted), known
         )
         if hmac.compare_digest(answer, wanted):
@@ -111,7 +111,7 @@ async def _call_until_answered(
     return "impostor", local, None
 
 
-async def _call_reach(
+async def _request_nonce(
     target: protocol.Target, request: bytes, length: int, known: Sequence[Interface]
 ) -> tuple[bytes, protocol.Address, socket.socket]:
     """Return the answer (at most ``length`` bytes), our own address, and the connection.
@@ -147,7 +147,11 @@ async def _call_reach(
 def local_end(reached: protocol.Reached, address: str) -> protocol.Address | None:
     """Return the address and interface through which a host reached the chosen address."""
     return next(
-        (one.local for one in reached.results if one.target.address == address and not one.problem),
+        (
+            result.local
+            for result in reached.results
+            if result.target.address == address and not result.problem
+        ),
         None,
     )
 
@@ -159,7 +163,9 @@ def check_not_loopback(
 
     ``asked`` is the requested address, ``others`` are the addresses of the host.
     """
-    if not all(ipaddress.ip_address(one.address).is_loopback for one in listening.addresses):
+    if not all(
+        ipaddress.ip_address(candidate.address).is_loopback for candidate in listening.addresses
+    ):
         return
     if asked is None:
         raise Impossible(
@@ -167,8 +173,8 @@ def check_not_loopback(
             why="it has only a loopback address: its other interfaces are down or have no address",
             fix=f"ip address  # on {head}: bring an interface up; or list another host first",
         )
-    own = ", ".join(f"{one.address} ({one.interface})" for one in others)
-    found = ", ".join(one.address for one in listening.addresses)
+    own = ", ".join(f"{candidate.address} ({candidate.interface})" for candidate in others)
+    found = ", ".join(candidate.address for candidate in listening.addresses)
     meaning = "this is" if found == asked else f"on {head} this resolves to {found},"
     raise Impossible(
         f"the other hosts cannot reach {head} at {asked}",
@@ -191,14 +197,17 @@ def choose_address(
     ``head`` is its display name and ``system`` its ``sys.platform``. Raises ``Impossible``
     if there is no such address.
     """
-    troubles = {one: _troubles(one.address, listening.port, answers) for one in listening.addresses}
-    chosen = next((one for one, found in troubles.items() if not found), None)
+    troubles = {
+        candidate: _troubles(candidate.address, listening.port, answers)
+        for candidate in listening.addresses
+    }
+    chosen = next((candidate for candidate, found in troubles.items() if not found), None)
     if chosen is None:
-        raise _none_reached(listening, troubles, answers, head, system, timeout_s)
+        raise _no_common_address(listening, troubles, answers, head, system, timeout_s)
     passed_over = [
-        f"{one.address} was skipped ({_reach_message(found, timeout_s)})"
-        for one, found in troubles.items()
-        if found and listening.addresses.index(one) < listening.addresses.index(chosen)
+        f"{candidate.address} was skipped ({_problems_text(found, timeout_s)})"
+        for candidate, found in troubles.items()
+        if found and listening.addresses.index(candidate) < listening.addresses.index(chosen)
     ]
     who = f"all {len(answers)} other hosts reach it"
     if len(answers) == 1:
@@ -211,7 +220,9 @@ def choose_address(
 
 def problem_at(reached: protocol.Reached, target: protocol.Target) -> str:
     """Return why a host could not reach a target; "" if it did."""
-    return next((one.problem for one in reached.results if one.target == target), "not-tried")
+    return next(
+        (result.problem for result in reached.results if result.target == target), "not-tried"
+    )
 
 
 def _troubles(address: str, port: int, answers: Answers) -> dict[str, list[str]]:
@@ -225,7 +236,7 @@ def _troubles(address: str, port: int, answers: Answers) -> dict[str, list[str]]
     return found
 
 
-def _none_reached(
+def _no_common_address(
     listening: protocol.Listening,
     troubles: Mapping[protocol.Address, Mapping[str, Sequence[str]]],
     answers: Answers,
@@ -235,8 +246,8 @@ def _none_reached(
 ) -> Impossible:
     words = {problem for found in troubles.values() for problem in found}
     lines = [
-        f"{one.address} ({one.interface}): {_reach_message(found, timeout_s)}"
-        for one, found in troubles.items()
+        f"{candidate.address} ({candidate.interface}): {_problems_text(found, timeout_s)}"
+        for candidate, found in troubles.items()
     ]
     failing = [{node for nodes in found.values() for node in nodes} for found in troubles.values()]
     everywhere = [node for node, _ in answers if all(node in some for some in failing)]
@@ -258,7 +269,7 @@ def _none_reached(
     return Impossible(what, why="\n".join(lines), fix="\n".join(fixes))
 
 
-def _reach_message(found: Mapping[str, Sequence[str]], timeout_s: float) -> str:
+def _problems_text(found: Mapping[str, Sequence[str]], timeout_s: float) -> str:
     return "; ".join(
         f"{name_several(nodes)}: {meaning_of_errno(problem, timeout_s)}"
         for problem, nodes in found.items()
@@ -278,12 +289,3 @@ def meaning_of_errno(problem: str, timeout_s: float) -> str:
         "not-tried": "not tried",
     }
     return meanings.get(problem, problem)
-
-
-def name_several(names: Sequence[str]) -> str:
-    """Return the names of a few hosts; of many, the first few and the number of the others."""
-    if len(names) > _NAMES_SHOWN + 1:
-        return f"{', '.join(names[:_NAMES_SHOWN])} and {len(names) - _NAMES_SHOWN:,} others"
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"

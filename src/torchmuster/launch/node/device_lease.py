@@ -47,7 +47,7 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
         held = acquire_devices(
             claims,
             snapshot.take_snapshot_with_history,
-            _device_lease_request(prepare),
+            _request(prepare),
             environment=os.environ,
             wait_s=prepare.wait_s,
             on_wait=on_wait,
@@ -65,18 +65,16 @@ def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
     if (cpu := _cpu(prepare)) is not None:
         return cpu
     node = snapshot.take_snapshot_with_history()
-    claimed = Claims.here(os.environ).read(one.uuid for one in node.accelerators).blocking
+    claimed = Claims.here(os.environ).read(device.uuid for device in node.accelerators).blocking
     try:
-        decision = choose_devices(
-            node, _device_lease_request(prepare), environment=os.environ, claims=claimed
-        )
+        decision = choose_devices(node, _request(prepare), environment=os.environ, claims=claimed)
     except MusterError as error:
         error.fix = _for_a_run(error.fix, prepare)
         raise
     return _gpus(prepare, decision, None)
 
 
-def _device_lease_request(prepare: protocol.Prepare) -> DeviceRequest:
+def _request(prepare: protocol.Prepare) -> DeviceRequest:
     return DeviceRequest(ids=prepare.gpu_ids, count=prepare.ranks, share=prepare.share)
 
 
@@ -90,7 +88,7 @@ def _gpus(
         variables[CLAIM_VARIABLE] = ",".join(held.claim_ids)
     return DeviceLease(
         ranks=len(devices),
-        devices=tuple(f"{one.label} {one.name}" for one in devices),
+        devices=tuple(f"{device.label} {device.name}" for device in devices),
         variables=variables,
         threads=threads,
         reasons=(decision.reason, reason),

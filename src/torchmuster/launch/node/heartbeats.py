@@ -23,6 +23,13 @@ _LETTERS = {
     psutil.STATUS_STOPPED: "T",
     psutil.STATUS_ZOMBIE: "Z",
 }
+# After this long without progress, child processes may do the rank's work: compilers, data loaders.
+_STILL_S = 3.0
+_decode = msgspec.json.Decoder(Heartbeat).decode
+_MOST_HEARTBEAT_BYTES = 64 * 1024
+_LINES_AT_A_TIME = 500
+_BYTES_AT_A_TIME = 256 * 1024
+_decode_line = msgspec.json.Decoder(dict[str, float | int | str | bool | None]).decode
 
 
 class Stat:
@@ -106,11 +113,6 @@ class Load:
         return busy
 
 
-# After this long without progress, child processes may do the rank's work: compilers, data loaders.
-_STILL_S = 3.0
-_decode = msgspec.json.Decoder(Heartbeat).decode
-
-
 class HeartbeatReader:
     """Reads the heartbeats of one attempt."""
 
@@ -129,7 +131,7 @@ class HeartbeatReader:
     def read(self) -> tuple[Heartbeat, ...]:
         """Return the newest heartbeat of every rank that has one."""
         told = [
-            heartbeat for path in self._paths if (heartbeat := _read_heartbeats(path)) is not None
+            heartbeat for path in self._paths if (heartbeat := _read_one_rank(path)) is not None
         ]
         stats = {heartbeat.pid: look_at_process(heartbeat.pid) for heartbeat in told}
         still = [
@@ -159,19 +161,11 @@ class HeartbeatReader:
         return now - since_s
 
 
-_MOST_HEARTBEAT_BYTES = 64 * 1024
-
-
-def _read_heartbeats(path: Path) -> Heartbeat | None:
+def _read_one_rank(path: Path) -> Heartbeat | None:
     try:
         return untrusted.read_typed(path, _decode, _MOST_HEARTBEAT_BYTES)
     except (OSError, untrusted.Unreadable):  # none yet, or its disk is full
         return None
-
-
-_LINES_AT_A_TIME = 500
-_BYTES_AT_A_TIME = 256 * 1024
-_decode_line = msgspec.json.Decoder(dict[str, float | int | str | bool | None]).decode
 
 
 class MetricsReader:

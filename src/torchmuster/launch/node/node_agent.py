@@ -444,7 +444,7 @@ def folder_of_node() -> Path:
 
 def _in_short(ended: protocol.Ended, why: Exception) -> protocol.Ended:
     """Return a short form of a message that could not be sent."""
-    first = max(ended.failures, key=lambda one: one.ago_s, default=None)
+    first = max(ended.failures, key=lambda failure: failure.ago_s, default=None)
     words = ended.words
     if first is not None:
         error = first.error.encode("ascii", errors="backslashreplace").decode()

@@ -13,6 +13,8 @@ from torchmuster.errors import Impossible
 
 DEFAULT_ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 29500
+# The communication library of each kind of GPU. AMD's GPUs are "cuda" and RCCL is "nccl" to torch.
+_LIBRARIES = {"cuda": "nccl", "xpu": "xccl"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +130,6 @@ def number_from(
     )
 
 
-# The communication library of each kind of GPU. AMD's GPUs are "cuda" and RCCL is "nccl" to torch.
-_LIBRARIES = {"cuda": "nccl", "xpu": "xccl"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class BackendFacts:
     """What torch supports in this process."""
@@ -173,7 +171,7 @@ def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decisi
             value=value, reason=f"{library}, with {here.accelerator}:{index} for this rank"
         )
     value = without_library(here.accelerator, index)
-    reason = f"gloo instead of {asked}, on the {_membership_kind(value)}: {problem or no_device}"
+    reason = f"gloo instead of {asked}, on the {_device_name(value)}: {problem or no_device}"
     return Decision(value=value, reason=reason)
 
 
@@ -184,7 +182,7 @@ def without_library(accelerator: str | None, index: int | None) -> BackendChoice
     return BackendChoice(backend="gloo", device="cpu")
 
 
-def _membership_kind(choice: BackendChoice) -> str:
+def _device_name(choice: BackendChoice) -> str:
     return "CPU" if choice.index is None else "GPU"
 
 

@@ -8,56 +8,45 @@ import errno
 import gc
 import json
 import logging
-import operator
 import os
 import platform
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.utils.data.distributed import DistributedSampler
 
 from torchmuster.decision import Decision
 from torchmuster.devices.identify import rocm_uuid
-from torchmuster.devices.model import DeviceKind
-from torchmuster.devices.visibility import STAGES
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import membership
 from torchmuster.launch.probes.membership import BackendChoice, BackendFacts, Membership
 
+_log = logging.getLogger("torchmuster.distributed")
+_CLOSE_WITHIN_S = 30.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOffer:
-    """What one rank offers to the others: its backend, the reason, and its GPU if known.
-
-    ``gpu`` names the GPU, or the part of one, and ``pci`` its PCI address if NCCL refuses two ranks there.
-    """
+    """What one rank offers to the others: its backend, and the reason."""
 
     backend: str
     reason: str
-    gpu: str | None
-    pci: str | None
     rank: int
     host: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendAgreement:
-    """The backend of all ranks, why it differs from their offers, and the GPUs that ranks share."""
+    """The backend of all ranks, and why it differs from their offers."""
 
     backend: str
     why: str = ""
-    shared: tuple[str, ...] = ()
 
 
 def rendezvous_store(member: Membership, timeout: timedelta, earlier_groups: int) -> Store:
@@ -76,7 +65,7 @@ def _store(member: Membership, timeout: timedelta) -> Store:
     server = member.rank == 0 and not launcher_has_it
     listener = None
     if server and member.on_this_machine and sys.platform != "win32":
-        listener = _listen_process_group(member)
+        listener = _open_port(member)
     store: Store = TCPStore(
         host_name=member.address,
         port=member.port,
@@ -91,7 +80,7 @@ def _store(member: Membership, timeout: timedelta) -> Store:
     return store
 
 
-def _listen_process_group(member: Membership) -> socket.socket:
+def _open_port(member: Membership) -> socket.socket:
     address = membership.DEFAULT_ADDRESS if member.address == "localhost" else member.address
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
@@ -124,60 +113,27 @@ def agree_on_backend(
     if member.rank == 0:
         keys = [f"offer/{rank}" for rank in range(member.world_size)]
         _wait_for_all(store, keys, timeout)
-        verdict = compare_offers(
-            [BackendOffer(**json.loads(text)) for text in store.multi_get(keys)]
-        )
-        store.set("verdict", json.dumps(vars(verdict)))
-        return verdict
+        offers = [BackendOffer(**json.loads(text)) for text in store.multi_get(keys)]
+        agreement = compare_offers(offers)
+        store.set("verdict", json.dumps(vars(agreement)))
+        return agreement
     store.wait(["verdict"], timeout)
-    told: Mapping[str, object] = json.loads(store.get("verdict"))
-    shared = told["shared"]
-    assert isinstance(shared, list)
-    return BackendAgreement(
-        backend=str(told["backend"]), why=str(told["why"]), shared=tuple(shared)
-    )
+    return BackendAgreement(**json.loads(store.get("verdict")))
 
 
 def compare_offers(offers: list[BackendOffer]) -> BackendAgreement:
-    """Return a GPU backend only if every rank can use it and no two ranks have the same GPU."""
+    """Return a GPU backend only if every rank can use it."""
     first = offers[0]
-    for other in offers:
-        if other.backend == "gloo" and any(one.backend != "gloo" for one in offers):
-            return BackendAgreement(
-                backend="gloo", why=f"rank {other.rank} on {other.host}: {other.reason}"
-            )
-        if other.backend != first.backend:
-            why = f"rank {first.rank} has {first.backend}, rank {other.rank} has {other.backend}"
-            return BackendAgreement(backend="gloo", why=why)
-    owner: dict[str, BackendOffer] = {}
-    shared: dict[str, str] = {}
-    for offer in offers:
-        if offer.gpu is None:
-            continue
-        earlier = owner.setdefault(offer.gpu, offer)
-        if earlier is not offer:
-            shared.setdefault(
-                offer.gpu,
-                f"ranks {earlier.rank} and {offer.rank} on {offer.host} use the same GPU",
-            )
-    why = next(iter(shared.values()), "") or _slices_of_one_gpu(offers)
-    if not why:
+    different = [offer for offer in offers if offer.backend != first.backend]
+    if not different:
         return BackendAgreement(backend=first.backend)
-    return BackendAgreement(backend="gloo", why=why, shared=tuple(shared))
-
-
-def _slices_of_one_gpu(offers: list[BackendOffer]) -> str:
-    """Name two ranks on MIG slices of one GPU: NCCL knows a GPU by its PCI address, so it refuses them."""
-    first: dict[tuple[str, str], BackendOffer] = {}
-    for offer in offers:
-        if offer.pci is not None:
-            earlier = first.setdefault((offer.host, offer.pci), offer)
-            if earlier is not offer:
-                return (
-                    f"ranks {earlier.rank} and {offer.rank} on {offer.host} use MIG slices of one GPU, which "
-                    "NCCL connects only with NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or newer)"
-                )
-    return ""
+    for offer in (first, *different):
+        if offer.backend == "gloo":
+            why = f"rank {offer.rank} on {offer.host}: {offer.reason}"
+            return BackendAgreement(backend="gloo", why=why)
+    other = different[0]
+    why = f"rank {first.rank} has {first.backend}, rank {other.rank} has {other.backend}"
+    return BackendAgreement(backend="gloo", why=why)
 
 
 def _wait_for_all(store: Store, keys: list[str], timeout: timedelta) -> None:
@@ -192,57 +148,6 @@ def _wait_for_all(store: Store, keys: list[str], timeout: timedelta) -> None:
             fix="see the output of those ranks: they were not started, exited early, or cannot "
             "reach this host",
         ) from error
-
-
-_sampler_log = logging.getLogger("torchmuster.distributed")
-_torchs_own = DistributedSampler.__iter__
-
-
-class _Watch:
-    """The last iteration of each sampler: epoch, number of samples, and remaining samples."""
-
-    def __init__(self) -> None:
-        self._last: WeakKeyDictionary[DistributedSampler[Any], tuple[int, int, Iterator[Any]]] = (
-            WeakKeyDictionary()
-        )
-        self._told = False
-
-    def note(self, sampler: DistributedSampler[Any], given: Iterator[Any]) -> None:
-        last = self._last.get(sampler)
-        self._last[sampler] = (sampler.epoch, len(sampler), given)
-        if last is None or self._told:
-            return
-        epoch, count, left = last
-        # A script that only read the first batch has not run an epoch.
-        if epoch == sampler.epoch and operator.length_hint(left) <= count // 2:
-            self._told = True
-            _sampler_log.warning(
-                "the sampler returns the same order in every epoch: call sampler.set_epoch(epoch) before "
-                "each epoch"
-            )
-
-
-def watch_samplers() -> None:
-    """Watch the samplers of this process for a missing ``set_epoch()``; warns once."""
-    if DistributedSampler.__iter__ is not _torchs_own:
-        return
-    watch = _Watch()
-
-    def watched(sampler: DistributedSampler[Any]) -> Iterator[Any]:
-        given = _torchs_own(sampler)
-        if sampler.shuffle:
-            watch.note(sampler, given)
-        return given
-
-    DistributedSampler.__iter__ = watched  # type: ignore[method-assign]
-
-
-def unwatch_samplers() -> None:
-    """Restore torch's own ``DistributedSampler.__iter__``."""
-    DistributedSampler.__iter__ = _torchs_own  # type: ignore[method-assign]
-
-
-_log = logging.getLogger("torchmuster.distributed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,23 +169,21 @@ class _State:
 
 
 _state = _State()
-_CLOSE_WITHIN_S = 30.0
 
 
 def setup_process_group(
-    rank: int, world_size: int, asked: str, timeout_s: float
+    rank: int, world_size: int, requested: str, timeout_s: float
 ) -> ProcessGroupInfo:
     """Create the default process group, or accept the existing one if it is the same."""
     member = membership.read_membership(rank, world_size, os.environ)
     close_left_open()
-    group = _accept_existing(member) if dist.is_initialized() else _make(member, asked, timeout_s)
-    if rank == 0:  # one warning is enough
-        watch_samplers()
-    return group
+    if dist.is_initialized():
+        return _accept_existing(member)
+    return _make(member, requested, timeout_s)
 
 
-def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
-    own = membership.choose_backend(asked, member, backend_facts())
+def _make(member: Membership, requested: str, timeout_s: float) -> ProcessGroupInfo:
+    own = membership.choose_backend(requested, member, backend_facts())
     _set_device(own.value)
     timeout = timedelta(seconds=timeout_s)
     interface_set = _stay_on_this_machine(member)
@@ -294,7 +197,7 @@ def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
             world_size=member.world_size,
             timeout=timeout,
             # With a device NCCL connects at once, so that errors show here.
-            device_id=_process_group_device(choice) if choice.backend in ("nccl", "xccl") else None,
+            device_id=_device_of(choice) if choice.backend in ("nccl", "xccl") else None,
         )
     except RuntimeError as error:
         _leave_interface(interface_set)
@@ -303,15 +206,15 @@ def _make(member: Membership, asked: str, timeout_s: float) -> ProcessGroupInfo:
         _leave_interface(interface_set)
         raise
     _state.made += 1
-    for said in member.reasons:
-        _log.info("%s", said)
+    for text in member.reasons:
+        _log.info("%s", text)
     reason = instead or own.reason
-    fell_back = choice.backend == "gloo" and asked != "gloo"
+    fell_back = choice.backend == "gloo" and requested != "gloo"
     _log.log(logging.WARNING if fell_back else logging.INFO, "%s", reason)
     _state.group = ProcessGroupInfo(
         member=member,
         choice=choice,
-        device=_process_group_device(choice),
+        device=_device_of(choice),
         reasons=(*member.reasons, reason),
         interface_set=interface_set,
     )
@@ -324,7 +227,6 @@ def cleanup_process_group() -> None:
     While an exception propagates, only a group of gloo is destroyed: NCCL waits for work that other ranks may never
     do, and the process would not exit.
     """
-    unwatch_samplers()
     group, _state.group = _state.group, None
     if group is not None:
         _leave_interface(group.interface_set)
@@ -437,17 +339,15 @@ def _agree(
     """Return the backend that all ranks agreed on, and the reason if it is not this rank's choice."""
     if member.world_size == 1:
         return own.value, ""
-    choice, host = own.value, platform.node()
-    gpu, pci = gpu_identity(choice, host, os.environ)
+    choice = own.value
     offer = BackendOffer(
-        backend=choice.backend, reason=own.reason, gpu=gpu, pci=pci, rank=member.rank, host=host
+        backend=choice.backend, reason=own.reason, rank=member.rank, host=platform.node()
     )
-    verdict = agree_on_backend(store, member, offer, timeout)
-    if verdict.backend == choice.backend:
+    agreement = agree_on_backend(store, member, offer, timeout)
+    if agreement.backend == choice.backend:
         return choice, ""
-    index = None if gpu in verdict.shared else choice.index
-    instead = membership.without_library(choice.device, index)
-    return instead, f"gloo instead of {choice.backend} on all ranks: {verdict.why}"
+    instead = membership.without_library(choice.device, choice.index)
+    return instead, f"gloo instead of {choice.backend} on all ranks: {agreement.why}"
 
 
 def gpu_uuid(index: int) -> str | None:
@@ -456,50 +356,12 @@ def gpu_uuid(index: int) -> str | None:
     return uuid if torch.version.hip is None else rocm_uuid(uuid)
 
 
-def gpu_identity(
-    choice: BackendChoice, host: str, environment: Mapping[str, str]
-) -> tuple[str | None, str | None]:
-    """Return the fields ``gpu`` and ``pci`` of an offer, None where unknown."""
-    if choice.backend != "nccl" or choice.index is None:
-        return None, None
-    properties = torch.cuda.get_device_properties(choice.index)
-    host = f"{host} {_boot_id()}"  # hosts may have equal names, and equal machines equal addresses
-    pci = _pci_address(properties)
-    gpu = gpu_uuid(choice.index) or (pci and f"{host} {pci}")
-    if torch.version.hip is not None:
-        # The parts of one GPU share its serial number and its address; RCCL connects them.
-        names = (name for stage in STAGES[DeviceKind.ROCM] for name in stage)
-        seen = [environment.get(name) for name in names]
-        return gpu and f"{gpu} {seen} {choice.index}", None
-    if " MIG " not in properties.name:
-        return gpu, None
-    # Whether CUDA gives a slice its own UUID or that of its GPU depends on the version.
-    gpu = f"{gpu} {host} {environment.get('CUDA_VISIBLE_DEVICES')}"
-    connects = environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return gpu, None if connects or pci is None else f"{host} {pci}"
-
-
-def _boot_id() -> str:
-    """Return what tells this host from all others; "" if the system has no such id."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _pci_address(properties: Any) -> str | None:
-    if not hasattr(properties, "pci_bus_id"):
-        return None
-    domain, bus = properties.pci_domain_id, properties.pci_bus_id
-    return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}"
-
-
 def _set_device(choice: BackendChoice) -> None:
     if choice.index is not None:
         torch.accelerator.set_device_index(choice.index)
 
 
-def _process_group_device(choice: BackendChoice) -> torch.device:
+def _device_of(choice: BackendChoice) -> torch.device:
     return (
         torch.device(choice.device, choice.index)
         if choice.index is not None

@@ -186,17 +186,17 @@ def _describe(error: BaseException) -> dict[str, object]:
         summary, trace = f"the script exited with: {error.code}", ""
         own = error.__context__  # sys.exit(str(error)) in an except
         said = own if own is not None and str(own) == error.code else error
-        parts: dict[str, object] = {**_start_parts(said)}
+        parts: dict[str, object] = {**_prepare_rank(said)}
         if isinstance(error.code, int):
             parts["exit_code"] = error.code
     else:
         summary = "".join(traceback.format_exception_only(error)).strip()[-4000:]
         trace = "".join(traceback.format_exception(error))[-16000:]
-        parts = {**_start_parts(error)}
+        parts = {**_prepare_rank(error)}
     return {"error": summary, "traceback": trace, **parts}
 
 
-def _start_parts(error: BaseException) -> dict[str, str]:
+def _prepare_rank(error: BaseException) -> dict[str, str]:
     """Return what, why and fix of an error that has them.
 
     That is a ``MusterError``; it is recognized by its attributes, as only the standard library is imported.

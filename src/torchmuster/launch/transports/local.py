@@ -13,6 +13,7 @@ FIRST_WORDS = b'={"kind":'
 _KEPT_WORDS = 4000
 _CLOSE_WITHIN_S = 12.0
 _LAST_WORDS_WITHIN_S = 1.0
+NODE_AGENT = ("-m", "torchmuster.launch.node.supervisor")
 
 
 class PipeChannel:
@@ -105,9 +106,6 @@ class PipeChannel:
 
     def _keep(self, data: bytes) -> None:
         self._words = (self._words + data.decode(errors="replace"))[-_KEPT_WORDS:]
-
-
-NODE_AGENT = ("-m", "torchmuster.launch.node.supervisor")
 
 
 class LocalTransport:

@@ -44,6 +44,9 @@ _OF_THE_JOB = (
     "SLURM_RESTART_COUNT",
     "SLURM_NODE_ALIASES",
 )
+# A closed connection is noticed before srun has said how the task exited.
+_REPORT_WITHIN_S = 2.0
+_PORTS_TRIED = 20
 
 
 def srun_command(
@@ -89,11 +92,6 @@ def environment_for_srun(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if not name.startswith(("SLURM_", "SRUN_")) or name.startswith(_OF_THE_JOB)
     }
-
-
-# A closed connection is noticed before srun has said how the task exited.
-_REPORT_WITHIN_S = 2.0
-_PORTS_TRIED = 20
 
 
 class SrunChannel:

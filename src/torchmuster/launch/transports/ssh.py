@@ -39,6 +39,7 @@ _OPTIONS = (
     # Use an existing master connection, but do not leave a new one behind after the run.
     *("-o", "ControlMaster=no"),
 )
+_WORDS_SHOWN = 4
 
 
 def node_agent_command(
@@ -271,13 +272,12 @@ _CAUSES = (
         exit_code=ExitCode.IMPOSSIBLE,
     ),
 )
-_WORDS_SHOWN = 4
 
 
 def diagnose_ssh(host: str, python: str, code: int, words: str) -> protocol.Trouble:
     """Return the cause and the fix for a failure of ssh."""
     cause = next(
-        (one for one in _CAUSES if re.search(one.says, words, re.IGNORECASE)),
+        (candidate for candidate in _CAUSES if re.search(candidate.says, words, re.IGNORECASE)),
         _Cause(
             name="ssh-failed",
             says="",

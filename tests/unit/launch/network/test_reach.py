@@ -16,6 +16,7 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.network import firewall, listening, reach
 from torchmuster.launch.network.interfaces import Interface
+from torchmuster.units import name_several
 
 NONCE = "c0ffee" * 5
 HERE = [Interface(name="lo", up=True, addresses=("127.0.0.1",))]
@@ -300,7 +301,7 @@ def test_the_local_end_of_the_chosen_address() -> None:
     ],
 )
 def test_several(names: list[str], text: str) -> None:
-    assert reach.name_several(names) == text
+    assert name_several(names) == text
 
 
 # ---- loopback, and services that are not ours

@@ -17,6 +17,12 @@ from torchmuster.units import format_seconds, plural
 
 # A user's own script that ran this long is assumed to have made progress.
 _LONG_S = 300.0
+# A node list with more nodes than this is a typing error.
+_MOST_NODES = 100_000
+_NODE_GROUP = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
+# "     Nodes=node[1-3] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:4(IDX:0-3)"
+_SHARE = re.compile(r"^ +Nodes=(?P<nodes>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>.*)$", re.MULTILINE)
+_GPUS = re.compile(r"(?:^|,)(?:gres/|gres:)?gpu(?::[^,:()]+)??:(?P<count>\d+)(?=[,(]|$)")
 
 
 def job_id(environment: Mapping[str, str]) -> str | None:
@@ -112,14 +118,6 @@ def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> Ru
     return None
 
 
-# A node list with more nodes than this is a typing error.
-_MOST_NODES = 100_000
-_NODE_GROUP = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
-# "     Nodes=node[1-3] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:4(IDX:0-3)"
-_SHARE = re.compile(r"^ +Nodes=(?P<nodes>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>.*)$", re.MULTILINE)
-_GPUS = re.compile(r"(?:^|,)(?:gres/|gres:)?gpu(?::[^,:()]+)??:(?P<count>\d+)(?=[,(]|$)")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
     """The resources of the Slurm job that this process is part of.
@@ -155,10 +153,10 @@ def allocation_here(
         job=job,
         nodes=nodes,
         gpus=_gpus(nodes, environment, ask),
-        cores=_allocation_number(environment.get("SLURM_CPUS_ON_NODE")),
+        cores=_number(environment.get("SLURM_CPUS_ON_NODE")),
         tasks_per_node=_tasks_per_node(environment, len(nodes)),
-        copies=_allocation_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
-        restarts=_allocation_number(environment.get("SLURM_RESTART_COUNT")) or 0,
+        copies=_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
+        restarts=_number(environment.get("SLURM_RESTART_COUNT")) or 0,
     )
 
 
@@ -246,7 +244,7 @@ def gpus_by_node(job_text: str) -> dict[str, int]:
 
 
 def _count_gpus(gres: str) -> int:
-    return sum(int(one["count"]) for one in _GPUS.finditer(gres))
+    return sum(int(match["count"]) for match in _GPUS.finditer(gres))
 
 
 def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
@@ -301,7 +299,7 @@ def _gpus(
         if all(node in by_node for node in nodes):
             return tuple(by_node[node] for node in nodes) if any(by_node.values()) else None
     on_each = _gpus_here(environment)
-    total = _allocation_number(environment.get("SLURM_GPUS"))
+    total = _number(environment.get("SLURM_GPUS"))
     if not on_each or (total is not None and total != on_each * len(nodes)):
         return None
     return (on_each,) * len(nodes)
@@ -315,20 +313,20 @@ def _gpus_in(per_node: str) -> int:
 def _gpus_here(environment: Mapping[str, str]) -> int | None:
     if per_node := environment.get("SLURM_GPUS_PER_NODE"):
         return _gpus_in(per_node) or None
-    if on_node := _allocation_number(environment.get("SLURM_GPUS_ON_NODE")):
+    if on_node := _number(environment.get("SLURM_GPUS_ON_NODE")):
         return on_node
     listed = environment.get("SLURM_JOB_GPUS") or environment.get("SLURM_STEP_GPUS")
     return len(listed.split(",")) if listed else None
 
 
 def _tasks_per_node(environment: Mapping[str, str], nodes: int) -> int | None:
-    if per_node := _allocation_number(environment.get("SLURM_NTASKS_PER_NODE")):
+    if per_node := _number(environment.get("SLURM_NTASKS_PER_NODE")):
         return per_node
-    tasks = _allocation_number(environment.get("SLURM_NTASKS"))
+    tasks = _number(environment.get("SLURM_NTASKS"))
     return tasks // nodes if tasks and tasks % nodes == 0 else None
 
 
-def _allocation_number(text: str | None) -> int | None:
+def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
 
 
